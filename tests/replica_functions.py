@@ -1,0 +1,216 @@
+"""Functions that the launch tests run in replicas: those are other processes, so these live in a module."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpu_kit import runtime
+from tpu_kit.config import TrainConfig
+
+
+def marks(config: TrainConfig) -> Path:
+    """Where a replica leaves its marks for the test."""
+    folder = config.output_path
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def mark(config: TrainConfig, name: str) -> None:
+    """Leaves the time and this process's id under a name, whole or not at all."""
+    path = marks(config) / f"{name}-{runtime.current().rank}"
+    path.with_suffix(".part").write_text(f"{time.time()} {os.getpid()}")
+    path.with_suffix(".part").rename(path)
+
+
+def sums(config: TrainConfig) -> dict[str, Any]:
+    """Two tensors summed over the replicas in one collective, and what every replica then had."""
+    rt = runtime.current()
+    tensors = [
+        torch.tensor([rt.rank + 1.0, 10.0 * rt.rank]).to(rt.local_device),
+        torch.full((2, 3), 0.5).to(rt.local_device) + 0.0,
+    ]
+    rt.sync()
+    rt.all_reduce(tensors)
+    rt.sync()
+    values = [tensor.tolist() for tensor in rt.to_host(tensors)]
+    (marks(config) / f"values-{rt.rank}").write_text(repr(values))
+    rt.barrier()
+    return {
+        "values": values, "all": [(marks(config) / f"values-{rank}").read_text() for rank in range(rt.world_size)],
+        "rank": rt.rank, "world_size": rt.world_size, "device": str(rt.local_device), "is_xla": rt.is_xla,
+        "counters": rt.counters(), "pid": os.getpid(),
+    }  # fmt: skip
+
+
+class Net(torch.nn.Module):
+    """A residual network over an embedding; its frozen base and low-rank updates are like a LoRA run's."""
+
+    def __init__(self, width: int, layers: int, words: int = 500) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(words, width).requires_grad_(False)
+        self.base = torch.nn.ModuleList(torch.nn.Linear(width, width).requires_grad_(False) for _ in range(layers))
+        self.down = torch.nn.ModuleList(torch.nn.Linear(width, 8, bias=False) for _ in range(layers))
+        self.up = torch.nn.ModuleList(torch.nn.Linear(8, width, bias=False) for _ in range(layers))
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(layers))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, S) int64 to logits (B, S, words)."""
+        x = self.embedding(ids)
+        for base, down, up, norm in zip(self.base, self.down, self.up, self.norms, strict=True):
+            y = norm(x)
+            x = x + torch.nn.functional.gelu(base(y) + up(down(y)))
+        return x @ self.embedding.weight.T / x.shape[-1]
+
+
+_replicas_share_the_generator = threading.Lock()
+
+
+def fifty_steps(config: TrainConfig) -> dict[str, Any]:
+    """Fifty optimizer steps with one collective each; updates in place, replicas must stay bit for bit equal."""
+    rt = runtime.current()
+    with _replicas_share_the_generator:
+        torch.manual_seed(0)
+        model = Net(width=64, layers=config.optim.batch_size)
+    model.to(rt.local_device)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    first = [torch.zeros(p.shape, device=rt.local_device) for p in parameters]
+    second = [torch.zeros(p.shape, device=rt.local_device) for p in parameters]
+    losses = torch.zeros(2, device=rt.local_device)
+    rt.sync()
+    generator = torch.Generator().manual_seed(rt.rank)
+    for step in range(50):
+        # Like a data loader and a schedule: made on the host, another value at each step and in each replica.
+        ids = torch.randint(0, 500, (2, 32), generator=generator).to(rt.local_device)
+        rate = torch.tensor(1e-3 * (1 - step / 100)).to(rt.local_device)
+        logits = model(ids)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        total = torch.stack([loss.detach(), torch.ones_like(loss)])
+        rt.all_reduce([*gradients, total])
+        with torch.no_grad():
+            for p, gradient, m, v in zip(parameters, gradients, first, second, strict=True):
+                gradient = gradient / total[1]
+                m.mul_(0.9).add_(gradient, alpha=0.1)
+                v.mul_(0.99).add_(gradient * gradient, alpha=0.01)
+                p.sub_(rate * m / (v.sqrt() + 1e-6))
+                p.grad = None
+            losses.add_(total)
+        rt.sync()
+        if rt.rank == 0 and step % 10 == 0:
+            print("step", step)
+    rt.sync()
+    host = rt.to_host([*parameters, losses])
+    digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in host)).hexdigest()
+    (marks(config) / f"hash-{rt.rank}").write_text(digest)
+    rt.barrier()
+    hashes = {(marks(config) / f"hash-{rank}").read_text() for rank in range(rt.world_size)}
+    return {
+        "hashes": sorted(hashes), "loss": float(host[-1][0] / host[-1][1]), "losses": float(host[-1][1]),
+        **rt.counters(),
+    }  # fmt: skip
+
+
+def raise_in_rank_1(config: TrainConfig) -> None:
+    """Rank 1 fails while the others wait for it."""
+    rt = runtime.current()
+    total = torch.ones(1, device=rt.local_device)
+    rt.sync()
+    if rt.rank == 1:
+        mark(config, "failing")
+        raise KeyError("no such column: rationale")
+    rt.all_reduce([total])
+    rt.sync()
+
+
+def raise_in_all(config: TrainConfig) -> None:
+    """Every rank fails alike."""
+    raise OSError("the disk is full")
+
+
+def leave_rank_1(config: TrainConfig) -> None:
+    """Rank 1 returns before a step that the others take."""
+    if runtime.current().rank != 1:
+        torch.ones(1, device=runtime.current().local_device).add_(1)
+        runtime.current().sync()
+
+
+def print_and_wait(config: TrainConfig) -> str:
+    """Tells that it is there, then waits for as long as the tests let it."""
+    rank = runtime.current().rank
+    print(f"rank {rank} is here")
+    mark(config, "here")
+    time.sleep(600)
+    return "nobody came"
+
+
+def wait_in_all_reduce(config: TrainConfig) -> None:
+    """All ranks but 1 wait for it in a collective."""
+    rt = runtime.current()
+    mark(config, "here")
+    if rt.rank == 1:
+        time.sleep(600)
+    rt.all_reduce([torch.ones(1, device=rt.local_device)])
+    rt.sync()
+    rt.barrier()
+
+
+def hold_the_gil(config: TrainConfig) -> None:
+    """Sleeps in C without letting any other thread of Python run."""
+    mark(config, "here")
+    ctypes.PyDLL(None).sleep(600)
+
+
+def exit_rank_1(config: TrainConfig) -> None:
+    """Rank 1's process ends by itself, with status 3."""
+    if runtime.current().rank == 1:
+        mark(config, "failing")
+        os._exit(3)
+    runtime.current().all_reduce([torch.ones(1)])
+
+
+def finish_when_asked(config: TrainConfig) -> None:
+    """Writes a file when asked to end, as a run writes its checkpoint."""
+
+    def save(*_: object) -> None:
+        mark(config, "saved")
+        os._exit(0)
+
+    with contextlib.suppress(ValueError):  # replicas that are threads cannot
+        signal.signal(signal.SIGTERM, save)
+    print_and_wait(config)
+
+
+def return_rank(config: TrainConfig) -> tuple[int, int]:
+    """Which rank's result the caller gets."""
+    return runtime.current().rank, runtime.current().world_size
+
+
+def return_lock(config: TrainConfig) -> threading.Lock:
+    """A result that cannot be pickled."""
+    return threading.Lock()  # type: ignore[return-value]
+
+
+def return_tensor(config: TrainConfig) -> torch.Tensor:
+    """A result on the replica's device."""
+    rt = runtime.current()
+    tensor = torch.ones(2, device=rt.local_device)
+    rt.sync()
+    return tensor
+
+
+def print_slowly(config: TrainConfig) -> None:
+    """Lines with time between them."""
+    for number in range(3):
+        print(f"line {number} of rank {runtime.current().rank}")
+        time.sleep(1.5)

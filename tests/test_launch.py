@@ -1,0 +1,409 @@
+"""Launches of real replicas: what comes back, how each kind of end is told, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import nbclient
+import nbformat
+import pytest
+import replica_functions
+
+from tpu_kit import launch as launch_module
+from tpu_kit import supervisor
+from tpu_kit.config import TrainConfig, load_config
+from tpu_kit.launch import LaunchError, launch
+from tpu_kit.machine import Check, Machine
+from tpu_kit.replica import LAUNCHER
+from tpu_kit.runtime import Backend
+from tpu_kit.supervisor import Supervisor
+from tpu_kit.testing import QUICK_XLA_FLAGS, REPOSITORY, child_environment
+
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+xla_cpu = pytest.param("xla-cpu", marks=needs_xla)
+AT_MOST = 15.0  # seconds from a failure to its error
+MARKER = "TPU_KIT_TEST_LAUNCH"
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
+    monkeypatch.setenv(MARKER, str(tmp_path))  # every process of these launches inherits it
+    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert eventually(lambda: not left_over(tmp_path), 5), left_over(tmp_path)
+
+
+def left_over(tmp_path: Path) -> dict[int, str]:
+    """Processes that a launch of this test left behind: id and command line."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_bytes()
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if f"{MARKER}={tmp_path}\0".encode() in environ and int(folder.name) != os.getpid():
+            found[int(folder.name)] = command
+    return found
+
+
+def eventually(condition: Callable[[], Any], seconds: float) -> Any:
+    until = time.monotonic() + seconds
+    while not (value := condition()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return value
+
+
+def settings(tmp_path: Path, device_type: str, *more: str) -> list[str]:
+    return [
+        f"launch.device_type={device_type}", "launch.num_replicas=2", "launch.hang_timeout=120",
+        f"output_dir={tmp_path / 'out'}", *more,
+    ]  # fmt: skip
+
+
+def config_for(tmp_path: Path, device_type: str, *more: str) -> TrainConfig:
+    return load_config(overrides=settings(tmp_path, device_type, *more))
+
+
+def marked(tmp_path: Path, name: str, seconds: float = 90) -> tuple[float, int]:
+    """Time of a mark that a replica left, and its process."""
+    path = tmp_path / "out" / name
+    assert eventually(path.is_file, seconds), f"no {name} in {seconds} s"
+    at, pid = path.read_text().split()
+    return float(at), int(pid)
+
+
+class Killer(threading.Thread):
+    """Kills the process that leaves a mark."""
+
+    def __init__(self, tmp_path: Path, name: str, number: signal.Signals) -> None:
+        super().__init__()
+        self._mark = functools.partial(marked, tmp_path, name)
+        self._number = number
+        self.at, self.pid = 0.0, 0
+        self.start()
+
+    def run(self) -> None:
+        _, self.pid = self._mark()
+        time.sleep(0.5)
+        self.at = time.time()
+        os.kill(self.pid, self._number)
+
+
+# ------------------------------------------------------------------------------------------------------ what comes back
+
+
+@pytest.mark.parametrize("device_type", [xla_cpu, "cpu"])
+def test_result_of_rank_0_twice_and_nothing_initialised_here(device_type: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert launch(replica_functions.return_rank, config_for(tmp_path, device_type)) == (0, 2)
+        assert not left_over(tmp_path)
+    torch_xla = sys.modules.get("torch_xla")
+    assert torch_xla is None or not torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+def test_one_cpu_replica_runs_inline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pids: list[int] = []
+
+    def here(config: TrainConfig) -> tuple[int, int]:  # not even importable
+        pids.append(os.getpid())
+        return replica_functions.return_rank(config)
+
+    assert launch(here, config_for(tmp_path, "cpu", "launch.num_replicas=1")) == (0, 1)
+    assert pids == [os.getpid()]
+    assert capsys.readouterr().err == "tpu_kit: device_type=cpu, 1 replica(s): as asked for\n"
+    with pytest.raises(OSError, match="the disk is full"):
+        launch(replica_functions.raise_in_all, config_for(tmp_path, "cpu", "launch.num_replicas=1"))
+
+
+@pytest.mark.parametrize("device_type", [xla_cpu, "cpu"])
+def test_rank_0_is_streamed_while_it_runs(device_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: list[tuple[float, str]] = []
+    stream = SimpleNamespace(write=lambda text: arrived.append((time.monotonic(), text)), flush=lambda: None)
+    monkeypatch.setattr(sys, "stdout", stream)
+    launch(replica_functions.print_slowly, config_for(tmp_path, device_type))
+    text = "".join(text for _, text in arrived)
+    assert text == "line 0 of rank 0\nline 1 of rank 0\nline 2 of rank 0\n"
+    times = [next(at for at, text in arrived if f"line {number}" in text) for number in range(3)]
+    assert times[1] - times[0] > 0.5 and times[2] - times[1] > 0.5
+
+
+def test_output_that_nobody_reads_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(_: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=closed, flush=lambda: None))
+    launch(replica_functions.print_slowly, config_for(tmp_path, "cpu"))
+
+
+# -------------------------------------------------------------------------------------------------- what cannot be sent
+
+
+def test_function_of_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_functions.return_rank, "__module__", "__main__")
+    with pytest.raises(
+        ValueError,
+        match=r"return_rank is defined in a notebook cell or in the script itself, .*"
+        r"Put it into a file, say steps.py, and use: from steps import return_rank",
+    ):
+        launch(replica_functions.return_rank, config_for(tmp_path, "cpu"))  # fmt: skip
+
+
+def test_function_that_cannot_be_sent(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"lambda> cannot be sent to the replicas \(.*\): use a plain function of a m"):
+        launch(lambda config: None, config_for(tmp_path, "cpu"))
+
+
+@pytest.mark.parametrize("device_type", [xla_cpu, "cpu"])
+def test_result_that_cannot_be_sent(device_type: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"return_lock returned a lock that cannot be sent .*return plain values, or"):
+        launch(replica_functions.return_lock, config_for(tmp_path, device_type))
+
+
+@needs_xla
+def test_result_on_the_device(tmp_path: Path) -> None:
+    """Unpickled in the caller it would initialise the device there."""
+    with pytest.raises(LaunchError, match=r"it holds a tensor on xla:0; read it with .*to_host"):
+        launch(replica_functions.return_tensor, config_for(tmp_path, "xla-cpu"))
+
+
+def test_result_that_cannot_be_read_here() -> None:
+    with pytest.raises(LaunchError, match="rank 0's result cannot be read in this process: ModuleNotFoundError"):
+        supervisor._unpickled(b"cno_such_module\nThing\n.")
+
+
+def test_module_that_replicas_do_not_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lost_steps.py").write_text("def run(config):\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import lost_steps  # type: ignore[import-not-found]
+
+    (tmp_path / "lost_steps.py").unlink()
+    with pytest.raises(LaunchError, match=r"(?s)ranks? 0.*failed:.*ModuleNotFoundError: No module named 'lost_steps'"):
+        launch(lost_steps.run, config_for(tmp_path, "cpu"))
+
+
+def test_not_enough_host_memory(tmp_path: Path) -> None:
+    model = tmp_path / "huge"
+    model.mkdir()
+    with open(model / "model.safetensors", "wb") as file:
+        os.truncate(file.fileno(), 2**43)  # sparse: it takes no disk
+    with pytest.raises(
+        ValueError,
+        match=r"not enough host memory to start 2 replicas: .* GiB free, 1638\d.* needed: "
+        r"2 x 8192.00 of weights .*Use a smaller model.name",
+    ):
+        launch(replica_functions.return_rank, config_for(tmp_path, "cpu", f"model.name={model}"))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["", "import torch_xla.core.xla_model as xm", "x = 1\ndevice = xm.xla_device()\n"],
+         r"\(likely by cell \[2\]: device = xm\.xla_device\(\)\)\. restart"),
+        (["", "import torch_xla", "model.to(torch_xla.device())"], r"\(likely by cell \[2\]: model\.to\(torch_xla"),
+        (["", "print(expr.value(1))"], r"already initialized\"\. restart"),
+    ],
+)  # fmt: skip
+def test_runtime_already_initialised_names_the_cell(
+    cells: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = SimpleNamespace(user_ns={"In": cells})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    touched = Check("This process", "failure", 'a launch would fail with "Runtime is already initialized"', "restart")
+    monkeypatch.setattr(launch_module, "check_process", lambda at: touched)
+    with pytest.raises(ValueError, match=r"the TPU cannot be used: a launch would fail .*" + expected):
+        launch_module._check_host(Backend("tpu", None, ""), config_for(tmp_path, "tpu", "launch.num_replicas=null"))
+
+
+# ------------------------------------------------------------------------------------------------------------ bad ends
+
+
+@pytest.mark.parametrize("device_type", [xla_cpu, "cpu"])
+def test_rank_that_raises(device_type: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launch(replica_functions.raise_in_rank_1, config_for(tmp_path, device_type))
+    assert time.time() - marked(tmp_path, "failing-1")[0] < AT_MOST
+    assert str(caught.value).startswith("rank 1 failed:\nTraceback (most recent call last)")
+    assert "in raise_in_rank_1" in str(caught.value)
+    assert str(caught.value).endswith("KeyError: 'no such column: rationale'")
+    assert "rank 0" not in str(caught.value)  # it only waited
+    assert caught.value.rank == 1
+    assert caught.value.traceback.startswith("Traceback")
+    assert not left_over(tmp_path)
+
+
+@needs_xla
+def test_ranks_that_raise_alike_are_told_once(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launch(replica_functions.raise_in_all, config_for(tmp_path, "xla-cpu"))
+    assert str(caught.value).startswith("ranks 0, 1 failed:\nTraceback")
+    assert str(caught.value).count("OSError: the disk is full") == 1
+
+
+@pytest.mark.parametrize(
+    ("device_type", "number", "who"),
+    [
+        pytest.param("xla-cpu", signal.SIGKILL, "the process that holds all replicas ({pid})", marks=needs_xla),
+        ("cpu", signal.SIGKILL, "rank 1 (process {pid})"),
+        ("cpu", signal.SIGSEGV, "rank 1 (process {pid})"),
+    ],
+)
+def test_killed_process(device_type: str, number: signal.Signals, who: str, tmp_path: Path) -> None:
+    killer = Killer(tmp_path, "here-1", number)
+    with pytest.raises(LaunchError) as caught:
+        launch(replica_functions.wait_in_all_reduce, config_for(tmp_path, device_type))
+    assert time.time() - killer.at < AT_MOST
+    assert str(caught.value).startswith(f"{who.format(pid=killer.pid)} was ended by {number.name}")
+    assert ("out of host memory" in str(caught.value)) == (number == signal.SIGKILL)
+    assert caught.value.rank == (None if device_type == "xla-cpu" else 1)
+    assert not left_over(tmp_path)
+
+
+def test_replica_that_exits(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"^rank 1 \(process \d+\) ended with status 3 and no result$"):
+        launch(replica_functions.exit_rank_1, config_for(tmp_path, "cpu"))
+    assert time.time() - marked(tmp_path, "failing-1")[0] < AT_MOST
+
+
+@pytest.mark.parametrize("device_type", [xla_cpu, "cpu"])
+def test_hang(device_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError, match=r"no sign of life for 8 s \(launch.hang_timeout\): no output, no processor"):
+        launch(replica_functions.wait_in_all_reduce, config_for(tmp_path, device_type, "launch.hang_timeout=8"))
+    assert time.time() - marked(tmp_path, "here-1")[0] < 8 + AT_MOST
+    assert "in wait_in_all_reduce" in capsys.readouterr().err  # the stacks
+    assert not left_over(tmp_path)
+
+
+@needs_xla
+def test_hang_that_holds_the_gil(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError, match="no sign of life"):
+        launch(replica_functions.hold_the_gil, config_for(tmp_path, "xla-cpu", "launch.hang_timeout=8"))
+    assert "in hold_the_gil" in capsys.readouterr().err
+
+
+def messages(*events: tuple[int, str, Any]) -> LaunchError:
+    made = Supervisor(Backend("cpu", 2, ""), 60)
+    made._pids = {0: 100, 1: 101}
+    for event in events[1:]:
+        made._messages.put(event)
+    return made._failed(*events[0])
+
+
+def test_the_first_cause_is_told_not_what_followed() -> None:
+    def error(text: str) -> str:
+        return f"Traceback (most recent call last):\n  ...\n{text}\n"
+
+    closed = error("RuntimeError: [../tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:25410")
+    killed = messages((0, "error", closed), (1, "ended", (101, -9)), (LAUNCHER, "error", error("x: SIGKILL")))
+    assert str(killed).startswith("rank 1 (process 101) was ended by SIGKILL") and killed.rank == 1
+    raised = messages((0, "error", closed), (1, "error", error("ValueError: 1")), (0, "ended", (100, -15)))
+    assert str(raised) == f"rank 1 failed:\n{error('ValueError: 1').rstrip()}" and raised.rank == 1
+    both = messages((0, "error", error("ValueError: 0")), (1, "error", error("ValueError: 1")))
+    assert both.rank == 0 and "rank 0 failed" in str(both) and "rank 1 failed" in str(both)
+    alone = messages((1, "error", closed))
+    assert str(alone).startswith("rank 1 failed") and "Connection closed by peer" in str(alone)
+    late = messages((LAUNCHER, "ended", (102, -9)), (1, "started", 102))
+    assert str(late).startswith("rank 1 (process 102) was ended by SIGKILL")
+    assert str(messages((LAUNCHER, "ended", (777, -9)))).startswith("a replica that had not started yet (process 777)")
+    launcher = messages((LAUNCHER, "error", error("ImportError: torch")))
+    assert str(launcher).startswith("the launcher failed:\nTraceback") and launcher.rank is None
+
+
+# ------------------------------------------------------------------------------------------------ the caller's own end
+
+
+def caller(tmp_path: Path, device_type: str, function: str) -> subprocess.Popen[str]:
+    code = (
+        f"import replica_functions\nfrom tpu_kit.config import load_config\nfrom tpu_kit.launch import launch\n"
+        f"launch(replica_functions.{function}, load_config(overrides={settings(tmp_path, device_type)!r}))\n"
+    )
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    env = child_environment({"PYTHONPATH": paths, "PJRT_DEVICE": None, MARKER: str(tmp_path)})
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("device_type", [xla_cpu, "cpu"])
+def test_interrupt_ends_everything(device_type: str, tmp_path: Path) -> None:
+    with caller(tmp_path, device_type, "finish_when_asked") as process:
+        for rank in range(2):
+            marked(tmp_path, f"here-{rank}")
+        assert process.stdout is not None and process.stdout.readline() == "rank 0 is here\n"  # streamed
+        assert len(left_over(tmp_path)) >= 2
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+        assert time.monotonic() - started < AT_MOST
+    assert error.rstrip().endswith("KeyboardInterrupt")
+    assert not left_over(tmp_path)
+    if device_type == "cpu":  # they were asked, and had the time
+        for rank in range(2):
+            marked(tmp_path, f"saved-{rank}", 1)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "function"),
+    [
+        pytest.param("xla-cpu", "print_and_wait", marks=needs_xla),
+        pytest.param("xla-cpu", "hold_the_gil", marks=needs_xla),
+        ("cpu", "print_and_wait"),
+    ],
+)
+def test_nothing_outlives_a_killed_caller(device_type: str, function: str, tmp_path: Path) -> None:
+    with caller(tmp_path, device_type, function) as process:
+        assert eventually(lambda: list((tmp_path / "out").glob("here-?")), 90)
+        process.kill()
+        assert eventually(lambda: not left_over(tmp_path), AT_MOST), left_over(tmp_path)
+
+
+def test_a_second_interrupt_does_not_stop_the_killing() -> None:
+    """Ctrl-C is often pressed twice."""
+    ignores = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(600)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", ignores], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    timer = threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    started = time.monotonic()
+    supervisor._end(process, signal.SIGTERM)
+    timer.join()
+    assert process.returncode == -signal.SIGKILL
+    assert time.monotonic() - started < 9  # not after the whole patience
+
+
+# ------------------------------------------------------------------------------------------------------ a real kernel
+
+
+@needs_xla
+def test_launch_cell_twice_in_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]))
+    cells = [
+        f"import replica_functions\nfrom tpu_kit.config import load_config\nfrom tpu_kit.launch import launch\n"
+        f"config = load_config(overrides={settings(tmp_path, 'xla-cpu')!r})",
+        "print(launch(replica_functions.print_slowly, config), launch(replica_functions.return_rank, config))",
+        "print(launch(replica_functions.print_slowly, config), launch(replica_functions.return_rank, config))",
+        "def mine(config):\n    pass\nlaunch(mine, config)",
+        "import sys; print('torch_xla' in sys.modules)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", allow_errors=True).execute()
+    for cell in notebook.cells[1:3]:
+        text = "".join(output.get("text", "") for output in cell.outputs if output.get("name") == "stdout")
+        assert text == "line 0 of rank 0\nline 1 of rank 0\nline 2 of rank 0\nNone (0, 2)\n", cell.outputs
+    (error,) = [output for output in notebook.cells[3].outputs if output.output_type == "error"]
+    assert error.ename == "ValueError" and "mine is defined in a notebook cell" in error.evalue
+    assert notebook.cells[4].outputs[0].text == "False\n"

@@ -1,0 +1,349 @@
+"""What the notebooks call, in plain Python and in real kernels, and the form of the notebooks that are shipped."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import re
+import statistics
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+import pytest
+from jupyter_client.manager import KernelManager
+
+from tpu_kit import notebook
+from tpu_kit.config import ConfigError, TrainConfig
+from tpu_kit.testing import REPOSITORY, child_environment
+
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+COLAB = "https://colab.research.google.com/github/tpu-kit/tpu_kit/blob/main/notebooks"
+OWN = "# Parameters: change them here\nmax_steps = 5\nlearning_rate = 1e-4"
+CONFIG = "from tpu_kit import notebook\nconfig = notebook.config(globals())\nprint(config.optim)"
+
+
+@pytest.fixture
+def kernel_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels inherit this process's environment: our package from any folder, and nothing of the machine's own."""
+    clean = child_environment({"PYTHONPATH": str(REPOSITORY)})
+    for name in set(notebook.os.environ) - set(clean):
+        monkeypatch.delenv(name)
+    for name, value in clean.items():
+        monkeypatch.setenv(name, value)
+
+
+def cells_ran(*cells: str) -> dict[str, Any]:
+    """The namespace of a kernel that ran these cells."""
+    namespace: dict[str, Any] = {"In": ["", *cells]}
+    for cell in cells:
+        exec(cell, namespace)
+    return namespace
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["# Parameters: mine\na = 1\nb: int = 2"], {"a": 1, "b": 2}),
+        (["\n#@title Parameters {run: 'auto'}\na = 1  #@param"], {"a": 1}),
+        (["import os\nloose = 3", "# Parameters: mine\na = 1", "later = 2"], {"a": 1}),
+        (["# Parameters: mine\na = 1", "# Parameters\na = 2\nmisspelt = 3\n"], {"a": 2, "misspelt": 3}),
+        # Papermill's cell counts no more when the notebook's own has run after it, nor does an older one of either.
+        (["# Parameters: mine\na = 1", "# Parameters\na = 2\nmisspelt = 3", "# Parameters: mine\na = 4"], {"a": 4}),
+        (["# Parameters: mine\nwrong = 1", "# Parameters: mine\nright = 2"], {"right": 2}),
+        (["# Parameters: mine\na = 1", "# Parameters\nwrong = 2", "# Parameters\na = 3"], {"a": 3}),
+        (["# Parameters\na = 1"], {"a": 1}),
+        # A value set by hand since then is meant.
+        (["# Parameters: mine\na = 1", "a = 2"], {"a": 2}),
+        (["# Parameters: mine\na = 1\nb = 2", "del b"], {"a": 1}),
+    ],
+)
+def test_parameters(cells: list[str], expected: dict[str, Any]) -> None:
+    assert notebook.parameters(cells_ran(*cells)) == expected
+
+
+def test_parameters_of_a_script() -> None:
+    assert notebook.parameters({"a": 1, "_b": 2, "module": sys, "c": [1]}) == {"a": 1, "c": [1]}
+
+
+def test_no_parameters_cell() -> None:
+    with pytest.raises(ConfigError, match="No parameters cell has run in this kernel"):
+        notebook.parameters({"In": ["", "a = 1"]})
+    with pytest.raises(ConfigError, match="not valid Python"):
+        notebook.parameters({"In": ["", "# Parameters: mine\na = = 1"]})
+
+
+def test_config_of_parameters() -> None:
+    namespace = cells_ran("# Parameters: mine\nmax_steps = 5\nquestions = 3")
+    config = notebook.config(namespace, also=["questions"])
+    assert config.optim.max_steps == 5
+    assert config.sources["optim.max_steps"] == "notebook parameter"
+    with pytest.raises(ConfigError, match="questions"):
+        notebook.config(namespace)
+
+
+def test_secrets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    colab: Any = types.ModuleType("google.colab.userdata")
+    colab.get = {"IN_COLAB": "value-colab", "IN_ENV": "not this one"}.__getitem__
+    kaggle: Any = types.ModuleType("kaggle_secrets")
+    stored = {"IN_KAGGLE": "value-kaggle", "IN_COLAB": "not this one"}
+    kaggle.UserSecretsClient = lambda: types.SimpleNamespace(get_secret=stored.__getitem__)
+    monkeypatch.setitem(sys.modules, "google.colab.userdata", colab)
+    monkeypatch.setitem(sys.modules, "kaggle_secrets", kaggle)
+    monkeypatch.setattr(notebook.os, "environ", {"IN_ENV": "value-env"})
+
+    found = notebook.secrets("IN_ENV", "IN_COLAB", "IN_KAGGLE", "NOWHERE")
+    assert found == {
+        "IN_ENV": "environment",
+        "IN_COLAB": "Colab secrets",
+        "IN_KAGGLE": "Kaggle secrets",
+        "NOWHERE": "not found",
+    }
+    expected = {"IN_ENV": "value-env", "IN_COLAB": "value-colab", "IN_KAGGLE": "value-kaggle"}
+    assert notebook.os.environ == expected
+    assert "value-" not in repr(found) + "".join(capsys.readouterr())
+
+
+def test_displays_are_text_outside_ipython(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text(METRICS)
+    notebook.show_example([("What is <b>?", False), ("42", True)])
+    notebook.show_table([{"question": "1+1", "share": 0.123456789}, {"question": "2\n+2", "share": None}])
+    notebook.show_lengths([10, 20, 30], max_length=25)
+    with notebook.live(tmp_path):
+        pass
+    notebook.show_config(TrainConfig())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "What is <b>?[[42]]"
+    assert "0.12346" in lines[2]
+    assert "3 examples, longest 30 tokens, 1 over 25" in lines
+    assert "train loss 2.0000 -> 1.0000 at step 3; eval loss 1.5000 -> 1.5000 at step 3" in lines
+    assert any(re.fullmatch(r"optim\.batch_size +4 +default", line) for line in lines)
+
+
+def test_answers_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tpu_kit.evaluate import Accuracy, Evaluation, Sample, compare
+
+    def evaluation(*correct: bool) -> Evaluation:
+        samples = tuple(Sample(f"question {i}", "4", f"<think>\n{i}", right) for i, right in enumerate(correct))
+        return Evaluation(Accuracy.of(sum(correct), len(correct)), 0.5, 7.0, 0.0, 64, samples)
+
+    both = compare(evaluation(True, False, False), evaluation(True, False, True))
+    (tmp_path / "eval.json").write_text(json.dumps(both.to_dict()))
+    notebook.show_answers(tmp_path, rows=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["base", "1", "of", "3", "6%", "to", "79%", "50%", "7"]
+    assert lines[2].startswith("tuned  2 of 3")
+    assert re.fullmatch(r"question 2  4 +<think> / 2 / \(wrong\) +<think> / 2 / \(correct\)", lines[4])
+    assert lines[5].startswith("question 0")
+    assert len(lines) == 6
+
+
+def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notebook.show_curves(tmp_path)
+    notebook.show_table([])
+    notebook.show_answers(tmp_path)
+    printed = capsys.readouterr().out
+    assert "no metrics yet" in printed
+    assert "set generate_rows" in printed
+
+
+METRICS = """\
+{"kind": "train", "step": 1, "loss": 2.0, "tokens_per_second": 5.0}
+{"kind": "train", "step": 2, "loss": null, "tokens_per_second": 6.0}
+{"kind": "train", "step": 3, "loss": 1.0, "tokens_per_second": 6.5}
+{"kind": "eval", "step": 3, "loss": 1.5}
+{"kind": "tra"""
+
+
+def write_notebook(path: Path, *cells: str) -> Path:
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    made.cells[0].metadata.tags = ["parameters"]
+    made.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(made, path)
+    return path
+
+
+def execute(path: Path, **parameters: Any) -> Any:
+    out = path.with_name("out.ipynb")
+    return papermill.execute_notebook(
+        path, out, parameters, kernel_name="python3", cwd=path.parent, progress_bar=False, log_output=False
+    )
+
+
+def text_of(done: Any, cell: int) -> str:
+    return "".join(output.get("text", "") for output in done.cells[cell].outputs)
+
+
+@pytest.mark.usefixtures("kernel_env")
+def test_papermill_parameters(tmp_path: Path) -> None:
+    path = write_notebook(tmp_path / "in.ipynb", OWN, CONFIG)
+    printed = text_of(execute(path, max_steps=7, weight_decay=0.5), -1)
+    assert "max_steps=7" in printed
+    assert "learning_rate=0.0001" in printed
+    assert "weight_decay=0.5" in printed
+
+    with pytest.raises(papermill.PapermillExecutionError) as caught:
+        execute(path, max_step=7, learning_rate="fast")
+    assert caught.value.ename == "ConfigError"
+    assert "max_step" in caught.value.evalue
+    assert "did you mean optim.max_steps" in caught.value.evalue
+    assert "learning_rate" in caught.value.evalue  # all at once
+    assert "fast" in caught.value.evalue
+
+
+@pytest.fixture
+def kernel(kernel_env: None) -> Iterator[Any]:
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel()
+    client = manager.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=60)
+    yield client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+def run_cell(client: Any, source: str) -> tuple[str, str]:
+    """Runs a cell as a frontend does; returns what it printed and its error."""
+    text: list[str] = []
+
+    def collect(message: dict[str, Any]) -> None:
+        text.append(message["content"].get("text", ""))
+
+    reply = client.execute_interactive(source, timeout=60, output_hook=collect)["content"]
+    return "".join(text), reply.get("evalue", "")
+
+
+def test_cells_run_again_by_hand(kernel: Any) -> None:
+    cells = [OWN, CONFIG, "seed_of_my_own = 3\nlearning_rat = 2\nimport os"]
+    for cell in cells:
+        run_cell(kernel, cell)
+    printed, error = run_cell(kernel, CONFIG)  # later variables exist by now
+    assert (error, "max_steps=5" in printed) == ("", True)
+
+    run_cell(kernel, OWN.replace("max_steps", "max_step"))
+    assert "max_step" in run_cell(kernel, CONFIG)[1]
+    run_cell(kernel, OWN.replace("max_steps = 5", "max_steps = 9"))  # the typo mended, in the same kernel
+    printed, error = run_cell(kernel, CONFIG)
+    assert (error, "max_steps=9" in printed) == ("", True)
+
+
+LIVE = """\
+import subprocess, sys
+from tpu_kit import notebook
+write = "import sys, time\\nfor line in open('all.jsonl'):\\n    time.sleep(0.5)\\n"
+write += "    print(line, end='', file=open('run/metrics.jsonl', 'a'), flush=True)"
+with notebook.live("run", every=0.1):
+    subprocess.run([sys.executable, "-c", write], check=True)
+"""
+SHOW = """\
+notebook.show_curves("run")
+notebook.show_example([("<script>", False), ("a & b", True)])
+notebook.show_table([{"answer": "<b>\\n2"}])
+"""
+
+
+@pytest.mark.usefixtures("kernel_env")
+def test_displays_in_a_kernel(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "all.jsonl").write_text(METRICS.rpartition("\n")[0] + "\n")
+    path = write_notebook(tmp_path / "in.ipynb", OWN, LIVE, SHOW)
+    messages = watched(path)
+    done = nbformat.read(path.with_name("out.ipynb"), as_version=4)
+
+    (shown,) = done.cells[1].outputs  # one display, replaced in place
+    assert shown.data["text/plain"] == "train loss 2.0000 -> 1.0000 at step 3; eval loss 1.5000 -> 1.5000 at step 3"
+    assert base64.b64decode(shown.data["image/png"]).startswith(b"\x89PNG")
+    assert messages >= 3  # the thread, while the child ran, and the end
+
+    curves, example, table = done.cells[2].outputs
+    assert "image/png" in curves.data
+    assert "<script>" not in example.data["text/html"]
+    assert re.search(r"<mark [^>]*>a &amp; b</mark>", example.data["text/html"])
+    assert "&lt;b&gt;\n2" in table.data["text/html"]
+    assert done.cells[2].outputs[1].data["text/plain"] == "<script>[[a & b]]"
+
+
+def watched(path: Path) -> int:
+    """Executes the notebook and returns how often a display was replaced."""
+    from nbclient import NotebookClient
+
+    class Client(NotebookClient):
+        updates = 0
+
+        def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+            self.updates += msg["msg_type"] == "update_display_data"
+            return super().process_message(msg, cell, cell_index)
+
+    made = nbformat.read(path, as_version=4)
+    client = Client(made, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}})
+    client.execute()
+    nbformat.write(made, path.with_name("out.ipynb"))
+    return client.updates
+
+
+# The notebooks that are shipped.
+
+
+def code_cells(path: Path) -> list[Any]:
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+@each_notebook
+def test_notebook_is_clean(path: Path) -> None:
+    nbformat.validate(nbformat.read(path, as_version=4))
+    raw = json.loads(path.read_text())
+    assert set(raw["metadata"]) == {"kernelspec", "language_info"}, "no metadata of papermill or of a frontend"
+    assert raw["metadata"]["kernelspec"]["name"] == "python3"
+    for cell in raw["cells"]:
+        assert cell.get("outputs", []) == []
+        assert cell.get("execution_count") is None
+        assert set(cell["metadata"]) <= {"tags"}
+
+
+@each_notebook
+def test_cells_call_and_are_short(path: Path) -> None:
+    sources = [cell.source for cell in code_cells(path)]
+    for source in sources:
+        # A line for the shell or IPython is no Python.
+        tree = ast.parse(re.sub(r"^[%!].*$", "pass", source, flags=re.MULTILINE))
+        definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+        assert not [node for node in ast.walk(tree) if isinstance(node, definitions)], source
+        assert len(source.splitlines()) <= 15, source
+    assert statistics.median(len(source.splitlines()) for source in sources) <= 5
+
+
+@each_notebook
+def test_one_parameters_cell_of_commented_literals(path: Path) -> None:
+    cells = code_cells(path)
+    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    assert len(tagged) == 1
+    assert cells[0] is tagged[0] or "parameters" in cells[0].metadata.get("tags", []), "they come first"
+    first_line, *lines = tagged[0].source.splitlines()
+    assert first_line.startswith("# Parameters: ")
+    for statement in ast.parse(tagged[0].source).body:
+        assert isinstance(statement, ast.Assign)
+        ast.literal_eval(statement.value)  # papermill leaves stale what is derived from another parameter
+    # A comment each, in the form that Colab shows beside the field.
+    assert all(line.startswith("# @markdown ") for line in lines[::2]), lines[::2]
+    assert all(re.search(r"^\w+ = .*# @param ", line) for line in lines[1::2]), lines[1::2]
+    assert len(lines) % 2 == 0
+
+
+@each_notebook
+def test_title_and_links(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+    assert cells[0].cell_type == "markdown"
+    assert cells[0].source.startswith("# ")
+    assert f"{COLAB}/{path.name}" in cells[0].source
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    for target in re.findall(r"\]\(([^)#:]+\.(?:ipynb|md))\)", text):
+        assert (path.parent / target).exists(), target

@@ -1,0 +1,120 @@
+"""What is installed: the pins agree, all of them are used, and the wheel carries the data files."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tpu_kit.testing import REPOSITORY, run_python
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+# Used without an import of ours: what peft and trl stand on, what runs the notebooks and their kernel, and the writer
+# behind torch.utils.tensorboard.
+USED_WITHOUT_IMPORT = {"accelerate", "papermill", "ipykernel", "tensorboard"}
+
+
+def read_requirements(name: str) -> dict[str, Requirement]:
+    lines = [line.split("#")[0].strip() for line in (REPOSITORY / name).read_text().splitlines()]
+    requirements = [Requirement(line) for line in lines if line]
+    return {canonicalize_name(requirement.name): requirement for requirement in requirements}
+
+
+TPU, GPU = read_requirements("requirements-tpu.txt"), read_requirements("requirements-gpu.txt")
+
+
+def test_the_pair_is_pinned() -> None:
+    assert str(TPU["torch"]) == "torch==2.9.0"
+    assert TPU["torch-xla"].extras == {"tpu", "pallas"}
+    assert TPU["torch-xla"].specifier == TPU["torch"].specifier
+    assert [str(Requirement(text)) for text in PROJECT["optional-dependencies"]["tpu"]] == [
+        str(TPU["torch"]),
+        str(TPU["torch-xla"]),
+    ]
+
+
+def test_requirements_are_pinned_and_agree() -> None:
+    for requirement in [*TPU.values(), *(value for name, value in GPU.items() if name != "torch")]:
+        assert re.fullmatch(r"==[0-9.]+", str(requirement.specifier)), f"{requirement} is not pinned"
+    shared = {name: str(value) for name, value in TPU.items() if name not in ("torch", "torch-xla")}
+    assert shared == {name: str(value) for name, value in GPU.items() if name != "torch"}
+
+
+def test_package_ranges_contain_the_pins() -> None:
+    for requirement in map(Requirement, PROJECT["dependencies"]):
+        (pin,) = TPU[canonicalize_name(requirement.name)].specifier
+        assert pin.version in requirement.specifier, f"{requirement} excludes the tested {pin.version}"
+        assert canonicalize_name(requirement.name) in GPU
+
+
+def distributions_imported(folder: Path) -> set[str]:
+    """The distributions that provide what the code of the package imports, at any depth."""
+    providers = importlib.metadata.packages_distributions()
+    found = set()
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for root in {name.split(".")[0] for name in names} - set(sys.stdlib_module_names):
+                found |= {canonicalize_name(name) for name in providers.get(root, [root])}
+    return found - {"tpu-kit"}
+
+
+def test_nothing_is_installed_that_nothing_uses() -> None:
+    unused = set(TPU) - distributions_imported(REPOSITORY / "tpu_kit") - USED_WITHOUT_IMPORT
+    assert not unused, f"nothing in tpu_kit imports {sorted(unused)}"
+    ranged = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
+    assert ranged <= distributions_imported(REPOSITORY / "tpu_kit")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    if not (REPOSITORY / "README.md").exists():
+        pytest.skip("README.md, which the build reads, is not written yet")
+    # A copy, because setuptools leaves its build folders beside the source.
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source / name)
+    shutil.copytree(REPOSITORY / "tpu_kit", source / "tpu_kit", ignore=shutil.ignore_patterns("__pycache__"))
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(built)]
+    run_python(["-m", "pip", "wheel", *options, str(source)])
+    (path,) = built.glob("tpu_kit-*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_contains_all_of_the_package(wheel: zipfile.ZipFile) -> None:
+    package = REPOSITORY / "tpu_kit"
+    files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    expected = {path.relative_to(REPOSITORY).as_posix() for path in files}
+    packed = set(wheel.namelist())
+    assert expected <= packed, f"left out of the wheel: {sorted(expected - packed)}"
+    assert "tpu_kit/py.typed" in expected
+    assert any(name.startswith("tpu_kit/assets/") for name in expected)
+    assert any(name.startswith("tpu_kit/configs/") for name in expected)
+    assert any(name.endswith("licenses/LICENSE") for name in packed)
+
+
+def test_readme_names_every_module() -> None:
+    readme = REPOSITORY / "README.md"
+    if not readme.exists():
+        pytest.skip("README.md is not written yet")
+    trees = "\n".join(re.findall(r"```.*?```", readme.read_text(), flags=re.DOTALL))
+    missing = [path.name for path in (REPOSITORY / "tpu_kit").glob("*.py") if path.name not in trees]
+    assert not missing, f"the file tree of README.md does not name {missing}"
+
+
+def test_continuous_integration_runs_the_one_command() -> None:
+    assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
+    assert "run: .ci/run" in (REPOSITORY / ".github" / "workflows" / "ci.yml").read_text()

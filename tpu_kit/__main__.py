@@ -1,0 +1,114 @@
+"""`python -m tpu_kit COMMAND [config.yaml] [key=value ...]`: one entry of COMMANDS per command."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import tpu_kit
+from tpu_kit.config import ConfigError, describe, explain, load_config
+from tpu_kit.fields import closest
+
+OK, FAILED, BAD_CONFIG, PREEMPTED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: run it again
+
+
+@dataclass(frozen=True)
+class Command:
+    """What `python -m tpu_kit` can do.
+
+    Attributes:
+        run: takes the arguments after the command's name and returns the exit code.
+        arguments: the rest of the usage line.
+        summary: one sentence for the overview.
+        details: what `--help` adds; called only then.
+    """
+
+    run: Callable[[Sequence[str]], int]
+    arguments: str
+    summary: str
+    details: Callable[[], str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print(overview())
+        return OK
+    if name == "--version":
+        print(f"tpu_kit {tpu_kit.__version__}")
+        return OK
+    if name not in COMMANDS:
+        near = closest(name, COMMANDS)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"{name}: no such command; {advice}", file=sys.stderr)
+        return BAD_CONFIG
+    command = COMMANDS[name]
+    if "-h" in rest or "--help" in rest:
+        usage = f"python -m tpu_kit {name} {command.arguments}".rstrip()
+        print(f"{usage}\n\n{command.summary}\n\n{command.details()}")
+        return OK
+    try:
+        return command.run(rest)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BAD_CONFIG
+
+
+def overview() -> str:
+    """The text of `python -m tpu_kit --help`."""
+    lines = [f"  {name:<8}  {command.summary}" for name, command in COMMANDS.items()]
+    usage = "python -m tpu_kit COMMAND [config.yaml] [key=value ...]\npython -m tpu_kit COMMAND --help\n"
+    return "\n".join([usage, *lines, "", "  --version", "  --help"])
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Fine-tune; the exit code says how it ended."""
+    paths = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
+    if len(paths) > 1:
+        raise ConfigError([f"{', '.join(paths)}: one configuration file at most; the others are key=value"])
+    config = load_config(paths[0] if paths else None, [argument for argument in arguments if argument not in paths])
+    print(describe(config), flush=True)
+
+    # Only now: these load torch, which takes seconds, and a bad configuration should be told at once.
+    from tpu_kit.launch import LaunchError
+    from tpu_kit.sft import train as run
+
+    try:
+        result = run(config)
+    except LaunchError as error:
+        print(error, file=sys.stderr)  # it holds the replica's own traceback; ours would say nothing more
+        return FAILED
+    print(result)
+    return PREEMPTED if result.status == "preempted" else OK
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Check the environment."""
+    from tpu_kit.doctor import main as run
+
+    return run(list(arguments))
+
+
+COMMANDS = {
+    "doctor": Command(
+        doctor,
+        "[config.yaml | name of a shipped one] [key=value ...] [--json]",
+        "Check this machine for a run, each finding with its fix.",
+        lambda: (
+            "Exit codes: 0 nothing stands in the way of the run, 1 something does, 2 bad configuration.\n\n"
+            "The configuration is that of `train`, whose --help lists the parameters; --json prints a list of objects."
+        ),
+    ),
+    "train": Command(
+        train,
+        "[config.yaml | name of a shipped one] [key=value ...]",
+        "Fine-tune a model.",
+        lambda: (
+            "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted (the same command goes on).\n\n"
+            f"Parameters (without their section where no other has the name, as in batch_size=2):\n{explain()}"
+        ),
+    ),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""The trained weights as files that stock PEFT, or transformers, loads: an adapter, or a whole model for lora.r=0.
+
+Everything is made of CPU tensors: PEFT's and transformers' own savers cannot read a tensor that lives on XLA.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpu_kit.config import TrainConfig
+
+
+def adapter_tensors(model: Any, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of adapter_model.safetensors, under PEFT's names.
+
+    Args:
+        model: the `PeftModel`.
+        trained: CPU tensors by the names of `model.trainable_parameters`.
+    """
+    from peft import get_peft_model_state_dict
+
+    return {name: value.contiguous() for name, value in get_peft_model_state_dict(model, dict(trained)).items()}
+
+
+def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
+    """The contents of adapter_config.json."""
+    settings = {**model.peft_config["default"].to_dict(), "inference_mode": True}
+    settings["base_model_name_or_path"] = _base_name(config)
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+
+
+def _base_name(config: TrainConfig) -> str:
+    """What PEFT loads the base model from."""
+    if config.model.name == "embedded":
+        from tpu_kit.embedded import model_dir
+
+        return str(model_dir())
+    return config.model.name
+
+
+def save_adapter(
+    folder: Path, model: torch.nn.Module, trained: Mapping[str, torch.Tensor], config: TrainConfig, tokenizer: Any
+) -> None:
+    """Writes the folder anew: first beside it, then in its place, so that it is never half of two runs.
+
+    Args:
+        folder: `<output_dir>/adapter`.
+        model: the replica's model, on any device; only its names and settings are used.
+        trained: CPU tensors by the names of `model.trainable_parameters`.
+        config: the run.
+        tokenizer: saved beside the weights, with its chat template.
+    """
+    from safetensors.torch import save_file
+
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    if hasattr(model, "peft_config"):
+        save_file(adapter_tensors(model, trained), part / "adapter_model.safetensors", metadata={"format": "pt"})
+        (part / "adapter_config.json").write_text(json.dumps(adapter_settings(model, config), indent=2, sort_keys=True))
+    else:
+        whole: Any = model
+        whole.config.save_pretrained(part)
+        if whole.generation_config is not None:
+            whole.generation_config.save_pretrained(part)
+        save_file({name: value.contiguous() for name, value in trained.items()}, part / "model.safetensors",
+                  metadata={"format": "pt"})  # fmt: skip
+    tokenizer.save_pretrained(part)
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)

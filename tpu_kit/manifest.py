@@ -1,0 +1,217 @@
+"""What a checkpoint is on disk, how it is read and checked, and the command that lists a folder of them.
+
+Its manifest.json holds a format number, the step, the time, metrics, and the size and SHA-256 of every other file. It
+is written last: a folder without a valid one is no checkpoint. Tensors are in safetensors, all else in JSON (Python's,
+with NaN and Infinity): nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tpu_kit.config import ConfigError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+PART, OLD, CORRUPT = ".part", ".old", ".corrupt"  # how the names end that checkpoint.Checkpoints gives to folders
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what its manifest says, or has none; the text names the file."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One complete checkpoint.
+
+    Attributes:
+        step: updates done.
+        path: its folder; with an adapter in it, stock PEFT loads it as it lies.
+        created: seconds since the epoch, by the writer's clock; the order is by step.
+        metrics: what was given to `Checkpoints.save`.
+        best: whether it was the best of its run when it was saved.
+        files: name to (bytes, SHA-256), the manifest left out.
+    """
+
+    step: int
+    path: Path
+    created: float
+    metrics: dict[str, float]
+    best: bool
+    files: dict[str, tuple[int, str]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files, the manifest left out."""
+        return sum(size for size, _ in self.files.values())
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The CPU tensors of `<name>.safetensors`; raises DamagedError, and ValueError if there is no such file."""
+        # load_file maps the file: copied, the tensors outlive a checkpoint that retention deletes.
+        return {key: value.clone() for key, value in load_file(self._checked(f"{name}.safetensors")).items()}
+
+    def document(self, name: str) -> Any:
+        """The content of `<name>.json`; raises DamagedError, and ValueError if there is no such file."""
+        return json.loads(self._checked(f"{name}.json").read_text())
+
+    def verify(self) -> None:
+        """Reads all files; raises DamagedError at the first that is not what was written."""
+        for name in self.files:
+            self._checked(name)
+
+    def verify_sizes(self) -> None:
+        """Looks at all files without reading them; raises DamagedError at the first that is missing, short or long."""
+        for name, (size, _) in self.files.items():
+            path = self.path / name
+            if not path.exists():
+                raise DamagedError(f"{path} is missing")
+            if path.stat().st_size != size:
+                raise DamagedError(f"{path} has {path.stat().st_size:,} bytes, and had {size:,} when it was written")
+
+    def _checked(self, name: str) -> Path:
+        if name not in self.files:
+            raise ValueError(f"{self.path} holds no {name}; it holds {', '.join(sorted(self.files))}")
+        self.verify_sizes()
+        path = self.path / name
+        if digest(path) != self.files[name][1]:
+            raise DamagedError(f"{path} is not what was written: its SHA-256 is another")
+        return path
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A folder that should be a checkpoint and is none, and why."""
+
+    path: Path
+    reason: str
+
+
+def scan(folder: Path, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
+    """Looks at the checkpoints of a folder and changes nothing: it takes no lock and may run beside the writer.
+
+    Args:
+        folder: `<output_dir>/checkpoints`; may be missing.
+        verify: whether to read all files, too, instead of their sizes alone.
+
+    Returns:
+        The complete ones, the smallest step first, and the damaged ones.
+
+    Raises:
+        ValueError: one has a format of a newer tpu_kit.
+    """
+    found: dict[int, Checkpoint] = {}
+    rejected = []
+    # Hidden names come first, so that a step's new checkpoint hides the old one that it is about to replace.
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if not path.is_dir() or path.suffix in (PART, CORRUPT):
+            continue
+        if not (path / MANIFEST).exists() and not path.name.startswith("step-"):
+            continue  # not ours
+        try:
+            checkpoint = _read(path)
+            if verify:
+                checkpoint.verify()
+            found[checkpoint.step] = checkpoint
+        except DamagedError as error:
+            if path.exists():  # otherwise the writer has just deleted it
+                rejected.append(Rejected(path, str(error)))
+    return [found[step] for step in sorted(found)], rejected
+
+
+def _read(path: Path) -> Checkpoint:
+    """The checkpoint of a folder, by its manifest and the sizes of its files."""
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_text())
+        sealed = manifest.pop("sha256") == _seal(manifest)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{file} is missing") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{file} is no manifest") from error
+    if not sealed:
+        raise DamagedError(f"{file} is not what was written: its SHA-256 is another")
+    if manifest["format"] != FORMAT:
+        raise ValueError(
+            f"{path} has format {manifest['format']}, and this tpu_kit reads {FORMAT}: use the tpu_kit that wrote it, "
+            "or set another output_dir"
+        )
+    files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    about = {name: manifest[name] for name in ("step", "created", "metrics", "best")}
+    checkpoint = Checkpoint(path=path, files=files, **about)
+    checkpoint.verify_sizes()
+    return checkpoint
+
+
+def seal(manifest: Mapping[str, Any]) -> str:
+    """The manifest's text, with the SHA-256 of its content: a flipped bit in a metric is found, too."""
+    return json.dumps({**manifest, "sha256": _seal(manifest)}, indent=1)
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Lists the checkpoints of a run: `DIR [--verify] [--json]`, where DIR is output_dir or its checkpoints folder.
+
+    Returns:
+        0, or 1 if one is damaged or of another format.
+
+    Raises:
+        ConfigError: bad arguments.
+    """
+    folders = [argument for argument in argv if argument not in ("--json", "--verify")]
+    if len(folders) != 1 or folders[0].startswith("-"):
+        raise ConfigError([f"{' '.join(folders) or 'no folder'}: checkpoints takes one folder, --verify and --json"])
+    folder = Path(folders[0])
+    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    if not folder.is_dir():
+        raise ConfigError([f"{folder}: no such folder"])
+    verify = "--verify" in argv
+    try:
+        good, damaged = scan(folder, verify=verify)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    ages = {found.step: time.time() - found.created for found in good}
+    if "--json" in argv:
+        extra = [{"path": str(found.path), "bytes": found.size, "age_seconds": ages[found.step]} for found in good]
+        listed = {
+            "complete": [{**asdict(found), **more} for found, more in zip(good, extra, strict=True)],
+            "damaged": [{"path": str(found.path), "reason": found.reason} for found in damaged],
+        }
+        print(json.dumps(listed, indent=1))
+        return int(bool(damaged))
+    for found in good:
+        state = ("verified" if verify else "complete") + ", best" * found.best
+        values = "  ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
+        size = f"{found.size / 1e6:,.1f} MB"
+        print(f"step {found.step:>9,}{size:>14}{_age(ages[found.step]):>9}  {state:<14}  {values}".rstrip())
+    for rejected in damaged:
+        print(f"damaged: {rejected.reason}")
+    if not good and not damaged:
+        print(f"no checkpoints in {folder}")
+    return int(bool(damaged))
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"  # a clock may have gone back

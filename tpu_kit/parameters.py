@@ -1,0 +1,345 @@
+"""Every parameter of a run: its type, default, bounds and meaning, and which of them contradict each other.
+
+config.py sets them from YAML, the command line and notebooks, and is where other modules import these names from.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+
+from tpu_kit.fields import ConfigError, Knob, escape_interpolation, knob, knobs_of, near_multiples, nest, show
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The base model."""
+
+    name: str = knob("embedded", 'Hub id, a folder, or "embedded": the small model that comes with the kit.')
+    revision: str | None = knob(None, "Branch, tag or commit on the hub.")
+    gguf_file: str | None = knob(None, "The GGUF file in that folder or repository to read the weights from.")
+    base_dtype: Literal["bf16", "fp32"] = knob(
+        "bf16", "Type of matrix products, and of the base weights while they are frozen."
+    )
+    attention: Literal["auto", "flash", "sdpa"] = knob("auto", "auto is the flash kernel on TPU and sdpa elsewhere.")
+    trust_remote_code: bool = knob(False, "Run code that the model's repository brings.")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Which weights are trained."""
+
+    r: int = knob(16, "Rank of the adapters; 0 trains all weights instead (full fine-tuning).", at_least=0)
+    alpha: float = knob(32.0, "The adapters are scaled by alpha / r (rslora: alpha / sqrt(r)).", above=0)
+    dropout: float = knob(0.0, "Dropout on the adapters' input.", at_least=0, below=1)
+    targets: str | tuple[str, ...] = knob("all-linear", "all-linear, or the name endings of the layers to adapt.")
+    rslora: bool = knob(False, "Scale by alpha / sqrt(r).")
+    dora: bool = knob(False, "Train a magnitude beside the direction (DoRA).")
+    init: Literal["default", "gaussian", "olora", "pissa", "orthogonal"] = knob("default", "PEFT's initialisation.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the rows come from and how they become tokens."""
+
+    source: str = knob(
+        "embedded",
+        'Hub id (openai/gsm8k:main), path, glob or gs:// of jsonl/json/csv/tsv/parquet, "embedded" or "rationales".',
+    )
+    eval_source: str | None = knob(None, "Evaluation rows from elsewhere, in the same forms as source.")
+    split: str = knob("train", "The split of source to train on.")
+    eval_split: str | None = knob(None, "The split to evaluate on, of eval_source if that is given, else of source.")
+    eval_rows: int = knob(
+        64, "Rows held out from source for evaluation if eval_source and eval_split are null; 0 = none.", at_least=0
+    )
+    format: Literal["auto", "cot", "messages", "prompt_completion", "text"] = knob(
+        "auto", "What a row holds; auto looks at the column names."
+    )
+    columns: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
+        None, "Role -> column name, such as {question: problem, reasoning: rationale, answer: target}."
+    )
+    think_open: str = knob("<think>", "Text before the reasoning.")
+    think_close: str = knob("</think>", "Text between the reasoning and the answer.")
+    system_prompt: str | None = knob(None, "Put before every conversation that has none.")
+    loss_on: Literal["completion", "all"] = knob("completion", "The tokens that carry loss: the answers, or all.")
+    max_length: int = knob(1024, "Tokens per packed row; every batch has this width.", at_least=8)
+    packing: bool = knob(True, "Put several examples in a row; none attends to another.")
+    too_long: Literal["truncate", "drop", "error"] = knob("truncate", "What to do with an example over max_length.")
+    num_proc: int | None = knob(None, "Processes that tokenize; null = this one.", at_least=1)
+    seed: int = knob(0, "Seed of the held-out split and of the order of rows.", at_least=0, at_most=2**32 - 1)
+    shuffle: bool = knob(True, "Shuffle the training rows, anew each epoch.")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The batch, the optimizer and how long to train."""
+
+    optimizer: Literal["adamw", "adafactor"] = knob("adamw", "Adafactor needs less memory in full fine-tuning.")
+    batch_size: int | Literal["auto"] = knob(4, "Rows per replica in one forward and backward pass.", at_least=1)
+    global_batch_size: int | None = knob(
+        None, "Rows per update over all replicas; gradient_accumulation follows from it.", at_least=1
+    )
+    gradient_accumulation: int = knob(
+        1, "Passes per update; leave it at 1 when global_batch_size is given.", at_least=1
+    )
+    learning_rate: float = knob(2e-4, "The peak, after warm-up.", above=0)
+    min_learning_rate_ratio: float = knob(
+        0.0, "Where the schedule ends, as a share of the peak.", at_least=0, at_most=1
+    )
+    schedule: Literal["cosine", "linear", "constant"] = knob("cosine", "The shape of the decay.")
+    warmup_steps: int = knob(0, "Updates of linear warm-up.", at_least=0)
+    warmup_ratio: float = knob(0.0, "Warm-up as a share of all updates, instead of warmup_steps.", at_least=0, below=1)
+    max_steps: int | None = knob(None, "Updates to make; wins over epochs.", at_least=1)
+    epochs: float | None = knob(1.0, "Passes over the data, if max_steps is null.", above=0)
+    weight_decay: float = knob(0.0, "Decoupled weight decay.", at_least=0)
+    beta1: float = knob(0.9, "Decay of AdamW's mean of gradients.", at_least=0, below=1)
+    beta2: float = knob(0.999, "Decay of the mean of squared gradients.", at_least=0, below=1)
+    eps: float = knob(1e-8, "Added to the denominator of the update.", above=0)
+    max_grad_norm: float = knob(1.0, "Clip the gradients' norm over all parameters; 0 = never.", at_least=0)
+    ema_decay: float = knob(
+        0.0, "Keep an average of the trained weights with this decay; 0 = off.", at_least=0, below=1
+    )
+    remat: Literal["none", "full"] = knob("full", "full computes each layer again in the backward pass to save memory.")
+    loss_chunk: int = knob(512, "Tokens per chunk of the loss: the logits of one chunk exist at a time.", at_least=1)
+    label_smoothing: float = knob(0.0, "Share of the target spread over all tokens.", at_least=0, below=1)
+    on_nan: Literal["skip", "stop"] = knob("skip", "What to do with an update whose gradients are not finite.")
+    eval_steps: int | None = knob(None, "Updates between evaluations; null = at the end only.", at_least=1)
+    early_stop_patience: int | None = knob(
+        None, "Stop after this many evaluations without a better loss; null = never.", at_least=1
+    )
+    batch_growth_factor: float = knob(1.0, "Multiply gradient_accumulation by this as training goes on.", at_least=1)
+    batch_growth_steps: int | None = knob(None, "Updates between two such growths.", at_least=1)
+    batch_growth_max: int | None = knob(None, "Rows per update that growth stops at.", at_least=1)
+    batch_growth_lr: Literal["none", "sqrt", "linear"] = knob("none", "How the learning rate grows with the batch.")
+    seed: int = knob(
+        0, "Seed of the initialisation and of dropout; seed= without a section sets data.seed too.",
+        at_least=0, at_most=2**32 - 1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and whether to go on from what was saved."""
+
+    save_steps: int = knob(100, "Updates between checkpoints.", at_least=1)
+    keep: int = knob(2, "Complete checkpoints that stay on disk.", at_least=1)
+    resume: Literal["auto", "never", "must"] = knob(
+        "auto", "auto goes on from the newest complete checkpoint if there is one; must fails if there is none."
+    )
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Where it runs."""
+
+    device_type: Literal["auto", "tpu", "cuda", "cpu", "xla-cpu"] = knob(
+        "auto", "auto takes the TPU if there is one; xla-cpu rehearses the TPU's path on the CPU."
+    )
+    num_replicas: int | None = knob(None, "Replicas of the model; null = all devices.", at_least=1)
+    hang_timeout: float = knob(600.0, "Seconds without any sign of life before the launch is ended.", above=0)
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """What is logged, and where."""
+
+    logging_steps: int = knob(10, "Updates between two readings of the metrics from the device.", at_least=1)
+    wandb: Literal["off", "online", "offline"] = knob("off", "Log to Weights & Biases.")
+    wandb_project: str = knob("tpu_kit", "The project there.")
+    tensorboard: bool = knob(False, "Write TensorBoard events.")
+    generate_rows: int = knob(
+        0, "Held-out rows answered by generation before and after training; 0 = none.", at_least=0
+    )
+    generate_tokens: int = knob(256, "The most tokens of such an answer.", at_least=1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run.
+
+    Raises:
+        ConfigError: on construction, with everything that is wrong.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    output_dir: str | None = knob(None, "Folder for everything that the run writes; null = runs/<run_name>.")
+    run_name: str = knob("default", "The run's name.")
+    # Dotted name -> where its value came from, for those that are not defaults. Neither compared nor written.
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        problems: list[str] = []
+        values: dict[str, Any] = {}
+        refused: set[str] = set()
+        for section, kind in SECTIONS.items():
+            if not isinstance(getattr(self, section), kind):
+                raise ConfigError([f"{section}: {show(getattr(self, section))} is not a {kind.__name__}"])
+        for name, parameter in parameters().items():
+            try:
+                values[name] = parameter.read(self[name])
+            except ValueError as error:
+                problems.append(str(error))
+                refused.add(name)
+                values[name] = parameter.default  # so that the others can be checked against each other
+        for name, value in nest(values).items():
+            object.__setattr__(self, name, SECTIONS[name](**value) if name in SECTIONS else value)
+        for names, text in _contradictions(self):
+            first, *others = names.split()
+            if refused.isdisjoint([first, *others]):
+                problems.append(f"{first}: {show(self[first])} {text}")
+        if problems:
+            raise ConfigError(problems)
+        in_code = {name: "code" for name, parameter in parameters().items() if values[name] != parameter.default}
+        object.__setattr__(self, "sources", in_code | dict(self.sources))
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a parameter by its dotted name."""
+        value: Any = self
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
+
+    @property
+    def output_path(self) -> Path:
+        """The folder that the run writes to; not created here."""
+        return Path(self.output_dir) if self.output_dir else Path("runs") / self.run_name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested values, such as JSON has; `from_dict` takes them back."""
+        return nest({name: _plain(self[name]) for name in parameters()})
+
+    def to_yaml(self) -> str:
+        """The text of a YAML file that `load_config` reads back as an equal configuration."""
+        return OmegaConf.to_yaml(OmegaConf.create(escape_interpolation(self.to_dict())))
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "lora": LoraConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "checkpoint": CheckpointConfig,
+    "launch": LaunchConfig,
+    "tracking": TrackingConfig,
+}
+
+
+@cache
+def parameters() -> dict[str, Knob]:
+    """Every parameter by dotted name, in the order of declaration."""
+    return knobs_of(TrainConfig)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it, and no part of the configuration: a change to it stays there."""
+    if isinstance(value, dict):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """What the parameters cannot be, taken together: the names involved, and what is wrong with the first of them."""
+    model, lora, data, optim = config.model, config.lora, config.data, config.optim
+
+    if config.run_name in (".", "..") or set(config.run_name) & set('/\\:*?"<>|'):
+        yield "run_name", "cannot name a folder; use letters, digits, dots and dashes"
+    if config.output_dir is not None and "://" in config.output_dir:
+        yield (
+            "output_dir",
+            "is no local folder, and runs write to no other place so far; give one and copy it after",
+        )
+
+    if model.name == "embedded":
+        for leaf in ("revision", "gguf_file"):
+            if getattr(model, leaf) is not None:
+                yield f"model.{leaf} model.name", "says nothing of the embedded model; remove it or set model.name"
+    if lora.r == 0:
+        for leaf in ("dropout", "targets", "rslora", "dora", "init"):
+            if getattr(lora, leaf) != getattr(LoraConfig(), leaf):
+                yield f"lora.{leaf} lora.r", "needs adapters, and lora.r=0 has none; remove it or set lora.r=16"
+    if data.think_open == data.think_close:
+        yield "data.think_close data.think_open", "is data.think_open too; the two must differ"
+    if model.attention == "flash" and data.max_length % 128:
+        near = near_multiples(data.max_length, 128)
+        yield "data.max_length model.attention", f"is no multiple of 128, as model.attention=flash needs; use {near}"
+    yield from _evaluation_contradictions(config)
+    yield from _schedule_contradictions(optim)
+    yield from _batch_contradictions(optim)
+
+
+def _evaluation_contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    data, optim = config.data, config.optim
+    held_out = data.eval_source is None and data.eval_split is None
+    rows = "data.eval_rows data.eval_source data.eval_split"
+    if data.eval_source is None and data.eval_split == data.split:
+        yield "data.eval_split data.split", "is what is trained on; name another split, or null to hold out eval_rows"
+    for name in ("optim.eval_steps", "optim.early_stop_patience", "tracking.generate_rows"):
+        if held_out and data.eval_rows == 0 and config[name]:
+            advice = "set data.eval_rows=64, data.eval_source or data.eval_split"
+            yield f"{name} {rows}", f"needs rows to evaluate on, but data.eval_rows=0; {advice}"
+    if held_out and 0 < data.eval_rows < config.tracking.generate_rows:
+        advice = "lower it or raise data.eval_rows"
+        yield f"tracking.generate_rows {rows}", f"is more than the data.eval_rows={data.eval_rows} held out; {advice}"
+    if optim.early_stop_patience is not None and optim.eval_steps is None:
+        advice = "but optim.eval_steps is null; set optim.eval_steps"
+        yield "optim.early_stop_patience optim.eval_steps", f"counts evaluations during training, {advice}"
+
+
+def _schedule_contradictions(optim: OptimConfig) -> Iterator[tuple[str, str]]:
+    if optim.max_steps is None and optim.epochs is None:
+        yield (
+            "optim.max_steps optim.epochs",
+            "and optim.epochs is null too, so that training would never end; set one of them",
+        )
+    if optim.warmup_steps and optim.warmup_ratio:
+        yield (
+            "optim.warmup_steps optim.warmup_ratio",
+            f"and optim.warmup_ratio={optim.warmup_ratio:g} both set the warm-up; set one of them to 0",
+        )
+    if optim.max_steps is not None and optim.warmup_steps > optim.max_steps:
+        yield (
+            "optim.warmup_steps optim.max_steps",
+            f"is more than optim.max_steps={optim.max_steps}; lower it or raise optim.max_steps",
+        )
+    if optim.schedule == "constant" and optim.min_learning_rate_ratio:
+        yield (
+            "optim.min_learning_rate_ratio optim.schedule",
+            "is the end of a decay, but optim.schedule=constant has none; set it to 0 or optim.schedule=cosine",
+        )
+
+
+def _batch_contradictions(optim: OptimConfig) -> Iterator[tuple[str, str]]:
+    rows, whole, passes = optim.batch_size, optim.global_batch_size, optim.gradient_accumulation
+    if whole is not None and isinstance(rows, int) and whole % (rows * passes):
+        # Wrong for any number of replicas; what divides for the number there is, batch_arithmetic says.
+        factors = f"optim.batch_size={rows} x optim.gradient_accumulation={passes}"
+        yield (
+            "optim.global_batch_size optim.batch_size optim.gradient_accumulation",
+            f"is no multiple of {factors}; use {near_multiples(whole, rows * passes)}",
+        )
+    if optim.batch_growth_factor == 1:
+        for leaf in ("batch_growth_steps", "batch_growth_max", "batch_growth_lr"):
+            if getattr(optim, leaf) not in (None, "none"):
+                yield (
+                    f"optim.{leaf} optim.batch_growth_factor",
+                    "has no effect with optim.batch_growth_factor=1; remove it or set optim.batch_growth_factor=2",
+                )
+    elif optim.batch_growth_steps is None:
+        yield (
+            "optim.batch_growth_steps optim.batch_growth_factor",
+            f"but optim.batch_growth_factor={optim.batch_growth_factor:g} needs the updates between growths; set it",
+        )
+    if optim.batch_growth_max is not None and whole is not None and optim.batch_growth_max < whole:
+        yield (
+            "optim.batch_growth_max optim.global_batch_size",
+            f"is less than the optim.global_batch_size={whole} that training starts with; raise it",
+        )

@@ -1,0 +1,253 @@
+"""The other processes of a launch: `python -m tpu_kit.replica` is the launcher, which starts the replicas and stays.
+
+Each sends the calling process (supervisor.py) messages `(rank, kind, value)`: started (its process id), done (of rank
+0: the pickled result), error (the traceback); and the launcher: ended (process id and status of a replica that died).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client
+from typing import Any
+
+from tpu_kit import runtime
+from tpu_kit.runtime import Backend, Runtime
+
+LAUNCHER = -1  # the launcher's number among the ranks
+_PR_SET_PDEATHSIG = 1
+
+
+class _Reporter:
+    """A replica's (or the launcher's) line to the calling process."""
+
+    def __init__(self, rank: int, address: str, key: bytes) -> None:
+        self._rank, self._lock = rank, threading.Lock()
+        self._connection = Client(address, family="AF_UNIX", authkey=key)
+        self.send("started", os.getpid())
+
+    def send(self, kind: str, value: Any) -> None:
+        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send((self._rank, kind, value))
+
+
+class _ResultPickler(pickle.Pickler):
+    """Refuses what would touch a device in the process that reads it."""
+
+    def persistent_id(self, obj: Any) -> None:
+        device = getattr(obj, "device", None) if type(obj).__module__.startswith("torch") else None
+        if device is not None and device.type != "cpu":
+            raise pickle.PicklingError(f"it holds a tensor on {device}; read it with runtime.current().to_host([...])")
+
+
+def _pickled(name: str, result: Any) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        _ResultPickler(buffer).dump(result)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"{name} returned a {type(result).__name__} that cannot be sent to the calling process ({error}); return "
+            "plain values, or write it to a file and return its path"
+        ) from error
+    return buffer.getvalue()
+
+
+def _replica(rank: int, make: Callable[[], Runtime], address: str, key: bytes, payload: bytes) -> None:
+    """Runs fn in one replica and reports how it ended."""
+    reporter = _Reporter(rank, address, key)
+    try:
+        runtime.enter(make())
+        fn, config = pickle.loads(payload)
+        result = fn(config)
+        reporter.send("done", _pickled(fn.__qualname__, result) if rank == 0 else None)
+    except BaseException:
+        reporter.send("error", traceback.format_exc())
+        raise
+
+
+def _xla_replica(_index: int, address: str, key: bytes, payload: bytes, backend: Backend) -> None:
+    """One TPU device's process (or thread of it), or one thread of the rehearsal."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from tpu_kit import rehearsal
+
+    rank = xr.global_ordinal()
+
+    def make() -> Runtime:
+        return Runtime(backend.device_type, rank, xr.world_size(), torch_xla.device())
+
+    if backend.device_type == "tpu":
+        _prepare()
+        _quiet(threads=xr.process_index() == 0)
+    try:
+        _replica(rank, make, address, key, payload)
+    except BaseException as error:
+        rehearsal.end(f"rank {rank} failed: {type(error).__name__}: {error}")
+        raise
+    # All replicas take the same steps: one that still waits for this one would wait for ever.
+    rehearsal.end(f"rank {rank} has returned, and will not come to another step")
+
+
+def _torch_replica(rank: int, address: str, key: bytes, payload: bytes, backend: Backend, port: int) -> None:
+    """One GPU's process, or one of several CPU processes."""
+    _prepare()
+    import torch
+    import torch.distributed as dist
+
+    device_type, world_size = backend.device_type, backend.num_replicas or 1
+
+    def make() -> Runtime:
+        device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+        if device_type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+        if world_size > 1:
+            kind = "nccl" if device_type == "cuda" else "gloo"
+            with _no_stdout():  # gloo says there who is connected, and has no switch for it
+                dist.init_process_group(kind, f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+        return Runtime(device_type, rank, world_size, device)
+
+    _quiet(threads=rank == 0)
+    _replica(rank, make, address, key, payload)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class _FromRankZero:
+    """The stdout of a process whose threads are replicas: only rank 0's text (and that of other threads) passes."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def write(self, text: str) -> int:
+        try:
+            rank = runtime.current().rank
+        except RuntimeError:
+            rank = 0
+        if rank == 0:
+            self._target.write(text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+def _quiet(threads: bool) -> None:
+    """Only rank 0 writes to stdout; warnings and errors of all are seen."""
+    if threads:
+        if not isinstance(sys.stdout, _FromRankZero):
+            sys.stdout = _FromRankZero(sys.stdout)
+    else:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+@contextlib.contextmanager
+def _no_stdout() -> Iterator[None]:
+    sys.stdout.flush()
+    kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nothing)
+
+
+def _prepare() -> None:
+    """What every process here does first: say where it is when asked or when it crashes, and not outlive its parent."""
+    import faulthandler
+
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the caller sends it when nothing moves
+    if sys.platform == "linux":
+        # By the kernel, so also while a blocked thread holds the GIL. `_die_with_caller` reaches the grandchildren too.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _die_with_caller() -> None:
+    """The caller holds our stdin open: when it ends, for whatever reason, this session's processes end too."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def _watch(reporter: _Reporter) -> None:
+    # Who is asked to end decides how: its replicas, which are asked too. (SIG_IGN would be inherited by them.)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    threading.Thread(target=_watch_children, args=(reporter,), daemon=True).start()
+
+
+def _watch_children(reporter: _Reporter) -> None:
+    """Tells how a replica's process ended if it did not end well, before its parent reaps it."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            time.sleep(0.2)
+            continue
+        if ended is not None and ended.si_status != 0:
+            signalled = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            reporter.send("ended", (ended.si_pid, -ended.si_status if signalled else ended.si_status))
+            return
+        time.sleep(0.05)  # its parent is about to reap it
+
+
+def main() -> None:
+    """The launcher: starts the replicas and stays until they end."""
+    _prepare()
+    address, key, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_die_with_caller, daemon=True).start()
+    reporter = _Reporter(LAUNCHER, address, key)
+    arguments = (address, key, payload, backend)
+    try:
+        if backend.device_type == "xla-cpu":
+            _rehearse(arguments, backend.num_replicas, hang_timeout)
+        elif backend.device_type == "tpu":
+            import torch_xla.distributed.xla_multiprocessing as xmp
+
+            _watch(reporter)
+            xmp.spawn(_xla_replica, args=arguments, nprocs=backend.num_replicas)
+        else:
+            import torch.multiprocessing as mp
+
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            _watch(reporter)
+            mp.start_processes(_torch_replica, (*arguments, port), backend.num_replicas or 1, start_method="spawn")
+    except BaseException:
+        sys.stdout.flush()
+        reporter.send("error", traceback.format_exc())
+        raise
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of the XLA runtime need not agree to end
+
+
+def _rehearse(arguments: tuple[Any, ...], replicas: int, hang_timeout: float) -> None:
+    import torch_xla.runtime as xr
+    from torch_xla._internal import pjrt
+
+    from tpu_kit import rehearsal
+
+    _quiet(threads=True)
+    rehearsal.install(replicas, hang_timeout, xr.global_ordinal)
+    # What xmp.spawn does in the one process that it would make for the CPU; this process is that one.
+    pjrt._run_thread_per_device(0, 1, lambda: _xla_replica(0, *arguments), pjrt.initialize_multiprocess)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""The calling process's side of a launch: starts the launcher, passes its text on, and judges how it ends.
+
+Every replica has a connection to here (replica.py says what it sends), and the launcher tells which of them died.
+Whether anything moves is read from /proc, so that a replica that holds the GIL, in a long compile, need not answer.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import pickle
+import queue
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import IO, Any
+
+from tpu_kit.host import compile_cache
+from tpu_kit.machine import Machine
+from tpu_kit.replica import LAUNCHER
+from tpu_kit.runtime import Backend
+
+_BEAT = 1.0  # seconds between two looks at who computes
+_GRACE = 10.0  # seconds that replicas get to end after being asked to
+_TICKS = 0.03 * os.sysconf("SC_CLK_TCK")  # processor time in a beat that is more than an idle process takes
+# How a replica ends because another one did; the other one's end is the news.
+_CONSEQUENCE = r"MeetingError|Connection (closed|reset) by peer|remote process exited|ncclRemoteError"
+
+
+class LaunchError(RuntimeError):
+    """A replica failed, died or hung.
+
+    Attributes:
+        rank: the replica that was first; None where it was the process that holds them all.
+        traceback: its traceback; empty where it left none.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+
+class Supervisor:
+    """The calling process's side of one launch.
+
+    Args:
+        backend: where it runs.
+        hang_timeout: seconds without output or processor time after which it is ended.
+    """
+
+    def __init__(self, backend: Backend, hang_timeout: float) -> None:
+        self._backend = backend
+        self._hang_timeout = hang_timeout
+        self._messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
+        self._pids: dict[int, int] = {}
+        self._last_life = time.monotonic()
+
+    def run(self, payload: bytes) -> Any:
+        """Starts the launcher and stays until all have ended.
+
+        Args:
+            payload: function and config, pickled.
+
+        Returns:
+            Rank 0's result.
+
+        Raises:
+            LaunchError: a replica failed, died or hung.
+            KeyboardInterrupt: after all have ended.
+        """
+        with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder, self._listen(folder) as (address, key):
+            path = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
+            settings = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1"}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tpu_kit.replica"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                env={**os.environ, **_environment(self._backend), **settings},
+            )  # fmt: skip
+            streams: list[threading.Thread] = []
+            try:
+                streams += [self._stream(process.stdout, sys.stdout), self._stream(process.stderr, sys.stderr)]
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # it died at once; `_result` says how
+                    pickle.dump((address, key, self._backend, self._hang_timeout, payload), process.stdin)
+                    process.stdin.flush()
+                return self._result(process)
+            finally:
+                # Also on the way of a KeyboardInterrupt: first asked, so that a checkpoint can be written, then killed.
+                _end(process, signal.SIGTERM if sys.exc_info()[0] is KeyboardInterrupt else signal.SIGKILL)
+                for stream in streams:
+                    stream.join(5)
+
+    @contextlib.contextmanager
+    def _listen(self, folder: str) -> Iterator[tuple[str, bytes]]:
+        address, key = f"{folder}/messages", secrets.token_bytes(32)
+        with Listener(address, family="AF_UNIX", authkey=key, backlog=256) as listener:
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+            yield address, key
+
+    def _accept(self, listener: Listener) -> None:
+        while True:
+            try:
+                connection = listener.accept()
+            except (EOFError, AuthenticationError, ConnectionError):  # one that died while it knocked
+                continue
+            except OSError:  # closed: the launch is over
+                return
+            threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+
+    def _receive(self, connection: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._messages.put(connection.recv())
+
+    def _stream(self, source: IO[bytes] | None, target: IO[str]) -> threading.Thread:
+        assert source is not None
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+        def copy() -> None:
+            while chunk := os.read(source.fileno(), 65536):
+                self._last_life = time.monotonic()
+                # Where nobody reads us any more (`| head`), the replicas must still not block on a full pipe.
+                with contextlib.suppress(OSError, ValueError):
+                    target.write(decoder.decode(chunk))
+                    target.flush()
+
+        thread = threading.Thread(target=copy, daemon=True)
+        thread.start()
+        return thread
+
+    def _result(self, process: subprocess.Popen[bytes]) -> Any:
+        results: dict[int, bytes] = {}
+        ticks: dict[int, int] = {}
+        looked = time.monotonic()
+        while True:
+            if time.monotonic() - looked > _BEAT:
+                looked, before, ticks = time.monotonic(), ticks, _ticks(process.pid)
+                # Who computes or compiles is alive, however long it says nothing; who waits is not.
+                if any(now - before.get(pid, 0) > _TICKS for pid, now in ticks.items()):
+                    self._last_life = looked
+                elif looked - self._last_life > self._hang_timeout:
+                    raise self._hung(process)
+            try:
+                rank, kind, value = self._messages.get(timeout=0.2)
+            except queue.Empty:
+                if process.poll() is None:
+                    continue
+                time.sleep(0.2)  # for the last messages
+                if not self._messages.empty():
+                    continue
+                if process.returncode == 0 and 0 in results:
+                    return _unpickled(results[0])
+                raise self._died(process) from None
+            if kind == "started":
+                self._pids[rank] = value
+            elif kind == "done":
+                results[rank] = value
+            else:
+                raise self._failed(rank, kind, value)
+
+    def _failed(self, *event: Any) -> LaunchError:
+        """What failed first, judged with what others report in the next moments, often because of it."""
+        events: list[Any] = [event]
+        until = time.monotonic() + 1.0
+        while (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                events.append(self._messages.get(timeout=left))
+        for rank, kind, value in events:
+            if kind == "started":
+                self._pids[rank] = value
+        events = [e for e in events if e[1] in ("error", "ended")]
+        events = [e for e in events if not self._is_consequence(*e)] or events
+        rank, kind, value = events[0]
+        if kind == "ended":
+            pid, status = value
+            rank = next((r for r, p in self._pids.items() if p == pid), LAUNCHER)
+            who = f"rank {rank}" if rank != LAUNCHER else "a replica that had not started yet"
+            return LaunchError(f"{who} (process {pid}) {_how(status)}", None if rank == LAUNCHER else rank)
+        ranks: dict[str, list[int]] = {}  # of one text: all replicas often fail alike
+        for other, kind, text in events:
+            if kind == "error":
+                ranks.setdefault(text, []).append(other)
+        texts = [f"{_names(who)} failed:\n{text.rstrip()}" for text, who in ranks.items()]
+        return LaunchError("\n\n".join(texts), None if rank == LAUNCHER else rank, value)
+
+    def _is_consequence(self, rank: int, kind: str, value: Any) -> bool:
+        if kind == "ended":  # asked to, by the launcher, because another one failed
+            return value[1] == -signal.SIGTERM
+        return rank == LAUNCHER or re.search(_CONSEQUENCE, value.rstrip().rpartition("\n")[2]) is not None
+
+    def _died(self, process: subprocess.Popen[bytes]) -> LaunchError:
+        holds = "that holds all replicas " if self._backend.device_type == "xla-cpu" else "that starts the replicas "
+        return LaunchError(f"the process {holds}({process.pid}) {_how(process.returncode)}")
+
+    def _hung(self, process: subprocess.Popen[bytes]) -> LaunchError:
+        for pid in {process.pid, *self._pids.values()}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)  # faulthandler prints all stacks, even of threads without the GIL
+        time.sleep(1.0)
+        return LaunchError(
+            f"no sign of life for {self._hang_timeout:g} s (launch.hang_timeout): no output, no processor time used. "
+            "The replicas were ended; what each thread was doing is printed above"
+        )
+
+
+def _names(ranks: list[int]) -> str:
+    if LAUNCHER in ranks:
+        return "the launcher"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _how(status: int) -> str:
+    """How a process ended, as `subprocess` gives its status."""
+    if status >= 0:
+        return f"ended with status {status} and no result"
+    number = -status
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    hint = ": often the kernel, out of host memory (dmesg tells); try fewer replicas or a smaller model"
+    return f"was ended by {name}{hint if number == signal.SIGKILL else ''}"
+
+
+def _unpickled(result: bytes) -> Any:
+    try:
+        return pickle.loads(result)
+    except Exception as error:
+        text = f"rank 0's result cannot be read in this process: {type(error).__name__}: {error}"
+        raise LaunchError(text, 0) from error
+
+
+def _ticks(session: int) -> dict[int, int]:
+    """Processor time of each process of a session, in clock ticks: all threads, user and system."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            fields = path.read_text().rpartition(")")[2].split()  # from field 3 of proc_pid_stat(5) on
+            if int(fields[3]) == session:
+                found[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    return found
+
+
+def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
+    for number, patience in ((first, _GRACE), (signal.SIGKILL, _GRACE)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        try:
+            process.wait(patience)
+            break
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # an impatient second interrupt: no more asking
+            continue
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # replicas that outlived the launcher
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def _environment(backend: Backend) -> dict[str, str]:
+    if backend.device_type == "xla-cpu":
+        from tpu_kit import rehearsal
+
+        assert backend.num_replicas is not None
+        return {"USE_TORCH_XLA": "1", **rehearsal.environment(backend.num_replicas)}
+    if backend.device_type == "tpu":
+        # Programs are kept for the next run; XLA:CPU could write them, but not read them back.
+        return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU", "XLA_PERSISTENT_CACHE_PATH": str(compile_cache(Machine()))}
+    return {"USE_TORCH_XLA": "0"}
