@@ -486,6 +486,8 @@ def check(told):
     return found.step if found else 0
 
 last = killed = 0
+for _ in range(4 if mode == "each" else 0):
+    trial(10 ** 6)  # survives: from now on there are older ones to delete
 for number in range(1, count + 1):
     dead, told = trial(number if mode == "each" else None)
     step = check(told)
@@ -519,7 +521,7 @@ def test_kill_at_200_random_moments() -> None:
 
 def test_kill_before_each_operation() -> None:
     kills, last = killed("each", 1000)
-    assert 30 < kills < 1000 and last > 0  # one child was not killed: every operation had its turn
+    assert 30 < kills < 1000 and last > 5  # the last child survived: every operation had its turn
 
 
 def test_old_one_comes_back_when_killed_between_two_renames(folder: Path) -> None:

@@ -53,9 +53,6 @@ def test_defaults_are_a_valid_run() -> None:
          "data.max_length: 1000 is no multiple of 128, as model.attention=flash needs; use 896 or 1024"),
         ({"data__max_length": 100, "model__attention": "flash"}, "data.max_length: 100 is no multiple of 128, as "
          "model.attention=flash needs; use 128"),
-        ({"launch__device_type": "cpu", "launch__num_replicas": 2},
-         "launch.num_replicas: 2 needs several devices, and launch.device_type=cpu is one; "
-         "launch.device_type=xla-cpu has replicas"),
         ({"data__eval_split": "train"},
          "data.eval_split: 'train' is what is trained on; name another split, or null to hold out eval_rows"),
         ({"data__eval_rows": 0, "optim__eval_steps": 5},

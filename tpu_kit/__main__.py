@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def overview() -> str:
     """The text of `python -m tpu_kit --help`."""
-    lines = [f"  {name:<8}  {command.summary}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<11}  {command.summary}" for name, command in COMMANDS.items()]
     usage = "python -m tpu_kit COMMAND [config.yaml] [key=value ...]\npython -m tpu_kit COMMAND --help\n"
     return "\n".join([usage, *lines, "", "  --version", "  --help"])
 
@@ -89,7 +89,20 @@ def doctor(arguments: Sequence[str]) -> int:
     return run(list(arguments))
 
 
+def checkpoints(arguments: Sequence[str]) -> int:
+    """List the checkpoints of a run."""
+    from tpu_kit.manifest import main as run
+
+    return run(list(arguments))
+
+
 COMMANDS = {
+    "checkpoints": Command(
+        checkpoints,
+        "OUTPUT_DIR [--verify] [--json]",
+        "List a run's checkpoints: steps, sizes, age, validity, metrics.",
+        lambda: "Exit codes: 0 all are good, 1 one is damaged, 2 bad arguments. --verify reads and checks every file.",
+    ),
     "doctor": Command(
         doctor,
         "[config.yaml | name of a shipped one] [key=value ...] [--json]",

@@ -251,6 +251,6 @@ def stop_ids(causal: Any, tokenizer: Any) -> set[int]:
     named = causal.generation_config.eos_token_id
     ids = {*named} if isinstance(named, list) else {named}
     ids.add(tokenizer.eos_token_id)
-    if tokenizer.chat_template and (stop := Encoder(tokenizer, Layout("messages", {}, ()), DataConfig())._stop):
+    if tokenizer.chat_template and (stop := Encoder(tokenizer, Layout("messages", {}, ()), DataConfig()).stop):
         ids.add(tokenizer.convert_tokens_to_ids(stop))
     return ids - {None}

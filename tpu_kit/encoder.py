@@ -120,7 +120,7 @@ class Encoder:
                 ids, mask = self._marked(talk)
             else:
                 ids, mask = self._tokenize(*self._spans(talk), special=False)
-            if messages[-1]["role"] == "assistant" and not self._stop:
+            if messages[-1]["role"] == "assistant" and not self.stop:
                 ids.append(eos)
                 mask.append(True)
         if self.config.loss_on == "all":
@@ -146,7 +146,7 @@ class Encoder:
         return self._render(turns, None).rpartition(_PROBE)[2]
 
     @cached_property
-    def _stop(self) -> str:
+    def stop(self) -> str:
         """The special token with which the template ends an assistant turn; empty if it writes none."""
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         special |= set(self.tokenizer.all_special_ids)
@@ -193,7 +193,7 @@ class Encoder:
                 # Templates of reasoning models drop the thinking of a finished turn: write the reply after the prompt.
                 if opened:
                     content = content.removeprefix(self.config.think_open).lstrip("\n")
-                return head + content + self._stop, [(len(head), len(head + content + self._stop))]
+                return head + content + self.stop, [(len(head), len(head + content + self.stop))]
             spans.append((len(head), self._turn_end(text, len(head), talk, i)))
         return text, spans
 
@@ -204,15 +204,15 @@ class Encoder:
         upto = text if last else self._render(talk.messages[: index + 1], talk.tools)
         if text.startswith(upto):
             # What the template puts after the end-of-turn token is never generated.
-            after = len(self._tail.partition(self._stop)[2]) if self._stop and upto.endswith(self._tail) else 0
+            after = len(self._tail.partition(self.stop)[2]) if self.stop and upto.endswith(self._tail) else 0
             return len(upto) - after
         # The first end-of-turn token is this turn's if it comes before the words of the next message.
         following = [*talk.messages[: index + 1], {**talk.messages[index + 1], "content": _PROBE}]
         bound = len(commonprefix([text, self._render(following, talk.tools)]))  # noqa: RUF071 (of characters)
-        end = text.find(self._stop, start, bound)
-        if not self._stop or end < 0 or self._stop in str(talk.messages[index].get("content")):
+        end = text.find(self.stop, start, bound)
+        if not self.stop or end < 0 or self.stop in str(talk.messages[index].get("content")):
             raise RowError(f"the end of message {index} is not certain: give the template {{% generation %}} markers")
-        return end + len(self._stop)
+        return end + len(self.stop)
 
     def _marked(self, talk: Conversation) -> tuple[list[int], list[bool]]:
         """Return ids and mask by the template's own generation markers."""
@@ -230,7 +230,7 @@ class Encoder:
             if ids[: len(head)] != head:
                 raise RowError("the chat template renders the prompt in another way once the completion follows")
             mask = [flag and i >= len(head) for i, flag in enumerate(mask)]
-        stop = self.tokenizer.convert_tokens_to_ids(self._stop) if self._stop else None
+        stop = self.tokenizer.convert_tokens_to_ids(self.stop) if self.stop else None
         for i in range(1, len(ids)):
             if mask[i - 1] and not mask[i] and ids[i] == stop and ids[i - 1] != stop:
                 mask[i] = True  # markers that close before the end-of-turn token: the model must learn to stop

@@ -77,7 +77,6 @@ class DataConfig:
 class OptimConfig:
     """The batch, the optimizer and how long to train."""
 
-    optimizer: Literal["adamw", "adafactor"] = knob("adamw", "Adafactor needs less memory in full fine-tuning.")
     batch_size: int | Literal["auto"] = knob(4, "Rows per replica in one forward and backward pass.", at_least=1)
     global_batch_size: int | None = knob(
         None, "Rows per update over all replicas; gradient_accumulation follows from it.", at_least=1

@@ -19,6 +19,7 @@ well on two busy cores, without it all did (tests/test_rehearsal.py runs 5, and 
 
 from __future__ import annotations
 
+import faulthandler
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,7 @@ class _Meeting:
                     f"(launch.hang_timeout), where rank {', '.join(map(str, sorted(self._arrived)))} waited"
                 )
                 self._condition.notify_all()
+                faulthandler.dump_traceback()  # what the missing ones do instead
             raise MeetingError(self._failure)
 
     def end(self, why: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import multiprocessing
 import os
 import pickle
 import signal
@@ -221,14 +222,20 @@ def main() -> None:
             _watch(reporter)
             xmp.spawn(_xla_replica, args=arguments, nprocs=backend.num_replicas)
         else:
-            import torch.multiprocessing as mp
-
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
             _watch(reporter)
-            mp.start_processes(_torch_replica, (*arguments, port), backend.num_replicas or 1, start_method="spawn")
-    except BaseException:
+            spawn = multiprocessing.get_context("spawn")
+            ranks = range(backend.num_replicas or 1)
+            replicas = [spawn.Process(target=_torch_replica, args=(rank, *arguments, port)) for rank in ranks]
+            for replica in replicas:
+                replica.start()
+            for replica in replicas:  # in any order: if one fails, the caller ends the others
+                replica.join()
+            if any(replica.exitcode for replica in replicas):
+                sys.exit(1)
+    except Exception:
         sys.stdout.flush()
         reporter.send("error", traceback.format_exc())
         raise

@@ -182,6 +182,26 @@ class Runtime:
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
+    def send(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """Starts to copy CPU tensors to the device and returns those there."""
+        if not self.is_xla:
+            return [{k: v.to(self.local_device, non_blocking=True) for k, v in batch.items()} for batch in batches]
+        import torch_xla.core.xla_model as xm
+
+        sent: list[dict[str, torch.Tensor]] = xm.send_cpu_data_to_device(batches, self.local_device)
+        return sent
+
+    def seed(self, number: int) -> None:
+        """Sets the random numbers of this replica's device from here on (threads of XLA:CPU each have their own)."""
+        if self.is_xla:
+            import torch_xla
+
+            torch_xla.manual_seed(number, self.local_device)
+        else:
+            import torch
+
+            torch.manual_seed(number)
+
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Reads the device: the one way to do so. On XLA tensors must come out of a `sync`, or they compile here."""
         return [tensor.detach().cpu() for tensor in tensors]

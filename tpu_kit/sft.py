@@ -118,30 +118,36 @@ def _answer(config: TrainConfig, result: TrainResult) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------------------------------- in a replica
 
-_shared: dict[str, Any] = {}
+_shared: list[tuple[Prepared, torch.nn.Module, Any]] = []
 _shared_lock = threading.Lock()
 
 
 def _load(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
-    """Data, model and tokenizer, made once in a process: replicas of XLA:CPU are its threads, and share."""
+    """Data, model and tokenizer; made once where replicas are threads of one process, which ends with the launch."""
+    if rt.device_type != "xla-cpu":
+        return _make(config, rt)
     with _shared_lock:
         if not _shared:
-            tokenizer = models.load_tokenizer(config.model)
-            model = models.load_model(config.model, config.lora, seed=config.optim.seed)
-            models.check_vocabulary(model, tokenizer)
-            text = models.text_config(model)
-            prepared = prepare(
-                config.data,
-                tokenizer,
-                model_positions=getattr(text, "max_position_embeddings", None),
-                vocab_size=text.vocab_size,
-            )
-            if rt.rank == 0 or rt.device_type == "xla-cpu":
-                print(f"{prepared.report}\nmodel            {models.count_parameters(model)}", flush=True)
-            _shared.update(prepared=prepared, model=model, tokenizer=tokenizer)
+            _shared.append(_make(config, rt))
+    prepared, model, tokenizer = _shared[0]
     # A thread takes a copy: moved to its device, the model itself would be gone for the others.
-    model = copy.deepcopy(_shared["model"]) if rt.device_type == "xla-cpu" else _shared["model"]
-    return _shared["prepared"], model, _shared["tokenizer"]
+    return prepared, copy.deepcopy(model), tokenizer
+
+
+def _make(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
+    tokenizer = models.load_tokenizer(config.model)
+    model = models.load_model(config.model, config.lora, seed=config.optim.seed)
+    models.check_vocabulary(model, tokenizer)
+    text = models.text_config(model)
+    prepared = prepare(
+        config.data,
+        tokenizer,
+        model_positions=getattr(text, "max_position_embeddings", None),
+        vocab_size=text.vocab_size,
+    )
+    if rt.rank == 0 or rt.device_type == "xla-cpu":
+        print(f"{prepared.report}\nmodel            {models.count_parameters(model)}", flush=True)
+    return prepared, model, tokenizer
 
 
 def fine_tune(config: TrainConfig) -> TrainResult | None:
@@ -249,7 +255,7 @@ class _Run:
         for update, tensors in prefetch(self._batches()):
             step = self.step = update.step
             rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
-            *batches, control = self._send([*tensors, {"control": torch.tensor([rate, keep, float(step)])}])
+            *batches, control = rt.send([*tensors, {"control": torch.tensor([rate, keep, float(step)])}])
             _seed(rt, config, step)
             train_step(self.model, self.state, batches, control["control"], optim, rt)
             rt.sync()
@@ -288,14 +294,6 @@ class _Run:
         data = self.config.data
         order = permutation(len(self.prepared.train), data.seed, update.epoch, data.shuffle)
         return order[update.first_row : update.first_row + update.rows]
-
-    def _send(self, batches: list[Tensors]) -> list[Tensors]:
-        if not self.rt.is_xla:
-            return [{k: v.to(self.rt.local_device, non_blocking=True) for k, v in batch.items()} for batch in batches]
-        import torch_xla.core.xla_model as xm
-
-        sent: list[Tensors] = xm.send_cpu_data_to_device(batches, self.rt.local_device)
-        return sent
 
     def _log(self, window: deque[Update], rate: float, before: dict[str, int]) -> str:
         """Reads the window's sums; returns why to stop, or nothing."""
@@ -346,11 +344,11 @@ class _Run:
     def _evaluate(self, step: int) -> bool:
         """Measures the loss of the held-out rows; keeps the best weights; says whether to stop early."""
         assert self.prepared.eval is not None
-        sums = self._send([{"sums": torch.zeros(2)}])[0]["sums"]
+        sums = self.rt.send([{"sums": torch.zeros(2)}])[0]["sums"]
         self.model.eval()
         with self.state.averaged():
             for batch in eval_batches(self.prepared.eval, self.rt.rank, self.rt.world_size, self.plan.batch_size):
-                eval_step(self.model, self._send([batch.tensors])[0], sums, self.config.optim, self.rt)
+                eval_step(self.model, self.rt.send([batch.tensors])[0], sums, self.config.optim, self.rt)
                 self.rt.sync()
         self.model.train()
         total, tokens = self.rt.to_host([sums])[0].tolist()
@@ -433,13 +431,7 @@ def _seed(rt: Runtime, config: TrainConfig, step: int) -> None:
     """Gives dropout its random numbers: a function of seed, rank and step alone, so a resumed run draws the same."""
     if not config.lora.dropout:
         return
-    seed = int(np.random.SeedSequence([config.optim.seed, rt.rank, step]).generate_state(1)[0])
-    if rt.is_xla:
-        import torch_xla
-
-        torch_xla.manual_seed(seed, rt.local_device)
-    else:
-        torch.manual_seed(seed)
+    rt.seed(int(np.random.SeedSequence([config.optim.seed, rt.rank, step]).generate_state(1)[0]))
 
 
 def _some(rows: list[int], most: int = 20) -> str:

@@ -31,6 +31,7 @@ from tpu_kit.replica import LAUNCHER
 from tpu_kit.runtime import Backend
 
 _BEAT = 1.0  # seconds between two looks at who computes
+_SETTLE = 1.0  # seconds in which the causes and consequences of one failure are reported
 _GRACE = 10.0  # seconds that replicas get to end after being asked to
 _TICKS = 0.03 * os.sysconf("SC_CLK_TCK")  # processor time in a beat that is more than an idle process takes
 # How a replica ends because another one did; the other one's end is the news.
@@ -172,7 +173,7 @@ class Supervisor:
     def _failed(self, *event: Any) -> LaunchError:
         """What failed first, judged with what others report in the next moments, often because of it."""
         events: list[Any] = [event]
-        until = time.monotonic() + 1.0
+        until = time.monotonic() + _SETTLE
         while (left := until - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 events.append(self._messages.get(timeout=left))
@@ -204,10 +205,10 @@ class Supervisor:
         return LaunchError(f"the process {holds}({process.pid}) {_how(process.returncode)}")
 
     def _hung(self, process: subprocess.Popen[bytes]) -> LaunchError:
-        for pid in {process.pid, *self._pids.values()}:
+        for pid in dict.fromkeys([*self._pids.values(), process.pid]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)  # faulthandler prints all stacks, even of threads without the GIL
-        time.sleep(1.0)
+            time.sleep(0.5)  # one after the other, or they would write between each other's lines
         return LaunchError(
             f"no sign of life for {self._hang_timeout:g} s (launch.hang_timeout): no output, no processor time used. "
             "The replicas were ended; what each thread was doing is printed above"

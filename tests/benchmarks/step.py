@@ -79,15 +79,14 @@ class Report:
             f"{MODEL['num_hidden_layers']} layers, {MODEL['hidden_size']} wide, {BATCH} x {LENGTH} tokens a pass; steady "
             "steps between logs; processor seconds are those of all replicas",
             "",
-            f"{'':<28}{'programs compiled':^22}{'per optimizer step':^38}{'CPU seconds per step':^22}{'loss':>8}",
-            f"{'':<28}{'set-up':>7}{'train':>7}{'eval':>6}  {'executions':>12}{'host syncs':>12}{'device reads':>14}"
+            f"{'':<28}{'programs compiled':^26}{'per optimizer step':^38}{'CPU seconds per step':^22}{'loss':>8}",
+            f"{'':<28}{'set-up':>6}{'train':>6}{'eval':>6}{'end':>6}  {'executions':>12}{'host syncs':>12}{'device reads':>14}"
             f"{'min':>8}{'median':>8}{'max':>8}",
         ]
         for name, run in named.items():
             times = seconds.get(name, [run.cpu_seconds])
-            setup, train, evaluation = run.programs
             lines.append(
-                f"{name:<28}{setup:>7}{train:>7}{evaluation:>6}  {run.executions:>12g}{run.host_syncs:>12g}"
+                f"{name:<28}{''.join(f'{n:>6}' for n in run.programs)}  {run.executions:>12g}{run.host_syncs:>12g}"
                 f"{run.device_reads:>14g}{min(times):>8.3f}{median(times):>8.3f}{max(times):>8.3f}{run.loss:>8.4f}"
             )
         ratios = self.ratios()

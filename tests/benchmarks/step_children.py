@@ -25,7 +25,7 @@ class Measured:
     """One run. Counts are of one replica, and of steps without logging and evaluation.
 
     Attributes:
-        programs: compiled for set-up, for training and for evaluation.
+        programs: compiled for set-up, for training, for evaluation, and in the last step, which also logs and saves.
         executions: programs started per optimizer step.
         host_syncs: values of the device that the host waited for, per step.
         device_reads: transfers to the host per step.
@@ -33,7 +33,7 @@ class Measured:
         loss: mean over all steps, in nats per token.
     """
 
-    programs: tuple[int, int, int]
+    programs: tuple[int, int, int, int]
     executions: float
     host_syncs: float
     device_reads: float
@@ -68,20 +68,22 @@ class Meter:
             self._readings[self._step] = self._rt.counters(), time.process_time()
 
     def measured(self, loss: float) -> Measured:
-        """Sums up, after the last step."""
+        """Sums up, at the end of the run."""
         marks = sorted(self._readings)
-        programs, counts, quiet_steps = [self._readings[1][0]["compiles"], 0, 0], dict.fromkeys(self._readings[1][0], 0), 0
+        setup, last = (self._readings[step][0]["compiles"] for step in (1, self._steps))
+        programs = {False: 0, True: 0}  # by whether there is an evaluation among the steps
+        counts, quiet_steps = dict.fromkeys(self._readings[1][0], 0), 0
         for start, end in zip(marks, marks[1:], strict=False):
             before, after = self._readings[start][0], self._readings[end][0]
             evaluates = self._every is not None and start % self._every == 0
-            programs[2 if evaluates else 1] += after["compiles"] - before["compiles"]
+            programs[evaluates] += after["compiles"] - before["compiles"]
             if start > WARM_UP and not evaluates:
                 quiet_steps += end - start
                 counts = {name: counts[name] + after[name] - before[name] for name in counts}
         per_step = {name: count / quiet_steps / self._rt.world_size for name, count in counts.items()}
         seconds = self._readings[self._steps][1] - self._readings[WARM_UP + 1][1]
         return Measured(
-            (programs[0], programs[1], programs[2]),
+            (setup, programs[False], programs[True], self._rt.counters()["compiles"] - last),
             per_step["executions"],
             per_step["host_syncs"],
             per_step["device_reads"],

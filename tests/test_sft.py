@@ -1,0 +1,352 @@
+"""The loop: what it compiles, runs and reads; that the backends agree; how a run ends and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training_functions
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tpu_kit import embedded, sft
+from tpu_kit.config import TrainConfig, load_config
+from tpu_kit.launch import LaunchError, launch
+from tpu_kit.machine import Machine
+from tpu_kit.model import load_tokenizer
+from tpu_kit.testing import QUICK_XLA_FLAGS
+
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+
+Configure = Callable[..., TrainConfig]
+ROWS, LENGTH = 48, 96
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
+    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers with the embedded tokenizer, and rows whose answers differ much in length."""
+    folder = tmp_path_factory.mktemp("world")
+    load = load_config(None, {"model.name": "embedded"})
+    tokenizer = load_tokenizer(load.model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
+            )
+        )  # fmt: skip
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    lines = [
+        {"prompt": f"{row['question']}\n", "completion": row["answer"] if number % 2 else row["reasoning"]}
+        for number, row in enumerate(embedded.cot_rows("train", ROWS + 8))
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def configure(world: Path, tmp_path: Path) -> Iterator[Configure]:
+    def build(name: str = "run", **changes: Any) -> TrainConfig:
+        settings = {
+            "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4, "source": str(world / "rows.jsonl"),
+            "max_length": LENGTH, "eval_rows": 8, "max_steps": 6, "learning_rate": 1e-2, "loss_chunk": 64,
+            "logging_steps": 3, "batch_size": 2, "output_dir": str(tmp_path / name), "device_type": "cpu",
+            "num_replicas": 1, "save_steps": 1000, "optim.seed": 0,
+        }  # fmt: skip
+        config = load_config(None, settings | changes)
+        config.output_path.mkdir(parents=True, exist_ok=True)
+        return config
+
+    yield build
+
+
+def records(config: TrainConfig, kind: str) -> list[dict[str, Any]]:
+    lines = (config.output_path / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+# All that the bars ask to be on. The batch grows from 1 pass to 2, and lr is 0 in the first step.
+EVERYTHING: dict[str, Any] = {
+    "max_steps": 10, "warmup_steps": 3, "ema_decay": 0.9, "eval_steps": 5, "remat": "full", "logging_steps": 5,
+    "batch_growth_factor": 2.0, "batch_growth_steps": 5, "packing": True, "weight_decay": 0.01,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def backends(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
+    """Runs of the same rows and updates on other backends, each made when it is first asked for."""
+    folder, made = tmp_path_factory.mktemp("backends"), {}
+
+    def get(device_type: str, replicas: int) -> dict[str, Any]:
+        key = (device_type, replicas)
+        if key not in made:
+            config = load_config(
+                None,
+                {
+                    "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4,
+                    "source": str(world / "rows.jsonl"), "max_length": LENGTH, "eval_rows": 8, "learning_rate": 1e-2,
+                    "loss_chunk": 64, "batch_size": 4 // replicas, "output_dir": str(folder / f"{device_type}{replicas}"),
+                    "device_type": device_type, "num_replicas": replicas, "save_steps": 1000, **EVERYTHING,
+                },
+            )  # fmt: skip
+            config.output_path.mkdir(parents=True)
+            ended = launch(training_functions.watched, config)
+            made[key] = {**ended, "train": records(config, "train"), "eval": records(config, "eval")}
+        return made[key]
+
+    return get
+
+
+@needs_xla
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_one_program_for_each_kind_of_update_and_one_for_evaluation(
+    backends: Callable[[str, int], dict[str, Any]], replicas: int
+) -> None:
+    ended = backends("xla-cpu", replicas)
+    assert ended["set_up"] <= 3
+    assert ended["counters"]["compiles"] == ended["set_up"] + 2 + 1  # accumulation 1, accumulation 2, evaluation
+    assert [record["compiles"] for record in ended["train"]] == [ended["set_up"] + 1, ended["set_up"] + 3]
+
+
+@needs_xla
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_an_execution_for_each_update_and_no_reading_between_logs(
+    backends: Callable[[str, int], dict[str, Any]], replicas: int
+) -> None:
+    ended = backends("xla-cpu", replicas)
+    counters, batches = ended["counters"], math.ceil(8 / 4)
+    syncs = 1 + 10 + 2 * batches  # set-up, updates, two evaluations
+    assert [note["syncs"] for note in ended["ranks"]] == [syncs] * replicas
+    assert counters["executions"] == syncs * replicas
+    assert counters["host_syncs"] == counters["fallbacks"] == 0
+    # The loop's own readings are all there are, and they come at the logs, the evaluations, and the end.
+    assert counters["device_reads"] == sum(tensors for note in ended["ranks"] for _, tensors in note["reads"])
+    logs = {1 + 5, 1 + 5 + batches, 1 + 10 + batches, syncs}  # syncs before them
+    assert {before for note in ended["ranks"] for before, _ in note["reads"]} == logs
+    for record in ended["train"]:
+        assert record["host_syncs_per_step"] == record["fallbacks_per_step"] == 0
+
+
+@needs_xla
+def test_replicas_end_bit_for_bit_equal(backends: Callable[[str, int], dict[str, Any]]) -> None:
+    assert len({note["hash"] for note in backends("xla-cpu", 4)["ranks"]}) == 1
+
+
+def assert_agree(a: dict[str, Any], b: dict[str, Any]) -> None:
+    for kind in ("train", "eval"):
+        assert [r["step"] for r in a[kind]] == [r["step"] for r in b[kind]] == [5, 10]
+        assert [r["loss"] for r in a[kind]] == pytest.approx([r["loss"] for r in b[kind]], abs=1e-5)
+    assert a["parameters"].keys() == b["parameters"].keys()
+    for name, value in a["parameters"].items():
+        torch.testing.assert_close(torch.tensor(b["parameters"][name]), torch.tensor(value), rtol=0, atol=1e-5)
+
+
+@needs_xla
+def test_one_replica_and_four_agree(backends: Callable[[str, int], dict[str, Any]]) -> None:
+    assert_agree(backends("xla-cpu", 1), backends("xla-cpu", 4))
+
+
+@needs_xla
+def test_xla_and_the_plain_cpu_agree(backends: Callable[[str, int], dict[str, Any]]) -> None:
+    assert_agree(backends("xla-cpu", 1), backends("cpu", 1))
+    losses = [record["loss"] for record in backends("cpu", 1)["train"]]
+    assert losses[1] < losses[0] - 0.1  # they agree on something that was trained
+
+
+def test_two_processes_agree_with_one(backends: Callable[[str, int], dict[str, Any]]) -> None:
+    assert_agree(backends("cpu", 1), backends("cpu", 2))
+    assert len({note["hash"] for note in backends("cpu", 2)["ranks"]}) == 1
+
+
+@needs_xla
+def test_no_program_is_compiled_late_in_a_run(configure: Configure) -> None:
+    found = launch(training_functions.late_steps, configure(device_type="xla-cpu"))
+    assert len(set(found["compiles"])) == 1, found["compiles"]
+    assert found["applied"] == [1, 2, 325, 326, 16_601, 16_602, 19_999, 20_000, 20_001, 2_000_001, 2_000_002]
+    assert all(map(math.isfinite, found["first"]))
+
+
+@needs_xla
+def test_the_logits_of_a_batch_never_exist(configure: Configure) -> None:
+    def of_all_tokens(shape: list[int]) -> bool:
+        return 61 in shape and math.prod(shape) >= 3 * 16 * 61
+
+    chunked = launch(training_functions.shapes_of_step, configure(device_type="xla-cpu", loss_chunk=16))
+    for kind in ("eval", "train"):
+        assert [16, 61] in chunked[kind]
+        assert not list(filter(of_all_tokens, chunked[kind]))
+    # With all tokens in one chunk they do, so the test sees them.
+    whole = launch(training_functions.shapes_of_step, configure(device_type="xla-cpu", loss_chunk=48))
+    assert list(filter(of_all_tokens, whole["train"]))
+
+
+@needs_xla
+def test_dropout_draws_by_rank_and_step_and_again_in_the_second_computation(configure: Configure) -> None:
+    config = configure(device_type="xla-cpu", num_replicas=2, **{"lora.dropout": 0.5})
+    found = launch(training_functions.dropout_draws, config)
+    (first, second, third, again), other = found["masks"]
+    assert len({first, second, third, *other[:3]}) == 6
+    assert first == again
+    assert other[0] == other[3]
+    assert 10 < first.count("1") < 54
+    plain, remat = map(torch.tensor, found["gradients"])
+    torch.testing.assert_close(remat, plain, rtol=1e-4, atol=1e-6)
+
+
+@needs_xla
+def test_dropout_compiles_nothing_more(configure: Configure) -> None:
+    config = configure(device_type="xla-cpu", num_replicas=2, eval_rows=0, **{"lora.dropout": 0.5})
+    ended = launch(training_functions.watched, config)
+    assert ended["counters"]["compiles"] == ended["set_up"] + 1
+    assert ended["counters"]["host_syncs"] == 0
+    assert len({note["hash"] for note in ended["ranks"]}) == 1
+
+
+# ------------------------------------------------------------------------------------------------ on the plain CPU
+
+
+def test_what_a_run_says_and_writes(configure: Configure) -> None:
+    config = configure(eval_steps=3, warmup_steps=2)
+    result = sft.train(config)
+    assert result.status == "finished"
+    assert result.step == 6
+    assert str(result).startswith(f"finished at step 6; adapter in {config.output_path}/adapter\n")
+    assert Path(result.adapter_dir) == config.output_path / "adapter"
+    trained, evaluated = records(config, "train"), records(config, "eval")
+    assert [record["step"] for record in trained] == [record["step"] for record in evaluated] == [3, 6]
+    last = trained[-1]
+    assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
+    assert evaluated[-1]["perplexity"] == pytest.approx(math.exp(evaluated[-1]["loss"]))
+    assert last["tokens"] == 6 * 2 * LENGTH
+    assert last["rows_per_update"] == 2
+    assert 0 < last["epoch"] < 1
+    assert last["skipped"] == 0
+    assert last["grad_norm"] > 0
+    assert last["lr"] == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * 3 / 4)))
+    assert result.metrics["loss"] == last["loss"]
+    assert result.metrics["eval_loss"] == min(record["loss"] for record in evaluated)
+    assert load_config(config.output_path / "config.yaml") == config
+
+
+def test_a_second_run_in_the_process_begins_anew(configure: Configure) -> None:
+    """On one CPU the run is in the caller's process; its model must not be the one that the last run trained."""
+    first, second = configure("first", max_steps=3), configure("second", max_steps=3)
+    sft.train(first)
+    sft.train(second)
+    assert records(first, "train")[0]["loss"] == records(second, "train")[0]["loss"]
+    third = configure("third", max_steps=3, **{"lora.r": 2})
+    sft.train(third)
+    settings = json.loads((third.output_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["r"] == 2
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file"])
+def test_an_output_folder_that_cannot_be_written_to(configure: Configure, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "taken").write_text("")
+    config = configure()
+    folder = tmp_path / ("taken" if kind == "a file" else "taken/run")
+    bad = load_config(None, config.to_dict() | {"output_dir": str(folder)})
+    with pytest.raises(ValueError, match=r"output_dir=.*taken.* cannot be written to \(.*\): set output_dir to a folder"):
+        sft.train(bad)
+
+
+def test_too_little_data_is_told_before_training(configure: Configure) -> None:
+    with pytest.raises(ValueError, match="data set smaller than one global batch"):
+        sft.train(configure(batch_size=64, gradient_accumulation=4))
+
+
+def test_bad_updates_are_skipped_and_named(configure: Configure, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configure()
+    result = run_poisoned(config)
+    assert result["step"] == 6
+    assert result["metrics"]["skipped_updates"] == 1
+    trained = records(config, "train")
+    assert [record["skipped"] for record in trained] == [1, 0]
+    assert all(math.isfinite(record["loss"]) for record in trained)
+    said = capsys.readouterr().err
+    assert "1 of 3 updates had a loss or gradient that is not finite, the first at step 3 with the rows " in said
+    assert "they were skipped" in said
+    from safetensors.torch import load_file
+
+    kept = load_file(config.output_path / "adapter" / "adapter_model.safetensors")
+    assert all(torch.isfinite(value).all() for value in kept.values())
+
+
+def test_bad_updates_stop_the_run_with_step_and_rows(configure: Configure) -> None:
+    config = configure(on_nan="stop")
+    with pytest.raises(ValueError, match=r"first at step 3 with the rows (\d+, )*\d+ of .*rows.jsonl") as caught:
+        run_poisoned(config)
+    named = {int(row) for row in str(caught.value).split("with the rows ")[1].split(" of ")[0].split(", ")}
+    prepared = sft.prepare(config.data, load_tokenizer(config.model))
+    third = list(sft.permutation(len(prepared.train), 0, 0))[4:6]  # two rows an update
+    assert named == {row for packed in third for row in prepared.train.source_rows(packed)}
+    assert not (config.output_path / "adapter").exists()
+
+
+def run_poisoned(config: TrainConfig) -> dict[str, Any]:
+    kept = sft.train_step
+    try:
+        result = launch(training_functions.poisoned, config)
+    finally:
+        sft.train_step = kept  # a launch on one CPU replica is in this process
+    assert result is not None
+    return result
+
+
+@pytest.mark.slow
+@needs_xla
+def test_bad_updates_stop_all_replicas(configure: Configure) -> None:
+    config = configure(on_nan="stop", device_type="xla-cpu", num_replicas=2)
+    with pytest.raises(LaunchError, match="the first at step 3 with the rows"):
+        launch(training_functions.poisoned, config)
+
+
+def test_a_run_that_gets_worse_stops_early_and_keeps_its_best(configure: Configure) -> None:
+    changes = {"max_steps": 40, "learning_rate": 3.0, "schedule": "constant", "max_grad_norm": 0}
+    config = configure(eval_steps=1, early_stop_patience=2, logging_steps=1, **changes)
+    result = sft.train(config)
+    losses = [record["loss"] for record in records(config, "eval")]
+    best = losses.index(min(losses))
+    assert result.status == "stopped"
+    assert result.step == len(losses) == best + 3 < 40
+    assert result.metrics["eval_loss"] == min(losses)
+    # What was saved is what the best evaluation measured, not where the run ended.
+    assert eval_loss(config, result.adapter_dir) == pytest.approx(min(losses), rel=1e-5)
+
+
+def eval_loss(config: TrainConfig, adapter_dir: str) -> float:
+    """The held-out loss per token of the saved weights, by stock PEFT and transformers alone."""
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, adapter_dir).eval() if config.lora.r else base
+    held = sft.prepare(config.data, load_tokenizer(config.model)).eval
+    assert held is not None
+    total = count = 0.0
+    for number in range(len(held.documents) if hasattr(held, "documents") else 8):
+        ids, mask = held.document(number)
+        labels = torch.where(torch.from_numpy(mask), torch.from_numpy(ids).long(), -100)[None]
+        tokens = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            loss = model(input_ids=torch.from_numpy(ids).long()[None], labels=labels).loss
+        total, count = total + float(loss) * tokens, count + tokens
+    return total / count
+
+
+def test_the_average_is_what_is_evaluated_and_saved(configure: Configure) -> None:
+    config = configure(ema_decay=0.7)
+    result = sft.train(config)
+    assert eval_loss(config, result.adapter_dir) == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
