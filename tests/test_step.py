@@ -301,7 +301,9 @@ def test_the_step_is_the_gradient_of_the_mean_over_all_loss_tokens() -> None:
     reference: Any = other
     loss = reference(input_ids=batch["input_ids"], labels=batch["labels"]).loss
     loss.backward()
-    expected = torch.cat([p.grad.reshape(-1) for p in models.trainable_parameters(other).values() if p.grad is not None])
+    expected = torch.cat(
+        [p.grad.reshape(-1) for p in models.trainable_parameters(other).values() if p.grad is not None]
+    )
     torch.testing.assert_close(state.first, expected, rtol=1e-4, atol=1e-6)
     assert float(state.window[0] / state.window[1]) == pytest.approx(loss.item(), rel=1e-5)
     # Rows of one loss token and of fifteen: the mean of the rows' means is another number.

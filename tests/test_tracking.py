@@ -144,7 +144,7 @@ def test_steps_only_grow(tmp_path: Path) -> None:
 
 
 def test_wandb_online_needs_a_key(tmp_path: Path) -> None:
-    online = TrackingConfig(wandb="online")
+    online = TrainConfig(tracking=TrackingConfig(wandb="online"))
     nowhere = {"NETRC": str(tmp_path / "netrc")}
     with pytest.raises(ConfigError, match="set WANDB_API_KEY, or wandb=offline"):
         check_tracking(online, Machine(environ=nowhere))
@@ -155,7 +155,7 @@ def test_wandb_online_needs_a_key(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_missing_is_named() -> None:
-    both = TrackingConfig(wandb="offline", tensorboard=True)
+    both = TrainConfig(tracking=TrackingConfig(wandb="offline", tensorboard=True))
     with pytest.raises(ConfigError) as caught:
         check_tracking(both, Machine(version=lambda package: None))
     assert len(caught.value.problems) == 2

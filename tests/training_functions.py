@@ -216,9 +216,7 @@ def dropout_draws(config: TrainConfig) -> dict[str, Any]:
     own = ["".join(str(int(value)) for value in mask) for mask in rt.to_host(masks)]
     (config.output_path / f"masks-{rt.rank}.json").write_text(json.dumps(own))
     rt.barrier()
-    everyone = [
-        json.loads((config.output_path / f"masks-{rank}.json").read_text()) for rank in range(rt.world_size)
-    ]
+    everyone = [json.loads((config.output_path / f"masks-{rank}.json").read_text()) for rank in range(rt.world_size)]
     return {"masks": everyone, "gradients": [_dropout_gradient(rt, config, remat) for remat in (False, True)]}
 
 

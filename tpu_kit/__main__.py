@@ -75,8 +75,10 @@ def train(arguments: Sequence[str]) -> int:
 
     try:
         result = run(config)
-    except LaunchError as error:
-        print(error, file=sys.stderr)  # it holds the replica's own traceback; ours would say nothing more
+    except ConfigError:
+        raise
+    except (LaunchError, ValueError) as error:
+        print(error, file=sys.stderr)  # a replica's failure holds its own traceback; ours would say nothing more
         return FAILED
     print(result)
     return PREEMPTED if result.status == "preempted" else OK

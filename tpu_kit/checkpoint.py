@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -213,6 +214,8 @@ class Checkpoints:
         for name, group in tensors.items():
             whole = {key: value.contiguous() for key, value in group.items()}
             save_file(whole, part / f"{name}.safetensors", metadata={"format": "pt"})
+            with contextlib.suppress(OSError):  # safetensors lets nobody else read it; some folders allow no chmod
+                (part / f"{name}.safetensors").chmod(part.stat().st_mode & 0o666)
         for name, text in texts.items():
             (part / name).write_text(text)
         files = {}

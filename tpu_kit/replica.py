@@ -1,7 +1,8 @@
 """The other processes of a launch: `python -m tpu_kit.replica` is the launcher, which starts the replicas and stays.
 
 Each sends the calling process (supervisor.py) messages `(rank, kind, value)`: started (its process id), done (of rank
-0: the pickled result), error (the traceback); and the launcher: ended (process id and status of a replica that died).
+0: the pickled result), error (the traceback), refused (the text of an error in what the user gave); and the launcher:
+ended (process id and status of a replica that died).
 """
 
 from __future__ import annotations
@@ -71,9 +72,19 @@ def _replica(rank: int, make: Callable[[], Runtime], address: str, key: bytes, p
         fn, config = pickle.loads(payload)
         result = fn(config)
         reporter.send("done", _pickled(fn.__qualname__, result) if rank == 0 else None)
-    except BaseException:
-        reporter.send("error", traceback.format_exc())
+    except BaseException as error:
+        if _is_for_the_user(error):
+            reporter.send("refused", str(error))
+        else:
+            reporter.send("error", traceback.format_exc())
         raise
+
+
+def _is_for_the_user(error: BaseException) -> bool:
+    """Whether it is one of the kit's own texts on what the user gave, to which a traceback adds nothing."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+    return isinstance(error, ValueError) and raised_in.startswith("tpu_kit.")
 
 
 def _xla_replica(_index: int, address: str, key: bytes, payload: bytes, backend: Backend) -> None:

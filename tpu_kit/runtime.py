@@ -203,8 +203,11 @@ class Runtime:
             torch.manual_seed(number)
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Reads the device: the one way to do so. On XLA tensors must come out of a `sync`, or they compile here."""
-        return [tensor.detach().cpu() for tensor in tensors]
+        """Reads the device: the one way to do so. On XLA tensors must come out of a `sync`, or they compile here.
+
+        The result is a copy on every device: what is kept or written later must not change as training goes on.
+        """
+        return [tensor.detach().clone() if self.device_type == "cpu" else tensor.detach().cpu() for tensor in tensors]
 
     def barrier(self) -> None:
         """Waits for all replicas, on the host."""

@@ -67,7 +67,9 @@ def _passes(step: int, plan: BatchPlan, optim: OptimConfig) -> int:
     passes = plan.gradient_accumulation
     if optim.batch_growth_steps is None:
         return passes
-    most = math.inf if optim.batch_growth_max is None else optim.batch_growth_max // (plan.batch_size * plan.num_replicas)
+    most = (
+        math.inf if optim.batch_growth_max is None else optim.batch_growth_max // (plan.batch_size * plan.num_replicas)
+    )
     grown = float(passes)
     for _ in range((step - 1) // optim.batch_growth_steps):
         if grown >= most or optim.batch_growth_factor == 1:

@@ -76,7 +76,7 @@ def train(config: TrainConfig) -> TrainResult:
         ValueError: the configuration, the data or the machine do not allow the run.
         LaunchError: a replica failed.
     """
-    check_tracking(config.tracking)
+    check_tracking(config)
     folder = _output_folder(config)
     (folder / "config.yaml").write_text(config.to_yaml())
     result = launch(fine_tune, config)
@@ -153,8 +153,8 @@ def _make(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, 
 def fine_tune(config: TrainConfig) -> TrainResult | None:
     """Trains in one replica; rank 0 returns the result.
 
-    Its metrics: loss and eval_loss (nats per loss token), train_seconds, tokens_per_second, skipped_updates, and on XLA
-    the counts of this process: compiles, and executions, device_reads and host_syncs per step between logs.
+    Its metrics: loss and eval_loss (nats per loss token), train_seconds, skipped_updates, and on XLA compiles (programs
+    that this process compiled).
     """
     rt = runtime.current()
     optim = config.optim

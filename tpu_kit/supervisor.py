@@ -170,7 +170,7 @@ class Supervisor:
             else:
                 raise self._failed(rank, kind, value)
 
-    def _failed(self, *event: Any) -> LaunchError:
+    def _failed(self, *event: Any) -> LaunchError | ValueError:
         """What failed first, judged with what others report in the next moments, often because of it."""
         events: list[Any] = [event]
         until = time.monotonic() + _SETTLE
@@ -180,9 +180,11 @@ class Supervisor:
         for rank, kind, value in events:
             if kind == "started":
                 self._pids[rank] = value
-        events = [e for e in events if e[1] in ("error", "ended")]
+        events = [e for e in events if e[1] in ("error", "refused", "ended")]
         events = [e for e in events if not self._is_consequence(*e)] or events
         rank, kind, value = events[0]
+        if kind == "refused":
+            return ValueError(value)
         if kind == "ended":
             pid, status = value
             rank = next((r for r, p in self._pids.items() if p == pid), LAUNCHER)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit import chips
-from tpu_kit.config import ConfigError, TrackingConfig, TrainConfig
+from tpu_kit.config import ConfigError, TrainConfig
 from tpu_kit.host import check_wandb
 from tpu_kit.machine import Machine
 
@@ -61,12 +61,12 @@ def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
     return flops_per_token(counts[False], counts[True], config.num_hidden_layers, width, sequence_length)
 
 
-def check_tracking(tracking: TrackingConfig, at: Machine | None = None) -> None:
+def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
     """Raise ConfigError where a tracker that was asked for cannot start: in time, before the model is loaded."""
-    at, problems = at or Machine(), []
+    at, tracking, problems = at or Machine(), config.tracking, []
     if tracking.wandb != "off" and at.version("wandb") is None:
         problems.append(f"tracking.wandb={tracking.wandb} needs a package: pip install wandb, or wandb=off.")
-    if check_wandb(at, TrainConfig(tracking=tracking)).status == "failure":
+    if check_wandb(at, config).status == "failure":
         problems.append("tracking.wandb=online, and no W&B key was found: set WANDB_API_KEY, or wandb=offline.")
     if tracking.tensorboard and at.version("tensorboard") is None:
         problems.append("tracking.tensorboard=true needs a package: pip install tensorboard, or tensorboard=false.")
@@ -126,7 +126,7 @@ class Tracker:
         num_chips: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_tracking(config.tracking)
+        check_tracking(config)
         self._dir = Path(output_dir)
         self._dir.mkdir(parents=True, exist_ok=True)
         self._flops_per_token = flops_per_token

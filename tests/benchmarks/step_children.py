@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from tpu_kit import runtime, sft
@@ -73,7 +74,7 @@ class Meter:
         setup, last = (self._readings[step][0]["compiles"] for step in (1, self._steps))
         programs = {False: 0, True: 0}  # by whether there is an evaluation among the steps
         counts, quiet_steps = dict.fromkeys(self._readings[1][0], 0), 0
-        for start, end in zip(marks, marks[1:], strict=False):
+        for start, end in pairwise(marks):
             before, after = self._readings[start][0], self._readings[end][0]
             evaluates = self._every is not None and start % self._every == 0
             programs[evaluates] += after["compiles"] - before["compiles"]
