@@ -39,7 +39,7 @@ MARKER = "TPU_KIT_TEST_LAUNCH"
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
     monkeypatch.setenv(MARKER, str(tmp_path))  # every process of these launches inherits it
-    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
+    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
     yield
     assert eventually(lambda: not left_over(tmp_path), 5), left_over(tmp_path)

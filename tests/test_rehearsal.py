@@ -137,14 +137,14 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert "rank 2 did not come" in meet_in_threads(meeting, [2])[2]
 
 
-def test_a_rank_that_failed_sends_the_others_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_sends_all_home(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = rehearsal._Meeting(3, 600.0)
     monkeypatch.setattr(rehearsal, "_meeting", meeting)
-    timer = threading.Timer(0.5, rehearsal.end, args=("rank 1 failed: KeyError: 'rationale'",))
+    timer = threading.Timer(0.5, rehearsal.end, args=("rank 1 has returned",))
     timer.start()
     outcome = meet_in_threads(meeting, [0, 2])
-    assert set(outcome.values()) == {"rank 1 failed: KeyError: 'rationale'"}
-    with pytest.raises(rehearsal.MeetingError, match="rank 1 failed"):
+    assert set(outcome.values()) == {"rank 1 has returned"}
+    with pytest.raises(rehearsal.MeetingError, match="rank 1 has returned"):
         rehearsal.meet(0)
 
 

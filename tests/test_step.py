@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from training_functions import OPTIM, contents, control, dealt, rows, split, tiny
+
 from tpu_kit import model as models
 from tpu_kit.config import LaunchConfig, OptimConfig, TrainConfig
 from tpu_kit.launch import launch

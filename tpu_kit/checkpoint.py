@@ -284,8 +284,8 @@ class Checkpoints:
         try:
             free = f"{shutil.disk_usage(self.folder).free:,}"
             complete = self.complete()
-        except OSError as error:
-            free, complete = f"unknown ({error.strerror})", []
+        except (OSError, ValueError):  # this is to tell of another error, and must not hide it
+            free, complete = "nobody knows how many", []
         advice = "delete something there or lower checkpoint.keep, or " if code in (errno.ENOSPC, errno.EDQUOT) else ""
         last = f"The checkpoint of step {complete[-1].step} stays good" if complete else "There is no earlier one"
         return OSError(

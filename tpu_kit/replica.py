@@ -75,8 +75,8 @@ def _replica(rank: int, make: Callable[[], Runtime], address: str, key: bytes, p
     except BaseException as error:
         if _is_for_the_user(error):
             reporter.send("refused", str(error))
-        else:
-            reporter.send("error", traceback.format_exc())
+            raise SystemExit(1) from None  # which prints nothing
+        reporter.send("error", traceback.format_exc())
         raise
 
 
@@ -102,11 +102,7 @@ def _xla_replica(_index: int, address: str, key: bytes, payload: bytes, backend:
     if backend.device_type == "tpu":
         _prepare()
         _quiet(threads=xr.process_index() == 0)
-    try:
-        _replica(rank, make, address, key, payload)
-    except BaseException as error:
-        rehearsal.end(f"rank {rank} failed: {type(error).__name__}: {error}")
-        raise
+    _replica(rank, make, address, key, payload)
     # All replicas take the same steps: one that still waits for this one would wait for ever.
     rehearsal.end(f"rank {rank} has returned, and will not come to another step")
 

@@ -125,16 +125,16 @@ _shared_lock = threading.Lock()
 def _load(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
     """Data, model and tokenizer; made once where replicas are threads of one process, which ends with the launch."""
     if rt.device_type != "xla-cpu":
-        return _make(config, rt)
+        return _make(config)
     with _shared_lock:
         if not _shared:
-            _shared.append(_make(config, rt))
+            _shared.append(_make(config))
     prepared, model, tokenizer = _shared[0]
     # A thread takes a copy: moved to its device, the model itself would be gone for the others.
     return prepared, copy.deepcopy(model), tokenizer
 
 
-def _make(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
+def _make(config: TrainConfig) -> tuple[Prepared, torch.nn.Module, Any]:
     tokenizer = models.load_tokenizer(config.model)
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
     models.check_vocabulary(model, tokenizer)
@@ -145,8 +145,6 @@ def _make(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, 
         model_positions=getattr(text, "max_position_embeddings", None),
         vocab_size=text.vocab_size,
     )
-    if rt.rank == 0 or rt.device_type == "xla-cpu":
-        print(f"{prepared.report}\nmodel            {models.count_parameters(model)}", flush=True)
     return prepared, model, tokenizer
 
 
@@ -163,6 +161,8 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
     total = sum(1 for _ in updates(len(prepared.train), plan, optim))
     folder = config.output_path / "checkpoints"
     if rt.rank == 0:
+        print(prepared.report)
+        print(f"model            {models.count_parameters(model)}")
         print(f"batch            {plan}; {total} updates", flush=True)
 
     with contextlib.ExitStack() as stack:
