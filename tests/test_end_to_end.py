@@ -48,7 +48,8 @@ def test_the_shipped_configuration_trains_on_two_replicas(tmp_path: Path) -> Non
         "config.yaml",
         "metrics.jsonl",
     ]
-    assert {name.rsplit("/", 1)[0] for name in found if name.startswith("checkpoints/")} == {checkpoint}
+    kept = [name for name in found if name.startswith("checkpoints/") and name != "checkpoints/.lock"]
+    assert {name.rsplit("/", 1)[0] for name in kept} == {checkpoint}
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(line["kind"], line["step"]) for line in lines] == [("train", 2), ("eval", 2), ("train", 4), ("eval", 4)]
@@ -76,6 +77,6 @@ def test_all_that_is_wrong_with_a_configuration_at_once(tmp_path: Path) -> None:
 
 def test_an_error_of_the_user_is_told_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
-    _, stderr = train(f"output_dir={tmp_path}/taken", "device_type=cpu", expect=2)
+    _, stderr = train(f"output_dir={tmp_path}/taken", "device_type=cpu", expect=1)
     assert "cannot be written to" in stderr
     assert "Traceback" not in stderr

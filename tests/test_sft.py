@@ -176,6 +176,7 @@ def test_xla_and_the_plain_cpu_agree(backends: Callable[[str, int], dict[str, An
     assert losses[1] < losses[0] - 0.05  # they agree on something that was trained
 
 
+@pytest.mark.slow
 def test_two_processes_agree_with_one(backends: Callable[[str, int], dict[str, Any]]) -> None:
     assert_agree(backends("cpu", 1), backends("cpu", 2))
     assert len({note["hash"] for note in backends("cpu", 2)["ranks"]}) == 1
@@ -184,7 +185,7 @@ def test_two_processes_agree_with_one(backends: Callable[[str, int], dict[str, A
 @needs_xla
 def test_no_program_is_compiled_late_in_a_run(configure: Configure) -> None:
     found = launch(training_functions.late_steps, configure(device_type="xla-cpu"))
-    assert len(set(found["compiles"])) == 1, found["compiles"]
+    assert found["compiled"] == [1] + [0] * 10
     assert found["applied"] == [1, 2, 325, 326, 16_601, 16_602, 19_999, 20_000, 20_001, 2_000_001, 2_000_002]
     assert all(map(math.isfinite, found["first"]))
 
@@ -216,6 +217,7 @@ def test_dropout_draws_by_rank_and_step_and_again_in_the_second_computation(conf
     torch.testing.assert_close(remat, plain, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @needs_xla
 def test_dropout_compiles_nothing_more(configure: Configure) -> None:
     config = configure(device_type="xla-cpu", num_replicas=2, eval_rows=0, **{"lora.dropout": 0.5})

@@ -160,21 +160,23 @@ def watched(config: TrainConfig) -> dict[str, Any]:
 
 
 def late_steps(config: TrainConfig) -> dict[str, Any]:
-    """Compiles after each of some steps, before and after the number of updates jumps to where float32 ends."""
+    """What each of some steps compiled, while the number of updates jumps to where float32 ends."""
     rt = runtime.current()
     model = models.to_device(tiny(), rt.local_device)
     state = TrainState(model, rt.local_device, ema=True)
     rt.sync()
-    compiles, applied = [], []
+    compiled, applied = [], []
     for number, jump in enumerate((None, None, 324, None, 16_600, None, 19_998, None, None, 2_000_000, None), 1):
         if jump is not None:
-            state.applied = torch.tensor(float(jump)).to(rt.local_device)
+            state.applied.copy_(torch.tensor([0.0, jump]).to(rt.local_device)[1])
+            rt.sync()
+        before = rt.counters()["compiles"]
         scalars = control(0.0 if number == 1 else 1e-2, number, float(number > 1)).to(rt.local_device)
         train_step(model, state, [_sent(rt, rows(2, seed=number))], scalars, replace(OPTIM, beta2=0.999), rt)
         rt.sync()
-        compiles.append(rt.counters()["compiles"])
+        compiled.append(rt.counters()["compiles"] - before)
         applied.append(float(rt.to_host([state.applied])[0]))
-    return {"compiles": compiles, "applied": applied, "first": rt.to_host([state.first])[0].tolist()}
+    return {"compiled": compiled, "applied": applied, "first": rt.to_host([state.first])[0].tolist()}
 
 
 def shapes_of_step(config: TrainConfig) -> dict[str, list[list[int]]]:

@@ -71,6 +71,8 @@ def save_adapter(
             whole.generation_config.save_pretrained(part)
         save_file({name: value.contiguous() for name, value in trained.items()}, part / "model.safetensors",
                   metadata={"format": "pt"})  # fmt: skip
+    for path in part.glob("*.safetensors"):
+        path.chmod(0o644)  # safetensors lets none but the owner read
     tokenizer.save_pretrained(part)
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)

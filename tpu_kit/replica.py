@@ -75,9 +75,9 @@ def _replica(rank: int, make: Callable[[], Runtime], address: str, key: bytes, p
     except BaseException as error:
         if _is_for_the_user(error):
             reporter.send("refused", str(error))
-            raise SystemExit(1) from None  # which prints nothing
-        reporter.send("error", traceback.format_exc())
-        raise
+        else:
+            reporter.send("error", traceback.format_exc())
+        raise SystemExit(1) from None  # which prints nothing: all is told
 
 
 def _is_for_the_user(error: BaseException) -> bool:
