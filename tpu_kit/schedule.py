@@ -89,7 +89,7 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig, growth: float
         optim: the schedule.
         growth: how many times larger the batch is than at the start.
     """
-    warmup = optim.warmup_steps or int(optim.warmup_ratio * total_steps)
+    warmup = optim.warmup_steps or math.ceil(optim.warmup_ratio * total_steps)
     done = step - 1
     factor = {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[optim.batch_growth_lr]
     peak = optim.learning_rate * factor

@@ -306,7 +306,7 @@ class _Run:
         self.metrics["loss"] = loss / tokens if tokens else float("nan")
         last = window[-1]
         rates: dict[str, Any] = {
-            f"{name}_per_step": (now[name] - before[name]) / steps for name in now if name != "compiles"
+            f"{name}_per_step": (now[name] - before[name]) / steps for name in ("host_syncs", "fallbacks") if name in now
         }
         if self.tracker is not None:
             self.tracker.log(
