@@ -306,7 +306,9 @@ class _Run:
         self.metrics["loss"] = loss / tokens if tokens else float("nan")
         last = window[-1]
         rates: dict[str, Any] = {
-            f"{name}_per_step": (now[name] - before[name]) / steps for name in ("host_syncs", "fallbacks") if name in now
+            f"{name}_per_step": (now[name] - before[name]) / steps
+            for name in ("host_syncs", "fallbacks")
+            if name in now
         }
         if self.tracker is not None:
             self.tracker.log(
