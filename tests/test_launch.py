@@ -346,6 +346,8 @@ def test_the_first_cause_is_told_not_what_followed(monkeypatch: pytest.MonkeyPat
 
 def caller(tmp_path: Path, device_type: str, function: str) -> subprocess.Popen[str]:
     code = (
+        # A shell's background job, which the tests may be, ignores SIGINT, and its children inherit that.
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"import replica_functions\nfrom tpu_kit.config import load_config\nfrom tpu_kit.launch import launch\n"
         f"launch(replica_functions.{function}, load_config(overrides={settings(tmp_path, device_type)!r}))\n"
     )
@@ -389,8 +391,11 @@ def test_nothing_outlives_a_killed_caller(device_type: str, function: str, tmp_p
         assert eventually(lambda: not left_over(tmp_path), AT_MOST), left_over(tmp_path)
 
 
-def test_a_second_interrupt_does_not_stop_the_killing() -> None:
+def test_a_second_interrupt_does_not_stop_the_killing(request: pytest.FixtureRequest) -> None:
     """Ctrl-C is often pressed twice."""
+    # A shell's background job, which the tests may be, ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     ignores = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\n"
     process = subprocess.Popen(
         [sys.executable, "-c", ignores + "time.sleep(600)"],

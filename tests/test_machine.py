@@ -186,7 +186,7 @@ def test_process_that_touched_the_device_or_was_overtaken_by_pip() -> None:
 
 
 def test_kernel_is_told_to_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    monkeypatch.setattr(machine, "in_kernel", lambda: True)
     assert machine.restart() == "restart the kernel (Kernel > Restart)"
     assert machine.unset(["PJRT_DEVICE"]).startswith(
         "import os; [os.environ.pop(name, None) for name in ['PJRT_DEVICE']]"

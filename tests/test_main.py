@@ -160,7 +160,7 @@ def test_help_of_train_explains_every_parameter(capsys: pytest.CaptureFixture[st
     ("name", "text"),
     [
         ("trian", "trian: no such command; did you mean train?\n"),
-        ("zzz", "zzz: no such command; there are doctor, train"),
+        ("zzz", "zzz: no such command; there are checkpoints, doctor, train"),
     ],
 )
 def test_unknown_command(name: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:

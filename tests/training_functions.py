@@ -123,8 +123,7 @@ class Watched(Runtime):
 
 def _watched_step(model: torch.nn.Module, state: TrainState, *rest: Any) -> None:
     rt = runtime.current()
-    assert isinstance(rt, Watched)
-    if rt.state is None:
+    if isinstance(rt, Watched) and rt.state is None:  # it stays in place for later runs of an inline process
         rt.begin(state)
     step.train_step(model, state, *rest)
 

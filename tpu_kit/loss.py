@@ -87,6 +87,7 @@ def chunked_nll(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
             "they must be (T, H), (V, H) and (T,)"
         )
+    chunk = min(chunk, hidden.shape[0])  # a batch smaller than a chunk needs no padding
     count = (labels != IGNORE).sum().float()
     head = _Head(softcap, logit_scale, label_smoothing)
     # Under no_grad a Function still sees inputs that require gradients: evaluation must not pay for them.

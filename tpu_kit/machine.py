@@ -175,13 +175,20 @@ def check_process(machine: Machine) -> Check:
     if extension is not None and extension._xla_runtime_is_initialized():
         found = 'it has touched the XLA device: a launch would fail with "Runtime is already initialized"'
         return Check("This process", "failure", found, f"{restart()}; do not call torch_xla.device() in a cell")
-    note = "; functions given to launch() must live in a module, not in a cell" if "ipykernel" in sys.modules else ""
+    note = "; functions given to launch() must live in a module, not in a cell" if in_kernel() else ""
     return Check("This process", "ok", f"it has not touched the XLA device{note}")
+
+
+def in_kernel() -> bool:
+    """Whether this process is a notebook's kernel; having imported ipykernel, as papermill does, is not enough."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
 
 
 def restart() -> str:
     """How to start again with a process that has touched nothing."""
-    return "restart the kernel (Kernel > Restart)" if "ipykernel" in sys.modules else f"kill {os.getpid()}, start again"
+    return "restart the kernel (Kernel > Restart)" if in_kernel() else f"kill {os.getpid()}, start again"
 
 
 def check_tpu(machine: Machine, asked: bool) -> Check:
@@ -293,7 +300,7 @@ def check_replicas(machine: Machine, config: TrainConfig) -> Check:
 def unset(names: Sequence[str]) -> str:
     """How to remove environment variables."""
     # A kernel's environment is out of a shell's reach.
-    if "ipykernel" in sys.modules:
+    if in_kernel():
         return f"import os; [os.environ.pop(name, None) for name in {list(names)}], then restart the kernel"
     return f"unset {' '.join(names)}"
 

@@ -348,10 +348,12 @@ class _Run:
         assert self.prepared.eval is not None
         sums = self.rt.send([{"sums": torch.zeros(2)}])[0]["sums"]
         self.model.eval()
-        with self.state.averaged():
-            for batch in eval_batches(self.prepared.eval, self.rt.rank, self.rt.world_size, self.plan.batch_size):
+        for batch in eval_batches(self.prepared.eval, self.rt.rank, self.rt.world_size, self.plan.batch_size):
+            # The parts of the average must be gone before the cut: alive, they would be results of the first batch's
+            # program and inputs of the next one's, which then is another one.
+            with self.state.averaged():
                 eval_step(self.model, self.rt.send([batch.tensors])[0], sums, self.config.optim, self.rt)
-                self.rt.sync()
+            self.rt.sync()
         self.model.train()
         total, tokens = self.rt.to_host([sums])[0].tolist()
         loss = total / tokens if tokens else float("nan")
