@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tpu_kit import embedded, sft
 from tpu_kit.config import TrainConfig, load_config
-from tpu_kit.launch import LaunchError, launch
+from tpu_kit.launch import launch
 from tpu_kit.machine import Machine
 from tpu_kit.model import load_tokenizer
 from tpu_kit.testing import QUICK_XLA_FLAGS
@@ -324,7 +324,7 @@ def run_poisoned(config: TrainConfig) -> dict[str, Any]:
 @needs_xla
 def test_bad_updates_stop_all_replicas(configure: Configure) -> None:
     config = configure(on_nan="stop", device_type="xla-cpu", num_replicas=2)
-    with pytest.raises(LaunchError, match="the first at step 3 with the rows"):
+    with pytest.raises(ValueError, match="the first at step 3 with the rows"):
         launch(training_functions.poisoned, config)
 
 
