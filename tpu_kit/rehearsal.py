@@ -13,8 +13,8 @@ and block while they hold what the last replica needs to start, so that the coll
 process ("Expected 4 threads to join the rendezvous, but only 3 of them arrived"). Two such threads were seen in native
 stack traces: a worker of torch_xla's pool, which took the last replica's work from the queue and then blocked
 destroying its previous task (`XLAGraphExecutor::Async`, that owns the inputs); and Python, dropping the token of the
-last all-reduce with the GIL held. Without donation nothing blocks: of 8 launches of 50 steps with donation none ended
-well on two busy cores, without it all did (tests/test_rehearsal.py runs 5, and 100 as the slow test).
+last all-reduce with the GIL held. Without donation nothing blocks: of 9 launches of 50 steps with
+donation 8 aborted on two busy cores, without it none did (tests/test_rehearsal.py runs 5, and 100 as the slow test).
 """
 
 from __future__ import annotations
