@@ -8,8 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.object_store import bucket, object_store  # noqa: F401  fixtures
+
 # Before any test module imports the libraries that read them.
 os.environ |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
+os.environ["GCE_METADATA_HOST"] = "127.0.0.1:9"  # nobody is there: no test asks a cloud what becomes of the machine
 
 
 @pytest.fixture(autouse=True)

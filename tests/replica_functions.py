@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import hashlib
 import os
+import random
 import signal
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 
 from tpu_kit import runtime
 from tpu_kit.config import TrainConfig
+from tpu_kit.preemption import Agreement
 
 
 def marks(config: TrainConfig) -> Path:
@@ -215,3 +219,95 @@ def print_slowly(config: TrainConfig) -> tuple[int, int]:
         print(f"line {number} of rank {runtime.current().rank}")
         time.sleep(0.8)
     return runtime.current().rank, runtime.current().world_size
+
+
+def agreed_steps(config: TrainConfig) -> list[tuple[int, str | None]]:
+    """Steps with one all-reduce each, at which every rank comes late by another time; each rank's last one, and why."""
+    rt = runtime.current()
+    pauses = random.Random(rt.rank)
+    total = torch.zeros(1, device=rt.local_device)
+    with Agreement(rt) as agreement:
+        for step in count(1):
+            if not agreement.may_start(step):
+                break
+            time.sleep(pauses.random() * 0.02)
+            total = total + 1
+            rt.all_reduce([total])
+            total = total / rt.world_size
+            rt.sync()
+            if step == 3:
+                mark(config, "stepping")
+        assert rt.to_host([total])[0].tolist() == [step - 1.0]
+        mark(config, "saving")
+        time.sleep(0.3)
+        return _all_last(config, step - 1, agreement.reason)
+
+
+def _all_last(config: TrainConfig, step: int, reason: str | None) -> list[tuple[int, str | None]]:
+    rt = runtime.current()
+    (marks(config) / f"last-{rt.rank}").write_text(repr((step, reason)))
+    rt.barrier()
+    return [ast.literal_eval((marks(config) / f"last-{rank}").read_text()) for rank in range(rt.world_size)]
+
+
+def uneven_steps(config: TrainConfig) -> list[tuple[int, str | None]]:
+    """Steps that wait for nobody, so that rank 0 runs far ahead of the others."""
+    rt = runtime.current()
+    with Agreement(rt) as agreement:
+        for step in count(1):
+            if not agreement.may_start(step):
+                break
+            time.sleep(0.002 * (1 + 9 * rt.rank))
+            if step == 40:
+                mark(config, "stepping")
+        return _all_last(config, step - 1, agreement.reason)
+
+
+def steps_after_loading(config: TrainConfig) -> list[tuple[int, str | None]]:
+    """Takes its time before it can heed anything."""
+    mark(config, "stepping")
+    time.sleep(1.5)
+    return agreed_steps(config)
+
+
+def die_in_rank_1_when_told(config: TrainConfig) -> list[tuple[int, str | None]]:
+    """Rank 1's process ends as soon as there is a notice, while the others still take the last step."""
+    rt = runtime.current()
+    with Agreement(rt) as agreement:
+        for step in count(1):
+            if rt.rank == 1 and not agreement.may_start(step):
+                os._exit(3)
+            if rt.rank == 0 and not agreement.may_start(step):
+                rt.barrier()
+                return _all_last(config, step, agreement.reason)
+            if step == 3:
+                mark(config, "stepping")
+            time.sleep(0.01)
+    raise AssertionError
+
+
+def never_saves(config: TrainConfig) -> None:
+    """Heeds notices, then takes for ever."""
+    rt = runtime.current()
+    with Agreement(rt) as agreement:
+        for step in count(1):
+            if not agreement.may_start(step):
+                mark(config, "told")
+                time.sleep(600)
+            if step == 3:
+                mark(config, "stepping")
+            time.sleep(0.01)
+
+
+def cost_of_asking(config: TrainConfig) -> float:
+    """Seconds per call of `may_start`, all ranks calling at once; the slowest rank's mean."""
+    rt = runtime.current()
+    calls = 100_000
+    with Agreement(rt) as agreement:
+        rt.barrier()
+        start = time.perf_counter()
+        for step in range(1, calls + 1):
+            agreement.may_start(step)
+        (marks(config) / f"cost-{rt.rank}").write_text(str((time.perf_counter() - start) / calls))
+        rt.barrier()
+    return max(float((marks(config) / f"cost-{rank}").read_text()) for rank in range(rt.world_size))

@@ -73,8 +73,22 @@ def logits(model: Any) -> torch.Tensor:
         {"lora.r": 4, "lora.rslora": True, "lora.alpha": 7.0, "lora.dropout": 0.2},
         {"lora.r": 4, "lora.dora": True},
         {"lora.r": 2, "lora.targets": ["q_proj", "down_proj"]},
+        *({"lora.r": 4, "lora.init": init} for init in ("pissa", "olora", "orthogonal", "gaussian")),
+        {"lora.r": 4, "lora.init": "pissa", "lora.rslora": True},
+        {"lora.r": 4, "lora.init": "olora", "lora.dora": True},
     ],
-    ids=["plain", "rslora", "dora", "some targets"],
+    ids=[
+        "plain",
+        "rslora",
+        "dora",
+        "some targets",
+        "pissa",
+        "olora",
+        "orthogonal",
+        "gaussian",
+        "pissa, rslora",
+        "olora, dora",
+    ],
 )
 def test_stock_peft_loads_the_adapter_with_the_same_logits(
     folder: Path, tmp_path: Path, tokenizer: Any, lora: dict[str, Any]
@@ -90,6 +104,8 @@ def test_stock_peft_loads_the_adapter_with_the_same_logits(
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(folder)
     assert settings["inference_mode"] is True
+    merged = logits(loaded.merge_and_unload())
+    torch.testing.assert_close(merged, logits(model), rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_saved_is_what_is_given_not_what_the_model_has(folder: Path, tmp_path: Path, tokenizer: Any) -> None:

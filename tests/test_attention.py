@@ -103,7 +103,8 @@ def test_with_a_cache_the_mask_of_the_caller_is_final():
 @pytest.mark.parametrize(
     ("asked", "device_type", "chosen"),
     [
-        ("auto", "tpu", attention.FLASH), ("flash", "tpu", attention.FLASH), ("sdpa", "tpu", attention.SDPA),
+        ("auto", "tpu", attention.SPLASH), ("splash", "tpu", attention.SPLASH), ("flash", "tpu", attention.FLASH),
+        ("sdpa", "tpu", attention.SDPA),
         ("auto", "xla-cpu", attention.SDPA), ("auto", "cuda", attention.SDPA), ("sdpa", "cpu", attention.SDPA),
     ],
 )  # fmt: skip
@@ -114,7 +115,7 @@ def test_choose(asked, device_type, chosen):
 def test_choose_refuses_flash_off_tpu_and_unknown_names():
     with pytest.raises(ValueError, match="attention=flash is a TPU kernel and this device is cuda: use attention=auto"):
         attention.choose("flash", "cuda")
-    with pytest.raises(ValueError, match="attention is 'eager': use auto, flash or sdpa"):
+    with pytest.raises(ValueError, match="attention is 'eager': use auto, splash, flash or sdpa"):
         attention.choose("eager", "cpu")
 
 
@@ -194,7 +195,7 @@ def test_a_padding_mask_is_honoured_in_forward_and_generation(config):
 
 # torch_xla traces a kernel to a payload and passes it to a TPU custom call. Here the payload is the kernel itself, and
 # the custom call runs it in Pallas' interpreter on the operands it was given. So all but the TPU's code is tested.
-IN_INTERPRET_MODE = """
+INTERPRETER = """
 import functools, json
 import jax, jax.numpy as jnp, numpy, torch, torch_xla
 from jax.experimental import pallas
@@ -228,6 +229,9 @@ def custom_call(operands, payload, shapes, dtypes):
     return made
 
 custom_kernel.trace_pallas, torch_xla._XLAC._xla_tpu_custom_call = trace_pallas, custom_call
+"""
+
+KERNEL_ALONE = """
 layer = torch.nn.Module()
 errors = []
 for batch, heads, pairs, length, head_dim in ((3, 4, 2, 150, 16), (1, 1, 1, 1030, 8)):
@@ -256,11 +260,72 @@ print(json.dumps({"error": max(errors), "calls": calls, "uneven": uneven}))
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax (torch_xla[pallas])")
 def test_the_kernel_gives_the_numbers_of_the_reference_forward_and_backward():
-    found = json.loads(run_python(IN_INTERPRET_MODE, env={"JAX_PLATFORMS": "cpu"}).stdout.splitlines()[-1])
+    found = json.loads(run_python(INTERPRETER + KERNEL_ALONE, env={"JAX_PLATFORMS": "cpu"}).stdout.splitlines()[-1])
     # Both in fp32. The reference itself is compared with attention written out above.
     assert found["error"] < 1e-5
     assert found["calls"] == 2 * ["_flash_attention_impl", "_flash_attention_bwd_dq", "_flash_attention_bwd_dkv"]
     assert found["uneven"] == []  # a block that does not divide the row is wrong without a word
+
+
+KERNEL_IN_A_MODEL = """
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+from tpu_kit.config import LoraConfig
+from tpu_kit.loss import shift_labels
+from tpu_kit.model import adapt, hidden_states, output_embedding, to_device, trainable_parameters, use_attention
+
+device = torch_xla.device()  # before the first backward pass: autograd makes its threads for the devices there are
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=61, initializer_range=0.2))
+model = adapt(model, LoraConfig(r=4, alpha=8.0), "fp32").train()
+parameters = trainable_parameters(model)
+for name, parameter in parameters.items():
+    if "lora_B" in name:
+        parameter.data.normal_(std=0.2)
+lengths = (40, 41, 1, 30)
+documents = [torch.randint(0, 61, (length,)) for length in lengths]
+padding = 16
+packed = {
+    "input_ids": torch.cat([*documents, torch.zeros(padding, dtype=torch.int64)])[None],
+    "segment_ids": torch.tensor([sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * padding]),
+    "position_ids": torch.tensor([sum((list(range(n)) for n in lengths), []) + [0] * padding]),
+}
+
+def losses(batch, device):
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    head = output_embedding(model)
+    logits = F.linear(hidden_states(model, batch), head.weight, head.bias)[0]
+    labels = shift_labels(batch["input_ids"], batch.get("segment_ids"))[0]
+    each = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    grads = torch.autograd.grad(each.sum(), list(trainable_parameters(model).values()))
+    return each.detach().cpu(), torch.cat([grad.cpu().flatten() for grad in grads])
+
+alone = [losses({"input_ids": document[None]}, "cpu") for document in documents]
+expected = torch.cat([each for each, _ in alone] + [torch.zeros(padding)])
+gradient = sum(grad for _, grad in alone)
+to_device(model, device)
+attention.splash.Settings = functools.partial(attention.splash.Settings, interpret=True)
+use_attention(model, KERNEL, "tpu")
+each, grad = losses(packed, device)
+print(json.dumps({"error": float((each - expected).abs().max()), "tokens": int((expected != 0).sum()),
+                  "gradient": float((grad - gradient).abs().max() / gradient.abs().max()), "calls": sorted(calls)}))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax (torch_xla[pallas])")
+@pytest.mark.parametrize("kernel", ["flash", pytest.param("splash", marks=pytest.mark.slow)])
+def test_packed_with_a_kernel_each_token_has_the_loss_that_it_has_alone(kernel):
+    """A real model, its attention by the kernel; each document alone by sdpa on the CPU. All in fp32."""
+    script = f"KERNEL = {kernel!r}{INTERPRETER}{KERNEL_IN_A_MODEL}"
+    found = json.loads(run_python(script, env={"JAX_PLATFORMS": "cpu"}, timeout=900).stdout.splitlines()[-1])
+    assert found["tokens"] == 40 + 41 + 1 + 30 - 4
+    assert found["error"] < 1e-5
+    assert found["gradient"] < 1e-5
+    passes = ["_flash_attention_bwd_dkv", "_flash_attention_bwd_dq", "_flash_attention_impl"]
+    assert found["calls"] == (sorted(2 * passes) if kernel == "flash" else [])
 
 
 FOR_THE_TPU_COMPILER = """

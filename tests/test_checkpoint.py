@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from tpu_kit import checkpoint, manifest
+from tpu_kit import folder_store, manifest
 from tpu_kit.checkpoint import Checkpoints
 from tpu_kit.config import ConfigError
 from tpu_kit.manifest import DamagedError, scan
@@ -113,6 +113,19 @@ def test_documents_and_metrics_may_change_after_save(folder: Path) -> None:
     assert found.metrics == {"loss": 1.0}
 
 
+def test_texts(folder: Path) -> None:
+    log = '{"step": 1, "name": "ä"}\r\n{"step": 2}\n'
+    with Checkpoints(folder, keep=1) as store:
+        store.save(2, {}, {"state": {}}, {}, texts={"metrics.jsonl": log})
+        store.wait()
+        found = store.newest()
+    assert found is not None and found.text("metrics.jsonl") == log
+    assert found.folder() == found.path and (folder / "step-00000002" / "metrics.jsonl").read_bytes() == log.encode()
+    flip(folder / "step-00000002" / "metrics.jsonl")
+    with pytest.raises(DamagedError, match=r"metrics\.jsonl is not what was written"):
+        found.text("metrics.jsonl")
+
+
 def test_order_is_by_the_manifest(folder: Path) -> None:
     times = iter([300.0, 200.0, 100.0])  # a clock that goes backwards
     with Checkpoints(folder, keep=3, clock=lambda: next(times)) as store:
@@ -135,7 +148,7 @@ def test_save_returns_before_it_is_written_and_one_is_on_its_way(folder: Path, m
         assert go.wait(30)
         written.append(threading.current_thread())
 
-    monkeypatch.setattr(checkpoint, "save_file", slow)
+    monkeypatch.setattr(folder_store, "save_file", slow)
     with Checkpoints(folder, keep=1) as store:
         store.save(1, {"x": {}}, {}, {})
         assert written == [] and steps(store) == []
@@ -155,7 +168,7 @@ def test_failure_in_the_background_is_raised_once(folder: Path, monkeypatch: pyt
     with Checkpoints(folder, keep=2) as store:
         save(store, 1)
         with monkeypatch.context() as broken:
-            broken.setattr(checkpoint, "digest", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+            broken.setattr(folder_store, "digest", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
             store.save(2, tensors(2), {}, {})
             assert store._thread is not None
             store._thread.join()
@@ -185,7 +198,7 @@ def test_error_of_the_caller_is_raised_too(folder: Path) -> None:
 def test_failure_does_not_hide_the_error_on_its_way(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checkpoint, "digest", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    monkeypatch.setattr(folder_store, "digest", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
     with pytest.raises(KeyError, match="mine"), Checkpoints(folder, keep=1) as store:
         store.save(1, tensors(1), {}, {})
         raise KeyError("mine")
@@ -306,7 +319,7 @@ def test_newest_and_best_stay(folder: Path) -> None:
 
 def test_the_old_one_stays_until_the_new_one_is_complete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
-    sync = checkpoint._sync
+    sync = folder_store._sync
 
     def watch(path: Path) -> None:
         seen.append([found.step for found in scan(folder, verify=True)[0]])
@@ -314,13 +327,22 @@ def test_the_old_one_stays_until_the_new_one_is_complete(folder: Path, monkeypat
 
     with Checkpoints(folder, keep=1) as store:
         save(store, 1)
-        monkeypatch.setattr(checkpoint, "_sync", watch)
+        monkeypatch.setattr(folder_store, "_sync", watch)
         save(store, 2)
         assert all(1 in found for found in seen) and seen[-1] == [1, 2]
         assert steps(store) == [2]
         seen.clear()
         save(store, 2)
         assert all(found == [2] for found in seen)
+
+
+def test_every_mth_stays(folder: Path) -> None:
+    seen = []
+    with Checkpoints(folder, keep=1, keep_every=3) as store:
+        for step in range(1, 9):
+            save(store, step, best=step == 4)
+            seen.append(steps(store))
+    assert seen == [[1], [2], [3], [3, 4], [3, 4, 5], [3, 4, 6], [3, 4, 6, 7], [3, 4, 6, 8]]
 
 
 def test_same_step_is_replaced(folder: Path) -> None:
@@ -347,17 +369,28 @@ def test_restart_puts_the_earlier_run_out_of_the_way(folder: Path) -> None:
         assert [found.step for found in scan(previous, verify=True)[0]] == [1]
 
 
+def test_withdraw_sets_aside_what_has_diverged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Checkpoints(folder, keep=4) as store:
+        for step in (1, 2, 3):
+            save(store, step)
+        store.withdraw(2)
+        assert_is_step(store.newest(), 1)
+    told = capsys.readouterr().err.splitlines()
+    assert told[1] == "warning: the checkpoint of step 3 is set aside as step-00000003.corrupt: the training diverged"
+    assert len(told) == 2 and (folder / "step-00000002.corrupt" / "state.json").exists()
+
+
 # -------------------------------------------------------------------------------------------------------------- writers
 
 HOLD = """
 import pathlib, sys, time
 import torch
-from tpu_kit import checkpoint
+from tpu_kit import checkpoint, folder_store
 store = checkpoint.Checkpoints(pathlib.Path(sys.argv[1]), keep=1)
 print("held", flush=True)
 sys.stdin.read()
-write = checkpoint.save_file
-checkpoint.save_file = lambda *arguments, **named: (time.sleep(0.3), write(*arguments, **named))
+write = folder_store.save_file
+folder_store.save_file = lambda *arguments, **named: (time.sleep(0.3), write(*arguments, **named))
 store.save(5, {"x": {"a": torch.ones(2)}}, {}, {})
 raise SystemExit(3)
 """
@@ -393,133 +426,12 @@ def test_folder_without_locks_is_told(
 ) -> None:
     part = folder / ".step-00000001.1.part"
     part.mkdir(parents=True)
-    monkeypatch.setattr(checkpoint.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOTSUP, "none")))
+    monkeypatch.setattr(folder_store.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOTSUP, "none")))
     with Checkpoints(folder, keep=1) as store:
         save(store, 1)
         assert_is_step(store.newest(), 1)
     assert "has no file locks: see to it that one run alone writes there" in capsys.readouterr().err
     assert part.exists()  # nobody knows whose
-
-
-# ---------------------------------------------------------------------------------------------------------------- kills
-
-# Each child is a fork of one interpreter that has loaded torch: a real process, killed for real, at little cost.
-# It saves a step that is there already, and then larger ones: all the ways through the code.
-KILLS = """
-import os, pathlib, random, shutil, signal, sys, time
-import torch
-from tpu_kit import checkpoint
-torch.set_num_threads(1)
-root = pathlib.Path(sys.argv[1])
-
-def content(step):
-    return {"adapter_model": {"a": torch.full((50_000,), float(step))}, "optimizer": {"m": torch.full((300,), step)}}
-
-def child(reader, die_at):
-    with checkpoint.Checkpoints(folder, keep=2) as store:
-        newest = store.newest()
-        step = newest.step if newest else 0
-        os.write(reader, b"ready")
-        if die_at is not None:
-            calls = 0
-            def dying(function):
-                def call(*arguments, **named):
-                    nonlocal calls
-                    calls += 1
-                    if calls == die_at:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return function(*arguments, **named)
-                return call
-            for name in ("fsync", "mkdir", "rename", "unlink", "rmdir", "open"):
-                setattr(os, name, dying(getattr(os, name)))
-            checkpoint.save_file = dying(checkpoint.save_file)
-            checkpoint.seal = dying(checkpoint.seal)
-        for _ in range(1 if die_at else 10 ** 9):
-            for step in (step or 1, step + 1):
-                store.save(step, content(step), {"state": {"step": step}}, {}, best=step % 3 == 0)
-                store.wait()
-                os.write(reader, b"%9d" % step)
-
-def trial(die_at):
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            child(writer, die_at)
-        finally:
-            os._exit(0)
-    os.close(writer)
-    if die_at is None:
-        os.read(reader, 5)
-        time.sleep(random.random() * 0.05)
-        os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    told = b""
-    while block := os.read(reader, 1 << 16):
-        told += block
-    os.close(reader)
-    return os.WIFSIGNALED(status), int(told.replace(b"ready", b"")[-9:] or 0)
-
-def check(told):
-    # What scan sees is what a reader beside it sees; newest may put right what it may change.
-    seen = checkpoint.scan(folder, verify=True)
-    assert not seen[1], seen[1]
-    assert told == 0 or seen[0], "the last good one is lost"
-    assert not told or seen[0][-1].step >= told, (told, seen[0][-1].step)
-    with checkpoint.Checkpoints(folder, keep=2) as store:
-        found = store.newest()
-        assert not store.rejected, store.rejected
-        assert (found.step if found else 0) == (seen[0][-1].step if seen[0] else 0)
-        names = sorted(path.name for path in folder.iterdir())
-        assert all(name == ".lock" or name.startswith("step-") for name in names), names
-    if found:
-        for name, group in content(found.step).items():
-            read = found.tensors(name)
-            assert all(torch.equal(read[key], group[key]) for key in group)
-        assert found.document("state") == {"step": found.step}
-    return found.step if found else 0
-
-def at_random(count):
-    last = 0
-    for _ in range(count):
-        dead, told = trial(None)
-        step = check(told)
-        assert dead and step >= last, (step, last)
-        last = step
-    return last
-
-def before_each():
-    global folder
-    seed = root / "seed"  # a state in which the next save, the best so far, deletes two older ones
-    with checkpoint.Checkpoints(seed, keep=2) as store:
-        for step in range(1, 6):
-            store.save(step, content(step), {"state": {"step": step}}, {}, best=step % 3 == 0)
-    folder = root / "each"
-    kills = 0
-    while True:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(seed, folder)
-        dead, told = trial(kills + 1)
-        step = check(told)
-        assert step >= 5
-        if not dead:  # every operation has had its turn
-            assert step == 6
-            return kills
-        kills += 1
-
-folder = root / "random"
-print(at_random(int(sys.argv[2])), before_each())
-"""
-
-
-@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
-def test_kill_at_random_moments_and_before_each_operation(count: int) -> None:
-    # A kill loses nothing that is in the page cache, so memory does as well as a disk, and needs no wait for it.
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        last, operations = map(int, run_python(["-c", KILLS, folder, str(count)]).stdout.split())
-    assert last > count / 10
-    assert 40 < operations < 1000
 
 
 def test_old_one_comes_back_when_killed_between_two_renames(folder: Path) -> None:
@@ -538,7 +450,8 @@ def test_old_one_comes_back_when_killed_between_two_renames(folder: Path) -> Non
 DISK = """
 import pathlib, subprocess, sys
 import torch
-from tpu_kit.checkpoint import Checkpoints, scan
+from tpu_kit.checkpoint import Checkpoints
+from tpu_kit.manifest import scan
 mount = pathlib.Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", mount], check=True)
 folder = mount / "checkpoints"
@@ -600,6 +513,66 @@ def test_full_disk_and_one_that_becomes_read_only(folder: Path) -> None:
     assert (
         start == "MOUNT/checkpoints cannot be written to (Read-only file system): set output_dir to a folder that can"
     )
+
+
+AS_NOBODY = """
+import os
+torch.full((1,), 1.0)  # what it loads nobody may not be able to read
+os.setuid(65534)
+folder = mount / "mine"
+store = Checkpoints(folder, keep=3)
+save(1, 50_000); save(2, 50_000)
+"""
+
+
+def as_nobody(options: str, source: str) -> str:
+    """Runs as a user on whom permissions and quotas are enforced; returns what it prints."""
+    unshare = shutil.which("unshare")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)  # pytest's own folders let nobody else in
+        mount = ["-m", "mount", "-t", "tmpfs", "-o", options, "none", folder]
+        if os.getuid() != 0 or unshare is None or subprocess.run([unshare, *mount], capture_output=True).returncode:
+            pytest.skip(f"needs root and a tmpfs with {options}")
+        script = DISK.replace("size=1m", options) + AS_NOBODY + source
+        return run_python(["-m", sys.executable, "-c", script, folder], executable=unshare).stdout.strip()
+
+
+def test_permission_that_is_lost() -> None:
+    denied = as_nobody(
+        "size=8m,mode=0777",
+        "folder.chmod(0o555)\nrefused(3, 10); assert complete() == [1, 2]\n"
+        "folder.chmod(0o755)\nsave(4, 10_000); assert complete() == [1, 2, 4]\n",
+    )
+    assert denied.startswith(f"{errno.EACCES} [Errno {errno.EACCES}] Permission denied: the checkpoint of step 3 could")
+    assert denied.endswith("set output_dir to another disk. The checkpoint of step 2 stays good")
+
+
+USED_UP = (
+    f"{errno.EDQUOT} [Errno {errno.EDQUOT}] Disk quota exceeded: the checkpoint of step 3 could not be written to "
+)
+QUOTA_ADVICE = (
+    "delete something there or lower checkpoint.keep, or set output_dir to another disk. The checkpoint of step"
+)
+
+
+def test_quota_that_is_used_up() -> None:
+    told = as_nobody(
+        "size=8m,usrquota_block_hardlimit=1m,mode=0777",  # since Linux 6.6, where it was built in
+        "refused(3, 200_000); assert complete() == [1, 2]\nsave(4, 10_000); assert complete() == [1, 2, 4]\n",
+    )
+    assert told.startswith(USED_UP) and told.endswith(f"{QUOTA_ADVICE} 2 stays good")
+
+
+def test_what_a_used_up_quota_is_told_as(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel knows no quotas: they show at a write or, in network folders, at fsync."""
+    with Checkpoints(folder, keep=2) as store:
+        save(store, 2)
+        with monkeypatch.context() as full:
+            full.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EDQUOT, "Disk quota exceeded")))
+            with pytest.raises(OSError, match=f"{QUOTA_ADVICE} 2 stays good") as raised:
+                save(store, 3)
+        assert f"{errno.EDQUOT} {raised.value}".startswith(USED_UP)
+        assert steps(store) == [2] and list(folder.glob(".*.part")) == []
 
 
 def test_limits_of_a_user(tmp_path: Path) -> None:

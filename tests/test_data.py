@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tpu_kit.config import DataConfig
 from tpu_kit.data import Prepared, prepare
 from tpu_kit.embedded import is_correct, model_dir
 from tpu_kit.encoder import decoded_example
-from tpu_kit.packing import batches
+from tpu_kit.packing import eval_batches, permutation
 from tpu_kit.testing import run_python
 
 ROWS = [
@@ -57,7 +58,7 @@ def test_prepare_and_report() -> None:
 def test_labels_of_batches_are_the_replies_alone() -> None:
     made = run()
     tokenizer = made.encoder.tokenizer
-    for batch in batches(made.train, 0, 1, 2, 1, seed=0, epoch=0):
+    for batch in eval_batches(made.train, 0, 1, 2):
         for labels, segments, rows in zip(
             batch.tensors["labels"], batch.tensors["segment_ids"], batch.row_ids, strict=True
         ):
@@ -252,12 +253,11 @@ def test_text_needs_no_chat_template() -> None:
 
 def test_order_of_the_replicas_names_source_rows() -> None:
     made = run(packing=False)
-    seen = [i for batch in batches(made.train, 0, 1, 4, 1, 0, 0) for ids in batch.row_ids for i in ids]
+    seen = [i for row in permutation(len(made.train), 0, 0) for i in made.train.source_rows(row)]
     assert sorted(seen) == list(range(60)) and not np.array_equal(seen, sorted(seen))
 
 
 def test_no_device_is_touched() -> None:
-    """Also where TRL, which loads torch_xla, reads ShareGPT conversations."""
     run_python(
         """
 import sys
@@ -274,3 +274,51 @@ xla = sys.modules.get("torch_xla")
 assert xla is None or not xla._XLAC._xla_runtime_is_initialized()
 """
     )
+
+
+GOOD = '{"question": "What is 2 + 3?", "answer": "5"}\n'
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "text"),
+    [
+        ('{"a": 1}\n', {}, r"missing columns: they fit no format; the data has a\. Name them"),
+        (GOOD + '{"question": "", "answer": "5"}\n', {}, r"1 of 2 rows .*: row 1: column 'question' is empty"),
+        (GOOD + '{"question": "q", "answer": null}\n', {}, r"row 1: column 'answer' is empty"),
+        ('{"prompt": "p", "completion": " "}\n', {}, r"row 0: column 'completion' is empty"),
+        (GOOD + '{"question": "q", "answer": ["5"]}\n', {}, r"row 1: column 'answer' holds a list, text is needed"),
+        (GOOD + "{bad}\n", {}, r"rows.jsonl, line 2, column 2: not valid JSON"),
+        (GOOD, {"max_length": 8}, r"no loss tokens left: data.max_length=8 is too short for all 1 rows"),
+        (GOOD, {"max_length": 1 << 20}, r"data.max_length=1048576 is longer than the \d+ positions of the model"),
+        (GOOD, {"batch_size": 2}, r"data set smaller than one global batch: it has 1 rows after packing"),
+        ("", {}, r"rows.jsonl: the file is empty"),
+    ],
+)  # fmt: skip
+def test_bad_input_reaches_who_calls_train(
+    rows: str, settings: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpu_kit import load_config, train
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "rows.jsonl").write_text(rows)
+    config = load_config(
+        None,
+        {"source": str(tmp_path / "rows.jsonl"), "output_dir": str(tmp_path / "run"), "eval_rows": 0, "max_steps": 1,
+         "device_type": "cpu", "num_replicas": 1, "batch_size": 1, "max_length": 128, **settings},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=text):
+        train(config)
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("lm_eval", "reasoning_gym")), reason="needs their packages"
+)
+def test_rationales_fill_98_percent() -> None:
+    """The rows of `make train-real`, with the embedded tokenizer."""
+    from transformers import AutoTokenizer
+
+    made = prepare(DataConfig(source="rationales"), AutoTokenizer.from_pretrained(model_dir()), model_positions=1024)
+    assert made.report.fill >= 0.98
+    assert made.report.documents > 1500

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
 from tpu_kit.config import DataConfig
@@ -125,6 +126,53 @@ def test_tools_reach_the_template() -> None:
     for value in (tools, '[{"type": "function", "function": {"name": "add"}}]'):
         found = spans(CHAT | {"tools": value}, tiny_tokenizer(template))
         assert found[0][0].startswith('<|im_start|>tools\n[{"type": "function", "function": {"name": "add"}}]')
+
+
+CALLS = {
+    "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}],
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 2 + 3?"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}},
+        ]},
+        {"role": "tool", "content": "five"},
+        {"role": "assistant", "content": "The answer is 5."},
+    ],
+}  # fmt: skip
+OTHER_CALLS = {
+    "tools": [{"type": "function", "function": {"name": "negate", "parameters": {"type": "object", "z": 1}}}],
+    "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "negate", "arguments": {"z": 2}}},
+    ]}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_training", "glm4moe", "deepseekv3_training"])
+def test_tool_calls_and_the_system_turn_are_kept(name: str) -> None:
+    special = TRL_TEMPLATES[name]
+    tokenizer = tiny_tokenizer((TRL / f"{name}.jinja").read_text(), special=special, eos=special[0])
+    tokenizer.bos_token = special[-1]
+    row = Dataset.from_list([CALLS, OTHER_CALLS])[0]  # where Arrow puts None for the keys of the other row
+    assert row["messages"][2]["tool_calls"][0]["function"]["arguments"]["z"] is None
+    found = spans(row, tokenizer)
+    learnt = [text for text, loss in found if loss]
+    assert len(learnt) == 2 and "add" in learnt[0] and "2" in learnt[0] and "The answer is 5." in learnt[1]
+    given = "".join(text for text, loss in found if not loss)
+    assert "Be brief." in given and "five" in given and "None" not in given + learnt[0] and "null" not in learnt[0]
+
+
+def test_a_template_that_leaves_out_calls_or_turns_is_refused() -> None:
+    """Phi-3's knows neither tools nor their answers, and writes an empty turn for a call."""
+    special = TRL_TEMPLATES["phi3"]
+    tokenizer = tiny_tokenizer((TRL / "phi3.jinja").read_text(), special=special, eos=special[0])
+    with pytest.raises(RowError, match="the chat template leaves out what message 3 says: 'five'"):
+        encode(CALLS, tokenizer)
+    with pytest.raises(RowError, match="the chat template leaves out the tool calls of message 1"):
+        encode(OTHER_CALLS, tokenizer)
+    silent = CHATML.replace("messages %}", "messages if m['role'] != 'system' %}")
+    with pytest.raises(RowError, match=r"leaves out what message 0 says: 'Be brief.'"):
+        encode({"messages": CALLS["messages"][:2] + CALLS["messages"][4:]}, tiny_tokenizer(silent))
 
 
 def test_sharegpt_conversations() -> None:

@@ -15,7 +15,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from tiny_tokenizer import tiny_tokenizer
 
-from tpu_kit.answers import stop_ids
+from tpu_kit.answers import load_for_generation, stop_ids
 from tpu_kit.config import DataConfig, LoraConfig, ModelConfig, TrainConfig, load_config
 from tpu_kit.data import Prepared, prepare
 from tpu_kit.embedded import cot_rows, model_dir
@@ -23,10 +23,8 @@ from tpu_kit.evaluate import (
     Accuracy,
     Evaluation,
     Sample,
-    answer,
     compare,
     evaluate,
-    load_for_generation,
     mcnemar,
 )
 from tpu_kit.model import hidden_states, load_model, load_tokenizer, output_embedding
@@ -150,54 +148,6 @@ def prepared(tokenizer: Any) -> Prepared:
     return prepare(DataConfig(eval_rows=6), tokenizer, dataset=Dataset.from_list(cot_rows("eval", 24, seed=3)))
 
 
-def test_a_batch_gives_the_same_answers_as_one_by_one(model: Any, tokenizer: Any, prepared: Prepared) -> None:
-    # The opening tag makes the model write at length, each prompt to another one.
-    prompts = [prompt + "<think>\n" for prompt in prepared.eval_prompts]
-    assert len({len(tokenizer(prompt)["input_ids"]) for prompt in prompts}) > 3
-    together = answer(model, tokenizer, prompts, 12)
-    assert together == [answer(model, tokenizer, [prompt], 12)[0] for prompt in prompts]
-    assert together == answer(model, tokenizer, prompts, 12, batch_size=4)
-    assert len(set(together)) > 3
-
-
-def test_each_token_is_the_likeliest_one(model: Any, tokenizer: Any, prepared: Prepared) -> None:
-    model.generation_config.repetition_penalty = 5.0  # a model's own settings, which must not apply
-    model.generation_config.do_sample = True
-    try:
-        prompt = prepared.eval_prompts[0] + "<think>\n"
-        (found,) = answer(model, tokenizer, [prompt], 12)
-        assert model.generation_config.repetition_penalty == 5.0
-    finally:
-        model.generation_config.repetition_penalty, model.generation_config.do_sample = None, False
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    for _ in range(12):
-        with torch.no_grad():
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        if ids[-1] == tokenizer.eos_token_id:
-            break
-    whole = tokenizer.decode(ids, skip_special_tokens=True)
-    assert found and whole.endswith(found)
-
-
-def test_special_tokens_go_but_the_tags_of_reasoning_stay(prepared: Prepared) -> None:
-    model, tokenizer = load_for_generation(EXACT), load_tokenizer(EXACT)
-    prompt = prepared.eval_prompts[0]
-    words = [tokenizer.convert_tokens_to_ids(t) for t in ("<|user|>", "<think>", "</think>", "<|end|>", "<|pad|>")]
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    written = iter([*words, words[0]])
-
-    class Scripted(torch.nn.Linear):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            token = torch.tensor(next(written))
-            return torch.nn.functional.one_hot(token, 640).float().expand(*hidden.shape[:-1], 640)
-
-    model.lm_head = Scripted(1, 1)
-    assert answer(model, tokenizer, [prompt], 8) == ["<think></think>"]
-    assert len(list(written)) == 2  # it stopped at <|end|>
-    written = iter(words)
-    assert answer(model, tokenizer, [prompt], 8, keep=()) == [""]
-
-
 def test_the_end_of_turn_of_the_template_ends_an_answer(model: Any) -> None:
     # As in Qwen2.5's base models: eos is the end of a text, and the template ends a turn with another token.
     tokenizer = tiny_tokenizer(special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"), eos="<|endoftext|>")
@@ -205,29 +155,6 @@ def test_the_end_of_turn_of_the_template_ends_an_answer(model: Any) -> None:
     assert stop_ids(model, tokenizer) == {1, *tokenizer.convert_tokens_to_ids(list(names))}
     tokenizer.chat_template = None
     assert stop_ids(model, tokenizer) == {1, tokenizer.convert_tokens_to_ids("<|endoftext|>")}
-
-
-def test_what_cannot_be_answered(model: Any, tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match=r"no prompts to answer; hold rows out with data\.eval_rows"):
-        answer(model, tokenizer, [], 8)
-    with pytest.raises(ValueError, match=r"row 1: its prompt is empty.*set tracking\.generate_rows=0"):
-        answer(model, tokenizer, ["a", ""], 8)
-    with pytest.raises(ValueError, match="max_new_tokens=0 and batch_size=32 must both be 1 or more"):
-        answer(model, tokenizer, ["a"], 0)
-    length = len(tokenizer("apples " * 400)["input_ids"])
-    with pytest.raises(ValueError) as error:
-        answer(model, tokenizer, ["a", "apples " * 400], 1024 - length + 1)
-    assert str(error.value) == (
-        f"row 1: its prompt of {length} tokens and an answer of up to {1025 - length} are more than the 1024 positions "
-        f"of the model; set tracking.generate_tokens to {1024 - length} or less"
-    )
-    with pytest.raises(ValueError, match=r"row 0: .* are more than the 1024 positions of the model; leave the row out"):
-        answer(model, tokenizer, ["apples " * 2000], 1)
-
-
-def test_a_model_set_up_for_training_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="load_for_generation gives one that can generate"):
-        answer(load_model(EXACT, LoraConfig()), tokenizer, ["a"], 8)
 
 
 # ---------------------------------------------------------------------------------------------------------- adapters
@@ -384,11 +311,11 @@ def test_plain_text_begins_with_the_special_tokens_it_was_trained_with(
 
     seen: list[list[int]] = []
 
-    def replies(model: Any, tokenizer: Any, ids: list[list[int]], *_: Any) -> Any:
+    def generate(config: TrainConfig, ids: list[list[int]], *_: Any, **__: Any) -> Any:
         seen.extend(ids)
         raise InterruptedError
 
-    monkeypatch.setattr(module, "replies", replies)
+    monkeypatch.setattr(module, "generate", generate)
     for file in model_dir().iterdir():
         if file.suffix in (".json", ".safetensors") and "tokenizer" not in file.name:
             shutil.copy(file, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def read(row: dict[str, Any], **settings: Any) -> Any:
         ("conversations source", "messages (messages=conversations), not used: source"),
         ("problem solution messages", "messages (messages=messages), not used: problem, solution"),
         ("prompt completion", "prompt_completion (prompt=prompt, completion=completion)"),
+        ("system conversations", "messages (system=system, messages=conversations)"),
         ("text", "text (text=text)"),
     ],
 )
@@ -112,7 +114,19 @@ USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content":
             "message 3 .* is empty",
         ),
         ({"messages": []}, "column 'messages' must be a list of messages"),
-        ({"messages": "hello"}, "must be a list of messages, got 'hello'"),
+        ({"messages": "hello"}, "column 'messages' is not valid JSON: .*: 'hello'"),
+        ({"messages": '{"role": "user"}'}, "column 'messages' must be a list of messages"),
+        ({"messages": [{"role": "user"}, REPLY]}, "message 0 of column 'messages', from user, has no content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "u"}]}, REPLY]},
+            "message 0 of column 'messages' has a part of type image; only text can be trained on",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": ""}]},
+            "the completion, is empty",
+        ),
+        ({"messages": [USER, REPLY], "system": 1}, "column 'system' holds a int, text is needed"),
+        ({"question": "q", "answer": float("nan")}, "column 'answer' holds nan"),
         ({"messages": [USER]}, "has no assistant turn"),
         ({"messages": [{"content": "q"}, REPLY]}, "message 0 of column 'messages' has no role"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "message 1 .* the completion, is empty"),
@@ -128,3 +142,35 @@ def test_rows_that_cannot_be_used(row: dict[str, Any], text: str) -> None:
 def test_a_tool_call_is_a_completion() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
     assert read({"messages": [USER, call]}).messages[1] == {key: call[key] for key in ("role", "tool_calls")}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": json.dumps([USER, REPLY])},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, REPLY]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"prompt": [USER], "completion": [REPLY]},
+    ],
+    ids=["JSON text", "parts", "ShareGPT", "prompt and completion"],
+)
+def test_a_chat_however_it_is_written(row: dict[str, Any]) -> None:
+    assert read(row).messages == [USER, REPLY]
+
+
+def test_a_system_column_is_the_first_turn() -> None:
+    row = {"system": "Mine.", "messages": [USER, REPLY]}
+    mine, settings = {"role": "system", "content": "Mine."}, {"role": "system", "content": "Yours."}
+    assert read(row).messages == [mine, USER, REPLY]
+    assert read(row, system_prompt="Yours.").messages == [mine, USER, REPLY]
+    assert read(row | {"system": ""}, system_prompt="Yours.").messages == [settings, USER, REPLY]
+    assert read({"system": "Mine.", "question": "q", "answer": "a"}).messages == [mine, USER, REPLY]
+    assert read({"s": "Mine.", "question": "q", "answer": "a"}, columns={"system": "s"}).messages[0] == mine
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(7, "7"), (7.0, "7"), (2.5, "2.5"), (10**18 + 1, "1000000000000000001"), ("007", "007"), ("½", "½")],
+)
+def test_answers_that_are_numbers(value: Any, text: str) -> None:
+    assert read({"question": "q", "answer": value}).messages[-1]["content"] == text

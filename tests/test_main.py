@@ -110,6 +110,8 @@ import sys
 from tpu_kit.__main__ import main
 assert main(["train", "bach_size=2"]) == 2
 assert main(["train", "--help"]) == 0
+assert main(["plan", "batch_size=2", "--chip", "v6e", "--json"]) == 0
+assert main(["plan", "--chip", "v66e"]) == 2
 assert main(["--version"]) == 0
 assert "torch" not in sys.modules
 """
@@ -122,6 +124,14 @@ def test_doctor_gets_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tpu_kit.doctor", module)
     assert main(["doctor"]) == 0
     assert main(["doctor", "a"]) == 1
+
+
+def test_plan_gets_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("tpu_kit.plans")
+    module.main = lambda arguments: {(): 0, ("--chip", "x"): 2}[tuple(arguments)]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tpu_kit.plans", module)
+    assert main(["plan"]) == 0
+    assert main(["plan", "--chip", "x"]) == 2
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
@@ -160,7 +170,7 @@ def test_help_of_train_explains_every_parameter(capsys: pytest.CaptureFixture[st
     ("name", "text"),
     [
         ("trian", "trian: no such command; did you mean train?\n"),
-        ("zzz", "zzz: no such command; there are checkpoints, doctor, train"),
+        ("zzz", f"zzz: no such command; there are {', '.join(COMMANDS)}\n"),
     ],
 )
 def test_unknown_command(name: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from tpu_kit.testing import REPOSITORY, run_python
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
-# Used without an import of ours: what peft and trl stand on, what runs the notebooks and their kernel, and the writer
+# Used without an import of ours: what peft stands on, what runs the notebooks and their kernel, and the writer
 # behind torch.utils.tensorboard.
 USED_WITHOUT_IMPORT = {"accelerate", "papermill", "ipykernel", "tensorboard"}
 

@@ -13,12 +13,10 @@ import torch
 from tpu_kit.packing import (
     Documents,
     PackedDataset,
-    batches,
     best_fill,
     eval_batches,
     permutation,
     prefetch,
-    updates_per_epoch,
 )
 
 
@@ -148,58 +146,6 @@ def test_permutation_is_the_same_everywhere() -> None:
 @pytest.fixture(scope="module")
 def data() -> PackedDataset:
     return PackedDataset(make_documents([8] * 37), 8)
-
-
-def rows_by_update(data: PackedDataset, world: int, batch: int, accumulation: int, **options: int) -> list[list[int]]:
-    """The source rows of each update, over all replicas and passes."""
-    updates: dict[int, list[int]] = {}
-    for rank in range(world):
-        passes = list(batches(data, rank, world, batch, accumulation, seed=5, epoch=2, **options))
-        assert [b.micro_step for b in passes] == list(range(accumulation)) * (len(passes) // accumulation)
-        for b in passes:
-            assert b.tensors["input_ids"].shape == (batch, 8)
-            updates.setdefault(b.update, []).extend(row for ids in b.row_ids for row in ids)
-    return [sorted(updates[u]) for u in sorted(updates)]
-
-
-def test_the_rows_of_an_update_do_not_depend_on_the_replicas(data: PackedDataset) -> None:
-    whole = rows_by_update(data, 1, 8, 1)
-    assert len(whole) == 4  # 37 rows: five wait for another epoch
-    assert sorted({row for update in whole for row in update}) == sorted(row for update in whole for row in update)
-    for split in [(2, 4, 1), (4, 2, 1), (8, 1, 1), (1, 4, 2), (2, 1, 4), (1, 1, 8), (4, 1, 2)]:
-        assert rows_by_update(data, *split) == whole
-
-
-def test_replicas_share_no_row(data: PackedDataset) -> None:
-    mine = [{r for b in batches(data, rank, 4, 2, 1, 0, 0) for ids in b.row_ids for r in ids} for rank in range(4)]
-    assert sum(len(rows) for rows in mine) == len(set().union(*mine)) == 32
-
-
-def test_going_on_from_an_update_gives_the_same_rest(data: PackedDataset) -> None:
-    whole = rows_by_update(data, 2, 2, 2)
-    for start in range(len(whole) + 1):
-        assert rows_by_update(data, 4, 2, 1, start=start) == whole[start:]
-
-
-def test_a_global_batch_that_grows_goes_on_where_the_smaller_one_stopped(data: PackedDataset) -> None:
-    order = [row * 10 for row in permutation(37, 5, 2)]
-    first, second = rows_by_update(data, 1, 4, 1)[:3], rows_by_update(data, 1, 4, 2, first_row=12)
-    assert [*first, *second] == [sorted(order[a:b]) for a, b in [(0, 4), (4, 8), (8, 12), (12, 20), (20, 28), (28, 36)]]
-
-
-def test_batches_equal_the_rows_they_name(data: PackedDataset) -> None:
-    batch = next(batches(data, 1, 2, 3, 1, 0, 0))
-    expected = data.tensors(permutation(37, 0, 0)[3:6])
-    assert all(torch.equal(batch.tensors[name], expected[name]) for name in expected)
-
-
-def test_fewer_rows_than_a_global_batch(data: PackedDataset) -> None:
-    assert updates_per_epoch(37, 4, 2, 4) == 1
-    text = (
-        r"data set smaller than one global batch: it has 37 rows after packing, and one update takes 40 \(5 per replica"
-    )
-    with pytest.raises(ValueError, match=text):
-        next(batches(data, 0, 4, 5, 2, 0, 0))
 
 
 @pytest.mark.parametrize(("world", "batch"), [(1, 1), (1, 8), (2, 4), (3, 5), (8, 8)])

@@ -8,8 +8,9 @@ import torch
 from transformers import get_scheduler
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
-from tpu_kit.config import BatchPlan, OptimConfig
-from tpu_kit.schedule import Update, learning_rate, updates
+from tpu_kit.config import BatchPlan, DataConfig, OptimConfig
+from tpu_kit.packing import permutation
+from tpu_kit.schedule import Update, deal, learning_rate, rows_of, updates
 
 
 def plan(batch_size: int = 2, passes: int = 1, replicas: int = 1) -> BatchPlan:
@@ -140,3 +141,42 @@ def test_the_shape_of_the_cosine() -> None:
     assert learning_rate(6, 10, optim) == pytest.approx(1.0)  # half of the way
     assert learning_rate(1, 10, optim) == 2.0
     assert math.isclose(learning_rate(10, 10, optim), 1 + math.cos(0.9 * math.pi))
+
+
+# --------------------------------------------------------------------------------------------- rows, and whose they are
+
+
+def dealt(rows: int, replicas: int, batch: int, passes: int, **growth: Any) -> list[list[list[int]]]:
+    """The rows of each update of an epoch, by replica."""
+    split, data = plan(batch, passes, replicas), DataConfig(seed=5)
+    found = []
+    for update in updates(rows, split, OptimConfig(epochs=1.0, **growth)):
+        own = [deal(rows_of(update, rows, data), update, split, rank) for rank in range(replicas)]
+        assert all(part.shape == (update.passes, batch) for part in own)
+        found.append([part.flatten().tolist() for part in own])
+    return found
+
+
+def test_the_rows_of_an_update_do_not_depend_on_the_replicas() -> None:
+    whole = [sorted(update[0]) for update in dealt(37, 1, 8, 1)]
+    assert len(whole) == 4  # of 37 rows five wait for another epoch
+    for split in [(2, 4, 1), (4, 2, 1), (8, 1, 1), (1, 4, 2), (2, 1, 4), (1, 1, 8), (4, 1, 2)]:
+        assert [sorted(row for part in update for row in part) for update in dealt(37, *split)] == whole
+
+
+def test_replicas_share_no_row_and_each_comes_once_in_an_epoch() -> None:
+    rows = [row for update in dealt(37, 4, 2, 1) for part in update for row in part]
+    assert len(rows) == len(set(rows)) == 32
+
+
+def test_a_batch_that_grows_goes_on_in_the_same_order() -> None:
+    order = permutation(37, 5, 0).tolist()
+    found = [row for update in dealt(37, 1, 2, 1, batch_growth_factor=2, batch_growth_steps=3) for row in update[0]]
+    assert found == order[: len(found)] and len(found) > 24
+
+
+def test_each_epoch_and_seed_has_its_own_order_unless_it_is_kept() -> None:
+    first, second = Update(1, 0, 0, 1, 8), Update(5, 1, 0, 1, 8)
+    assert rows_of(first, 37, DataConfig()).tolist() != rows_of(second, 37, DataConfig()).tolist()
+    assert rows_of(first, 37, DataConfig()).tolist() != rows_of(first, 37, DataConfig(seed=1)).tolist()
+    assert rows_of(second, 37, DataConfig(shuffle=False)).tolist() == list(range(8))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 import training_functions
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tpu_kit import embedded, sft
+from tpu_kit import data, embedded, evaluate, loop, manifest, packing, sft, step
 from tpu_kit.config import TrainConfig, load_config
+from tpu_kit.folder_store import FolderStore
 from tpu_kit.launch import launch
 from tpu_kit.machine import Machine
 from tpu_kit.model import load_tokenizer
+from tpu_kit.runtime import Runtime
 from tpu_kit.testing import QUICK_XLA_FLAGS
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -183,14 +188,6 @@ def test_two_processes_agree_with_one(backends: Callable[[str, int], dict[str, A
 
 
 @needs_xla
-def test_no_program_is_compiled_late_in_a_run(configure: Configure) -> None:
-    found = launch(training_functions.late_steps, configure(device_type="xla-cpu"))
-    assert found["compiled"] == [1] + [0] * 10
-    assert found["applied"] == [1, 2, 325, 326, 16_601, 16_602, 19_999, 20_000, 20_001, 2_000_001, 2_000_002]
-    assert all(map(math.isfinite, found["first"]))
-
-
-@needs_xla
 def test_the_logits_of_a_batch_never_exist(configure: Configure) -> None:
     def of_all_tokens(shape: list[int]) -> bool:
         return 61 in shape and math.prod(shape) >= 3 * 16 * 61
@@ -253,6 +250,37 @@ def test_what_a_run_says_and_writes(configure: Configure) -> None:
     assert load_config(config.output_path / "config.yaml") == config
 
 
+def test_compiled_layers_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA has it, on the CPU: torch.compile traces all of the layer, once for all layers, without a break."""
+    from torch._dynamo.utils import counters
+
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, **given: compile_layer(layer, backend="aot_eager", **given)
+    )
+    rt = Runtime("cuda", 0, 1, torch.device("cpu"))
+    ended = {}
+    for compiled in (False, True):
+        config = load_config(None, {"torch_compile": compiled, "remat": "full"})
+        model = training_functions.tiny()
+        counters.clear()
+        state = step.place(model, config, rt)
+        for number in (1, 2, 3):
+            batch, scalars = training_functions.rows(4, seed=number), training_functions.control(1e-2, number)
+            step.train_step(model, state, [batch], scalars, config.optim, rt)
+        ended[compiled] = (state.window, dict(counters["stats"]), dict(counters["graph_break"]))
+    torch.testing.assert_close(ended[True][0], ended[False][0], rtol=1e-3, atol=1e-3)
+    assert ended[False][1] == {} and ended[True][1]["unique_graphs"] == 1
+    assert ended[True][2] == {}
+
+
+def test_a_log_is_read_while_the_next_step_runs(configure: Configure) -> None:
+    ended = launch(training_functions.watched, configure(eval_rows=0, logging_steps=2, max_steps=7))
+    syncs = [before for before, _ in ended["ranks"][0]["reads"]]
+    set_up, last = 1, 7  # the log of the last step cannot wait
+    assert syncs[:4] == [set_up + 3, set_up + 5, set_up + 7, set_up + last]
+
+
 def test_a_second_run_in_the_process_begins_anew(configure: Configure) -> None:
     """On one CPU the run is in the caller's process; its model must not be the one that the last run trained."""
     first, second = configure("first", max_steps=3), configure("second", max_steps=3)
@@ -291,7 +319,8 @@ def test_bad_updates_are_skipped_and_named(configure: Configure, capsys: pytest.
     assert [record["skipped"] for record in trained] == [1, 0]
     assert all(math.isfinite(record["loss"]) for record in trained)
     said = capsys.readouterr().err
-    assert "1 of 3 updates had a loss or gradient that is not finite, the first at step 3 with the rows " in said
+    assert "1 of 3 updates had a loss or gradient that is not finite or explodes (more than 5 above the usual" in said
+    assert ", the first at step 3 with the rows " in said
     assert "they were skipped" in said
     from safetensors.torch import load_file
 
@@ -299,23 +328,42 @@ def test_bad_updates_are_skipped_and_named(configure: Configure, capsys: pytest.
     assert all(torch.isfinite(value).all() for value in kept.values())
 
 
+def test_a_run_that_does_not_recover_ends_and_leaves_no_poisoned_checkpoint(configure: Configure) -> None:
+    """Every loss from step 5 on is bad: what update 4 has left may be the cause, and what is saved after it is, too."""
+    config = configure(max_steps=40, save_steps=2, keep=9)
+    with pytest.raises(ValueError, match="training has diverged") as caught:
+        run_poisoned(config, from_step=5)
+    assert "and the last 11 updates, from step 5 on, were all skipped" in str(caught.value)
+    assert "lower optim.learning_rate" in str(caught.value)
+    good, _ = manifest.scan(config.output_path / "checkpoints")
+    assert [found.step for found in good] == [2]
+
+
+def test_a_checkpoint_waits_for_an_update_that_is_applied(configure: Configure) -> None:
+    config = configure(save_steps=3, keep=9)
+    run_poisoned(config)
+    good, _ = manifest.scan(config.output_path / "checkpoints")
+    assert [found.step for found in good] == [4, 6]
+
+
 def test_bad_updates_stop_the_run_with_step_and_rows(configure: Configure) -> None:
     config = configure(on_nan="stop")
     with pytest.raises(ValueError, match=r"first at step 3 with the rows (\d+, )*\d+ of .*rows.jsonl") as caught:
         run_poisoned(config)
     named = {int(row) for row in str(caught.value).split("with the rows ")[1].split(" of ")[0].split(", ")}
-    prepared = sft.prepare(config.data, load_tokenizer(config.model))
-    third = list(sft.permutation(len(prepared.train), 0, 0))[4:6]  # two rows an update
+    prepared = data.prepare(config.data, load_tokenizer(config.model))
+    third = list(packing.permutation(len(prepared.train), 0, 0))[4:6]  # two rows an update
     assert named == {row for packed in third for row in prepared.train.source_rows(packed)}
     assert not (config.output_path / "adapter").exists()
 
 
-def run_poisoned(config: TrainConfig) -> dict[str, Any]:
-    kept = sft.train_step
+def run_poisoned(config: TrainConfig, from_step: int | None = None) -> dict[str, Any]:
+    kept = loop.train_step
+    training_functions.poisoned_steps = (3, 3) if from_step is None else (from_step, 1000)
     try:
         result = launch(training_functions.poisoned, config)
     finally:
-        sft.train_step = kept  # a launch on one CPU replica is in this process
+        loop.train_step = kept  # a launch on one CPU replica is in this process
     assert result is not None
     return result
 
@@ -347,7 +395,7 @@ def eval_loss(config: TrainConfig, adapter_dir: str) -> float:
 
     base = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, adapter_dir).eval() if config.lora.r else base
-    held = sft.prepare(config.data, load_tokenizer(config.model)).eval
+    held = data.prepare(config.data, load_tokenizer(config.model)).eval
     assert held is not None
     total = count = 0.0
     for number in range(8):
@@ -364,3 +412,58 @@ def test_the_average_is_what_is_evaluated_and_saved(configure: Configure) -> Non
     config = configure(ema_decay=0.7)
     result = sft.train(config)
     assert eval_loss(config, result.adapter_dir) == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
+
+
+def test_rows_in_memory(configure: Configure) -> None:
+    config = configure(max_steps=3)
+    rows = Dataset.from_json(config.data.source)
+    result = sft.train(config, rows)
+    assert result.step == 3
+    ran = load_config(config.output_path / "config.yaml")
+    assert Path(ran.data.source).is_dir() and ran.data.source.startswith(f"{config.output_path}/data/")
+    assert sft.train(config, rows).step == 3  # the same rows are the same run
+    from_file = configure("file", max_steps=3)
+    assert sft.train(from_file).metrics["loss"] == result.metrics["loss"]
+    with pytest.raises(ValueError, match=r"the data must be a datasets.Dataset, not list"):
+        sft.train(config, [{"prompt": "a", "completion": "b"}])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param({"device_type": "cpu", "num_replicas": 1}, id="cpu"),
+        pytest.param({"device_type": "xla-cpu", "num_replicas": 2}, id="xla-cpu", marks=[pytest.mark.slow, needs_xla]),
+    ],
+)
+def test_the_accuracy_of_answers_while_training(where: dict[str, Any], tmp_path: Path) -> None:
+    """It is that of the saved adapter, and the training is the same as without it."""
+    common = {"max_steps": 6, "eval_steps": 3, "eval_rows": 8, "generate_rows": 0, "logging_steps": 1,
+              "warmup_steps": 0, "max_length": 128, "generate_tokens": 12, "ema_decay": 0.5, **where}  # fmt: skip
+    asked = load_config("embedded-cot", {**common, "eval_generate_rows": 8, "output_dir": str(tmp_path / "asked")})
+    plain = load_config("embedded-cot", {**common, "output_dir": str(tmp_path / "plain")})
+    result = sft.train(asked)
+    sft.train(plain)
+    shares = [record["accuracy"] for record in records(asked, "eval")]
+    assert len(shares) == 2 and all(share is not None and 0 <= share <= 1 for share in shares)
+    assert result.metrics["eval_accuracy"] == shares[-1]
+    for kind in ("train", "eval"):
+        assert [r["loss"] for r in records(asked, kind)] == [r["loss"] for r in records(plain, kind)]
+    prepared = data.prepare(asked.data, load_tokenizer(asked.model))
+    saved = evaluate.evaluate(asked, prepared.eval_rows[:8], prepared.eval_prompts[:8], result.adapter_dir)
+    if min(losses := [r["loss"] for r in records(asked, "eval")]) == losses[-1]:  # then the saved one is the last one
+        assert saved.accuracy.share == shares[-1]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the next checkpoint or the end: what is trained until then might be lost, too."""
+
+    def full(self: FolderStore, about: dict[str, Any], *_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FolderStore, "write", full)
+    config = configure(save_steps=2, max_steps=2000, logging_steps=1)
+    with pytest.raises(OSError, match="No space left on device: the checkpoint of step 2 could not be written to"):
+        sft.train(config)
+    assert records(config, "train")[-1]["step"] < 200

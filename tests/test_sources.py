@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import csv
 import gzip
+import importlib.util
+import io
 import json
 from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
+from object_store import bucket, object_store
 
-from tpu_kit.sources import load_rows, pick_split
+from tpu_kit.sources import keep_rows, load_rows, pick_split
+
+__all__ = ["bucket", "object_store"]  # fixtures
 
 ROWS = [{"question": f"q{i}", "reasoning": "r", "answer": str(i)} for i in range(5)]
 
@@ -20,8 +25,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def write(path: Path, text: str) -> str:
-    path.write_text(text)
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
     return str(path)
 
 
@@ -101,11 +106,142 @@ def test_embedded() -> None:
         ("a.jsonl", "", "a.jsonl: the file is empty"),
         ("a.csv", "question,answer\n", "a.csv: cannot be read: it has no rows"),
         ("a.xml", "<a/>", "the name must end in .jsonl, .json"),
+        ("a.csv", "question,answer,answer\nq,1,2\n", "a.csv: column answer occurs twice; rename one of them"),
+        ("a.csv", "question,answer\nq,1,x\n", "a.csv: cannot be read: there are rows with more cells than the header"),
+        ("a.csv", 'a,b\n"q,1\nq,2\n', "a.csv: cannot be read: .*EOF inside string starting at row 1"),
+        ("a.csv", b"a,b\nq,1\ncaf\xe9,1\n", "a.csv, line 3: not UTF-8 .*; save the file as UTF-8"),
+        ("a.jsonl", b'{"a": "q"}\n{"a": "caf\xe9"}\n', "a.jsonl, line 2: not UTF-8 .*; save the file as UTF-8"),
+        ("a.jsonl", '{"a": 1}\n'.encode("utf-16"), "a.jsonl, line 1: not UTF-8"),
+        ("a.jsonl", '{"a": 1, "a": 2}\n', r"a.jsonl: cannot be read: .*Column\(/a\) was specified twice in row 0"),
+        ("a.jsonl", "\n\n", "a.jsonl: cannot be read: it has no rows"),
+        ("a.json", "[]", "a.json: cannot be read: it has no rows"),
+        ("a.jsonl.gz", "text", "a.jsonl.gz: cannot be read: Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n{]\n'), "a.jsonl.gz, line 2, column 2: not valid JSON"),
     ],
 )
-def test_bad_files(tmp_path: Path, name: str, content: str, text: str) -> None:
+def test_bad_files(tmp_path: Path, name: str, content: str | bytes, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         load_rows(write(tmp_path / name, content))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("x", "line 12001: column 'answer' is str, and int above; write all of it as text"),
+        (2.5, "line 12001: column 'answer' is float, and int above"),
+        ([7], "line 12001: column 'answer' is list, and int above"),
+    ],
+)
+def test_a_type_that_changes_far_into_a_file_names_the_line(tmp_path: Path, value: object, text: str) -> None:
+    """Types are inferred from the first 10 MB; what differs there is told by row (test_data.py)."""
+    rows = [{"question": "q" * 1000, "answer": 7} for _ in range(12_000)]
+    with pytest.raises(ValueError, match=rf"rows.jsonl, {text}"):
+        load_rows(write(tmp_path / "rows.jsonl", lines([*rows, {"question": "q", "answer": value}])))
+
+
+def test_files_whose_columns_differ(tmp_path: Path) -> None:
+    for kind, one, two in (("jsonl", '{"a": 1}\n', '{"b": 1}\n'), ("csv", "a\n1\n", "b\n1\n")):
+        write(tmp_path / f"1.{kind}", one)
+        write(tmp_path / f"2.{kind}", two)
+        with pytest.raises(ValueError, match="cannot be read: the columns are not the same in all rows and files"):
+            load_rows(str(tmp_path / f"*.{kind}"))
+
+
+@pytest.mark.parametrize("content", [lines(ROWS), json.dumps(ROWS), json.dumps(ROWS, indent=1)])
+def test_json_as_other_systems_write_it(tmp_path: Path, content: str) -> None:
+    for name, text in {"plain": content, "bom": "\ufeff" + content, "windows": content.replace("\n", "\r\n")}.items():
+        for kind in ("json", "jsonl"):
+            assert load_rows(write(tmp_path / f"{name}.{kind}", text.encode())).to_list() == ROWS
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_rows_inside_an_object(tmp_path: Path, indent: int | None) -> None:
+    source = write(tmp_path / "rows.json", json.dumps({"version": "1.0", "data": ROWS}, indent=indent))
+    assert load_rows(source).to_list() == ROWS
+    assert load_rows(source, "train[:2]").to_list() == ROWS[:2]
+    chat = {"messages": [{"role": "user", "content": "q"}]}
+    for row in (chat, {"question": "q", "answer": "a", "steps": [{"step": 1}]}):
+        assert load_rows(write(tmp_path / "one.json", json.dumps(row, indent=indent))).to_list() == [row]
+
+
+def test_cells_of_csv_are_the_text_that_stands_there(tmp_path: Path) -> None:
+    text = '\ufeffquestion,answer\r\n"two\nlines",007\r\nq,1.50\r\n½ 😀,1e5\r\n'
+    found = load_rows(write(tmp_path / "rows.csv", text.encode()))[:]
+    assert found == {"question": ["two\nlines", "q", "½ 😀"], "answer": ["007", "1.50", "1e5"]}
+
+
+def test_a_row_of_megabytes(tmp_path: Path) -> None:
+    row = ROWS[1] | {"answer": "word " * 5_000_000}
+    assert load_rows(write(tmp_path / "rows.jsonl", lines([row, ROWS[0]])))[0] == row
+
+
+def test_a_folder_of_files(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", lines(ROWS))
+    write(tmp_path / "README.md", "# Rows")
+    assert load_rows(str(tmp_path)).to_list() == ROWS
+    write(tmp_path / "rows.jsonl", lines(ROWS) + "{bad\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 6, column 2: not valid JSON"):
+        load_rows(str(tmp_path))
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(ValueError, match="the folder cannot be read: "):
+        load_rows(str(tmp_path))
+
+
+def test_zst_needs_its_package(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard") if importlib.util.find_spec("zstandard") else None
+    if zstandard:
+        source = write(tmp_path / "rows.jsonl.zst", zstandard.compress(lines(ROWS).encode()))
+        assert load_rows(source).to_list() == ROWS
+    else:
+        with pytest.raises(ValueError, match=r"to read .zst: pip install zstandard"):
+            load_rows(write(tmp_path / "rows.jsonl.zst", b"zst"))
+
+
+def test_objects_of_a_bucket(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over HTTP, by gcsfs, from a server that behaves like Google's."""
+    import fsspec
+
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+
+    system = fsspec.filesystem("gs")
+    system.pipe(f"{bucket}/rows/b.jsonl", lines(ROWS[3:]).encode())
+    system.pipe(f"{bucket}/rows/a.jsonl", lines(ROWS[:3]).encode())
+    system.pipe(f"{bucket}/rows.csv", b"question,answer\nq,007\n")
+    buffer = io.BytesIO()
+    Dataset.from_list(ROWS).to_parquet(buffer)
+    system.pipe(f"{bucket}/rows.parquet", buffer.getvalue())
+    assert load_rows(f"{bucket}/rows/a.jsonl").to_list() == ROWS[:3]
+    assert load_rows(f"{bucket}/rows/*.jsonl").to_list() == ROWS
+    assert load_rows(f"{bucket}/rows.parquet", "train[:2]").to_list() == ROWS[:2]
+    assert load_rows(f"{bucket}/rows.csv").to_list() == [{"question": "q", "answer": "007"}]
+
+    system.pipe(f"{bucket}/rows/b.jsonl", b"{bad")
+    with pytest.raises(ValueError, match=r"rows/b.jsonl, line 1, column 2: not valid JSON"):
+        load_rows(f"{bucket}/rows/*.jsonl")
+    system.pipe(f"{bucket}/empty.jsonl", b"")
+    with pytest.raises(ValueError, match=r"empty.jsonl: the file is empty"):
+        load_rows(f"{bucket}/empty.jsonl")
+    for missing in (f"{bucket}/none.jsonl", f"{bucket}/none/*.jsonl", "gs://no-such-bucket-tpu-kit/rows.jsonl"):
+        with pytest.raises(ValueError, match=r"none|no-such-bucket.*: there is no such file \(or no such bucket\)"):
+            load_rows(missing)
+
+
+def test_a_bucket_without_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    class Refused(Exception):
+        pass
+
+    def info(path: str) -> None:
+        raise Refused("Anonymous caller does not have storage.objects.get access, 401")
+
+    monkeypatch.setattr(fsspec.filesystem("memory"), "info", info)
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda source: (fsspec.filesystem("memory"), source))
+    with pytest.raises(
+        ValueError,
+        match=r"gs://private/a.jsonl: no access: Refused: Anonymous caller .*; log in with `gcloud auth application-",
+    ):
+        load_rows("gs://private/a.jsonl")
 
 
 def test_missing_files_and_splits(tmp_path: Path) -> None:
@@ -122,3 +258,16 @@ def test_missing_files_and_splits(tmp_path: Path) -> None:
 def test_what_is_no_dataset() -> None:
     with pytest.raises(ValueError, match=r"must be a datasets.Dataset, not list"):
         pick_split(ROWS, "train")  # type: ignore[arg-type]
+
+
+def test_rows_in_memory_are_kept_where_other_processes_find_them(tmp_path: Path) -> None:
+    data = Dataset.from_list(ROWS)
+    source = keep_rows(data, tmp_path)
+    assert load_rows(source).to_list() == ROWS
+    assert keep_rows(data, tmp_path) == source != keep_rows(Dataset.from_list(ROWS[:3]), tmp_path)
+    both = keep_rows(DatasetDict(train=data, test=Dataset.from_list(ROWS[:2])), tmp_path)
+    assert (len(load_rows(both)), len(load_rows(both, "test"))) == (5, 2)
+    with pytest.raises(ValueError, match=r"must be a datasets.Dataset, not list"):
+        keep_rows(ROWS, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the data set given has no rows"):
+        keep_rows(data.select([]), tmp_path)

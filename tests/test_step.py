@@ -17,6 +17,7 @@ from tpu_kit.runtime import Runtime
 from tpu_kit.step import WINDOW, TrainState, _update, eval_step, token_loss, train_step
 
 CPU = torch.device("cpu")
+AVERAGED = replace(OPTIM, ema_decay=0.9)
 ALONE = Runtime("cpu", 0, 1, CPU)
 
 
@@ -74,7 +75,7 @@ def torch_step(net: torch.nn.Module, theirs: torch.optim.AdamW, parts: list[torc
 def test_adamw_is_torchs(most: float, decay: float) -> None:
     optim = replace(OPTIM, max_grad_norm=most, weight_decay=decay)
     mine, other = Net(), Net()
-    state, theirs = TrainState(mine, CPU, ema=False), torch_adamw(other, optim)
+    state, theirs = TrainState(mine, CPU, OPTIM), torch_adamw(other, optim)
     for step in range(1, 11):
         rate = 1e-2 * step  # it changes, as in warm-up
         parts = gradients(mine, step)
@@ -89,7 +90,7 @@ def test_adamw_is_torchs(most: float, decay: float) -> None:
 def test_a_frozen_parameter_and_its_decay_are_left_alone() -> None:
     net = Net()
     before = net.frozen.weight.clone()
-    state = TrainState(net, CPU, ema=False)
+    state = TrainState(net, CPU, OPTIM)
     assert not any("frozen" in name for name in state.parameters)
     update(state, gradients(net, 1), control(0.1, 1), OPTIM)
     assert torch.equal(net.frozen.weight, before)
@@ -99,7 +100,7 @@ def test_a_frozen_parameter_and_its_decay_are_left_alone() -> None:
 def test_the_bias_correction_late_in_a_run(applied: int) -> None:
     optim = replace(OPTIM, beta2=0.999)
     mine, other = Net(), Net()
-    state, theirs = TrainState(mine, CPU, ema=False), torch_adamw(other, optim)
+    state, theirs = TrainState(mine, CPU, OPTIM), torch_adamw(other, optim)
     for step in (1, 2):
         if step == 2:
             state.applied.fill_(float(applied - 1))
@@ -117,7 +118,7 @@ def test_the_bias_correction_is_exact_at_the_first_step() -> None:
     """The whole step is then rate * sign(gradient), however small beta's distance to 1."""
     net = Net()
     before = {name: value.detach().clone() for name, value in net.named_parameters()}
-    state = TrainState(net, CPU, ema=False)
+    state = TrainState(net, CPU, OPTIM)
     optim = replace(OPTIM, beta1=0.9999, beta2=0.99999, weight_decay=0.0, max_grad_norm=0.0, eps=1e-12)
     parts = gradients(net, 1)
     update(state, parts, control(0.5, 1), optim)
@@ -127,7 +128,7 @@ def test_the_bias_correction_is_exact_at_the_first_step() -> None:
 
 def test_the_average_follows_the_parameters() -> None:
     net, optim = Net(), replace(OPTIM, ema_decay=0.9)
-    state = TrainState(net, CPU, ema=True)
+    state = TrainState(net, CPU, AVERAGED)
     assert state.average is not None
     expected = torch.cat([p.detach().reshape(-1) for p in state.parameters.values()]).double()
     torch.testing.assert_close(state.average.double(), expected)
@@ -141,7 +142,7 @@ def test_the_average_follows_the_parameters() -> None:
 
 def test_the_average_stands_in_for_the_parameters() -> None:
     net = Net()
-    state = TrainState(net, CPU, ema=True)
+    state = TrainState(net, CPU, AVERAGED)
     start = contents(state)
     update(state, gradients(net, 1), control(0.1, 1), replace(OPTIM, ema_decay=0.999))
     tuned = contents(state)
@@ -155,7 +156,7 @@ def test_the_average_stands_in_for_the_parameters() -> None:
 @pytest.mark.parametrize("poison", ["gradient", "infinite gradient", "loss", "huge gradient"])
 def test_an_update_that_is_not_finite_changes_nothing_but_the_counters(poison: str) -> None:
     net, optim = Net(), replace(OPTIM, ema_decay=0.9)
-    state = TrainState(net, CPU, ema=True)
+    state = TrainState(net, CPU, AVERAGED)
     for step in (1, 2):
         update(state, gradients(net, step), control(0.1, step, keep=float(step > 1)), optim, tokens=3.0)
     before, window = contents(state), state.window.tolist()
@@ -182,7 +183,7 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_counters(poison: s
 def test_a_bad_first_step() -> None:
     """Where nothing was applied yet, the bias correction divides by 0."""
     net, clean = Net(), Net()
-    state, other = TrainState(net, CPU, ema=True), TrainState(clean, CPU, ema=True)
+    state, other = TrainState(net, CPU, AVERAGED), TrainState(clean, CPU, AVERAGED)
     before = contents(state)
     parts = [torch.full_like(part, math.nan) for part in gradients(net, 1)]
     update(state, parts, control(0.1, 1, keep=0.0), OPTIM)
@@ -192,19 +193,55 @@ def test_a_bad_first_step() -> None:
     assert_same(contents(state), contents(other))
 
 
+def test_an_exploding_loss_is_skipped_and_counted() -> None:
+    net, optim = Net(), replace(OPTIM, max_loss_rise=3.0)
+    state = TrainState(net, CPU, optim)
+
+    def step(number: int, loss: float, optim: OptimConfig = optim) -> None:
+        flat = torch.cat([part.reshape(-1) for part in gradients(net, number)])
+        with torch.no_grad():
+            _update(state, 4.0 * flat, torch.tensor([4.0 * loss, 4.0]), control(0.1, number), optim)
+
+    step(1, 9.0)  # nothing is usual yet
+    for number in range(2, 60):
+        step(number, 2.0)
+    assert float(state.usual) == pytest.approx(2.0, abs=0.05)
+    before = contents(state)
+    for number in (60, 61):
+        step(number, 5.2)
+        assert_same(contents(state), before)
+        assert float(state.streak) == number - 59
+    assert dict(zip(WINDOW, state.window.tolist(), strict=True))["first_skipped_step"] == 60
+    step(62, 4.8)  # a jump, but no explosion
+    assert float(state.streak) == 0 and not torch.equal(contents(state)["first"], before["first"])
+    step(63, 50.0, replace(optim, max_loss_rise=None))
+    assert float(state.streak) == 0
+
+
+def test_the_report_outlives_the_next_step() -> None:
+    net = Net()
+    state = TrainState(net, CPU, OPTIM)
+    update(state, gradients(net, 1), control(0.1, 1, keep=0.0), OPTIM, tokens=3.0)
+    report, window = state.report, state.window.tolist()
+    update(state, gradients(net, 2), control(0.1, 2, keep=0.0), OPTIM, tokens=5.0)
+    assert report.tolist() == [*window, 2.0, 0.0] and state.window.tolist() != window
+
+
 def test_no_token_with_loss_at_all() -> None:
     net = Net()
-    state = TrainState(net, CPU, ema=False)
+    state = TrainState(net, CPU, OPTIM)
     optim = replace(OPTIM, weight_decay=0.0)
     before = {name: value.detach().clone() for name, value in net.named_parameters()}
     with torch.no_grad():
-        _update(state, torch.zeros(sum(state.sizes)), torch.zeros(2), control(0.1, 1), optim)
+        _update(
+            state, state.flat(map(torch.zeros_like, state.parameters.values())), torch.zeros(2), control(0.1, 1), optim
+        )
     assert_same(dict(net.named_parameters()), before)
 
 
 def test_a_window_sums_until_it_begins_anew() -> None:
     net = Net()
-    state = TrainState(net, CPU, ema=False)
+    state = TrainState(net, CPU, OPTIM)
     norms = []
     for step, keep in ((1, 0.0), (2, 1.0), (3, 1.0)):
         parts = gradients(net, step)
@@ -245,7 +282,7 @@ def train_split(replicas: int, steps: int = 3, optim: OptimConfig = OPTIM) -> li
     """Every update takes 8 rows, one a pass, on so many replicas; what each replica ends with."""
     together = Together(replicas)
     built = [tiny() for _ in range(replicas)]
-    states = [TrainState(model, CPU, ema=True) for model in built]
+    states = [TrainState(model, CPU, AVERAGED) for model in built]
     failed: list[BaseException] = []
 
     def work(rank: int) -> None:
@@ -269,7 +306,7 @@ def train_split(replicas: int, steps: int = 3, optim: OptimConfig = OPTIM) -> li
 def test_the_update_is_the_same_for_any_split() -> None:
     optim = replace(OPTIM, ema_decay=0.9)
     one = train_split(1, optim=optim)[0]
-    start = contents(TrainState(tiny(), CPU, ema=True))
+    start = contents(TrainState(tiny(), CPU, AVERAGED))
     assert any((one[name] - start[name]).abs().max() > 1e-2 for name in start if "lora" in name)
     for replicas in (2, 4, 8):
         ended = train_split(replicas, optim=optim)
@@ -282,7 +319,7 @@ def test_the_update_is_the_same_for_any_split() -> None:
 def test_accumulated_passes_are_one_large_batch() -> None:
     whole, parts = tiny(), tiny()
     batch = rows()
-    a, b = TrainState(whole, CPU, ema=False), TrainState(parts, CPU, ema=False)
+    a, b = TrainState(whole, CPU, OPTIM), TrainState(parts, CPU, OPTIM)
     train_step(whole, a, [batch], control(1e-2, 1, 0.0), OPTIM, ALONE)
     halves = [{name: value[i : i + 4] for name, value in batch.items()} for i in (0, 4)]
     train_step(parts, b, halves, control(1e-2, 1, 0.0), OPTIM, ALONE)
@@ -294,7 +331,7 @@ def test_the_step_is_the_gradient_of_the_mean_over_all_loss_tokens() -> None:
     """Against autograd through transformers' own loss; means of means would weigh the rows otherwise."""
     model, other = tiny(), tiny()
     batch = rows()
-    state = TrainState(model, CPU, ema=False)
+    state = TrainState(model, CPU, OPTIM)
     passes = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(8)]
     optim = replace(OPTIM, beta1=0.0, max_grad_norm=0.0)
     train_step(model, state, passes, control(1e-2, 1, 0.0), optim, ALONE)  # `first` is then the gradient
@@ -304,7 +341,7 @@ def test_the_step_is_the_gradient_of_the_mean_over_all_loss_tokens() -> None:
     expected = torch.cat(
         [p.grad.reshape(-1) for p in models.trainable_parameters(other).values() if p.grad is not None]
     )
-    torch.testing.assert_close(state.first, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(state.moments["first"], expected, rtol=1e-4, atol=1e-6)
     assert float(state.window[0] / state.window[1]) == pytest.approx(loss.item(), rel=1e-5)
     # Rows of one loss token and of fifteen: the mean of the rows' means is another number.
     means = [float(torch.div(*token_loss(other, part, optim, smooth=False))) for part in passes]
@@ -313,7 +350,7 @@ def test_the_step_is_the_gradient_of_the_mean_over_all_loss_tokens() -> None:
 
 def test_no_gradient_is_left_for_the_next_step() -> None:
     model = tiny()
-    state = TrainState(model, CPU, ema=False)
+    state = TrainState(model, CPU, OPTIM)
     train_step(model, state, [rows(2)], control(1e-2, 1, 0.0), OPTIM, ALONE)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -321,14 +358,14 @@ def test_no_gradient_is_left_for_the_next_step() -> None:
 def test_a_parameter_without_a_gradient_is_left_as_it_is() -> None:
     model = tiny()
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
-    state = TrainState(model, CPU, ema=False)
+    state = TrainState(model, CPU, OPTIM)
     train_step(model, state, [rows(2)], control(1e-2, 1, 0.0), OPTIM, ALONE)
     assert torch.equal(state.parameters["unused"], torch.ones(3))
 
 
 def test_trained_in_less_than_fp32_is_refused() -> None:
     with pytest.raises(AssertionError, match="other than fp32"):
-        TrainState(torch.nn.Linear(2, 2).to(torch.bfloat16), CPU, ema=False)
+        TrainState(torch.nn.Linear(2, 2).to(torch.bfloat16), CPU, OPTIM)
 
 
 def test_evaluation_sums_losses_and_smooths_no_label() -> None:

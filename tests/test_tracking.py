@@ -103,7 +103,8 @@ def test_resume_holds_each_step_once(tmp_path: Path) -> None:
         file.write('{"kind": "train", "st')  # killed while it wrote
 
     clock.now += 1e6  # a long time until somebody started it again
-    with Tracker(TrainConfig(), tmp_path, resume_step=25, resume_tokens=2500, clock=clock) as tracker:
+    history = [record for record in read_metrics(tmp_path) if record["step"] <= 25]
+    with Tracker(TrainConfig(), tmp_path, 25, history, resume_tokens=2500, clock=clock) as tracker:
         clock.now += 5
         resumed = log(tracker, 30)
     records = strictly(tmp_path / "metrics.jsonl")
@@ -166,9 +167,9 @@ def test_a_package_that_is_missing_is_named() -> None:
 WANDB_RUN = """
 from tpu_kit.config import TrackingConfig, TrainConfig
 from tpu_kit.tracking import Tracker
-for start, wandb in ((None, "offline"), (1, "online")):
+for start, wandb in ((0, "offline"), (1, "online")):
     config = TrainConfig(tracking=TrackingConfig(wandb=wandb, tensorboard=True))
-    with Tracker(config, "run", resume_step=start) as tracker:
+    with Tracker(config, "run", start, tracker.history[:1] if start else None) as tracker:
         for step in (2,) if start else (1, 2):
             tracker.log(step, loss=float("nan"), grad_norm=1.0, lr=0.1, tokens=step, compiles=1, epoch=0.0)
         tracker.log_eval(2, loss=1.25)

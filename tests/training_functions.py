@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tpu_kit import loop, runtime, sft, step
 from tpu_kit import model as models
-from tpu_kit import runtime, sft, step
 from tpu_kit.config import LoraConfig, OptimConfig, TrainConfig
 from tpu_kit.runtime import Runtime
 from tpu_kit.step import TrainState, train_step
@@ -63,7 +63,7 @@ def dealt(rank: int, replicas: int, step: int) -> list[dict[str, torch.Tensor]]:
 
 def contents(state: TrainState) -> dict[str, torch.Tensor]:
     """Everything an update may change, except the window."""
-    kept = {"first": state.first, "second": state.second, "applied": state.applied, **state.parameters}
+    kept = {**state.moments, "applied": state.applied, "usual": state.usual, **state.parameters}
     if state.average is not None:
         kept["average"] = state.average
     return {name: value.detach().clone() for name, value in kept.items()}
@@ -77,7 +77,7 @@ def split(config: TrainConfig) -> dict[str, list[float]]:
     """Three updates of eight rows, dealt to the replicas there are; all that rank 0 ends with, as lists."""
     rt = runtime.current()
     model = models.to_device(tiny(), rt.local_device)
-    state = TrainState(model, rt.local_device, ema=True)
+    state = TrainState(model, rt.local_device, replace(OPTIM, ema_decay=0.9))
     rt.sync()
     optim = replace(OPTIM, ema_decay=0.9)
     for number in (1, 2, 3):
@@ -86,7 +86,7 @@ def split(config: TrainConfig) -> dict[str, list[float]]:
         train_step(model, state, mine, scalars, optim, rt)
         rt.sync()
     ended = {**{name: value.detach() for name, value in state.parameters.items()}, "window": state.window}
-    ended |= {"first": state.first, "second": state.second, "applied": state.applied}
+    ended |= {**state.moments, "applied": state.applied}
     assert state.average is not None
     ended["average"] = state.average
     return {n: v.reshape(-1).tolist() for n, v in zip(ended, rt.to_host(list(ended.values())), strict=True)}
@@ -132,7 +132,7 @@ def watched(config: TrainConfig) -> dict[str, Any]:
     """Runs `sft.fine_tune`; what rank 0 returned and what all replicas ended with, by rank."""
     rt = Watched(runtime.current())
     runtime.enter(rt)
-    sft.train_step = _watched_step
+    loop.train_step = _watched_step
     result = sft.fine_tune(config)
     assert rt.state is not None
     if rt.is_xla:
@@ -142,7 +142,7 @@ def watched(config: TrainConfig) -> dict[str, Any]:
     rt.barrier()
     counters = rt.counters()
     rt.barrier()
-    own = Runtime.to_host(rt, [*rt.state.parameters.values(), rt.state.first, rt.state.second])
+    own = Runtime.to_host(rt, [*rt.state.parameters.values(), *rt.state.moments.values()])
     digest = hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in own)).hexdigest()
     note = {"hash": digest, "reads": rt.reads, "syncs": rt.syncs}
     (config.output_path / f"rank-{rt.rank}.json").write_text(json.dumps(note))
@@ -159,10 +159,11 @@ def watched(config: TrainConfig) -> dict[str, Any]:
 
 
 def late_steps(config: TrainConfig) -> dict[str, Any]:
-    """What each of some steps compiled, while the number of updates jumps to where float32 ends."""
+    """What each of some steps compiled, while the number of updates jumps to where float32 ends; the optimizer's."""
     rt = runtime.current()
     model = models.to_device(tiny(), rt.local_device)
-    state = TrainState(model, rt.local_device, ema=True)
+    optim = replace(OPTIM, ema_decay=0.9, beta2=0.999, optimizer=config.optim.optimizer)
+    state = TrainState(model, rt.local_device, optim)
     rt.sync()
     compiled, applied = [], []
     for number, jump in enumerate((None, None, 324, None, 16_600, None, 19_998, None, None, 2_000_000, None), 1):
@@ -171,11 +172,11 @@ def late_steps(config: TrainConfig) -> dict[str, Any]:
             rt.sync()
         before = rt.counters()["compiles"]
         scalars = control(0.0 if number == 1 else 1e-2, number, float(number > 1)).to(rt.local_device)
-        train_step(model, state, [_sent(rt, rows(2, seed=number))], scalars, replace(OPTIM, beta2=0.999), rt)
+        train_step(model, state, [_sent(rt, rows(2, seed=number))], scalars, optim, rt)
         rt.sync()
         compiled.append(rt.counters()["compiles"] - before)
         applied.append(float(rt.to_host([state.applied])[0]))
-    return {"compiled": compiled, "applied": applied, "first": rt.to_host([state.first])[0].tolist()}
+    return {"compiled": compiled, "applied": applied, "parameters": state.to_host(rt)["parameters"].tolist()}
 
 
 def shapes_of_step(config: TrainConfig) -> dict[str, list[list[int]]]:
@@ -185,7 +186,7 @@ def shapes_of_step(config: TrainConfig) -> dict[str, list[list[int]]]:
     rt = runtime.current()
     model = models.to_device(tiny(), rt.local_device)
     models.enable_remat(model, rt.device_type)
-    state = TrainState(model, rt.local_device, ema=False)
+    state = TrainState(model, rt.local_device, OPTIM)
     sums = torch.zeros(2).to(rt.local_device)
     rt.sync()
     batch, scalars = _sent(rt, rows(3)), control(1e-2, 1).to(rt.local_device)
@@ -195,7 +196,7 @@ def shapes_of_step(config: TrainConfig) -> dict[str, list[list[int]]]:
     found["eval"] = _shapes(hlo)
     rt.sync()
     train_step(model, state, [batch], scalars, config.optim, rt)
-    hlo = torch_xla._XLAC._get_xla_tensors_hlo([*state.parameters.values(), state.first, state.second, state.window])
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([*state.parameters.values(), *state.moments.values(), state.window])
     found["train"] = _shapes(hlo)
     rt.sync()
     return found
@@ -211,7 +212,7 @@ def dropout_draws(config: TrainConfig) -> dict[str, Any]:
     rt = runtime.current()
     masks = []
     for number in (1, 2, 3, 1):
-        sft._seed(rt, config, number)
+        loop.seed_dropout(rt, config, number)
         masks.append(torch.nn.functional.dropout(torch.ones(64, device=rt.local_device), 0.5) != 0)
         rt.sync()
     own = ["".join(str(int(value)) for value in mask) for mask in rt.to_host(masks)]
@@ -225,29 +226,49 @@ def _dropout_gradient(rt: Runtime, config: TrainConfig, remat: bool) -> list[flo
     model = models.to_device(tiny(dropout=0.5), rt.local_device)
     if remat:
         models.enable_remat(model, rt.device_type)
-    state = TrainState(model, rt.local_device, ema=False)
+    state = TrainState(model, rt.local_device, OPTIM)
     rt.sync()
-    sft._seed(rt, config, 1)
+    loop.seed_dropout(rt, config, 1)
     scalars = control(1e-2, 1, 0.0).to(rt.local_device)
     optim = replace(OPTIM, beta1=0.0, max_grad_norm=0.0)
     train_step(model, state, [_sent(rt, rows(4))], scalars, optim, rt)
     rt.sync()
-    found: list[float] = rt.to_host([state.first])[0].tolist()
+    found: list[float] = rt.to_host([state.moments["first"]])[0].tolist()
     return found
 
 
+poisoned_steps = (3, 3)  # the first and the last
+
+
 def poisoned(config: TrainConfig) -> dict[str, Any] | None:
-    """`sft.fine_tune` where the loss of step 3 is not a number."""
-    sft.train_step = _poisoned_step
+    """`sft.fine_tune` where the gradients of `poisoned_steps` are not numbers."""
+    loop.train_step = _poisoned_step
     result = sft.fine_tune(config)
     return asdict(result) if result is not None else None
+
+
+def failing(config: TrainConfig) -> None:
+    """`sft.fine_tune` where rank 1 raises in its n-th step, `run_name` being "fail-n"."""
+    calls, fail = 0, int(config.run_name.removeprefix("fail-"))
+
+    def failing_step(*given: Any) -> None:
+        nonlocal calls
+        if runtime.current().rank == 1:
+            calls += 1
+            if calls == fail:
+                raise RuntimeError("a fault")
+        step.train_step(*given)
+
+    loop.train_step = failing_step
+    sft.fine_tune(config)
 
 
 def _poisoned_step(
     model: torch.nn.Module, state: TrainState, batches: Any, control: torch.Tensor, optim: OptimConfig, rt: Runtime
 ) -> None:
     parameter = next(iter(state.parameters.values()))
-    bad = control[2] == 3
+    first, last = poisoned_steps
+    bad = (control[2] >= first) & (control[2] <= last)
     hook = parameter.register_hook(lambda grad: torch.where(bad, torch.full_like(grad, float("nan")), grad))
     step.train_step(model, state, batches, control, optim, rt)
     hook.remove()

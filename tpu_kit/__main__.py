@@ -98,10 +98,43 @@ def checkpoints(arguments: Sequence[str]) -> int:
     return run(list(arguments))
 
 
+def export(arguments: Sequence[str]) -> int:
+    """Write a tuned model for another program."""
+    from tpu_kit.export import main as run
+
+    return run(list(arguments))
+
+
+def generate(arguments: Sequence[str]) -> int:
+    """Complete prompts."""
+    from tpu_kit.generate import main as run
+
+    return run(list(arguments))
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Say what fits, how long it takes and what it costs."""
+    from tpu_kit.plans import main as run
+
+    return run(list(arguments))
+
+
+def _plan_details() -> str:
+    from tpu_kit.plans import USAGE
+
+    return USAGE
+
+
+def _generate_details() -> str:
+    from tpu_kit.generate import explain as parameters
+
+    return f"Exit codes: 0 done, 1 error, 2 bad arguments.\n\nParameters, besides those of `train`:\n{parameters()}"
+
+
 COMMANDS = {
     "checkpoints": Command(
         checkpoints,
-        "OUTPUT_DIR [--verify] [--json]",
+        "OUTPUT_DIR | gs://bucket/run [--verify] [--json]",
         "List a run's checkpoints: steps, sizes, age, validity, metrics.",
         lambda: "Exit codes: 0 all are good, 1 one is damaged, 2 bad arguments. --verify reads and checks every file.",
     ),
@@ -113,6 +146,31 @@ COMMANDS = {
             "Exit codes: 0 nothing stands in the way of the run, 1 something does, 2 bad configuration.\n\n"
             "The configuration is that of `train`, whose --help lists the parameters; --json prints a list of objects."
         ),
+    ),
+    "export": Command(
+        export,
+        "RUN_DIR [format=merged] [out=...] [dtype=bf16] [base=owner/name] [push=owner/name] [--json]",
+        "Write a tuned model for PEFT, transformers, vLLM, llama.cpp or Ollama, and check it.",
+        lambda: (
+            "format   adapter, merged, vllm, gguf-f16, gguf-bf16, gguf-q8_0 or gguf-lora\n"
+            "out      the folder; RUN_DIR/export/FORMAT by default; an earlier export there is replaced\n"
+            "dtype    of merged weights: bf16, f16 or fp32\n"
+            "base     the base model's name on the hub, where it was trained from a folder\n"
+            "push     a repository on the hub to send it to, with the token in HF_TOKEN\n\n"
+            "Exit codes: 0 written and checked, 1 refused, or not the tuned model, 2 bad arguments."
+        ),
+    ),
+    "generate": Command(
+        generate,
+        '[config.yaml | name of a shipped one] prompt="..." [key=value ...] [--json]',
+        "Answer prompts with a base or tuned model.",
+        _generate_details,
+    ),
+    "plan": Command(
+        plan,
+        "[config.yaml | name of a shipped one] [key=value ...] [--chip v5e[,v6e,...]] [--exact] [--json]",
+        "Say before a run which settings fit a TPU, how long it takes and what it costs.",
+        _plan_details,
     ),
     "train": Command(
         train,

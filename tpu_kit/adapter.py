@@ -6,6 +6,7 @@ Everything is made of CPU tensors: PEFT's and transformers' own savers cannot re
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,24 +15,39 @@ from typing import Any
 import torch
 
 from tpu_kit.config import TrainConfig
+from tpu_kit.stacking import per_layer
 
 
 def adapter_tensors(model: Any, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of adapter_model.safetensors, under PEFT's names.
 
+    PiSSA and OLoRA take their start B0 A0 out of the base weights; the original base needs B A - B0 A0, which is an
+    adapter of twice the rank: [B, -B0] [A; A0]. PEFT's `path_initial_model_for_weight_conversion` does the same.
+
     Args:
         model: the `PeftModel`.
-        trained: CPU tensors by the names of `model.trainable_parameters`.
+        trained: CPU tensors by the names of `model.trainable_parameters`; stacks of layers are taken apart.
     """
     from peft import get_peft_model_state_dict
 
-    return {name: value.contiguous() for name, value in get_peft_model_state_dict(model, dict(trained)).items()}
+    # PEFT goes through the model's own modules, so the names of stacks come first.
+    tensors = per_layer(model, get_peft_model_state_dict(model, dict(trained)))
+    for name, start in getattr(model, "_tpu_kit_start", {}).items():
+        name = name.replace(".default", "")
+        if "lora_A" in name:
+            tensors[name] = torch.cat([tensors[name], start], dim=0)
+        elif "lora_B" in name:
+            tensors[name] = torch.cat([tensors[name], -start], dim=1)
+    return {name: value.contiguous() for name, value in tensors.items()}
 
 
 def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
     """The contents of adapter_config.json."""
     settings = {**model.peft_config["default"].to_dict(), "inference_mode": True}
     settings["base_model_name_or_path"] = _base_name(config)
+    if hasattr(model, "_tpu_kit_start"):  # twice the rank at the same scale; the base is left as it is
+        settings["lora_alpha"] *= math.sqrt(2) if settings["use_rslora"] else 2
+        settings |= {"r": 2 * settings["r"], "init_lora_weights": True}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 
@@ -69,8 +85,8 @@ def save_adapter(
         whole.config.save_pretrained(part)
         if whole.generation_config is not None:
             whole.generation_config.save_pretrained(part)
-        save_file({name: value.contiguous() for name, value in trained.items()}, part / "model.safetensors",
-                  metadata={"format": "pt"})  # fmt: skip
+        named = {name: value.contiguous() for name, value in per_layer(model, trained).items()}
+        save_file(named, part / "model.safetensors", metadata={"format": "pt"})
     for path in part.glob("*.safetensors"):
         path.chmod(0o644)  # safetensors lets none but the owner read
     tokenizer.save_pretrained(part)

@@ -1,14 +1,10 @@
-"""Greedy answers of a model, base or tuned, by transformers' own `generate`.
-
-It runs on a fresh copy of the model on the CPU or a GPU; on XLA every new length would compile a program.
-"""
+"""A model that is to answer, base or tuned: loaded with its adapter checked, and the tokens that end its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +14,7 @@ from tpu_kit.formats import Layout
 from tpu_kit.pretrained import load_base
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -26,18 +22,10 @@ _FP32_UP_TO = 1_000_000_000  # parameters: 4 GB in fp32, which CPUs compute fast
 _SHOWN_DIFFERENCES = 5
 
 
-class Reply(NamedTuple):
-    """One answer: its text, its tokens with the one that ends it, and whether it ended within the bound."""
-
-    text: str
-    tokens: int
-    finished: bool
-
-
 def load_for_generation(
     config: ModelConfig, adapter_dir: str | Path | None = None, device: torch.device | str = "cpu"
 ) -> torch.nn.Module:
-    """Load a fresh copy of the model, in evaluation mode and with transformers' own attention, for `answer`.
+    """Load a fresh copy of the model, in evaluation mode and with transformers' own attention.
 
     Args:
         config: the base model. Under an adapter its weights are rounded to `base_dtype`, as in training; on the CPU
@@ -125,121 +113,6 @@ def _with_adapter(
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-def answer(
-    model: torch.nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    batch_size: int = 32,
-    keep: Sequence[str] = ("<think>", "</think>"),
-) -> list[str]:
-    """Answer every prompt by the likeliest token at each step.
-
-    The model's own settings for sampling and its penalties do not apply. An answer ends with the eos token of the
-    model's generation config or of the tokenizer, or with the one that ends a turn in the chat template.
-
-    Args:
-        model: on the CPU or a CUDA device, as `load_for_generation` returns it.
-        tokenizer: the model's, a fast one.
-        prompts: rendered chats that end where the answer begins; no special tokens are added.
-        max_new_tokens: the most tokens of an answer.
-        batch_size: prompts at a time, those of like length together.
-        keep: special tokens that stay in the text, such as the tags of the reasoning.
-
-    Returns:
-        For each prompt the new text, without special tokens.
-
-    Raises:
-        ValueError: no prompts, an empty one, one too long for the model's positions, or a model that is not for
-            generation.
-    """
-    ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-    return [reply.text for reply in replies(model, tokenizer, ids, max_new_tokens, batch_size, keep)]
-
-
-def replies(
-    model: torch.nn.Module,
-    tokenizer: Any,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    batch_size: int,
-    keep: Sequence[str],
-) -> list[Reply]:
-    """Answer prompts that are token ids already; the rest is as in `answer`."""
-    from tqdm.std import tqdm  # type: ignore[import-untyped]
-    from transformers import GenerationConfig
-
-    causal: Any = model
-    if hasattr(model, "get_base_model"):
-        causal = causal.get_base_model()  # the adapters are layers inside it
-    device = next(causal.parameters()).device
-    if device.type not in ("cpu", "cuda") or str(causal.config._attn_implementation).startswith("tpu_kit"):
-        raise ValueError("the model is on XLA or set up for training; load_for_generation gives one that can generate")
-    if max_new_tokens < 1 or batch_size < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} and batch_size={batch_size} must both be 1 or more")
-    _check_prompts(prompts, causal, max_new_tokens)
-    stops = stop_ids(causal, tokenizer)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), 0)
-    special = {
-        id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special and token.content not in keep
-    }
-    dropped = special | stops
-    found: dict[int, Reply] = {}
-    own, training = causal.generation_config, model.training
-    # Not passed to generate(), which would fill in a penalty or a temperature from the model's own.
-    causal.generation_config = GenerationConfig(
-        do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(stops) or None, pad_token_id=pad
-    )
-    model.eval()
-    try:
-        # The longest first: if memory runs out it does so at once.
-        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]), reverse=True)
-        with tqdm(total=len(order), desc="Answering", unit="row", leave=False) as bar:
-            for start in range(0, len(order), batch_size):
-                rows = order[start : start + batch_size]
-                ids, mask = _left_padded([prompts[row] for row in rows], pad)
-                with torch.no_grad():
-                    out = causal.generate(input_ids=ids.to(device), attention_mask=mask.to(device))
-                for row, new in zip(rows, out[:, ids.shape[1] :].tolist(), strict=True):
-                    length = next((i + 1 for i, id_ in enumerate(new) if id_ in stops), 0)
-                    said = [id_ for id_ in new[: length or None] if id_ not in dropped]
-                    text = tokenizer.decode(said, clean_up_tokenization_spaces=False)
-                    found[row] = Reply(text, length or len(new), bool(length))
-                bar.update(len(rows))
-    finally:
-        causal.generation_config = own
-        model.train(training)
-    return [found[row] for row in range(len(prompts))]
-
-
-def _left_padded(prompts: Sequence[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and attention mask, (B, S) int64: every prompt ends in the last column."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids, mask
-
-
-def _check_prompts(prompts: Sequence[list[int]], causal: Any, max_new_tokens: int) -> None:
-    if not prompts:
-        raise ValueError("there are no prompts to answer; hold rows out with data.eval_rows, or give data.eval_source")
-    if empty := [row for row, ids in enumerate(prompts) if not ids]:
-        raise ValueError(
-            f"row {empty[0]}: its prompt is empty, so there is nothing to answer; rows of plain text ask nothing, for "
-            "them set tracking.generate_rows=0"
-        )
-    positions = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
-    row = max(range(len(prompts)), key=lambda row: len(prompts[row]))
-    length = len(prompts[row])
-    if positions and length + max_new_tokens > positions:
-        room = positions - length
-        advice = f"set tracking.generate_tokens to {room} or less" if room > 0 else "leave the row out"
-        raise ValueError(
-            f"row {row}: its prompt of {length} tokens and an answer of up to {max_new_tokens} are more than the "
-            f"{positions} positions of the model; {advice}"
-        )
 
 
 def stop_ids(causal: Any, tokenizer: Any) -> set[int]:

@@ -1,8 +1,9 @@
 """Attention that keeps packed documents apart, through transformers' `AttentionInterface`.
 
-Two implementations are registered. "tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for
-any device. "tpu_kit_pallas" is the Pallas flash kernel of torch_xla, for TPU; where a layer needs what the kernel lacks
-(a soft cap on the scores, a sliding window shorter than the row) that layer takes the first one.
+Three implementations are registered. "tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for
+any device. "tpu_kit_splash" is the Pallas kernel in `splash`, for TPU. "tpu_kit_pallas" is the flash kernel of
+torch_xla, for TPU; where a layer needs what that kernel lacks (a soft cap on the scores, a sliding window shorter than
+the row) it takes the first one.
 
 Neither ever reads a tensor on the host: the masks come from `segment_ids` on the device. Call `inputs` to get the
 arguments that make a transformers model do so (with position_ids alone it looks for packed documents by reading them).
@@ -17,21 +18,27 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tpu_kit import splash
+
 SDPA = "tpu_kit"
 FLASH = "tpu_kit_pallas"  # with "flash" in the name transformers would look for a CUDA kernel on the hub
+SPLASH = "tpu_kit_splash"
+KERNELS = {"flash": FLASH, "splash": SPLASH}
+"""Of TPU, by the name that `model.attention` has for them."""
 
 _lowering_for_tpu = False
 
 
 def register() -> None:
-    """Makes "tpu_kit" and "tpu_kit_pallas" known to transformers; calling it again changes nothing."""
+    """Makes the implementations known to transformers; calling it again changes nothing."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(SDPA, sdpa_attention)
     AttentionInterface.register(FLASH, flash_attention)
+    AttentionInterface.register(SPLASH, splash_attention)
     # Without a mask function transformers drops a padding mask without a word.
-    for name in (SDPA, FLASH):
+    for name in (SDPA, FLASH, SPLASH):
         AttentionMaskInterface.register(name, _mask_without_host_read)
 
 
@@ -39,42 +46,42 @@ def choose(attention: str, device_type: str) -> str:
     """Picks the registered implementation for a device.
 
     Args:
-        attention: "auto", "flash" or "sdpa".
+        attention: "auto", "splash", "flash" or "sdpa".
         device_type: "tpu", "xla-cpu", "cuda" or "cpu".
 
     Returns:
-        `SDPA` or `FLASH`.
+        The registered name.
 
     Raises:
-        ValueError: if flash is asked of a device that has no TPU and nothing is being lowered for one.
+        ValueError: if a TPU kernel is asked of a device that has no TPU and nothing is being lowered for one.
     """
     has_kernel = device_type == "tpu" or _lowering_for_tpu
     if attention == "auto":
-        return FLASH if has_kernel else SDPA
+        return SPLASH if has_kernel else SDPA
     if attention == "sdpa":
         return SDPA
-    if attention != "flash":
-        raise ValueError(f"attention is {attention!r}: use auto, flash or sdpa")
+    if attention not in KERNELS:
+        raise ValueError(f"attention is {attention!r}: use auto, splash, flash or sdpa")
     if not has_kernel:
         raise ValueError(
-            f"attention=flash is a TPU kernel and this device is {device_type}: use attention=auto, which takes flash "
-            "on a TPU and sdpa elsewhere"
+            f"attention={attention} is a TPU kernel and this device is {device_type}: use attention=auto, which takes "
+            "splash on a TPU and sdpa elsewhere"
         )
-    return FLASH
+    return KERNELS[attention]
 
 
 def inputs(implementation: str, segment_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Makes the keyword arguments that give a transformers model its mask, once for all layers.
 
     Args:
-        implementation: `SDPA` or `FLASH`.
+        implementation: a registered name.
         segment_ids: (B, S) integers, the number of the document of each token; 0 = padding.
 
     Returns:
         attention_mask and segment_ids. A 4-D attention_mask goes through transformers untouched and unread: the boolean
-        block-diagonal mask (B, 1, S, S) for sdpa; a view of the segment ids (B, 1, 1, S) for flash, which ignores it.
+        block-diagonal mask (B, 1, S, S) for sdpa; a view of the segment ids (B, 1, 1, S) for a kernel, unused there.
     """
-    if implementation == FLASH:
+    if implementation in KERNELS.values():
         return {"attention_mask": segment_ids[:, None, None, :], "segment_ids": segment_ids}
     return {"attention_mask": block_diagonal_mask(segment_ids), "segment_ids": segment_ids}
 
@@ -205,6 +212,41 @@ def flash_attention(
     )
     segments = F.pad(segment_ids, (0, padding)) if padding else segment_ids
     output = _kernel(query, key, value, segments.to(torch.int32), scaling)
+    return output[:, :, :length].transpose(1, 2).contiguous(), None
+
+
+def splash_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The Pallas kernel of `splash`, as transformers calls it; arguments and result as in `sdpa_attention`.
+
+    Without `segment_ids` (generation, a plain forward) it is `sdpa_attention`.
+    """
+    length, head_dim = query.shape[2], query.shape[3]
+    if segment_ids is None or length != key.shape[2]:
+        mask = None if segment_ids is not None else attention_mask
+        return sdpa_attention(
+            module, query, key, value, mask, scaling, dropout, sliding_window, softcap, segment_ids, **kwargs
+        )
+    _refuse_dropout(module, dropout)
+    query, key = _as_value(query, key, value)
+    query = query * (head_dim**-0.5 if scaling is None else scaling)
+    padding = padded_length(length) - length
+    query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
+    segments = F.pad(segment_ids, (0, padding)) if padding else segment_ids
+    window = sliding_window if sliding_window is not None and sliding_window < length else None
+    settings = splash.Settings(window, softcap)
+    output = splash.splash_attention(query, key, value, segments.to(torch.int32), settings)
     return output[:, :, :length].transpose(1, 2).contiguous(), None
 
 

@@ -130,7 +130,7 @@ def probe(config: TrainConfig) -> dict[str, Any]:
         x = run(x)
     wait(x)
     seconds, after = time.perf_counter() - start, rt.counters()
-    used, limit = _device_memory(rt.device_type, rt.local_device)
+    used, limit = rt.memory()
     return {
         "device_type": rt.device_type,
         "device": torch.cuda.get_device_name() if rt.device_type == "cuda" else None,
@@ -145,20 +145,6 @@ def probe(config: TrainConfig) -> dict[str, Any]:
         "limit": limit,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-
-
-def _device_memory(device_type: str, device: Any) -> tuple[int | None, int | None]:
-    if device_type == "cuda":
-        import torch
-
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free, total
-    if device_type == "tpu":
-        from torch_xla.core import xla_model
-
-        memory = xla_model.get_memory_info(device)
-        return memory["bytes_used"], memory["bytes_limit"]
-    return None, None  # the host's memory; XLA:CPU does not implement the question
 
 
 def _probe_in_child(result_path: str, config_text: str) -> None:

@@ -5,6 +5,7 @@ markers, or by rendering each conversation up to an assistant turn and checking 
 begins. Token ids are never compared with the padding id: in many tokenizers that is also the end-of-turn token.
 """
 
+import json
 import re
 import warnings
 from collections.abc import Mapping
@@ -64,6 +65,20 @@ def decoded_example(tokenizer: Any, example: Example) -> list[tuple[str, bool]]:
             spans.append(([], bool(loss)))
         spans[-1][0].append(int(token))
     return [(tokenizer.decode(ids, clean_up_tokenization_spaces=False), loss) for ids, loss in spans]
+
+
+def _renamed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat whose tool calls all have a name that is found again."""
+    made = []
+    for message in messages:
+        calls = [
+            {**call, "function": {**call["function"], "name": _PROBE}}
+            if "function" in call
+            else {**call, "name": _PROBE}
+            for call in message.get("tool_calls") or ()
+        ]
+        made.append({**message, "tool_calls": calls} if calls else message)
+    return made
 
 
 @dataclass(frozen=True)
@@ -154,12 +169,18 @@ class Encoder:
         return next((self.tokenizer.convert_ids_to_tokens(i) for i in ids if i in special), "")
 
     def _check_said(self, text: str, talk: Conversation) -> None:
-        """Refuse a template that leaves out what an assistant says (but for the reasoning, which many drop)."""
-        for i, message in enumerate(talk.messages[talk.first :], start=talk.first):
-            assert isinstance(message, dict)
+        """Refuse a template that leaves out what is said or called (but for the reasoning, which many drop)."""
+        assert not isinstance(talk.messages, str)
+        for i, message in enumerate(talk.messages):
             said = message["content"] if isinstance(message.get("content"), str) else ""
-            if message["role"] == "assistant" and said.rpartition(self.config.think_close)[2].strip() not in text:
+            if message["role"] == "assistant":
+                said = said.rpartition(self.config.think_close)[2] if i >= talk.first else ""
+            said = said.strip()
+            if said not in text and json.dumps(said)[1:-1] not in text:  # some write what tools return as JSON
                 raise RowError(f"the chat template leaves out what message {i} says: {said[:60]!r}")
+        calls = [len(message.get("tool_calls") or ()) for message in talk.messages]
+        if any(calls) and self._render(_renamed(talk.messages), talk.tools).count(_PROBE) < sum(calls):
+            raise RowError(f"the chat template leaves out the tool calls of message {calls.index(max(calls))}")
 
     def _spoils_reasoning(self, text: str, talk: Conversation) -> bool:
         """Say whether the template drops the reasoning of a row, or puts an empty one of its own before it."""

@@ -9,21 +9,17 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-import torch
-
-from tpu_kit.answers import answer, load_for_generation, replies
-from tpu_kit.config import TrainConfig
+from tpu_kit.config import DataConfig, TrainConfig
 from tpu_kit.encoder import ensure_chat_template
+from tpu_kit.generate import generate
+from tpu_kit.generator import Generator
 from tpu_kit.pretrained import load_tokenizer
+from tpu_kit.runtime import Runtime
+from tpu_kit.sampling import Sampling
 from tpu_kit.verifiers import verify, well_formed
 
-__all__ = [
-    "Accuracy", "Comparison", "Evaluation", "Sample", "answer", "compare", "evaluate", "load_for_generation", "mcnemar",
-    "verify", "well_formed",
-]  # fmt: skip
-
 _Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution, for intervals of 95 %
-_BATCH = 32  # rows answered at a time
+_BATCH = 32  # rows that a replica answers at a time
 _SHOWN = 3  # samples in the table
 
 
@@ -134,14 +130,15 @@ def evaluate(
     """Let the model answer held-out rows, and judge the answers.
 
     Args:
-        config: the run; `tracking.generate_tokens` bounds an answer. It runs on CUDA if the run may and it is there,
-            else on the CPU.
+        config: the run; `tracking.generate_tokens` bounds an answer. The rows are dealt over the replicas of
+            `config.launch`.
         rows: `Prepared.eval_rows`, or the first of them.
         prompts: for each row `Prepared.eval_prompts`.
         adapter_dir: folder of the trained adapter; None evaluates the base model.
 
     Raises:
-        ValueError: no rows, or what `load_for_generation` and `answer` raise.
+        ValueError: no rows, or what `generate` raises.
+        LaunchError: a replica failed.
     """
     if len(rows) != len(prompts):
         raise ValueError(f"{len(rows)} rows and {len(prompts)} prompts: there must be one prompt for each row")
@@ -149,24 +146,12 @@ def evaluate(
         raise ValueError(
             "there are no rows to evaluate on; hold some out with data.eval_rows, or give data.eval_source"
         )
-    cuda = config.launch.device_type in ("auto", "cuda") and torch.cuda.is_available()
-    tokenizer, data = load_tokenizer(config.model), config.data
-    # A prompt that is a cell of its row as it stands was rendered by no chat template: plain text, as in training.
-    plain = [prompt in row.values() for row, prompt in zip(rows, prompts, strict=True)]
-    if not all(plain):
-        ensure_chat_template(tokenizer)
-    ids = []
-    for prompt, special in zip(prompts, plain, strict=True):
-        ids.append(list(tokenizer(prompt, add_special_tokens=special)["input_ids"]))
-        if special and ids[-1][-1:] == [tokenizer.eos_token_id]:
-            ids[-1].pop()  # some tokenizers end every text, and after its end nothing would be added
-    model = load_for_generation(config.model, adapter_dir, "cuda" if cuda else "cpu")
+    ids, data = _encoded(load_tokenizer(config.model), rows, prompts), config.data
     limit = config.tracking.generate_tokens
-    given = replies(model, tokenizer, ids, limit, _BATCH, (data.think_open, data.think_close))
+    given = generate(config, ids, Sampling(limit), adapter_dir=adapter_dir, batch_size=_BATCH)
     samples = []
     for row, prompt, reply in zip(rows, prompts, given, strict=True):
-        opened = f"{data.think_open}\n" if prompt.rstrip().endswith(data.think_open) else ""
-        text = opened + reply.text
+        text = _opened(prompt, data) + reply.text
         expected = row.get("answer")
         samples.append(
             Sample(
@@ -180,11 +165,66 @@ def evaluate(
     return Evaluation(
         accuracy=Accuracy.of(sum(judged), len(judged)),
         format_adherence=sum(well_formed(sample.answer, data) for sample in samples) / len(samples),
-        mean_tokens=sum(reply.tokens for reply in given) / len(given),
-        unfinished=sum(not reply.finished for reply in given) / len(given),
+        mean_tokens=sum(len(reply.tokens) for reply in given) / len(given),
+        unfinished=sum(reply.finish_reason == "length" for reply in given) / len(given),
         max_new_tokens=limit,
         samples=tuple(samples),
     )
+
+
+def count_correct(
+    model: Any,
+    tokenizer: Any,
+    config: TrainConfig,
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Sequence[str],
+    rt: Runtime,
+) -> tuple[int, int]:
+    """Let a model that is being trained answer held-out rows; every replica takes a part of them.
+
+    Args:
+        model: the replica's, in evaluation mode.
+        tokenizer: its tokenizer.
+        config: as in `evaluate`.
+        rows: as in `evaluate`; one or more.
+        prompts: as in `evaluate`.
+        rt: the replica.
+
+    Returns:
+        Of this replica's part how many are correct, and how many have an answer to compare with.
+    """
+    ids, data, limit = _encoded(tokenizer, rows, prompts), config.data, config.tracking.generate_tokens
+    generator = Generator(
+        model, tokenizer, rt, max_prompt=max(map(len, ids)), max_new_tokens=limit,
+        batch_size=min(_BATCH, -(-len(ids) // rt.world_size)), data=data,
+    )  # fmt: skip
+    given = generator.share(ids, Sampling(limit))
+    verdicts = [verify(rows[row], _opened(prompts[row], data) + reply.text, data) for (row, _), reply in given.items()]
+    return sum(filter(None, verdicts)), sum(verdict is not None for verdict in verdicts)
+
+
+def _encoded(tokenizer: Any, rows: Sequence[Mapping[str, Any]], prompts: Sequence[str]) -> list[list[int]]:
+    """The prompts' token ids; raises ValueError where there is nothing to answer."""
+    # A prompt that is a cell of its row as it stands was rendered by no chat template: plain text, as in training.
+    plain = [prompt in row.values() for row, prompt in zip(rows, prompts, strict=True)]
+    if not all(plain):
+        ensure_chat_template(tokenizer)
+    ids = []
+    for prompt, special in zip(prompts, plain, strict=True):
+        ids.append(list(tokenizer(prompt, add_special_tokens=special)["input_ids"]))
+        if special and ids[-1][-1:] == [tokenizer.eos_token_id]:
+            ids[-1].pop()  # some tokenizers end every text, and after its end nothing would be added
+    if empty := [row for row, prompt in enumerate(ids) if not prompt]:
+        raise ValueError(
+            f"row {empty[0]}: its prompt is empty, so there is nothing to answer; rows of plain text ask nothing, for "
+            "them set tracking.generate_rows=0 and tracking.eval_generate_rows=0"
+        )
+    return ids
+
+
+def _opened(prompt: str, data: DataConfig) -> str:
+    """What belongs to an answer and stands in the prompt: the reasoning's opening tag, if the prompt ends in it."""
+    return f"{data.think_open}\n" if prompt.rstrip().endswith(data.think_open) else ""
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

@@ -5,6 +5,7 @@ Four formats are known: `cot` (question, reasoning, answer), `messages` (chats, 
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from tpu_kit.config import DataConfig
 NAMES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
     "tools": ("tools",),
+    "system": ("system", "system_prompt"),
     "prompt": ("prompt",),
     "completion": ("completion",),
     "text": ("text",),
@@ -28,15 +30,22 @@ NAMES: dict[str, tuple[str, ...]] = {
 """Role -> column names it is recognised by, compared without case; the first that is present wins."""
 
 ROLES: dict[str, tuple[str, ...]] = {
-    "cot": ("question", "context", "reasoning", "answer"),
-    "messages": ("messages", "tools"),
+    "cot": ("system", "question", "context", "reasoning", "answer"),
+    "messages": ("system", "messages", "tools"),
     "prompt_completion": ("prompt", "completion", "tools"),
     "text": ("text",),
 }
 """Format -> the roles it reads."""
 
-_OPTIONAL = {"context", "reasoning", "tools"}
-_SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"}
+_OPTIONAL = {"system", "context", "reasoning", "tools"}
+_SHAREGPT_KEYS = {"from": "role", "value": "content"}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+}
 
 
 class RowError(ValueError):
@@ -120,9 +129,9 @@ def _find(role: str, columns: Sequence[str]) -> str | None:
 
 def _guess(found: Mapping[str, str], given: Mapping[str, str]) -> str:
     for fmt in ("messages", "prompt_completion", "text"):
-        if set(ROLES[fmt]) & set(given):
+        if set(ROLES[fmt]) & set(given) - {"system"}:
             return fmt
-    if given:
+    if set(given) - {"system"}:
         return "cot"
     if "messages" in found:
         return "messages"
@@ -144,15 +153,16 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
         return Conversation(_cell(row, columns["text"]), 0)
     if layout.format == "cot":
         return _chain_of_thought(row, layout, config)
-    tools = _tools(row.get(columns["tools"])) if "tools" in columns else None
+    system = _system(row, layout, config)
+    tools = _without_none(_parsed(row.get(columns["tools"]), columns["tools"])) or None if "tools" in columns else None
     if layout.format == "messages":
-        messages = _messages(row.get(columns["messages"]), columns["messages"], 0, config)
+        messages = _messages(_parsed(row.get(columns["messages"]), columns["messages"]), columns["messages"], 0, system)
         return Conversation(messages, next(i for i, m in enumerate(messages) if m["role"] == "assistant"), tools)
     prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
     if isinstance(prompt, list) != isinstance(completion, list):
         raise RowError("prompt and completion must both be text or both be lists of messages")
     if isinstance(prompt, list) and isinstance(completion, list):
-        messages = _messages(prompt + completion, columns["completion"], len(prompt), config)
+        messages = _messages(prompt + completion, columns["completion"], len(prompt), system)
         return Conversation(messages, len(messages) - len(completion), tools)
     asked = _cell(row, columns["prompt"])
     return Conversation(asked + _cell(row, columns["completion"]), len(asked))
@@ -191,39 +201,60 @@ def _chain_of_thought(row: Mapping[str, Any], layout: Layout, config: DataConfig
     question, reasoning, answer = problem(row, layout).values()
     content = reply(reasoning, answer, config) if reasoning else answer
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
-    messages = _messages(turns, layout.columns["question"], 1, config)
+    messages = _messages(turns, layout.columns["question"], 1, _system(row, layout, config))
     return Conversation(messages, len(messages) - 1)
 
 
-def _messages(value: Any, column: str, first: int, config: DataConfig) -> list[dict[str, Any]]:
+def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str | None:
+    """Return the row's own system turn, else the one of the settings."""
+    own = row.get(layout.columns["system"]) if "system" in layout.columns else None
+    if own is not None and not isinstance(own, str):
+        raise RowError(f"column {layout.columns['system']!r} holds a {type(own).__name__}, text is needed")
+    return own or config.system_prompt
+
+
+def _messages(value: Any, column: str, first: int, system: str | None) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
         raise RowError(f"column {column!r} must be a list of messages, got {str(value)[:60]!r}")
     messages = [_without_none(message) for message in value]
-    if any("from" in message for message in messages):
-        from trl.data_utils import maybe_convert_to_chatml
-
-        messages = maybe_convert_to_chatml({"messages": messages})["messages"]
-        messages = [{**m, "role": _SHAREGPT.get(m.get("role"), m.get("role"))} for m in messages]
+    if any("from" in message for message in messages):  # ShareGPT
+        messages = [{_SHAREGPT_KEYS.get(key, key): value for key, value in message.items()} for message in messages]
+        messages = [{**m, "role": _SHAREGPT_ROLES.get(m.get("role"), m.get("role"))} for m in messages]
     for i, message in enumerate(messages):
+        name = f"message {i} of column {column!r}"
         if not isinstance(message.get("role"), str):
-            raise RowError(f"message {i} of column {column!r} has no role")
+            raise RowError(f"{name} has no role")
+        if isinstance(message.get("content"), list):
+            message["content"] = _joined(message["content"], name)
         said = message.get("content") or message.get("tool_calls") or message.get("reasoning_content")
         if i >= first and message["role"] == "assistant" and not (said.strip() if isinstance(said, str) else said):
-            raise RowError(f"message {i} of column {column!r}, the completion, is empty")
+            raise RowError(f"{name}, the completion, is empty")
+        if said is None and "content" not in message:
+            raise RowError(f"{name}, from {message['role']}, has no content")
     if not any(message["role"] == "assistant" for message in messages[first:]):
         raise RowError(f"column {column!r} has no assistant turn, so nothing to learn from")
-    if config.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
-def _tools(value: Any) -> list[Any] | None:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except json.JSONDecodeError as error:
-            raise RowError(f"column 'tools' is not valid JSON: {error}") from error
-    return _without_none(value) or None
+def _joined(parts: list[Any], name: str) -> str:
+    """Return the text of a message that is given in parts, as chats with images are."""
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RowError(f"{name} has a part of type {kind}; only text can be trained on")
+    return "".join(part["text"] for part in parts)
+
+
+def _parsed(value: Any, column: str) -> Any:
+    """Return a list that a file holds as JSON text, as all files of CSV must."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except json.JSONDecodeError as error:
+        raise RowError(f"column {column!r} is not valid JSON: {error}: {value[:60]!r}") from error
 
 
 def _without_none(value: Any) -> Any:
@@ -236,6 +267,8 @@ def _without_none(value: Any) -> Any:
 def _cell(row: Mapping[str, Any], column: str) -> str:
     """Return a cell as text; whole numbers are written without a decimal point."""
     value = row.get(column)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowError(f"column {column!r} holds {value}, which is no answer")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -17,6 +17,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tpu_kit import chips
 from tpu_kit.config import TrainConfig
 from tpu_kit.machine import Check, Machine
 
@@ -184,3 +185,21 @@ def check_wandb(at: Machine, config: TrainConfig) -> Check:
     if at.environ.get("WANDB_API_KEY") or known:
         return Check("W&B", "ok", "key in WANDB_API_KEY" if at.environ.get("WANDB_API_KEY") else f"key in {path}")
     return Check("W&B", "failure", f"online, but no key for {host}", "wandb login, or tracking.wandb=offline")
+
+
+def chip_name(device_type: str) -> str | None:
+    """The name in `chips` of what replicas here run on; None for a CPU, or a chip that is not known there."""
+    if device_type == "tpu":
+        return next(iter(Machine().tpus()), None)
+    if device_type == "cuda":
+        import torch
+
+        with contextlib.suppress(ValueError):
+            return chips.chip(torch.cuda.get_device_name()).name
+    return None
+
+
+def chips_of(device_type: str, replicas: int) -> int:
+    """Chips that so many replicas run on: v2 and v3 have two devices a chip."""
+    name = chip_name(device_type)
+    return max(1, replicas // chips.chip(name).devices_per_chip) if name else replicas

@@ -8,6 +8,7 @@
          +-- text of rank 0 (stdout, stderr), a socket of messages ----+
 
 Any end of the caller ends the launcher and all replicas. One CPU replica runs inline: there is no device to keep free.
+What ends a launch early, and how a training loop then saves first, is in preemption.py.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tpu_kit import runtime
+from tpu_kit import preemption, runtime
 from tpu_kit.config import TrainConfig
 from tpu_kit.host import check_memory
 from tpu_kit.machine import Machine, check_holder, check_process
+from tpu_kit.preemption import Board, Notices
 from tpu_kit.runtime import Backend, Runtime
 from tpu_kit.supervisor import LaunchError, Supervisor
 
@@ -46,25 +48,36 @@ def launch(fn: Callable[[TrainConfig], T], config: TrainConfig) -> T:
     Raises:
         ValueError: what was asked for cannot be had: the device, its memory, or `fn` itself.
         LaunchError: a replica failed; the message has the rank and the traceback.
-        KeyboardInterrupt: after all replicas have ended.
+        KeyboardInterrupt, SystemExit: a signal, once all replicas have ended. A function that heeds notices
+            (`preemption.Agreement`) returns its result at the first signal, and is ended at the second.
     """
     backend = runtime.detect(config.launch)
     print(f"tpu_kit: {backend}", file=sys.stderr, flush=True)
     if backend.device_type == "cpu" and backend.num_replicas == 1:
-        return _inline(fn, config)
+        with Notices(_budget(config)) as notices:
+            return _inline(fn, config, notices.board)
     payload = _payload(fn, config)
     _check_host(backend, config)
-    return Supervisor(backend, config.launch.hang_timeout).run(payload)
+    with Notices(_budget(config)) as notices:
+        return Supervisor(backend, config.launch.hang_timeout).run(payload, notices)
 
 
-def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig) -> T:
+def _budget(config: TrainConfig) -> float | None:
+    minutes = config.checkpoint.budget_minutes
+    return None if minutes is None else minutes * 60
+
+
+def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, board: Board) -> T:
     import torch
 
+    board.hide()
+    preemption.join(board)
     runtime.enter(Runtime("cpu", 0, 1, torch.device("cpu")))
     try:
         return fn(config)
     finally:
         runtime.enter(None)
+        preemption.join(None)
 
 
 def _payload(fn: Callable[..., Any], config: TrainConfig) -> bytes:

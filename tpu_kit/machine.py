@@ -27,7 +27,7 @@ Status = Literal["ok", "warning", "failure", "skipped"]
 PINS = {"torch": "2.9.0", "torch_xla": "2.9.0", "libtpu": "0.0.21", "jax": "0.7.1", "jaxlib": "0.7.1"}
 BESIDE = {"torchvision": "0.24.0", "torchaudio": "2.9.0"}  # not needed; notebook images bring them, for their torch
 INSTALL = 'pip install "torch==2.9.0" "torch_xla[tpu,pallas]==2.9.0"'
-TPU_PYTHONS = ((3, 11), (3, 12))  # libtpu has wheels for 3.10 to 3.12; transformers 5 and trl need 3.11
+TPU_PYTHONS = ((3, 11), (3, 12))  # libtpu has wheels for 3.10 to 3.12; transformers 5 needs 3.11
 
 # As in torch_xla._internal.tpu and tpu-info: v2 and v3 share a device id and differ in the subsystem's.
 _GOOGLE = "0x1ae0"

@@ -1,25 +1,29 @@
-"""What a checkpoint is on disk, how it is read and checked, and the command that lists a folder of them.
+"""What a checkpoint is, how it is read and checked, and the command that lists those of a run.
 
-Its manifest.json holds a format number, the step, the time, metrics, and the size and SHA-256 of every other file. It
-is written last: a folder without a valid one is no checkpoint. Tensors are in safetensors, all else in JSON (Python's,
-with NaN and Infinity): nothing is unpickled.
+Its manifest holds a format number, the step, the time, metrics, and the size and SHA-256 of every file. It is written
+last: what has no valid one is no checkpoint. Tensors are in safetensors, all else in JSON (Python's, with NaN and
+Infinity) or plain text: nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from tpu_kit.config import ConfigError
+from tpu_kit.storage import is_url, join
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -36,7 +40,7 @@ class Checkpoint:
 
     Attributes:
         step: updates done.
-        path: its folder; with an adapter in it, stock PEFT loads it as it lies.
+        path: where it is, as told to users: its folder, or its URL.
         created: seconds since the epoch, by the writer's clock; the order is by step.
         metrics: what was given to `Checkpoints.save`.
         best: whether it was the best of its run when it was saved.
@@ -44,7 +48,7 @@ class Checkpoint:
     """
 
     step: int
-    path: Path
+    path: Path | str
     created: float
     metrics: dict[str, float]
     best: bool
@@ -55,6 +59,11 @@ class Checkpoint:
         """Bytes of all its files, the manifest left out."""
         return sum(size for size, _ in self.files.values())
 
+    @property
+    def handle(self) -> Path | str:
+        """What `Rejected` calls it."""
+        return self.path
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The CPU tensors of `<name>.safetensors`; raises DamagedError, and ValueError if there is no such file."""
         # load_file maps the file: copied, the tensors outlive a checkpoint that retention deletes.
@@ -64,6 +73,15 @@ class Checkpoint:
         """The content of `<name>.json`; raises DamagedError, and ValueError if there is no such file."""
         return json.loads(self._checked(f"{name}.json").read_text())
 
+    def text(self, name: str) -> str:
+        """The content of the text file `name`; raises DamagedError, and ValueError if there is no such file."""
+        return self._checked(name).read_bytes().decode()
+
+    def folder(self) -> Path:
+        """A folder of this machine with all its files, checked: stock PEFT loads an adapter from there."""
+        self.verify()
+        return Path(self.path)
+
     def verify(self) -> None:
         """Reads all files; raises DamagedError at the first that is not what was written."""
         for name in self.files:
@@ -72,17 +90,17 @@ class Checkpoint:
     def verify_sizes(self) -> None:
         """Looks at all files without reading them; raises DamagedError at the first that is missing, short or long."""
         for name, (size, _) in self.files.items():
-            path = self.path / name
+            path = Path(self.path, name)
             if not path.exists():
                 raise DamagedError(f"{path} is missing")
-            if path.stat().st_size != size:
-                raise DamagedError(f"{path} has {path.stat().st_size:,} bytes, and had {size:,} when it was written")
+            check_size(path, path.stat().st_size, size)
 
     def _checked(self, name: str) -> Path:
+        """A file of this machine with the content that was written."""
         if name not in self.files:
             raise ValueError(f"{self.path} holds no {name}; it holds {', '.join(sorted(self.files))}")
         self.verify_sizes()
-        path = self.path / name
+        path = Path(self.path, name)
         if digest(path) != self.files[name][1]:
             raise DamagedError(f"{path} is not what was written: its SHA-256 is another")
         return path
@@ -90,17 +108,17 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A folder that should be a checkpoint and is none, and why."""
+    """What should be a checkpoint and is none, and why."""
 
-    path: Path
+    path: Path | str
     reason: str
 
 
-def scan(folder: Path, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
-    """Looks at the checkpoints of a folder and changes nothing: it takes no lock and may run beside the writer.
+def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
+    """Looks at the checkpoints of a run and changes nothing: it takes no lock and may run beside the writer.
 
     Args:
-        folder: `<output_dir>/checkpoints`; may be missing.
+        place: `<output_dir>/checkpoints`, a folder or a URL; may be missing.
         verify: whether to read all files, too, instead of their sizes alone.
 
     Returns:
@@ -108,9 +126,14 @@ def scan(folder: Path, *, verify: bool = False) -> tuple[list[Checkpoint], list[
 
     Raises:
         ValueError: one has a format of a newer tpu_kit.
+        OSError: an object store cannot be read.
     """
+    if is_url(place):
+        from tpu_kit.bucket_store import scan_bucket  # it imports this module
+
+        return scan_bucket(str(place), verify=verify)
     found: dict[int, Checkpoint] = {}
-    rejected = []
+    rejected, folder = [], Path(place)
     # Hidden names come first, so that a step's new checkpoint hides the old one that it is about to replace.
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if not path.is_dir() or path.suffix in (PART, CORRUPT):
@@ -130,26 +153,52 @@ def scan(folder: Path, *, verify: bool = False) -> tuple[list[Checkpoint], list[
 
 def _read(path: Path) -> Checkpoint:
     """The checkpoint of a folder, by its manifest and the sizes of its files."""
-    file = path / MANIFEST
     try:
-        manifest = json.loads(file.read_text())
-        sealed = manifest.pop("sha256") == _seal(manifest)
+        text = (path / MANIFEST).read_bytes()
     except FileNotFoundError as error:
-        raise DamagedError(f"{file} is missing") from error
+        raise DamagedError(f"{path / MANIFEST} is missing") from error
+    checkpoint = Checkpoint(path=path, **fields_of(unseal(text, path / MANIFEST, path)))
+    checkpoint.verify_sizes()
+    return checkpoint
+
+
+def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
+    """The content of a manifest.
+
+    Args:
+        text: what `seal` has made.
+        file: where it was read.
+        place: the checkpoint.
+
+    Raises:
+        DamagedError: it is not what was written.
+        ValueError: a newer tpu_kit has written it.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads(text)
+        sealed = manifest.pop("sha256") == _seal(manifest)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"{file} is no manifest") from error
     if not sealed:
         raise DamagedError(f"{file} is not what was written: its SHA-256 is another")
     if manifest["format"] != FORMAT:
         raise ValueError(
-            f"{path} has format {manifest['format']}, and this tpu_kit reads {FORMAT}: use the tpu_kit that wrote it, "
+            f"{place} has format {manifest['format']}, and this tpu_kit reads {FORMAT}: use the tpu_kit that wrote it, "
             "or set another output_dir"
         )
+    return manifest
+
+
+def fields_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `Checkpoint` takes from its manifest."""
     files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-    about = {name: manifest[name] for name in ("step", "created", "metrics", "best")}
-    checkpoint = Checkpoint(path=path, files=files, **about)
-    checkpoint.verify_sizes()
-    return checkpoint
+    return {"files": files} | {name: manifest[name] for name in ("step", "created", "metrics", "best")}
+
+
+def check_size(path: Path | str, now: int, then: int) -> None:
+    """Raises DamagedError if a file's size is not what it was."""
+    if now != then:
+        raise DamagedError(f"{path} has {now:,} bytes, and had {then:,} when it was written")
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
@@ -167,33 +216,51 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def error_number(error: Exception) -> int:
+    """The errno of an error of the system; safetensors writes in Rust and has it in its text alone."""
+    number = re.search(r"os error (\d+)", str(error)) if isinstance(error, SafetensorError) else None
+    return int(number[1]) if number else getattr(error, "errno", None) or errno.EIO
+
+
 def main(argv: Sequence[str]) -> int:
     """Lists the checkpoints of a run: `DIR [--verify] [--json]`, where DIR is output_dir or its checkpoints folder.
 
     Returns:
-        0, or 1 if one is damaged or of another format.
+        0, or 1 if one is damaged or of another format, or the object store cannot be read.
 
     Raises:
         ConfigError: bad arguments.
     """
-    folders = [argument for argument in argv if argument not in ("--json", "--verify")]
-    if len(folders) != 1 or folders[0].startswith("-"):
-        raise ConfigError([f"{' '.join(folders) or 'no folder'}: checkpoints takes one folder, --verify and --json"])
-    folder = Path(folders[0])
-    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    if not folder.is_dir():
-        raise ConfigError([f"{folder}: no such folder"])
+    places = [argument for argument in argv if argument not in ("--json", "--verify")]
+    if len(places) != 1 or places[0].startswith("-"):
+        raise ConfigError([f"{' '.join(places) or 'no folder'}: checkpoints takes one folder, --verify and --json"])
+    place: Path | str = places[0] if is_url(places[0]) else Path(places[0])
+    if isinstance(place, Path):
+        place = place / "checkpoints" if (place / "checkpoints").is_dir() else place
+        if not place.is_dir():
+            raise ConfigError([f"{place}: no such folder"])
     verify = "--verify" in argv
     try:
-        good, damaged = scan(folder, verify=verify)
-    except ValueError as error:
+        good, damaged = scan(place, verify=verify)
+        if isinstance(place, str) and not good and not damaged:
+            place = join(place, "checkpoints")
+            good, damaged = scan(place, verify=verify)
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     ages = {found.step: time.time() - found.created for found in good}
     if "--json" in argv:
-        extra = [{"path": str(found.path), "bytes": found.size, "age_seconds": ages[found.step]} for found in good]
+        names = ("step", "created", "metrics", "best", "files")
         listed = {
-            "complete": [{**asdict(found), **more} for found, more in zip(good, extra, strict=True)],
+            "complete": [
+                {
+                    **{name: getattr(found, name) for name in names},
+                    "path": str(found.path),
+                    "bytes": found.size,
+                    "age_seconds": ages[found.step],
+                }
+                for found in good
+            ],
             "damaged": [{"path": str(found.path), "reason": found.reason} for found in damaged],
         }
         print(json.dumps(listed, indent=1))
@@ -206,7 +273,7 @@ def main(argv: Sequence[str]) -> int:
     for rejected in damaged:
         print(f"damaged: {rejected.reason}")
     if not good and not damaged:
-        print(f"no checkpoints in {folder}")
+        print(f"no checkpoints in {place}")
     return int(bool(damaged))
 
 

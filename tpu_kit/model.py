@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _XLA = ("tpu", "xla-cpu")
-_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3")
+_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "mistral", "phi", "phi3")
 """model_type of the families whose output head the tests compare with transformers' own logits."""
 
 
@@ -91,6 +91,11 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
     attention.register()
     model.set_attn_implementation(attention.SDPA)
     adapted: torch.nn.Module = model.requires_grad_(True)
+    if not lora.r and (beside := _beside_the_text(model)):
+        raise ValueError(
+            f"lora.r=0 trains all weights, and {type(model).__name__} has some that text does not reach, as "
+            f"{beside[0]}: train adapters (lora.r=16), which are put on its language model alone"
+        )
     if lora.r:
         from peft import LoraConfig as PeftLoraConfig
         from peft import get_peft_model
@@ -100,6 +105,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules=_targets(model, lora.targets),
+            exclude_modules=_beside_the_text(model) or None,
             use_rslora=lora.rslora,
             use_dora=lora.dora,
             init_lora_weights=True if lora.init == "default" else lora.init,
@@ -108,8 +114,19 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             adapted = get_peft_model(model, settings, autocast_adapter_dtype=True)
+        if lora.init in ("olora", "pissa"):
+            # These take what the adapters start with out of the base weights. `adapter` needs it to save for the base
+            # model as it is.
+            start = {name: value.detach().clone() for name, value in trainable_parameters(adapted).items()}
+            adapted._tpu_kit_start = start  # type: ignore[assignment]
     adapted._tpu_kit_compute_dtype = _DTYPES[base_dtype]  # type: ignore[assignment]
     return adapted
+
+
+def _beside_the_text(model: PreTrainedModel) -> list[str]:
+    """The linear layers that are no part of the language model: those for images, for instance."""
+    text = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part not in text]
 
 
 def _targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:

@@ -15,10 +15,12 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config import ConfigError, TrainConfig, load_config
+from tpu_kit.persistence import find_place
 from tpu_kit.tracking import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
@@ -88,7 +90,9 @@ def config(namespace: Mapping[str, Any], path: str | Path | None = None, also: C
             that do not fit.
     """
     given = {name: value for name, value in parameters(namespace).items() if name not in also}
-    return load_config(path, parameters=given)
+    found = load_config(path, parameters=given)
+    # Here, so that the notebook looks for the run's files where `train` will put them.
+    return replace(found, output_dir=find_place(found).output_dir, sources=found.sources)
 
 
 def secrets(*names: str) -> dict[str, str]:

@@ -192,14 +192,10 @@ class Batch:
     Attributes:
         tensors: see `PackedDataset.tensors`.
         row_ids: for each row, the rows of the data set it holds; stays on the host, to trace a bad loss to its rows.
-        update: number of the update within the epoch.
-        micro_step: number of the pass within the update.
     """
 
     tensors: dict[str, torch.Tensor]
     row_ids: list[list[int]]
-    update: int
-    micro_step: int
 
 
 def permutation(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -232,53 +228,13 @@ def updates_per_epoch(
     return (rows - first_row) // global_batch
 
 
-def batches(
-    dataset: PackedDataset,
-    rank: int,
-    world_size: int,
-    batch_size: int,
-    gradient_accumulation: int,
-    seed: int,
-    epoch: int,
-    start: int = 0,
-    *,
-    shuffle: bool = True,
-    first_row: int = 0,
-) -> Iterator[Batch]:
-    """Yield the batches of one replica in one epoch, `gradient_accumulation` of them for each update.
-
-    Args:
-        dataset: the packed rows, the same on all replicas.
-        rank: this replica, 0 to world_size - 1.
-        world_size: number of replicas.
-        batch_size: rows of a batch.
-        gradient_accumulation: batches of an update.
-        seed: of the order.
-        epoch: each has its own order.
-        start: updates to pass over, when a run goes on.
-        shuffle: False keeps the order in which the rows were packed.
-        first_row: rows of the order used up before, by updates of another size (a global batch that grows).
-
-    Raises:
-        ValueError: the data set is smaller than one global batch.
-    """
-    updates = updates_per_epoch(len(dataset), batch_size, gradient_accumulation, world_size, first_row)
-    order = permutation(len(dataset), seed, epoch, shuffle)[first_row:]
-    shape = (updates, gradient_accumulation, world_size, batch_size)
-    dealt = order[: updates * gradient_accumulation * world_size * batch_size].reshape(shape)
-    for update in range(start, updates):
-        for micro_step in range(gradient_accumulation):
-            rows = dealt[update, micro_step, rank]
-            yield Batch(dataset.tensors(rows), [dataset.source_rows(row) for row in rows], update, micro_step)
-
-
 def eval_batches(dataset: PackedDataset, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
     """Yield every row once over all replicas, the same number of batches on each; empty rows fill up the last."""
     count = -(-len(dataset) // (batch_size * world_size))
     rows = np.full(count * world_size * batch_size, -1)
     rows[: len(dataset)] = np.arange(len(dataset))
-    for i, mine in enumerate(rows.reshape(count, world_size, batch_size)[:, rank]):
-        yield Batch(dataset.tensors(mine), [dataset.source_rows(row) if row >= 0 else [] for row in mine], i, 0)
+    for mine in rows.reshape(count, world_size, batch_size)[:, rank]:
+        yield Batch(dataset.tensors(mine), [dataset.source_rows(row) if row >= 0 else [] for row in mine])
 
 
 def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[T]:

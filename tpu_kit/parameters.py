@@ -1,9 +1,9 @@
-"""Every parameter of a run: its type, default, bounds and meaning, and which of them contradict each other.
+"""Every parameter of a run: its type, default, bounds and meaning.
 
 config.py sets them from YAML, the command line and notebooks, and is where other modules import these names from.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from tpu_kit.fields import ConfigError, Knob, escape_interpolation, knob, knobs_of, near_multiples, nest, show
+from tpu_kit.contradictions import contradictions
+from tpu_kit.fields import ConfigError, Knob, escape_interpolation, knob, knobs_of, nest, show
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class ModelConfig:
     base_dtype: Literal["bf16", "fp32"] = knob(
         "bf16", "Type of matrix products, and of the base weights while they are frozen."
     )
-    attention: Literal["auto", "flash", "sdpa"] = knob("auto", "auto is the flash kernel on TPU and sdpa elsewhere.")
+    attention: Literal["auto", "splash", "flash", "sdpa"] = knob(
+        "auto", "auto is the splash kernel on TPU and sdpa elsewhere."
+    )
     trust_remote_code: bool = knob(False, "Run code that the model's repository brings.")
 
 
@@ -84,6 +87,9 @@ class OptimConfig:
     gradient_accumulation: int = knob(
         1, "Passes per update; leave it at 1 when global_batch_size is given.", at_least=1
     )
+    optimizer: Literal["adamw", "adamw8bit", "adafactor"] = knob(
+        "adamw", "adamw8bit keeps AdamW's moments in 8 bits; adafactor keeps hardly any. All three run on XLA."
+    )
     learning_rate: float = knob(2e-4, "The peak, after warm-up.", above=0)
     min_learning_rate_ratio: float = knob(
         0.0, "Where the schedule ends, as a share of the peak.", at_least=0, at_most=1
@@ -102,9 +108,21 @@ class OptimConfig:
         0.0, "Keep an average of the trained weights with this decay; 0 = off.", at_least=0, below=1
     )
     remat: Literal["none", "full"] = knob("full", "full computes each layer again in the backward pass to save memory.")
+    scan_layers: Literal["auto", "on", "off"] = knob(
+        "auto", "Run the decoder's layers as a loop over stacked weights; auto does so on TPU. Needs remat=full."
+    )
+    mlp_tile: int | None = knob(
+        2048, "Tokens that go through an MLP at a time where layers are scanned; null = all.", at_least=1
+    )
     loss_chunk: int = knob(512, "Tokens per chunk of the loss: the logits of one chunk exist at a time.", at_least=1)
     label_smoothing: float = knob(0.0, "Share of the target spread over all tokens.", at_least=0, below=1)
-    on_nan: Literal["skip", "stop"] = knob("skip", "What to do with an update whose gradients are not finite.")
+    on_nan: Literal["skip", "stop"] = knob(
+        "skip", "What to do with an update whose loss or gradients are not finite, or whose loss explodes."
+    )
+    max_loss_rise: float | None = knob(
+        5.0, "An update's loss explodes if it is so much above that of the last ones, in nats per token; null = never.",
+        above=0,
+    )  # fmt: skip
     eval_steps: int | None = knob(None, "Updates between evaluations; null = at the end only.", at_least=1)
     early_stop_patience: int | None = knob(
         None, "Stop after this many evaluations without a better loss; null = never.", at_least=1
@@ -124,7 +142,15 @@ class CheckpointConfig:
     """When to save, and whether to go on from what was saved."""
 
     save_steps: int = knob(100, "Updates between checkpoints.", at_least=1)
-    keep: int = knob(2, "Complete checkpoints that stay on disk.", at_least=1)
+    save_minutes: float | None = knob(None, "Minutes after which one is written in any case; null = never.", above=0)
+    keep: int = knob(2, "Complete checkpoints that stay: the newest ones, and beside them the best.", at_least=1)
+    keep_every: int | None = knob(
+        None, "Those whose step is a multiple of this stay for good; null = none of them.", at_least=1
+    )
+    budget_minutes: float | None = knob(
+        None, "Minutes from the start of a launch after which it saves and ends, to be gone on with; null = no limit.",
+        above=0,
+    )  # fmt: skip
     resume: Literal["auto", "never", "must"] = knob(
         "auto", "auto goes on from the newest complete checkpoint if there is one; must fails if there is none."
     )
@@ -138,6 +164,7 @@ class LaunchConfig:
         "auto", "auto takes the TPU if there is one; xla-cpu rehearses the TPU's path on the CPU."
     )
     num_replicas: int | None = knob(None, "Replicas of the model; null = all devices.", at_least=1)
+    torch_compile: bool = knob(True, "Compile the model's layers with torch.compile, on CUDA.")
     hang_timeout: float = knob(600.0, "Seconds without any sign of life before the launch is ended.", above=0)
 
 
@@ -152,6 +179,10 @@ class TrackingConfig:
     generate_rows: int = knob(
         0, "Held-out rows answered by generation before and after training; 0 = none.", at_least=0
     )
+    eval_generate_rows: int = knob(
+        0, "Held-out rows answered at each evaluation, for its accuracy; 0 = none. Needs layers that are not scanned.",
+        at_least=0,
+    )  # fmt: skip
     generate_tokens: int = knob(256, "The most tokens of such an answer.", at_least=1)
 
 
@@ -170,7 +201,9 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    output_dir: str | None = knob(None, "Folder for everything that the run writes; null = runs/<run_name>.")
+    output_dir: str | None = knob(
+        None, "Folder, or gs:// address, for all that the run writes; null = Drive on Colab, or runs/<run_name>."
+    )
     run_name: str = knob("default", "The run's name.")
     # Dotted name -> where its value came from, for those that are not defaults. Neither compared nor written.
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -191,7 +224,7 @@ class TrainConfig:
                 values[name] = parameter.default  # so that the others can be checked against each other
         for name, value in nest(values).items():
             object.__setattr__(self, name, SECTIONS[name](**value) if name in SECTIONS else value)
-        for names, text in _contradictions(self):
+        for names, text in contradictions(self):
             first, *others = names.split()
             if refused.isdisjoint([first, *others]):
                 problems.append(f"{first}: {show(self[first])} {text}")
@@ -209,8 +242,20 @@ class TrainConfig:
 
     @property
     def output_path(self) -> Path:
-        """The folder that the run writes to; not created here."""
-        return Path(self.output_dir) if self.output_dir else Path("runs") / self.run_name
+        """The local folder that the run writes to; not created here. With gs://, what it works with until it ends."""
+        if self.output_dir and not self.remote:
+            return Path(self.output_dir)
+        return Path("runs") / self.run_name
+
+    @property
+    def remote(self) -> str | None:
+        """The address in an object store that the run's results go to; None where it writes to a folder."""
+        return self.output_dir.rstrip("/") if self.output_dir and "://" in self.output_dir else None
+
+    @property
+    def checkpoints_place(self) -> Path | str:
+        """Where its checkpoints are: a folder, or an address in an object store."""
+        return f"{self.remote}/checkpoints" if self.remote else self.output_path / "checkpoints"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested values, such as JSON has; `from_dict` takes them back."""
@@ -243,102 +288,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value
-
-
-def _contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """What the parameters cannot be, taken together: the names involved, and what is wrong with the first of them."""
-    model, lora, data, optim = config.model, config.lora, config.data, config.optim
-
-    if config.run_name in (".", "..") or set(config.run_name) & set('/\\:*?"<>|'):
-        yield "run_name", "cannot name a folder; use letters, digits, dots and dashes"
-    if config.output_dir is not None and "://" in config.output_dir:
-        yield (
-            "output_dir",
-            "is no local folder, and runs write to no other place so far; give one and copy it after",
-        )
-
-    if model.name == "embedded":
-        for leaf in ("revision", "gguf_file"):
-            if getattr(model, leaf) is not None:
-                yield f"model.{leaf} model.name", "says nothing of the embedded model; remove it or set model.name"
-    if lora.r == 0:
-        for leaf in ("dropout", "targets", "rslora", "dora", "init"):
-            if getattr(lora, leaf) != getattr(LoraConfig(), leaf):
-                yield f"lora.{leaf} lora.r", "needs adapters, and lora.r=0 has none; remove it or set lora.r=16"
-    if data.think_open == data.think_close:
-        yield "data.think_close data.think_open", "is data.think_open too; the two must differ"
-    if model.attention == "flash" and data.max_length % 128:
-        near = near_multiples(data.max_length, 128)
-        yield "data.max_length model.attention", f"is no multiple of 128, as model.attention=flash needs; use {near}"
-    yield from _evaluation_contradictions(config)
-    yield from _schedule_contradictions(optim)
-    yield from _batch_contradictions(optim)
-
-
-def _evaluation_contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    data, optim = config.data, config.optim
-    held_out = data.eval_source is None and data.eval_split is None
-    rows = "data.eval_rows data.eval_source data.eval_split"
-    if data.eval_source is None and data.eval_split == data.split:
-        yield "data.eval_split data.split", "is what is trained on; name another split, or null to hold out eval_rows"
-    for name in ("optim.eval_steps", "optim.early_stop_patience", "tracking.generate_rows"):
-        if held_out and data.eval_rows == 0 and config[name]:
-            advice = "set data.eval_rows=64, data.eval_source or data.eval_split"
-            yield f"{name} {rows}", f"needs rows to evaluate on, but data.eval_rows=0; {advice}"
-    if held_out and 0 < data.eval_rows < config.tracking.generate_rows:
-        advice = "lower it or raise data.eval_rows"
-        yield f"tracking.generate_rows {rows}", f"is more than the data.eval_rows={data.eval_rows} held out; {advice}"
-    if optim.early_stop_patience is not None and optim.eval_steps is None:
-        advice = "but optim.eval_steps is null; set optim.eval_steps"
-        yield "optim.early_stop_patience optim.eval_steps", f"counts evaluations during training, {advice}"
-
-
-def _schedule_contradictions(optim: OptimConfig) -> Iterator[tuple[str, str]]:
-    if optim.max_steps is None and optim.epochs is None:
-        yield (
-            "optim.max_steps optim.epochs",
-            "and optim.epochs is null too, so that training would never end; set one of them",
-        )
-    if optim.warmup_steps and optim.warmup_ratio:
-        yield (
-            "optim.warmup_steps optim.warmup_ratio",
-            f"and optim.warmup_ratio={optim.warmup_ratio:g} both set the warm-up; set one of them to 0",
-        )
-    if optim.max_steps is not None and optim.warmup_steps > optim.max_steps:
-        yield (
-            "optim.warmup_steps optim.max_steps",
-            f"is more than optim.max_steps={optim.max_steps}; lower it or raise optim.max_steps",
-        )
-    if optim.schedule == "constant" and optim.min_learning_rate_ratio:
-        yield (
-            "optim.min_learning_rate_ratio optim.schedule",
-            "is the end of a decay, but optim.schedule=constant has none; set it to 0 or optim.schedule=cosine",
-        )
-
-
-def _batch_contradictions(optim: OptimConfig) -> Iterator[tuple[str, str]]:
-    rows, whole, passes = optim.batch_size, optim.global_batch_size, optim.gradient_accumulation
-    if whole is not None and isinstance(rows, int) and whole % (rows * passes):
-        # Wrong for any number of replicas; what divides for the number there is, batch_arithmetic says.
-        factors = f"optim.batch_size={rows} x optim.gradient_accumulation={passes}"
-        yield (
-            "optim.global_batch_size optim.batch_size optim.gradient_accumulation",
-            f"is no multiple of {factors}; use {near_multiples(whole, rows * passes)}",
-        )
-    if optim.batch_growth_factor == 1:
-        for leaf in ("batch_growth_steps", "batch_growth_max", "batch_growth_lr"):
-            if getattr(optim, leaf) not in (None, "none"):
-                yield (
-                    f"optim.{leaf} optim.batch_growth_factor",
-                    "has no effect with optim.batch_growth_factor=1; remove it or set optim.batch_growth_factor=2",
-                )
-    elif optim.batch_growth_steps is None:
-        yield (
-            "optim.batch_growth_steps optim.batch_growth_factor",
-            f"but optim.batch_growth_factor={optim.batch_growth_factor:g} needs the updates between growths; set it",
-        )
-    if optim.batch_growth_max is not None and whole is not None and optim.batch_growth_max < whole:
-        yield (
-            "optim.batch_growth_max optim.global_batch_size",
-            f"is less than the optim.global_batch_size={whole} that training starts with; raise it",
-        )

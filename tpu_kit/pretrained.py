@@ -17,18 +17,26 @@ if TYPE_CHECKING:
     from tpu_kit.config import ModelConfig
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> PreTrainedTokenizerBase:
     """Loads the tokenizer that belongs to the model; a missing pad token becomes the end-of-text token.
 
     Padding carries segment 0 and no label, so which id fills it does not matter.
+
+    Args:
+        config: the model.
+        adapter: what training wrote: with a tokenizer in it, that is taken, and with it the chat template of the
+            training.
 
     Raises:
         ValueError: if the folder or hub repository cannot be read, or holds no tokenizer.
     """
     from transformers import AutoTokenizer
 
-    name = _locate(config)
-    options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    own = adapter is not None and Path(adapter, "tokenizer_config.json").is_file()
+    name = str(adapter) if own else locate(config)
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if not own:
+        options["revision"] = config.revision
     if config.gguf_file and not (Path(name) / "tokenizer_config.json").is_file():
         options["gguf_file"] = config.gguf_file
     try:
@@ -36,10 +44,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, TypeError, KeyError) as error:
         if Path(name).is_dir():
             raise ValueError(
-                f"model.name={config.name}: the folder has no tokenizer that transformers reads ({_brief(error)}). "
+                f"model.name={config.name}: the folder has no tokenizer that transformers reads ({brief(error)}). "
                 "Copy the tokenizer's files of the original model into it (tokenizer.json, tokenizer_config.json)"
             ) from error
-        raise ValueError(_unreachable(config, error)) from error
+        raise ValueError(unreachable(config, error)) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -53,7 +61,7 @@ def load_base(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM
 
-    name = _locate(config)
+    name = locate(config)
     options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -65,7 +73,7 @@ def load_base(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
             **options,
         )
     except ImportError as error:
-        raise ValueError(f"model.name={config.name}: {_brief(error)}") from error
+        raise ValueError(f"model.name={config.name}: {brief(error)}") from error
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -73,8 +81,8 @@ def load_base(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
                 "it, set model.trust_remote_code=true"
             ) from error
         if Path(name).is_dir():
-            raise ValueError(f"model.name={config.name}: transformers cannot load it: {_brief(error)}") from error
-        raise ValueError(_unreachable(config, error)) from error
+            raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
+        raise ValueError(unreachable(config, error)) from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
@@ -89,7 +97,8 @@ def load_base(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _locate(config: ModelConfig) -> str:
+def locate(config: ModelConfig) -> str:
+    """The folder of a model, or its hub id; raises ValueError if it is a folder without one."""
     if config.name == "embedded":
         from tpu_kit import embedded
 
@@ -106,7 +115,8 @@ def _locate(config: ModelConfig) -> str:
     return config.name
 
 
-def _unreachable(config: ModelConfig, error: Exception) -> str:
+def unreachable(config: ModelConfig, error: Exception) -> str:
+    """What to tell the user of a model that is no folder and that the hub did not give."""
     kind = type(error.__cause__ or error).__name__
     if "Gated" in kind or "gated repo" in str(error):
         action = "its owner grants access by request: ask on its page, then run `hf auth login`"
@@ -116,9 +126,10 @@ def _unreachable(config: ModelConfig, error: Exception) -> str:
             "or use model.name=embedded, which needs no network"
         )
     return (
-        f"model.name={config.name}: it is no folder here and cannot be fetched from the hub ({_brief(error)}): {action}"
+        f"model.name={config.name}: it is no folder here and cannot be fetched from the hub ({brief(error)}): {action}"
     )
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
+    """The first line of an error's text."""
     return str(error).strip().split("\n")[0][:300]

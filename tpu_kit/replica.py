@@ -2,7 +2,7 @@
 
 Each sends the calling process (supervisor.py) messages `(rank, kind, value)`: started (its process id), done (of rank
 0: the pickled result), error (the traceback), refused (the text of an error in what the user gave); and the launcher:
-ended (process id and status of a replica that died).
+ended (process id and status of a replica that died). Notices come the other way, on a board (preemption.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client
 from typing import Any
 
-from tpu_kit import runtime
+from tpu_kit import preemption, runtime
+from tpu_kit.preemption import Board
 from tpu_kit.runtime import Backend, Runtime
 
 LAUNCHER = -1  # the launcher's number among the ranks
@@ -87,7 +88,7 @@ def _is_for_the_user(error: BaseException) -> bool:
     return isinstance(error, ValueError) and raised_in.startswith("tpu_kit.")
 
 
-def _xla_replica(_index: int, address: str, key: bytes, payload: bytes, backend: Backend) -> None:
+def _xla_replica(_index: int, address: str, key: bytes, board: str, payload: bytes, backend: Backend) -> None:
     """One TPU device's process (or thread of it), or one thread of the rehearsal."""
     import torch_xla
     import torch_xla.runtime as xr
@@ -101,15 +102,19 @@ def _xla_replica(_index: int, address: str, key: bytes, payload: bytes, backend:
 
     if backend.device_type == "tpu":
         _prepare()
+        preemption.join(Board(board))
         _quiet(threads=xr.process_index() == 0)
     _replica(rank, make, address, key, payload)
     # All replicas take the same steps: one that still waits for this one would wait for ever.
     rehearsal.end(f"rank {rank} has returned, and will not come to another step")
 
 
-def _torch_replica(rank: int, address: str, key: bytes, payload: bytes, backend: Backend, port: int) -> None:
+def _torch_replica(
+    rank: int, address: str, key: bytes, board: str, payload: bytes, backend: Backend, port: int
+) -> None:
     """One GPU's process, or one of several CPU processes."""
     _prepare()
+    preemption.join(Board(board))
     import torch
     import torch.distributed as dist
 
@@ -192,9 +197,9 @@ def _die_with_caller() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _watch(reporter: _Reporter) -> None:
+def _watch(reporter: _Reporter, board: Board) -> None:
     # Who is asked to end decides how: its replicas, which are asked too. (SIG_IGN would be inherited by them.)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGTERM, board.ask)
     threading.Thread(target=_watch_children, args=(reporter,), daemon=True).start()
 
 
@@ -216,23 +221,26 @@ def _watch_children(reporter: _Reporter) -> None:
 def main() -> None:
     """The launcher: starts the replicas and stays until they end."""
     _prepare()
-    address, key, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
+    address, key, path, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_caller, daemon=True).start()
     reporter = _Reporter(LAUNCHER, address, key)
-    arguments = (address, key, payload, backend)
+    board = Board(path)
+    preemption.join(board)
+    arguments = (address, key, path, payload, backend)
     try:
         if backend.device_type == "xla-cpu":
+            preemption.catch_sigterm()
             _rehearse(arguments, backend.num_replicas, hang_timeout)
         elif backend.device_type == "tpu":
             import torch_xla.distributed.xla_multiprocessing as xmp
 
-            _watch(reporter)
+            _watch(reporter, board)
             xmp.spawn(_xla_replica, args=arguments, nprocs=backend.num_replicas)
         else:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-            _watch(reporter)
+            _watch(reporter, board)
             spawn = multiprocessing.get_context("spawn")
             ranks = range(backend.num_replicas or 1)
             replicas = [spawn.Process(target=_torch_replica, args=(rank, *arguments, port)) for rank in ranks]
@@ -265,3 +273,6 @@ def _rehearse(arguments: tuple[Any, ...], replicas: int, hang_timeout: float) ->
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__" and os.environ.get("PJRT_DEVICE") == "TPU":
+    # The main thread of a TPU's process, which only waits for the threads that are its replicas.
+    preemption.catch_sigterm()

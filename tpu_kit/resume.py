@@ -15,7 +15,7 @@ from tpu_kit.parameters import parameters
 _FREE = {
     "optim.max_steps", "optim.epochs", "optim.eval_steps", "optim.early_stop_patience", "optim.batch_size",
     "optim.gradient_accumulation", "optim.global_batch_size", "optim.on_nan", "optim.loss_chunk", "optim.remat",
-    "model.attention", "data.num_proc", "output_dir", "run_name",
+    "optim.max_loss_rise", "optim.mlp_tile", "model.attention", "data.num_proc", "output_dir", "run_name",
 }  # fmt: skip
 _FREE_SECTIONS = ("checkpoint", "launch", "tracking")
 
@@ -35,11 +35,11 @@ def find_checkpoint(config: TrainConfig, owned: Checkpoints | None) -> Checkpoin
         if owned is not None:
             owned.restart()
         return None
-    folder = config.output_path / "checkpoints"
-    found = owned.newest() if owned is not None else next(reversed(scan(folder)[0]), None)
+    place = config.checkpoints_place
+    found = owned.newest() if owned is not None else next(reversed(scan(place)[0]), None)
     if found is None and config.checkpoint.resume == "must":
         raise ValueError(
-            f"checkpoint.resume=must, but {folder} has no complete checkpoint: check output_dir, or set "
+            f"checkpoint.resume=must, but {place} has no complete checkpoint: check output_dir, or set "
             "checkpoint.resume=auto to start anew where there is none"
         )
     return found

@@ -191,6 +191,16 @@ class Runtime:
         sent: list[dict[str, torch.Tensor]] = xm.send_cpu_data_to_device(batches, self.local_device)
         return sent
 
+    def after(self, done: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The same tensors, which on XLA are not there before all of `done` is; elsewhere things happen in order."""
+        if not self.is_xla:
+            return tensors
+        import torch_xla.core.xla_model as xm
+
+        later = {name: tensor.clone() for name, tensor in tensors.items()}
+        xm.optimization_barrier_([*done, *later.values()])
+        return later
+
     def seed(self, number: int) -> None:
         """Sets the random numbers of this replica's device from here on (threads of XLA:CPU each have their own)."""
         if self.is_xla:
@@ -225,6 +235,22 @@ class Runtime:
             import torch.distributed as dist
 
             dist.barrier()
+
+    def memory(self) -> tuple[int | None, int | None]:
+        """Bytes of device memory: the most that was in use so far, and what there is; None where nobody counts.
+
+        That is XLA:CPU, and the CPU, whose memory is the host's.
+        """
+        if self.device_type == "cuda":
+            import torch
+
+            return torch.cuda.max_memory_allocated(self.local_device), torch.cuda.mem_get_info(self.local_device)[1]
+        if self.device_type == "tpu":
+            import torch_xla.core.xla_model as xm
+
+            memory = xm.get_memory_info(self.local_device)
+            return memory.get("peak_bytes_used", memory["bytes_used"]), memory["bytes_limit"]
+        return None, None
 
     def counters(self) -> dict[str, int]:
         """Counts of this process since its start: compiles, executions, host reads and CPU fallbacks; empty off XLA."""

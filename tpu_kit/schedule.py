@@ -10,8 +10,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tpu_kit.config import BatchPlan, OptimConfig
-from tpu_kit.packing import updates_per_epoch
+import numpy as np
+
+from tpu_kit.config import BatchPlan, DataConfig, OptimConfig
+from tpu_kit.packing import permutation, updates_per_epoch
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,17 @@ def updates(dataset_rows: int, plan: BatchPlan, optim: OptimConfig) -> Iterator[
                 return
         yield Update(step, epoch, first_row, passes, rows)
         step, first_row = step + 1, first_row + rows
+
+
+def rows_of(update: Update, dataset_rows: int, data: DataConfig) -> np.ndarray:
+    """The packed rows of an update, over all replicas and passes: (rows,) int64, whatever replicas there are."""
+    order = permutation(dataset_rows, data.seed, update.epoch, data.shuffle)
+    return order[update.first_row : update.first_row + update.rows]
+
+
+def deal(rows: np.ndarray, update: Update, plan: BatchPlan, rank: int) -> np.ndarray:
+    """Those of one replica: (passes, rows of a batch)."""
+    return rows.reshape(update.passes, plan.num_replicas, plan.batch_size)[:, rank]
 
 
 def _passes(step: int, plan: BatchPlan, optim: OptimConfig) -> int:

@@ -3,13 +3,23 @@
 Whatever is wrong with a file is said with the file and the line.
 """
 
+import csv
+import hashlib
+import importlib.util
+import io
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, DownloadConfig, Features, Value, load_dataset, load_from_disk
+from fsspec.implementations.local import LocalFileSystem
+from pandas import read_csv  # type: ignore[import-untyped]
+from pandas.errors import ParserWarning  # type: ignore[import-untyped]
+
+from tpu_kit.formats import NAMES
 
 GENERATED = ("embedded", "rationales")
 """Sources whose rows come from code in this package or from installed ones; their splits are "train" and "eval"."""
@@ -19,6 +29,7 @@ EMBEDDED_ROWS = {"train": 4000, "eval": 500}
 
 _KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_KNOWN = {name for names in NAMES.values() for name in names}
 _SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
 
 
@@ -73,42 +84,122 @@ def _generated(source: str, split: str, seed: int) -> Dataset:
 
 
 def _from_files(source: str, kind: str, split: str) -> Dataset:
-    from fsspec.core import url_to_fs
-
     if not re.match(r"train(\[|$)", split):
         raise ValueError(f"data source {source}: files have one split, train, not {split!r}")
-    try:
-        system, path = url_to_fs(source)
-    except ImportError as error:
-        raise ValueError(f"data source {source}: {error}; for gs:// it is: pip install gcsfs") from error
-    found = sorted(system.glob(path)) if any(c in path for c in "*?[") else [path] if system.exists(path) else []
-    if not found:
-        raise ValueError(f"data source {source}: there is no such file")
-    for file in found:
-        if not system.size(file):
-            raise ValueError(f"data source {file}: the file is empty")
+    system, found = _find_files(source)
     files = [system.unstrip_protocol(file) if "://" in source else str(file) for file in found]
-    options: dict[str, Any] = {}
-    if kind == "csv":  # a cell that reads NA or null is text, and an empty one is empty text
-        options = {"keep_default_na": False, "sep": "\t" if ".tsv" in source else ","}
+    # Without the entity tag an object that was replaced is read from the cache of the one before.
+    options: dict[str, Any] = {"download_config": DownloadConfig(use_etag=True)}
+    if kind == "csv":
+        options |= _csv_options(system, found, "\t" if ".tsv" in source else ",")
     try:
-        return load_dataset(kind, data_files={"train": files}, split=split, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ParserWarning)  # rows longer than the header
+            rows = load_dataset(kind, data_files={"train": files}, split=split, **options)
+            if kind == "json" and (field := _only_field(rows)):
+                rows = load_dataset(kind, data_files={"train": files}, split=split, field=field, **options)
+            if kind == "json":
+                rows.data.validate(full=True)  # the reader lets through what is not UTF-8
+        return rows
     except Exception as error:
         if kind == "json":
             for file in found:
                 _explain_json(system, file)
-        cause = str(error.__cause__ or error).strip()
-        if "corresponds to no data" in cause:
-            cause = "it has no rows"
-        raise ValueError(f"data source {source}: cannot be read: {cause}") from error
+        raise ValueError(f"data source {source}: cannot be read: {_cause(error)}") from error
+
+
+def _find_files(source: str) -> tuple[Any, list[str]]:
+    """Return the file system of a path, glob or URL, and its files in order, none of them empty."""
+    from fsspec.core import url_to_fs
+
+    try:
+        system, path = url_to_fs(source)
+        found = sorted(system.glob(path)) if any(c in path for c in "*?[") else [path]
+        sizes = {file: system.info(file)["size"] for file in found}
+    except ImportError as error:
+        raise ValueError(f"data source {source}: {error}; for gs:// it is: pip install gcsfs") from error
+    except FileNotFoundError:
+        found = []
+    except Exception as error:  # each kind of storage has its own
+        advice = "; log in with `gcloud auth application-default login`" if source.startswith("gs://") else ""
+        raise ValueError(f"data source {source}: no access: {type(error).__name__}: {error}{advice}") from error
+    if any(str(file).endswith(".zst") for file in found) and not importlib.util.find_spec("zstandard"):
+        raise ValueError(f"data source {source}: to read .zst: pip install zstandard")
+    if not found:
+        bucket = " (or no such bucket)" if "://" in source else ""
+        raise ValueError(f"data source {source}: there is no such file{bucket}")
+    if empty := [file for file in found if sizes[file] == 0]:
+        raise ValueError(f"data source {empty[0]}: the file is empty")
+    return system, found
+
+
+def _csv_options(system: Any, found: list[str], separator: str) -> dict[str, Any]:
+    """Have all cells read as the text they are: 007 is not 7, NA and null are words, an empty cell is empty text."""
+    try:
+        with system.open(found[0], "rt", encoding="utf-8-sig", compression="infer", newline="") as stream:
+            line = stream.readline()
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_utf8(system, found[0])) from error
+    except (OSError, EOFError) as error:  # not what its name says it is compressed with
+        raise ValueError(f"data source {found[0]}: cannot be read: {_cause(error)}") from error
+    names = next(csv.reader([line], delimiter=separator))
+    if twice := sorted({name for name in names if name and names.count(name) > 1}):
+        raise ValueError(f"data source {found[0]}: column {', '.join(twice)} occurs twice; rename one of them")
+    columns = read_csv(io.StringIO(line), sep=separator).columns
+    features = Features({name: Value("string") for name in columns})
+    return {"features": features, "sep": separator, "keep_default_na": False, "index_col": False}
+
+
+def _only_field(rows: Dataset) -> str | None:
+    """Return the field that holds the rows where a JSON file is one object around them, as in {"data": [...]}."""
+    if len(rows) != 1 or {name.lower() for name in rows.column_names} & _KNOWN:
+        return None
+    held = [name for name, value in rows[0].items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    return held[0] if len(held) == 1 else None
+
+
+def _cause(error: BaseException) -> str:
+    text = " ".join(str(error.__cause__ or error).split())
+    if "corresponds to no data" in text:
+        return "it has no rows"
+    if isinstance(error.__cause__ or error, ParserWarning):
+        return "there are rows with more cells than the header has names"
+    if "column names don't match" in text or "does not exist in schema" in text:
+        return f"the columns are not the same in all rows and files: {text}"
+    return text
+
+
+def _not_utf8(system: Any, file: str) -> str:
+    with system.open(file, "rb", compression="infer") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"data source {file}, line {number}: not UTF-8 ({error.reason}); save the file as UTF-8"
+    return f"data source {file}: not UTF-8; save the file as UTF-8"
 
 
 def _explain_json(system: Any, file: str) -> None:
     """Raise with file and line what is wrong with a JSON file; return if nothing was found."""
-    with system.open(file, "rt", encoding="utf-8", compression="infer") as stream:
-        for place, record in _json_records(stream, file):
-            if not isinstance(record, dict):
-                raise ValueError(f"{file}, {place}: a row must be an object, not {type(record).__name__}")
+    kinds: dict[str, type] = {}
+    try:
+        with system.open(file, "rt", encoding="utf-8-sig", compression="infer") as stream:
+            for place, record in _json_records(stream, file):
+                if not isinstance(record, dict):
+                    raise ValueError(f"{file}, {place}: a row must be an object, not {type(record).__name__}")
+                for name, value in record.items():
+                    kind, before = type(value), kinds.get(name, type(value))
+                    if value is not None and kind is not before:
+                        raise ValueError(
+                            f"{file}, {place}: column {name!r} is {kind.__name__}, and {before.__name__} above; "
+                            "write all of it as text"
+                        )
+                    if value is not None:
+                        kinds[name] = kind
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_utf8(system, file)) from error
+    except (OSError, EOFError) as error:  # not what its name says it is compressed with
+        raise ValueError(f"data source {file}: cannot be read: {_cause(error)}") from error
 
 
 def _json_records(stream: Any, file: str) -> Iterator[tuple[str, Any]]:
@@ -133,7 +224,9 @@ def _from_folder(source: str, split: str) -> Dataset:
             return load_dataset(source, split=split)
         saved = load_from_disk(source)
     except Exception as error:
-        raise ValueError(f"data source {source}: the folder cannot be read: {error.__cause__ or error}") from error
+        for file in sorted(Path(source).rglob("*.json*")):
+            _explain_json(LocalFileSystem(), str(file))
+        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}") from error
     return pick_split(saved, split)
 
 
@@ -150,6 +243,25 @@ def pick_split(data: Dataset | DatasetDict, split: str) -> Dataset:
     if not isinstance(data, Dataset):
         raise ValueError(f"the data must be a datasets.Dataset, not {type(data).__name__}")
     return data
+
+
+def keep_rows(data: Dataset | DatasetDict, folder: Path) -> str:
+    """Write a data set that is in memory where other processes find it; return the source to give them.
+
+    Raises:
+        ValueError: it is no `Dataset` or `DatasetDict`, or has no rows.
+    """
+    parts = data.values() if isinstance(data, DatasetDict) else [data]
+    if not all(isinstance(part, Dataset) for part in parts):
+        raise ValueError(f"the data must be a datasets.Dataset, not {type(data).__name__}")
+    if not all(len(part) for part in parts):
+        raise ValueError("the data set given has no rows")
+    name = hashlib.blake2b(" ".join(part._fingerprint for part in parts).encode(), digest_size=8).hexdigest()
+    target, made = folder / name, folder / f"{name}.part"
+    if not target.exists():  # a run that is started again finds its rows there
+        data.save_to_disk(made)
+        made.rename(target)
+    return str(target)
 
 
 def _from_hub(source: str, split: str) -> Dataset:

@@ -27,6 +27,7 @@ from typing import IO, Any
 
 from tpu_kit.host import compile_cache
 from tpu_kit.machine import Machine
+from tpu_kit.preemption import Board, Notices
 from tpu_kit.replica import LAUNCHER
 from tpu_kit.runtime import Backend
 
@@ -67,18 +68,19 @@ class Supervisor:
         self._pids: dict[int, int] = {}
         self._last_life = time.monotonic()
 
-    def run(self, payload: bytes) -> Any:
+    def run(self, payload: bytes, notices: Notices) -> Any:
         """Starts the launcher and stays until all have ended.
 
         Args:
             payload: function and config, pickled.
+            notices: what hears of the launch's early end; a function that heeds notices ends by itself.
 
         Returns:
             Rank 0's result.
 
         Raises:
             LaunchError: a replica failed, died or hung.
-            KeyboardInterrupt: after all have ended.
+            KeyboardInterrupt, SystemExit: see `Notices`; after all have ended.
         """
         with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder, self._listen(folder) as (address, key):
             path = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
@@ -93,12 +95,15 @@ class Supervisor:
                 streams += [self._stream(process.stdout, sys.stdout), self._stream(process.stderr, sys.stderr)]
                 assert process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):  # it died at once; `_result` says how
-                    pickle.dump((address, key, self._backend, self._hang_timeout, payload), process.stdin)
+                    pickle.dump(
+                        (address, key, notices.board.path, self._backend, self._hang_timeout, payload), process.stdin
+                    )
                     process.stdin.flush()
-                return self._result(process)
+                return self._result(process, notices.board)
             finally:
-                # Also on the way of a KeyboardInterrupt: first asked, so that a checkpoint can be written, then killed.
-                _end(process, signal.SIGTERM if sys.exc_info()[0] is KeyboardInterrupt else signal.SIGKILL)
+                # A function that does not heed notices is asked to end, and may have its own way to; then it is killed.
+                asked = isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit) and not notices.at_once
+                _end(process, signal.SIGTERM if asked else signal.SIGKILL)
                 for stream in streams:
                     stream.join(5)
 
@@ -140,7 +145,7 @@ class Supervisor:
         thread.start()
         return thread
 
-    def _result(self, process: subprocess.Popen[bytes]) -> Any:
+    def _result(self, process: subprocess.Popen[bytes], board: Board) -> Any:
         results: dict[int, bytes] = {}
         ticks: dict[int, int] = {}
         looked = time.monotonic()
@@ -165,6 +170,8 @@ class Supervisor:
                 raise self._died(process) from None
             if kind == "started":
                 self._pids[rank] = value
+                if len(self._pids.keys() - {LAUNCHER}) == self._backend.num_replicas:
+                    board.hide()
             elif kind == "done":
                 results[rank] = value
             else:
@@ -259,7 +266,7 @@ def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
         try:
             process.wait(patience)
             break
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # an impatient second interrupt: no more asking
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # an impatient second one: no more asking
             continue
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)  # replicas that outlived the launcher

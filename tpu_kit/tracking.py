@@ -100,14 +100,18 @@ class Tracker:
     Args:
         config: the run's configuration, given to W&B with the run.
         output_dir: folder of the run; made where missing.
-        resume_step: the step that the run continues after: records beyond it are cut, so that the file holds each
-            step once. None starts anew, and keeps an earlier file as metrics.previous.jsonl.
+        resume_step: the step that the run continues after.
+        history: the records until then, which the file then begins with, whatever is in it. None starts anew, and keeps
+            an earlier file as metrics.previous.jsonl.
         resume_tokens: tokens trained on until `resume_step`.
         total_steps: the step that the run ends at, for the bar and the ETA.
         flops_per_token: from `model_flops_per_token`; None leaves MFU out.
         chip_name: a name that `chips.chip` knows; None, or a chip without a known peak, leaves MFU out.
         num_chips: chips of the run, all hosts together.
         clock: seconds, monotonic; tests inject their own.
+
+    Attributes:
+        history: all records so far.
 
     Raises:
         ConfigError: a tracker was asked for that cannot start; see `check_tracking`.
@@ -117,7 +121,8 @@ class Tracker:
         self,
         config: TrainConfig,
         output_dir: str | os.PathLike[str],
-        resume_step: int | None = None,
+        resume_step: int = 0,
+        history: list[dict[str, Any]] | None = None,
         *,
         resume_tokens: int = 0,
         total_steps: int | None = None,
@@ -135,19 +140,20 @@ class Tracker:
         self._total_steps = total_steps
         self._clock = clock
 
-        kept = self._cut(resume_step)
-        self._seconds_before = float(kept[-1]["seconds"]) if kept else 0.0
+        self.history = self._begin(history)
+        self._seconds_before = float(self.history[-1]["seconds"]) if self.history else 0.0
         self._start = self._window_start = clock()
-        self._window_step = resume_step or 0
+        self._window_step = resume_step
         self._window_tokens = resume_tokens
         self._untimed = 0.0
         self._steady_steps, self._steady_seconds = 0, 0.0
         self._first_window = True
 
         self._file = (self._dir / METRICS_FILE).open("a")
-        self._tensorboard = self._open_tensorboard(resume_step) if config.tracking.tensorboard else None
-        self._wandb = self._open_wandb(config, resume_step) if config.tracking.wandb != "off" else None
-        self._bar = self._open_bar(config.run_name, resume_step or 0)
+        again = history is not None
+        self._tensorboard = self._open_tensorboard(resume_step, again) if config.tracking.tensorboard else None
+        self._wandb = self._open_wandb(config, again) if config.tracking.wandb != "off" else None
+        self._bar = self._open_bar(config.run_name, resume_step)
 
     def __enter__(self) -> "Tracker":
         return self
@@ -254,6 +260,7 @@ class Tracker:
         nonfinite = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         record: dict[str, Any] = {"kind": kind, "step": step, **values}
         record.update(dict.fromkeys(nonfinite), **({"nonfinite": nonfinite} if nonfinite else {}))
+        self.history.append(record)
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         known = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
@@ -265,32 +272,29 @@ class Tracker:
             self._wandb.log({**known, "step": step})
         return record
 
-    def _cut(self, resume_step: int | None) -> list[dict[str, Any]]:
-        """Prepare metrics.jsonl for appending; returns the records that it keeps."""
+    def _begin(self, history: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """Prepare metrics.jsonl for appending; returns the records that it begins with."""
         path = self._dir / METRICS_FILE
-        if not path.exists():
+        if history is None:
+            if path.exists():
+                path.replace(self._dir / "metrics.previous.jsonl")
             return []
-        if resume_step is None:
-            path.replace(self._dir / "metrics.previous.jsonl")
-            return []
-        kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
         part = path.with_name(path.name + ".part")
-        part.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        part.write_text("".join(json.dumps(record) + "\n" for record in history))
         part.replace(path)
-        return kept
+        return list(history)
 
-    def _open_tensorboard(self, resume_step: int | None) -> Any:
+    def _open_tensorboard(self, resume_step: int, again: bool) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if resume_step is None else resume_step + 1
-        return SummaryWriter(str(self._dir / "tensorboard"), purge_step=purge)
+        return SummaryWriter(str(self._dir / "tensorboard"), purge_step=resume_step + 1 if again else None)
 
-    def _open_wandb(self, config: TrainConfig, resume_step: int | None) -> Any:
+    def _open_wandb(self, config: TrainConfig, again: bool) -> Any:
         import wandb
 
         # A resumed run goes on under the same id, kept beside its metrics.
         id_file = self._dir / "wandb_run_id"
-        if resume_step is None or not id_file.exists():
+        if not again or not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
         # As W&B has it, WANDB_MODE=offline wins over online.
         mode = os.environ.get("WANDB_MODE", "online") if config.tracking.wandb == "online" else "offline"

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from tpu_kit import runtime, sft
+from tpu_kit import loop, runtime, sft
 from tpu_kit.config import TrainConfig
 from tpu_kit.runtime import Runtime
 
@@ -95,7 +95,7 @@ class Meter:
 
 _meters: dict[int, Meter] = {}
 _lock = threading.Lock()
-_train_step = sft.train_step
+_train_step = loop.train_step
 
 
 def _metered(*args: Any, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ def ours(config: TrainConfig) -> Measured:
     meter = Meter(rt, config.optim.max_steps, config.optim.eval_steps)
     with _lock:  # replicas of XLA:CPU are threads
         _meters[rt.rank] = meter
-        sft.train_step = _metered
+        loop.train_step = _metered
     result = sft.fine_tune(config)
     return meter.measured(result.metrics["loss"] if result is not None else float("nan"))
 

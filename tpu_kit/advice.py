@@ -1,0 +1,178 @@
+"""What to change when nothing fits, in the order of least harm; and how far one can go when it does. By formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tpu_kit.chips import CHIPS
+from tpu_kit.config import TrainConfig
+from tpu_kit.memory import estimate
+from tpu_kit.shapes import Shape
+
+GIB = 2**30
+RESERVE = 0.08
+"""Share of a device's usable memory that a pick by formula leaves: more than the formula was too low by on any step
+that was compiled (tests/recorded_memory.json)."""
+WHOLE_RESERVE = 0.16
+"""The same of full fine-tuning: whether the flat gradient lies in memory all through the backward pass differs between
+programs, and of Qwen3-0.6B, 8 rows of 1024, the formula was 14 % too low."""
+_RANKS = 4096
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A change, such as "optim.loss_chunk=128", what it costs, and the peak with it and all those before it."""
+
+    change: str
+    harm: str
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to change, and how far one can go.
+
+    Attributes:
+        knobs: where nothing fits, changes in the order of least harm, each on top of those before; none where it fits.
+        smallest_slice: where nothing fits, the cheapest slice that the run as it is would fit on.
+        largest_batch: rows of a replica in a pass that fit, 0 for none.
+        longest_sequence: tokens of a row that fit with the rows as they are, a multiple of 128; 0 for none.
+        largest_rank: the largest rank that fits, None without adapters.
+    """
+
+    knobs: tuple[Knob, ...]
+    smallest_slice: str | None
+    largest_batch: int
+    longest_sequence: int
+    largest_rank: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{knob.change} ({knob.harm}): {knob.peak_bytes / GIB:.2f} GiB{', fits' if knob.fits else ''}"
+            for knob in self.knobs
+        ]
+        if self.knobs:
+            lines.append(f"as it is it fits {self.smallest_slice or 'no slice that is known'}")
+        return "; ".join(lines)
+
+
+def reserve(config: TrainConfig) -> float:
+    """The share of a device's memory that a pick by formula leaves."""
+    return RESERVE if config.lora.r else WHOLE_RESERVE
+
+
+def advise(config: TrainConfig, shape: Shape, replicas: int, limit: float, fits: bool) -> Advice:
+    """The advice for a run whose settings were picked.
+
+    Args:
+        config: the run, its batch size a number.
+        shape: of its model.
+        replicas: data-parallel replicas.
+        limit: bytes of a device that it may take.
+        fits: whether it does.
+    """
+
+    def peak(changed: TrainConfig) -> int:
+        return estimate(changed, num_replicas=replicas, shape=shape).total_bytes
+
+    def within(section: str, name: str, value: Any) -> bool:
+        return peak(_with(config, f"{section}.{name}", value)) <= limit
+
+    rank = largest(lambda r: within("lora", "r", r), _RANKS) if config.lora.r else None
+    length = largest(lambda blocks: within("data", "max_length", 128 * blocks), shape.positions // 128)
+    return Advice(
+        knobs=() if fits else tuple(_knobs(config, peak, limit)),
+        smallest_slice=None if fits else _smallest_slice(peak(config), reserve(config)),
+        largest_batch=largest(lambda rows: within("optim", "batch_size", rows), 2**31 // config.data.max_length),
+        longest_sequence=128 * length,
+        largest_rank=rank,
+    )
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` that fits, where all below it do; 0 if 1 does not."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, high * 2
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _with(config: TrainConfig, name: str, value: Any) -> TrainConfig:
+    section, _, leaf = name.partition(".")
+    changes = {leaf: value}
+    if leaf == "batch_size":  # the rows of an update follow
+        changes["global_batch_size"] = None
+    return replace(config, **{section: replace(getattr(config, section), **changes)})
+
+
+def _knobs(config: TrainConfig, peak: Callable[[TrainConfig], int], limit: float) -> Iterator[Knob]:
+    """The changes that help, one on top of the other, until it fits."""
+    now, before = config, peak(config)
+    for name, value, harm in _changes(config):
+        rows = now.optim.batch_size
+        if name == "optim.batch_size":
+            assert isinstance(rows, int)
+            value = largest(lambda n: peak(_with(now, name, n)) <= limit, rows - 1) or 1  # noqa: B023
+        changed = _with(now, name, value)
+        size = peak(changed)
+        if size >= before:
+            continue
+        now, before = changed, size
+        yield Knob(f"{name}={value}", harm, size, size <= limit)
+        if size <= limit:
+            return
+
+
+def _changes(config: TrainConfig) -> Iterator[tuple[str, Any, str]]:
+    optim, model, lora = config.optim, config.model, config.lora
+    free, slower, other = "the same training, no slower", "the same training, slower", "another training"
+    if model.attention != "auto":
+        yield "model.attention", "auto", free
+    if optim.loss_chunk > 256:
+        yield "optim.loss_chunk", 256, free
+    if optim.remat == "none":
+        yield "optim.remat", "full", "the same training, a third more FLOPs"
+    if optim.mlp_tile is None or optim.mlp_tile > 512:
+        yield "optim.mlp_tile", 512, slower
+    if optim.loss_chunk > 64:
+        yield "optim.loss_chunk", 64, slower
+    yield "optim.batch_size", 1, f"fewer rows an update, {other}"
+    if model.base_dtype == "fp32":
+        yield "model.base_dtype", "bf16", "base weights and products in bf16"
+    if optim.optimizer == "adamw":
+        yield "optim.optimizer", "adamw8bit", "moments in 8 bits"
+    if optim.ema_decay:
+        yield "optim.ema_decay", 0.0, "no average of the weights"
+    if not lora.r:
+        yield "lora.r", 16, f"adapters in place of all weights, {other}"
+    if lora.r > 8:
+        yield "lora.r", 8, f"smaller adapters, {other}"
+    for length in (2048, 1024, 512, 256):
+        if length < config.data.max_length:
+            yield "data.max_length", length, f"shorter rows, {other}"
+
+
+def _smallest_slice(peak: int, free: float) -> str | None:
+    """The cheapest slice whose devices have room for `peak` and the reserve."""
+    found = []
+    for chip in CHIPS.values():
+        if chip.accelerator_prefix is None or chip.usable_hbm_bytes is None:
+            continue
+        if peak > chip.usable_hbm_bytes * (1 - free):
+            continue
+        count = chip.slice_sizes[0]
+        unit = (chip.cores or 1) if chip.name_counts_cores else 1
+        price = chip.price.on_demand * count if chip.price else float("inf")
+        found.append((price, f"{chip.accelerator_prefix}-{count * unit}"))
+    return min(found)[1] if found else None

@@ -1,0 +1,217 @@
+"""export(run_dir, format): take a tuned model home, as a folder or a file that other programs read.
+
+    from tpu_kit.export import export
+    print(export("runs/my-run", "merged"))
+
+Every export is written beside its place, read again in a fresh process, compared with the tuned model on real prompts,
+and moved to its place only if it is that model. What merges does so in fp32, and rounds last: merging in bf16 loses
+what is small beside the weights, which is what LoRA has learnt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpu_kit import exporters, folders, gguf
+from tpu_kit.answers import ADAPTER_FILES, load_for_generation
+from tpu_kit.card import hub_id, model_card
+from tpu_kit.config import ConfigError, TrainConfig, load_config
+from tpu_kit.fidelity import Check, logits, mean_difference
+from tpu_kit.pretrained import load_base, load_tokenizer
+
+FORMATS = ("adapter", "merged", "vllm", "gguf-f16", "gguf-bf16", "gguf-q8_0", "gguf-lora")
+
+_NOTHING = 1e-5  # mean change of a logit, as a share of their spread, below which tuning has done nothing
+_PROMPTS = 6
+_QUESTIONS = (
+    "What is 17 + 25?",
+    "Name the capital of France and one river that flows through it.",
+    "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "A train leaves at 9:40 and takes 2 hours and 35 minutes. When does it arrive?",
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A finished export.
+
+    Attributes:
+        format: one of `FORMATS`.
+        folder: where it is.
+        files: names of its files.
+        checks: what was compared, each within its limits.
+        notes: what was not checked, and how it is used.
+        pushed: where on the hub it was sent to, if it was.
+    """
+
+    format: str
+    folder: str
+    files: tuple[str, ...]
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...]
+    pushed: str | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.format} in {self.folder}: {', '.join(self.files)}"]
+        lines += [f"  checked, {check}" for check in self.checks] + [f"  {note}" for note in self.notes]
+        return "\n".join([*lines, *([f"  pushed to {self.pushed}"] if self.pushed else [])])
+
+
+def export(
+    run_dir: str | Path,
+    format: str = "merged",
+    out: str | Path | None = None,
+    *,
+    dtype: str = "bf16",
+    base: str | None = None,
+    push: str | None = None,
+) -> Exported:
+    """Writes a run's model for another program, and checks it.
+
+    Args:
+        run_dir: what training wrote: config.yaml and adapter/.
+        format: "adapter" for PEFT; "merged" for transformers; "vllm"; "gguf-f16", "gguf-bf16", "gguf-q8_0" for
+            llama.cpp and Ollama; "gguf-lora" for an adapter in llama.cpp.
+        out: the folder; `<run_dir>/export/<format>` by default. An earlier export there is replaced.
+        dtype: what merged weights are stored in: bf16, f16 or fp32.
+        base: the base model's name on the hub, for files that name it; needed where it was trained from a folder.
+        push: a repository on the hub to send it to, made private if there is none; the token comes from HF_TOKEN.
+
+    Raises:
+        ValueError: the run is not complete, the adapter is missing, half-written or of another model, there is no room,
+            a tool is missing, or the export is not the tuned model.
+    """
+    _check_choices(format, dtype, push)
+    folder = Path(run_dir)
+    config = _read_config(folder)
+    target = Path(out) if out else folder / "export" / format
+    folders.check_replaceable(target)
+    tools = gguf.converter() if format.startswith("gguf") else None  # before minutes of loading
+    part = target.with_name(target.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    work = _load(config, folder, part, dtype, base)
+    folders.check_room(target, _bytes_needed(work, format))
+    part.mkdir(parents=True)
+    try:
+        if format == "adapter":
+            kind, checks, notes, use = exporters.adapter(work)
+        elif tools is None:
+            kind, checks, notes, use = exporters.merged(work, format)
+        elif format == "gguf-lora":
+            kind, checks, notes, use = exporters.gguf_adapter(work, tools)
+        else:
+            kind, checks, notes, use = exporters.gguf_model(work, format.removeprefix("gguf-"), tools)
+        card = model_card(config, folder, kind, work.base_id, use, [*map(str, checks), *notes])
+        (part / "README.md").write_text(card)
+        done = {"format": format, "checks": [asdict(check) for check in checks], "notes": notes}
+        (part / folders.MARKER).write_text(json.dumps(done, indent=1))
+        folders.put_in_place(part, target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    files = tuple(sorted(path.name for path in target.iterdir()))
+    pushed = folders.push(target, push) if push else None
+    told = tuple(note.replace(exporters.HERE, str(target)) for note in notes)
+    return Exported(format, str(target), files, tuple(checks), told, pushed)
+
+
+def _check_choices(format: str, dtype: str, push: str | None) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format={format}: there are {', '.join(FORMATS)}")
+    if dtype not in exporters.DTYPES:
+        raise ValueError(f"dtype={dtype}: there are {', '.join(exporters.DTYPES)}")
+    if push and not os.environ.get("HF_TOKEN"):
+        raise ValueError(f"push={push} needs a token that may write there: set HF_TOKEN in the environment")
+
+
+def _read_config(folder: Path) -> TrainConfig:
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"{folder} has no config.yaml: give the folder that a run wrote (its output_dir)")
+    return load_config(folder / "config.yaml")
+
+
+def _load(config: TrainConfig, folder: Path, part: Path, dtype: str, base: str | None) -> exporters.Work:
+    """The tuned model in fp32, what it says and how far that is from what the base says."""
+    adapter = folder / "adapter"
+    settings = replace(config.model, base_dtype="fp32", trust_remote_code=False)
+    model: Any = load_for_generation(settings, adapter)
+    tokenizer = load_tokenizer(settings, adapter)
+    prompts, whole, texts = _prompts(config, tokenizer, folder)
+    tuned = logits(model, whole)
+    if hasattr(model, "disable_adapter"):
+        with model.disable_adapter():
+            plain = logits(model, whole)
+    else:
+        plain = logits(load_base(settings, torch.float32).eval(), whole)
+    effect = mean_difference(tuned, plain)
+    spread = float(torch.cat(tuned).std(dim=1).mean())
+    if not effect > _NOTHING * spread:
+        raise ValueError(
+            f"{adapter} changes nothing: with it the model says what the base model says (mean difference of logits "
+            f"{effect:.2g}). Was it trained at all? Look at the loss in {folder / 'metrics.jsonl'}"
+        )
+    named = base or hub_id(config.model.name)
+    return exporters.Work(config, folder, part, dtype, named, model, tokenizer, prompts, whole, texts, tuned, effect)
+
+
+def _prompts(config: TrainConfig, tokenizer: Any, folder: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
+    """Held-out questions that the run answered, or a few general ones: chats, chats with answers, the texts alone."""
+    pairs = [(question, "") for question in _QUESTIONS]
+    if (folder / "eval.json").is_file():
+        samples = json.loads((folder / "eval.json").read_text())["samples"][:_PROMPTS]
+        pairs = [(sample["question"], sample["tuned"]["answer"]) for sample in samples] or pairs
+    prompts, whole = [], []
+    system = [{"role": "system", "content": config.data.system_prompt}] if config.data.system_prompt else []
+    for question, answer in pairs:
+        text, special = question, True
+        if tokenizer.chat_template:
+            chat = [*system, {"role": "user", "content": question}]
+            text, special = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True), False
+        prompts.append(list(tokenizer(text, add_special_tokens=special)["input_ids"]))
+        whole.append(prompts[-1] + list(tokenizer(answer, add_special_tokens=False)["input_ids"] if answer else []))
+    return prompts, whole, [question for question, _ in pairs]
+
+
+def _bytes_needed(work: exporters.Work, format: str) -> float:
+    weights = sum(parameter.numel() for parameter in work.causal.parameters())
+    if format == "adapter":
+        return float((work.run_dir / "adapter" / ADAPTER_FILES[1]).stat().st_size)
+    if not format.startswith("gguf"):
+        return weights * exporters.BYTES[work.dtype]
+    # The converter reads the weights in fp32 from a folder beside; an adapter is tried on its base in f16.
+    return weights * (4 + exporters.BYTES["f16" if format == "gguf-lora" else format.removeprefix("gguf-")])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command `python -m tpu_kit export RUN_DIR [format=merged] [out=...] [--json]`; returns the exit code.
+
+    Raises:
+        ConfigError: bad arguments.
+    """
+    folders_given = [text for text in arguments if "=" not in text and not text.startswith("-")]
+    flags = [text for text in arguments if text.startswith("-")]
+    options = dict(text.split("=", 1) for text in arguments if "=" in text and not text.startswith("-"))
+    known = ("format", "out", "dtype", "base", "push")
+    problems = [f"{name}: no such option; there are {', '.join(known)}" for name in options if name not in known]
+    problems += [f"{flag}: no such flag; there is --json" for flag in flags if flag != "--json"]
+    if len(folders_given) != 1:
+        problems.append(f"{' '.join(folders_given) or 'no folder'}: export takes one run's folder")
+    if problems:
+        raise ConfigError(problems)
+    try:
+        done = export(folders_given[0], **options)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(done), indent=1) if "--json" in flags else done)
+    return 0

@@ -1,0 +1,320 @@
+"""Generation with one model on one device, in programs of a few fixed shapes.
+
+    generator = Generator(model, tokenizer, runtime, max_prompt=512, max_new_tokens=256)
+    replies = generator.generate(["2 + 3 = "], Sampling(temperature=0.7, top_p=0.9), n=4)
+
+The prompts are sorted by length and go in batches of one size, each as wide as the nearest of a few widths. On XLA
+that makes one prefill program for each width and one decode program, whatever the lengths are; the host reads the
+device once in `block` tokens of the whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tpu_kit import model as models
+from tpu_kit import runtime
+from tpu_kit.completions import Completion, Prompt, Row, Texts
+from tpu_kit.config import DataConfig
+from tpu_kit.decoding import Batch, Decoder
+from tpu_kit.kvcache import causal
+from tpu_kit.runtime import Runtime
+from tpu_kit.sampling import ENDED, START, Sampling
+
+_NARROWEST = 64  # the first width of prompts on XLA; the others are twice the one before
+_votes: dict[int, bool] = {}  # of the replicas of XLA:CPU, which are threads of one process
+
+
+class Generator:
+    """Generates with one model on one device.
+
+    Args:
+        model: a causal language model, PEFT's around one included, on the runtime's device.
+        tokenizer: its tokenizer, a fast one.
+        rt: the replica; the calling one's by default.
+        max_prompt: the most tokens of a prompt.
+        max_new_tokens: the most that `Sampling.max_new_tokens` may ask for. With max_prompt it sets the length of the
+            cache on XLA.
+        batch_size: rows of a batch; a single prompt goes by itself.
+        block: tokens of a row between two reads of the device.
+        data: the tags of the reasoning, and the system prompt.
+        widths: the widths that prompts are padded to on XLA; by default 64, 128 and so on.
+
+    Raises:
+        ValueError: a size makes no sense, or the tokenizer is not a fast one.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Any,
+        rt: Runtime | None = None,
+        *,
+        max_prompt: int = 512,
+        max_new_tokens: int = 256,
+        batch_size: int = 8,
+        block: int = 16,
+        data: DataConfig | None = None,
+        widths: Sequence[int] | None = None,
+    ) -> None:
+        sizes = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "block": block}
+        if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
+            raise ValueError(f"{', '.join(wrong)}: must be 1 or more")
+        models.check_vocabulary(model, tokenizer)
+        self._rt = rt or runtime.current()
+        self._limits, self._batch_size = (max_prompt, max_new_tokens), batch_size
+        self._positions = getattr(models.text_config(model), "max_position_embeddings", None) or math.inf
+        self._texts = Texts(tokenizer, causal(model), data or DataConfig())
+        self._widths = sorted(widths) if widths else _widths(max_prompt)
+        if self._widths[-1] < max_prompt - 1:
+            raise ValueError(f"widths={self._widths}: the last must be max_prompt={max_prompt} or more")
+        self._steps = -(-max_new_tokens // block) * block
+        self._decoder = Decoder(model, self._rt, block, self._widths[-1] + self._steps)
+        self._tables: dict[int, torch.Tensor] = {}
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling | None = None, n: int = 1, truncate: bool = False
+    ) -> list[Completion]:
+        """Completes every prompt.
+
+        Args:
+            prompts: texts, chats (lists of messages) or lists of token ids.
+            sampling: how; greedy by default, as long as may be.
+            n: samples of each prompt, from one prefill.
+            truncate: leave out the beginning of a prompt that is too long.
+
+        Returns:
+            n completions for each prompt, those of a prompt one after the other.
+
+        Raises:
+            ValueError: there are no prompts, one is empty or too long, or it is a chat and there is no template.
+        """
+        found = self._run(prompts, sampling or Sampling(self._limits[1]), n, truncate, 0, 1)
+        return [found[row, sample] for row in range(len(prompts)) for sample in range(n)]
+
+    def share(
+        self, prompts: Sequence[Prompt], sampling: Sampling, n: int = 1, truncate: bool = False
+    ) -> dict[tuple[int, int], Completion]:
+        """This replica's part of all prompts: (number of the prompt, number of the sample) -> completion.
+
+        Every replica must call it with the same arguments. The rest is as in `generate`.
+        """
+        return self._run(prompts, sampling, n, truncate, self._rt.rank, self._rt.world_size)
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, truncate: bool = False) -> Iterator[str]:
+        """Completes one prompt; gives its text in pieces as they come, one for each block.
+
+        To show it in a notebook or a terminal: `for piece in generator.stream(...): print(piece, end="", flush=True)`.
+        """
+        sampling = sampling or Sampling(self._limits[1])
+        (ids,) = self._encode([prompt], sampling, truncate)
+        told = ""
+        for (row,) in self._batch([ids], [0], 1, 1, sampling, self._width([ids])):
+            text = self._texts.text(row.tokens, sampling)
+            if row.state != ENDED and len(row.tokens) < sampling.max_new_tokens:
+                text = self._texts.settled(text, sampling)
+            if len(text) > len(told):
+                yield text[len(told) :]
+                told = text
+
+    def score(
+        self, prompts: Sequence[Prompt], continuations: Sequence[str | Sequence[int]]
+    ) -> list[tuple[float, bool]]:
+        """How likely each continuation is after its prompt.
+
+        Args:
+            prompts: one for each continuation; an empty list of ids is refused.
+            continuations: texts, or token ids.
+
+        Returns:
+            For each the log-probability in nats, and whether greedy decoding would give it.
+
+        Raises:
+            ValueError: the numbers differ, a continuation is empty, or both together are too long.
+        """
+        if len(prompts) != len(continuations):
+            raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: there must be as many")
+        pairs = []
+        for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
+            head = self._texts.encode(prompt)
+            tail = self._texts.plain(continuation) if isinstance(continuation, str) else list(continuation)
+            if not tail:
+                raise ValueError(f"continuation {number} is empty, so there is nothing to score")
+            limit = min(self._positions, sum(self._limits))
+            if len(head) + len(tail) > limit:
+                raise ValueError(
+                    f"prompt {number} of {len(head)} tokens and its continuation of {len(tail)} are more than the "
+                    f"{limit:g} that fit; shorten them, or make the Generator with a larger max_prompt"
+                )
+            pairs.append((head, tail))
+        order = sorted(range(len(pairs)), key=lambda row: sum(map(len, pairs[row])), reverse=True)
+        found: dict[int, tuple[float, bool]] = {}
+        size = 1 if len(pairs) == 1 else self._batch_size
+        with self._decoder.ready():
+            for start in range(0, len(order), size):
+                rows = order[start : start + size]
+                whole = [[*pairs[row][0], *pairs[row][1]] for row in rows]
+                ids, _ = _filled(whole, self._width(whole, 0), size if self._rt.is_xla else len(rows))
+                logprobs, likeliest = self._decoder.score(ids)
+                for place, row in enumerate(rows):
+                    part = slice(len(pairs[row][0]) - 1, len(whole[place]) - 1)
+                    found[row] = float(logprobs[place, part].sum()), bool(likeliest[place, part].all())
+        return [found[row] for row in range(len(pairs))]
+
+    # -------------------------------------------------------------------------------------------------------- batches
+
+    def _encode(self, prompts: Sequence[Prompt], sampling: Sampling, truncate: bool) -> list[list[int]]:
+        if not prompts:
+            raise ValueError("there are no prompts; give one or more")
+        most, room = self._limits
+        if sampling.max_new_tokens > room:
+            raise ValueError(
+                f"max_new_tokens={sampling.max_new_tokens} is more than the {room} that this Generator was made for; "
+                "make it with a larger max_new_tokens"
+            )
+        found = []
+        for number, prompt in enumerate(prompts):
+            try:
+                ids = self._texts.encode(prompt)
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") from error
+            limit = min(most, self._positions - sampling.max_new_tokens)
+            if len(ids) > limit and truncate and limit > 0:
+                ids = ids[-int(limit) :]
+            elif len(ids) > self._positions - sampling.max_new_tokens:
+                raise ValueError(
+                    f"prompt {number}: its {len(ids)} tokens and a reply of up to {sampling.max_new_tokens} are more "
+                    f"than the {self._positions} positions of the model; lower max_new_tokens, shorten the prompt, or "
+                    "leave out its beginning with truncate=true"
+                )
+            elif len(ids) > most:
+                raise ValueError(
+                    f"prompt {number}: it has {len(ids)} tokens, and this Generator was made for {most}; make it with "
+                    f"max_prompt={len(ids)}, or leave out the prompt's beginning with truncate=true"
+                )
+            found.append(ids)
+        return found
+
+    def _run(
+        self, prompts: Sequence[Prompt], sampling: Sampling, n: int, truncate: bool, rank: int, world: int
+    ) -> dict[tuple[int, int], Completion]:
+        if n < 1:
+            raise ValueError(f"n={n}: must be 1 or more samples")
+        encoded = self._encode(prompts, sampling, truncate)
+        size = 1 if len(encoded) == 1 else max(1, self._batch_size // n)
+        # The longest first: if memory runs out it does so at once. The replicas' batches of a round are alike.
+        order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]), reverse=True)
+        found = {}
+        for start in range(0, len(order), size * world):
+            together = order[start : start + size * world]
+            mine = together[rank::world]
+            if not mine and not self._in_step(world):
+                break
+            width = self._width([encoded[row] for row in together])
+            ids = [encoded[row] for row in mine]
+            rows: list[Row] = []
+            for rows in self._batch(ids, mine, n, size, sampling, width, world):  # noqa: B007 - the last counts
+                pass
+            for place, row in enumerate(rows):
+                ended = row.state == ENDED
+                found[mine[place // n], place % n] = self._texts.completion(row, ended, sampling)
+        return found
+
+    def _in_step(self, world: int) -> bool:
+        """Whether the replicas must take the same number of steps: see rehearsal.py."""
+        return world > 1 and self._rt.device_type == "xla-cpu"
+
+    def _width(self, rows: Sequence[Sequence[int]], without: int = 1) -> int:
+        longest = max(map(len, rows)) - without
+        if not self._rt.is_xla:
+            return longest
+        return next((width for width in self._widths if width >= longest), sum(self._limits))
+
+    def _batch(
+        self,
+        prompts: list[list[int]],
+        numbers: Sequence[int],
+        n: int,
+        size: int,
+        sampling: Sampling,
+        width: int,
+        world: int = 1,
+    ) -> Iterator[list[Row]]:
+        """Generates for one batch; gives its rows, prompts x samples, as they are after each block."""
+        size = size if self._rt.is_xla else len(prompts)
+        ids, lengths = _filled([prompt[:-1] for prompt in prompts], width, size)
+        last = torch.tensor([prompt[-1] for prompt in prompts] + [0] * (size - len(prompts)))
+        batch = Batch(ids, lengths, last)
+        table = self._texts.table(sampling)
+        rows = [Row(self._texts.opens_reasoning(prompt), state=START) for prompt in prompts for _ in range(n)]
+        fillers = size * n - len(rows)
+        block = self._decoder.block
+        steps = -(-sampling.max_new_tokens // block) * block
+        streams = [(numbers[place // n], place % n) for place in range(len(rows))] + [(0, 0)] * fillers
+        with self._decoder.ready():
+            cache = self._decoder.prefill(batch, n, steps)
+            state = self._decoder.begin(
+                batch, n, [False] * len(rows) + [True] * fillers, sampling.uniforms(self._steps, streams),
+                sampling.knobs(self._decoder.vocabulary), self._on_device(table),
+                self._occurred(prompts, n, fillers) if sampling.repetition_penalty != 1 else None,
+            )  # fmt: skip
+            look_up, going = table.numpy(), True
+            while going and state.done < steps:
+                output = self._decoder.decode(sampling.kind, state, cache, block)
+                for place, row in enumerate(rows):
+                    _extend(row, output[:, :, place], look_up, sampling.max_new_tokens)
+                going = any(row.state != ENDED and len(row.tokens) < sampling.max_new_tokens for row in rows)
+                if self._in_step(world):
+                    going = self._any(going)
+                yield rows
+
+    def _any(self, mine: bool) -> bool:
+        """Whether it is so in any replica of XLA:CPU."""
+        _votes[self._rt.rank] = mine
+        self._rt.barrier()
+        found = any(_votes.values())
+        self._rt.barrier()
+        return found
+
+    def _on_device(self, table: torch.Tensor) -> torch.Tensor:
+        if id(table) not in self._tables:  # the tables themselves are kept by `Texts`
+            (self._tables[id(table)],) = self._decoder.send([table.flatten()])
+        return self._tables[id(table)]
+
+    def _occurred(self, prompts: list[list[int]], n: int, fillers: int) -> torch.Tensor:
+        found = torch.zeros(len(prompts), self._decoder.vocabulary)
+        for place, prompt in enumerate(prompts):
+            found[place, prompt] = 1.0
+        return torch.cat([found.repeat_interleave(n, 0), torch.zeros(fillers, self._decoder.vocabulary)])
+
+
+def _widths(most: int) -> list[int]:
+    """64, 128 and so on; the last is no wider than the longest prompt needs, in steps of 64."""
+    widths = [_NARROWEST]
+    while widths[-1] < most:
+        widths.append(min(2 * widths[-1], -(-most // _NARROWEST) * _NARROWEST))
+    return widths
+
+
+def _filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids (count, width) int64, filled up with zeros behind and below, and the rows' lengths (count,)."""
+    ids, lengths = torch.zeros(count, width, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
+    for place, row in enumerate(rows):
+        ids[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        lengths[place] = len(row)
+    return ids, lengths
+
+
+def _extend(row: Row, output: torch.Tensor, table: Any, most: int) -> None:
+    """Adds a block's tokens to a row, up to its end; the device goes on to the end of the block."""
+    tokens, logprobs = output.tolist()
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        if row.state == ENDED or len(row.tokens) == most:
+            return
+        row.tokens.append(int(token))
+        row.logprob += logprob
+        row.state = int(table[row.state, int(token)])

@@ -1,0 +1,223 @@
+"""The key/value cache of generation, and attention over it, for any model of transformers.
+
+Every prompt lies at the beginning of its row: key j of row i, j < n_i, is in slot j, and the slots up to P, the width
+of the batch, hold padding that nobody sees. Step t puts the key of every row into the same slot P + t, at position
+n_i + t. So one number says where all rows write, no row has nothing to see, and the mask follows from n, P and t,
+which are inputs of the program: one decode program serves every length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tpu_kit import attention
+
+CACHED = "tpu_kit_cached"
+
+
+class Buffers(NamedTuple):
+    """Keys and values of each layer, (B, key-value heads, slots, head size) each."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    @property
+    def slots(self) -> int:
+        """The length of the cache."""
+        return self.keys[0].shape[2]
+
+
+class Recorder:
+    """Takes the place of transformers' cache in the prefill: keeps the keys and values of the prompt.
+
+    Args:
+        lengths: (B,) int64, n, where the last column holds the token after each prompt, at position n; None if every
+            row is a prompt, filled up behind or not.
+        width: P, the columns before that one.
+    """
+
+    def __init__(self, lengths: torch.Tensor | None = None, width: int = 0) -> None:
+        self.found = Buffers([], [])
+        self._lengths, self._width = lengths, width
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
+        """What a layer of transformers calls; it attends to what is returned."""
+        assert layer == len(self.found.keys), "layers come in order"
+        self.found.keys.append(key)
+        self.found.values.append(value)
+        return key, value
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """(B, 1, P + 1, P + 1) booleans: who sees whom; None where that is causal by column."""
+        if self._lengths is None:
+            return None
+        lengths, column = self._lengths[:, None], torch.arange(self._width + 1, device=self._lengths.device)[None]
+        last = column == self._width
+        position = torch.where(last, lengths, column)
+        real = (column < lengths) | last
+        # Padding sees itself, so that no row of the softmax is empty.
+        seen = (column[:, :, None] >= column[:, None, :]) & (real[:, None, :] | ~real[:, :, None])
+        if window is not None:
+            seen = seen & (position[:, :, None] - position[:, None, :] < window)
+        return seen[:, None]
+
+
+class Slots:
+    """Takes the place of transformers' cache in a decode step, and says who sees which slot.
+
+    Args:
+        buffers: the cache; its lists are changed to what `write` returns.
+        lengths: (B,) int64, n: the keys of each prompt.
+        width: P, a tensor (1,) int64 or a number.
+        step: t, likewise.
+        write: puts new keys (B, heads, 1, D) into slot P + t of a buffer and returns it, or its filled part.
+        filled: the slots that attention reads, where the host knows: P + t + 1. None = all, the others masked.
+        full: the host knows that every prompt fills its P slots.
+    """
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        lengths: torch.Tensor,
+        width: Any,
+        step: Any,
+        write: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        filled: int | None = None,
+        full: bool = False,
+    ) -> None:
+        self.buffers, self._lengths, self._width, self._step = buffers, lengths, width, step
+        self._write, self._filled, self._full = write, filled, full
+        self._masks: dict[int | None, torch.Tensor | None] = {}
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
+        """What a layer of transformers calls; it attends to what is returned."""
+        keys, values = self.buffers
+        keys[layer] = self._write(keys[layer], key.to(keys[layer].dtype))
+        values[layer] = self._write(values[layer], value.to(values[layer].dtype))
+        if self._filled is None:
+            return keys[layer], values[layer]
+        return keys[layer][:, :, : self._filled], values[layer][:, :, : self._filled]
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """(B, 1, 1, slots) booleans: the slots that the new token sees; None if all. One for each window."""
+        if self._filled is not None and window is not None and window >= self._filled:
+            window = None
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None) -> torch.Tensor | None:
+        if self._full and window is None:
+            return None
+        lengths = self._lengths[:, None]
+        slot = torch.arange(self._filled or self.buffers.slots, device=lengths.device)[None]
+        written = (slot >= self._width) & (slot <= self._width + self._step)
+        seen = (slot < lengths) | written
+        if window is not None:
+            position = torch.where(slot < self._width, slot, lengths + slot - self._width)
+            seen = seen & (lengths + self._step - position < window)
+        return seen[:, None, None, :]
+
+
+def causal(model: torch.nn.Module) -> Any:
+    """The model of transformers, without PEFT's wrapper; LoRA layers stay inside it."""
+    wrapped: Any = model
+    return wrapped.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def cache_shape(config: Any, slots: int) -> tuple[int, int, int]:
+    """(key-value heads, slots, head size) of one row in one layer, from the text configuration of a model."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return getattr(config, "num_key_value_heads", None) or heads, slots, size
+
+
+def cache_bytes_per_token(config: Any, element_bytes: int) -> int:
+    """Bytes of keys and values that one token of one row takes, over all layers."""
+    heads, _, size = cache_shape(config, 1)
+    return int(2 * config.num_hidden_layers * heads * size * element_bytes)
+
+
+def register() -> None:
+    """Makes "tpu_kit_cached" known to transformers. It has no mask function, so transformers makes and reads none."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(CACHED, cached_attention)
+
+
+def cached_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cache: Recorder | Slots | None = None,
+    device_type: str = "cpu",
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a prefill or of one decode step, as transformers calls it.
+
+    Args:
+        module: the attention layer.
+        query: (B, heads, Q, D); Q is 1 in a decode step.
+        key: (B, key-value heads, K, D).
+        value: (B, key-value heads, K, D).
+        attention_mask: not used.
+        scaling: factor on the scores, default 1 / sqrt(D).
+        sliding_window: number of keys a query sees, itself included.
+        softcap: c in c * tanh(scores / c).
+        cache: of a decode step or a prefill; None is plain causal attention.
+        device_type: where it runs; on a TPU the prefill takes the flash kernel.
+        **kwargs: what else the model passes on; not used.
+
+    Returns:
+        (B, Q, heads, D) and None in place of the attention weights.
+    """
+    if not isinstance(cache, Slots):
+        mask = None if cache is None else cache.mask(sliding_window)
+        return _prefill(module, query, key, value, mask, scaling, sliding_window, softcap, device_type)
+    batch, heads, _, size = query.shape
+    # The queries that share a key head take the place of its query positions: the cache is never repeated for them.
+    grouped = query.to(value.dtype).reshape(batch, key.shape[1], heads // key.shape[1], size)
+    mask = cache.mask(sliding_window)
+    if softcap is None and device_type in ("cpu", "cuda"):
+        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    else:  # on XLA the function above scales the whole cache, and not the query alone
+        scores = torch.matmul(grouped * (size**-0.5 if scaling is None else scaling), key.transpose(2, 3))
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        output = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)
+    return output.reshape(batch, 1, heads, -1), None
+
+
+def _prefill(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    device_type: str,
+) -> tuple[torch.Tensor, None]:
+    if mask is not None:  # it holds the window
+        return attention.sdpa_attention(module, query, key, value, mask, scaling, softcap=softcap)
+    if device_type in ("cpu", "cuda") and softcap is None and (window is None or window >= query.shape[2]):
+        output = F.scaled_dot_product_attention(
+            query.to(value.dtype), key.to(value.dtype), value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return output.transpose(1, 2).contiguous(), None
+    # Padding comes after the prompt, so causal is enough: no prompt sees it.
+    ones = torch.ones(query.shape[0], query.shape[2], dtype=torch.int32, device=query.device)
+    attend = attention.flash_attention if device_type == "tpu" else attention.sdpa_attention
+    return attend(module, query, key, value, None, scaling, sliding_window=window, softcap=softcap, segment_ids=ones)

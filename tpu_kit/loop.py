@@ -1,0 +1,338 @@
+"""The loop of one replica: batches, steps, readings, evaluations, checkpoints, and how it ends.
+
+On XLA a step is one program: the loop sends its batch, traces it, cuts, and goes on. It reads the device only where it
+logs, evaluates or saves, and a log is read while the next step runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from tpu_kit.adapter import adapter_settings, adapter_tensors
+from tpu_kit.checkpoint import Checkpoints
+from tpu_kit.config import BatchPlan, TrainConfig
+from tpu_kit.data import Prepared
+from tpu_kit.host import chip_name, chips_of
+from tpu_kit.manifest import Checkpoint
+from tpu_kit.packing import prefetch
+from tpu_kit.preemption import Agreement
+from tpu_kit.resume import versions
+from tpu_kit.runtime import Runtime
+from tpu_kit.schedule import Update, deal, learning_rate, rows_of, updates
+from tpu_kit.step import WINDOW, TrainState, train_step
+from tpu_kit.tracking import Tracker, model_flops_per_token
+from tpu_kit.validation import held_out_accuracy, held_out_loss
+
+Tensors = dict[str, torch.Tensor]
+Status = Literal["finished", "stopped", "preempted"]
+_DIVERGED = 10  # updates skipped one after the other, after which training is not going to recover
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A log that is due: what the host knows of it, and what the device is still to tell."""
+
+    window: list[Update]
+    report: torch.Tensor
+    rate: float
+    before: dict[str, int]
+    now: dict[str, int]
+
+
+class Loop:
+    """What one replica does between set-up and the end, and what it remembers between steps.
+
+    A context manager, for the trackers of rank 0.
+
+    Attributes:
+        step: updates done.
+        metrics: the newest loss and eval_loss (nats per loss token), and train_seconds.
+        skipped: updates that were skipped.
+        best: the weights of the best evaluation, on the CPU; None where only the last ones count.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        rt: Runtime,
+        model: torch.nn.Module,
+        state: TrainState,
+        prepared: Prepared,
+        plan: BatchPlan,
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        self.config, self.rt, self.model, self.state = config, rt, model, state
+        self.prepared, self.plan, self.checkpoints = prepared, plan, checkpoints
+        self.total = sum(1 for _ in self._updates())
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        self.skipped = 0
+        self.best: Tensors | None = None
+        self._logged = 0  # the step of the last log
+        self._tokens = 0
+        self._best_loss, self._worse = float("inf"), 0  # evaluations since the best one
+        self._due: _Reading | None = None
+        self._saved, self._saved_at = 0, time.monotonic()  # the step of the last checkpoint
+        self._postponed = False
+        self._history: list[dict[str, Any]] | None = None
+        self._tracker: Tracker | None = None
+
+    def __enter__(self) -> Loop:
+        if self.rt.rank == 0:
+            self._tracker = Tracker(
+                self.config,
+                self.config.output_path,
+                self.step,
+                self._history,
+                resume_tokens=self._tokens,
+                total_steps=self.total,
+                flops_per_token=model_flops_per_token(self.model, self.config.data.max_length),
+                chip_name=chip_name(self.rt.device_type),
+                num_chips=chips_of(self.rt.device_type, self.rt.world_size),
+            )
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._tracker is not None:
+            self._tracker.close(failed=error is not None)
+
+    def resume(self, found: Checkpoint, saved: Tensors) -> None:
+        """Goes on from a checkpoint whose tensors the state has already."""
+        state = found.document("state")
+        self.step = self._saved = found.step
+        self._logged, self._tokens = state["logged"], state["tokens"]
+        self._best_loss, self._worse = state["best_loss"] or math.inf, state["worse"]
+        self.skipped = state["skipped"]
+        self.metrics = {name: math.nan if value is None else value for name, value in state["metrics"].items()}
+        self._history = found.document("history")
+        if "best" in saved:
+            self.best = self.state.split(saved["best"])
+
+    def run(self, agreement: Agreement) -> Status:
+        """Makes the updates that are left; the steps between two logs only trace and send.
+
+        Args:
+            agreement: asked before each step; where it says no, the run saves and ends as preempted.
+        """
+        config, rt, optim = self.config, self.rt, self.config.optim
+        self.model.train()
+        window = list(islice(self._updates(), self._logged, self.step))
+        keep, before = float(bool(window)), rt.counters()
+        start = time.monotonic()
+        status: Status = "finished"
+        for update, tensors in prefetch(self._batches()):
+            if not agreement.may_start(update.step):
+                status = "preempted"
+                break
+            step = self.step = update.step
+            rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
+            *batches, control = rt.send([*tensors, {"control": torch.tensor([rate, keep, float(step)])}])
+            seed_dropout(rt, config, step)
+            train_step(self.model, self.state, batches, control["control"], optim, rt)
+            rt.sync()
+            keep = 1.0
+            window.append(update)
+            if self._tracker is not None:
+                self._tracker.tick(step)
+            self._log()  # of a step before, while this one runs
+            if step % config.tracking.logging_steps == 0 or step == self.total:
+                now = rt.counters()
+                self._due = _Reading(window, self.state.report, rate, before, now)
+                keep, before, window = 0.0, now, []
+            evaluates, saves = self._evaluates(step), self._saves(step)
+            if evaluates or saves:
+                self._log()
+                with self._tracker.untimed() if self._tracker else contextlib.nullcontext():
+                    if evaluates and self._evaluate(step):
+                        status = "stopped"
+                    if saves or status == "stopped":
+                        self._save()
+                before = before if window else rt.counters()
+            if self.checkpoints is not None:
+                self.checkpoints.poll()
+            if status == "stopped":
+                break
+        self._log()
+        if status == "preempted" and self._saved < self.step:
+            self._save()
+        self.metrics["train_seconds"] = self.metrics.get("train_seconds", 0.0) + time.monotonic() - start
+        return status
+
+    def _updates(self) -> Iterator[Update]:
+        return updates(len(self.prepared.train), self.plan, self.config.optim)
+
+    def _batches(self) -> Iterator[tuple[Update, list[Tensors]]]:
+        """This replica's tensors of every update; made ahead by a thread."""
+        rows = self.prepared.train
+        for update in islice(self._updates(), self.step, None):
+            mine = deal(rows_of(update, len(rows), self.config.data), update, self.plan, self.rt.rank)
+            yield update, [rows.tensors(part) for part in mine]
+
+    # ----------------------------------------------------------------------------------------------------------- logs
+
+    def _log(self) -> None:
+        """Reads the sums of the log that is due, if one is.
+
+        Raises:
+            ValueError: updates were skipped, and `on_nan` says to stop then, or there were too many in a row.
+        """
+        if self._due is None:
+            return
+        due, self._due = self._due, None
+        (report,) = self.rt.to_host([due.report])
+        loss, tokens, norm, skipped, bad = dict(zip(WINDOW, report.tolist(), strict=False)).values()
+        steps, good, last = len(due.window), len(due.window) - int(skipped), due.window[-1]
+        self._tokens += sum(update.rows for update in due.window) * self.config.data.max_length
+        self._logged = last.step
+        self.skipped += int(skipped)
+        self.metrics["loss"] = loss / tokens if tokens else float("nan")
+        rates: dict[str, Any] = {
+            f"{name}_per_step": (due.now[name] - due.before[name]) / steps
+            for name in ("host_syncs", "fallbacks")
+            if name in due.now
+        }
+        if self._tracker is not None:
+            used, limit = self.rt.memory()
+            self._tracker.log(
+                last.step,
+                loss=self.metrics["loss"],
+                grad_norm=norm / good if good else float("nan"),
+                lr=due.rate,
+                tokens=self._tokens,
+                compiles=due.now.get("compiles", 0),
+                epoch=last.epoch + (last.first_row + last.rows) / len(self.prepared.train),
+                device_bytes=used,
+                device_limit_bytes=limit,
+                skipped=skipped,
+                rows_per_update=last.rows,
+                **rates,
+            )
+        if skipped:
+            self._judge(due.window, int(skipped), int(bad), *report[len(WINDOW) :].tolist())
+
+    def _judge(self, window: list[Update], skipped: int, bad: int, usual: float, streak: float) -> None:
+        """Warns of skipped updates, or ends the training because of them."""
+        optim = self.config.optim
+        update = next(update for update in window if update.step == bad)
+        data = self.prepared.train
+        packed = rows_of(update, len(data), self.config.data)
+        rows = sorted({row for number in packed for row in data.source_rows(number)})
+        rise = optim.max_loss_rise and f" or explodes (more than {optim.max_loss_rise:g} above the usual {usual:.4g})"
+        text = (
+            f"{skipped} of {len(window)} updates had a loss or gradient that is not finite{rise or ''}, the first at "
+            f"step {bad} with the rows {_some(rows)} of {self.config.data.source}"
+        )
+        if optim.on_nan == "stop":
+            raise ValueError(f"{text}. Look at these rows, lower optim.learning_rate, or set optim.on_nan=skip")
+        if streak >= _DIVERGED:
+            begun = window[-1].step - int(streak) + 1
+            if self.checkpoints is not None:  # what the update before it has left is what exploded
+                self.checkpoints.withdraw(begun - 1)
+            raise ValueError(
+                f"training has diverged: {text}, and the last {streak:.0f} updates, from step {begun} on, were all "
+                "skipped. Look at these rows, or start anew with a lower optim.learning_rate: another output_dir, or "
+                "checkpoint.resume=never (which moves the old checkpoints aside)"
+            )
+        if self.rt.rank == 0:
+            print(f"warning: {text}; they were skipped", file=sys.stderr, flush=True)
+
+    # ---------------------------------------------------------------------------------------------------- evaluations
+
+    def _evaluates(self, step: int) -> bool:
+        if self.prepared.eval is None:
+            return False
+        every = self.config.optim.eval_steps
+        return step == self.total or (every is not None and step % every == 0)
+
+    def _evaluate(self, step: int) -> bool:
+        """Measures the loss of the held-out rows; keeps the best weights; says whether to stop early."""
+        about = (self.model, self.state, self.prepared)
+        loss = held_out_loss(*about, self.plan.batch_size, self.config, self.rt)
+        self.metrics["eval_loss"], accuracy = loss, None
+        if self.config.tracking.eval_generate_rows:
+            accuracy = self.metrics["eval_accuracy"] = held_out_accuracy(*about, self.config, self.rt)
+        if self._tracker is not None:
+            self._tracker.log_eval(step, loss=loss, accuracy=accuracy)
+        if loss < self._best_loss:
+            self._best_loss, self._worse = loss, 0
+            if self.config.optim.eval_steps is not None and self.rt.rank == 0:
+                self.best = self._trained()
+        else:
+            self._worse += 1
+        patience = self.config.optim.early_stop_patience
+        return patience is not None and self._worse >= patience
+
+    def weights(self) -> tuple[Tensors, dict[str, float]]:
+        """The weights to keep, on the CPU, and the metrics that belong to them; for rank 0."""
+        metrics = {**self.metrics, "skipped_updates": float(self.skipped)}
+        if self.best is None:
+            return self._trained(), metrics
+        return self.best, {**metrics, "eval_loss": self._best_loss}
+
+    def _trained(self) -> Tensors:
+        """The weights as they are now, on the CPU: the average where there is one."""
+        if self.state.average is not None:
+            (flat,) = self.rt.to_host([self.state.average])
+            return self.state.split(flat)
+        names = list(self.state.parameters)
+        return dict(zip(names, self.rt.to_host(list(self.state.parameters.values())), strict=True))
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def _saves(self, step: int) -> bool:
+        minutes = self.config.checkpoint.save_minutes
+        return (
+            step % self.config.checkpoint.save_steps == 0
+            or step == self.total
+            or self._postponed
+            or (minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes)
+        )
+
+    def _save(self) -> None:
+        """Starts to write a checkpoint; the loop pays for the copy from the device alone."""
+        if self.checkpoints is None:
+            return
+        assert self._tracker is not None
+        tensors = self.state.to_host(self.rt)
+        self._postponed = bool(tensors["streak"])
+        if self._postponed:  # the weights may be what makes the loss explode: wait for an update that is applied
+            return
+        self._saved, self._saved_at = self.step, time.monotonic()
+        if self.best is not None:
+            tensors["best"] = self.state.flat(iter(self.best.values()))
+        files = {"training": tensors}
+        state = {
+            "logged": self._logged, "tokens": self._tokens, "skipped": self.skipped, "worse": self._worse,
+            "best_loss": self._best_loss if math.isfinite(self._best_loss) else None,
+            "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
+            "fingerprint": self.prepared.fingerprint, "global_batch_size": self.plan.global_batch_size,
+            "versions": versions(),
+        }  # fmt: skip
+        documents: dict[str, Any] = {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
+        if hasattr(self.model, "peft_config"):
+            trained = self.state.split(tensors.get("average", tensors["parameters"]))
+            files["adapter_model"] = adapter_tensors(self.model, trained)
+            documents["adapter_config"] = adapter_settings(self.model, self.config)
+        best = self.metrics.get("eval_loss") == self._best_loss
+        self.checkpoints.save(self.step, files, documents, self.metrics, best=best)
+
+
+def seed_dropout(rt: Runtime, config: TrainConfig, step: int) -> None:
+    """Gives dropout its random numbers: a function of seed, rank and step alone, so a resumed run draws the same."""
+    if config.lora.dropout:
+        rt.seed(int(np.random.SeedSequence([config.optim.seed, rt.rank, step]).generate_state(1)[0]))
+
+
+def _some(rows: list[int], most: int = 20) -> str:
+    shown = ", ".join(map(str, rows[:most]))
+    return shown if len(rows) <= most else f"{shown} and {len(rows) - most} more"

@@ -1,0 +1,41 @@
+"""One body run over the leading dimension of its inputs: a while loop of the program on XLA, else one of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Tensors = list[torch.Tensor]
+Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
+
+
+def scan(body: Body, carry: Tensors, inputs: Tensors, *, reverse: bool = False) -> tuple[Tensors, Tensors]:
+    """Runs `body` for each slice of `inputs`, without gradients of its own.
+
+    On XLA the body sees tensors that hold nothing, and is traced once. What it needs from outside comes in the carry:
+    of a computed tensor that it merely refers to, it would do the computation again in every turn.
+
+    Args:
+        body: from the carry and the slices of one turn, the next carry, alike in shapes and dtypes, and what the turn
+            puts out.
+        carry: what it starts with; no booleans, which the loop does not take.
+        inputs: (N, ...) each, one or more.
+        reverse: from the last slice to the first; outputs stay in the place of their inputs.
+
+    Returns:
+        The last carry, and the outputs stacked, (N, ...) each.
+    """
+    turns = inputs[0].shape[0]
+    if inputs[0].device.type == "xla" and turns > 1:
+        # The public `scan` traces the body through AOTAutograd at every step for a backward pass that is not wanted.
+        from torch_xla.experimental.scan import _scan_impl_flat
+
+        return _scan_impl_flat(body, carry, inputs, reverse=reverse)
+    outputs = []
+    for turn in reversed(range(turns)) if reverse else range(turns):
+        carry, output = body(carry, [tensor[turn] for tensor in inputs])
+        outputs.append(output)
+    if reverse:
+        outputs.reverse()
+    return carry, [torch.stack(column) for column in zip(*outputs, strict=True)]
