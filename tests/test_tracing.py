@@ -39,6 +39,7 @@ for replicas, *changes in json.loads(sys.argv[2]):
         "hash": fingerprint(program),
         "all_reduces": len(re.findall(r" all-reduce\\(", text)),
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "barriers": text.count(" opt-barrier("),
         "logits": len(re.findall(r"\\[(?:1024,2048|4,256,2048)\\]", text)),
         "donated": sorted(program.arguments[place] for place in program.donated),
         "arguments": program.arguments,
@@ -61,6 +62,8 @@ def test_traced_programs(tmp_path: Path) -> None:
     assert not any(case["logits"] for case in (eight, one, two, plain, twice, full)), "full logits exist"
     assert one["kernels"] > 0 and plain["kernels"] > 0 and sdpa["kernels"] == 0
     assert twice["kernels"] == 2 * one["kernels"]
+    assert twice["barriers"] > 2 * one["barriers"], "one pass may begin before the other has ended"
+    assert set(twice["donated"]) == set(one["donated"])
     assert one["hash"] == slow["hash"] and eight["hash"] == two["hash"], "a number of the run is a constant"
     assert len({case["hash"] for case in (eight, one, average, plain, twice, full, bits, sdpa)}) == 8
 
