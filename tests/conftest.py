@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.object_store import bucket, object_store  # noqa: F401  fixtures
+from tpu_kit.testing import REPOSITORY, run_python
 
 # Before any test module imports the libraries that read them.
 os.environ |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
@@ -22,3 +25,17 @@ def xla_stays_out_of_this_process(request: pytest.FixtureRequest) -> Iterator[No
     torch_xla = sys.modules.get("torch_xla")
     if torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized():
         pytest.exit(f"{request.node.nodeid} initialised torch_xla in the tests' own process: use run_python", 1)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kit as a wheel, built offline."""
+    # Of a copy, because setuptools leaves its build folders beside the source.
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source / name)
+    shutil.copytree(REPOSITORY / "tpu_kit", source / "tpu_kit", ignore=shutil.ignore_patterns("__pycache__"))
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(built)]
+    run_python(["-m", "pip", "wheel", *options, str(source)])
+    (path,) = built.glob("tpu_kit-*.whl")
+    return path

@@ -116,20 +116,33 @@ def tokens(replies: list[Any]) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------ on XLA:CPU, in a child
 
 
+_GREEDY = ("llama", "gemma2", "mistral, sliding", "llama with lora")
+
+
 def _xla() -> Runtime:
     import torch_xla
 
     return Runtime("xla-cpu", 0, 1, torch_xla.device())
 
 
-def greedy(rt: Runtime) -> dict[str, Any]:
-    """Whether the tokens are transformers', for some families, for LoRA, and for samples."""
-    found: dict[str, Any] = {}
-    for family in ("llama", "gemma2", "mistral, sliding", "llama with lora"):
+def families(rt: Runtime) -> dict[str, bool]:
+    """Whether the greedy tokens are transformers', for those families that `greedy` leaves out."""
+    return _same(rt, *(family for family in FAMILIES if family not in _GREEDY))
+
+
+def _same(rt: Runtime, *names: str) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for family in names:
         model = make(family.removesuffix(" with lora"))
         model = with_lora(model) if "lora" in family else model
         wanted = stock(model, MIXED)
         found[family] = tokens(generator(model, rt).generate(MIXED, Sampling(max_new_tokens=NEW))) == wanted
+    return found
+
+
+def greedy(rt: Runtime) -> dict[str, Any]:
+    """Whether the tokens are transformers', for some families and LoRA, and this CPU's, for samples."""
+    found: dict[str, Any] = _same(rt, *_GREEDY)
     drawn = Sampling(max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.3)
     mine = generator(make("llama")).generate(MIXED[:3], drawn, n=3)
     theirs = generator(make("llama"), rt).generate(MIXED[:3], drawn, n=3)

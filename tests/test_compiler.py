@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,9 +84,11 @@ def test_its_sizes_add_up_and_fit(eight: Compiled) -> None:
     weights = 2048 * 256 + 2 * (256 * (256 + 256 + 128 + 128) + 3 * 256 * 512)
     assert 2 * weights < eight.argument_bytes < 2 * weights + 3 * 600_000 + 500_000
     # Forward, forward again and the gradient of the input, 2 FLOPs per weight and token each; the head is not repeated.
-    least = (6 * (weights - 2048 * 256) + 4 * 2048 * 256) * 4 * 256
+    # Attention: 2 matrix products forward, twice, and 5 backward, for each of 2 layers.
+    least = (6 * (weights - 2048 * 256) + 4 * 2048 * 256) * 4 * 256 + 2 * (2 * 2 + 5) * 2 * 4 * 256**2 * 256
     assert eight.flops is not None and 1.0 < eight.flops / least < 1.3
     assert eight.bytes_accessed is not None and eight.bytes_accessed > 5 * eight.argument_bytes
+    assert eight.hbm_bytes is not None and eight.argument_bytes / 2 < eight.hbm_bytes
     assert 0 < eight.trace_host_bytes < 3 * GIB
     assert str(eight).startswith("fits v5e:2x4: 0.0")
 
@@ -127,6 +130,25 @@ def test_out_of_memory_is_a_result_and_two_replicas_have_an_all_reduce(tiny: Pat
     assert result.argument_bytes is not None and result.argument_bytes > 2_500_000 * 4096 * 2
     assert result.out_of_memory is not None and "RESOURCE_EXHAUSTED" in result.out_of_memory
     assert str(result).startswith("does not fit v5e:1x1: ")
+
+
+def test_what_is_asked_of_the_child(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old chip gets no kernels by `auto`; a model of the hub whose shape comes with the kit needs no network."""
+    asked = []
+
+    def stop(request: dict[str, Any], progress: bool) -> None:
+        asked.append(request["config"]["model"])
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(compiler, "_in_child", stop)
+    monkeypatch.setattr(compiler, "check_available", lambda: compiler.LIBTPU)
+    hub = load_config(None, ["model.name=Qwen/Qwen2.5-0.5B-Instruct", "batch_size=1"])
+    for config, chip in ((small(tiny), "v3"), (small(tiny), "v5e"), (hub, "v5e")):
+        with pytest.raises(RuntimeError, match="enough"):
+            compile_step(config, chip, cache_dir=tmp_path)
+    assert [one["attention"] for one in asked] == ["sdpa", "auto", "auto"]
+    written = json.loads((Path(asked[2]["name"]) / "config.json").read_text())
+    assert (written["model_type"], written["hidden_size"]) == ("qwen2", 896)
 
 
 # -------------------------------------------------------------------------------------------- a process of its own

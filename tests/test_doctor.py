@@ -9,14 +9,15 @@ import pytest
 
 from tpu_kit import doctor
 from tpu_kit.config import ConfigError, load_config
-from tpu_kit.doctor import MARKS, check_device, judge
-from tpu_kit.machine import Check, Machine
+from tpu_kit.doctor import check_device, judge
+from tpu_kit.machine import MARKS, Check, Machine
 from tpu_kit.testing import child_environment, run_python
 
 HAS_XLA = Machine().version("torch_xla") is not None
 MEASURED: dict[str, Any] = {
     "device_type": "tpu", "device": None, "replicas": 4, "total": 10.0, "flops": 150e12, "width": 8192, "executions": 5,
     "compiles": 0, "fallbacks": 0, "used": 2**28, "limit": 2**34, "host_bytes": 2**30,
+    "cores": [[10.0, 150e12, 2.0**28]] * 4,
 }  # fmt: skip
 
 
@@ -146,6 +147,8 @@ def test_two_replicas_on_xla_cpu(tmp_path: Path) -> None:
     assert list(checks)[-5:] == ["Replicas run", "All-reduce", "Compiles", "Matmul speed", "Device memory"]
     assert checks["Replicas run"].found.startswith("2 on xla-cpu, started and done in ")
     assert checks["All-reduce"] == Check("All-reduce", "ok", "sum of 1..2 is 3")
+    assert [(core["core"], core["all-reduce"]) for core in checks["All-reduce"].cores] == [(0, 3), (1, 3)]
+    assert all(core["TFLOP/s"] for core in checks["All-reduce"].cores)
     assert checks["Compiles"].found == "none in 5 repeats of one shape, nothing run on the host"
     assert checks["Matmul speed"].status == "ok" and "TFLOP/s a replica" in checks["Matmul speed"].found
     assert checks["Device memory"].status == "skipped"

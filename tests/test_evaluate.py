@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +18,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from tiny_tokenizer import tiny_tokenizer
 
+from tpu_kit.__main__ import main
 from tpu_kit.answers import load_for_generation, stop_ids
 from tpu_kit.config import DataConfig, LoraConfig, ModelConfig, TrainConfig, load_config
 from tpu_kit.data import Prepared, prepare
@@ -25,6 +29,7 @@ from tpu_kit.evaluate import (
     Sample,
     compare,
     evaluate,
+    evaluate_adapter,
     mcnemar,
 )
 from tpu_kit.model import hidden_states, load_model, load_tokenizer, output_embedding
@@ -311,11 +316,11 @@ def test_plain_text_begins_with_the_special_tokens_it_was_trained_with(
 
     seen: list[list[int]] = []
 
-    def generate(config: TrainConfig, ids: list[list[int]], *_: Any, **__: Any) -> Any:
-        seen.extend(ids)
+    def answer(config: TrainConfig, asks: list[Any], *_: Any, **__: Any) -> Any:
+        seen.extend(asks[0].prompts)
         raise InterruptedError
 
-    monkeypatch.setattr(module, "generate", generate)
+    monkeypatch.setattr(module, "answer", answer)
     for file in model_dir().iterdir():
         if file.suffix in (".json", ".safetensors") and "tokenizer" not in file.name:
             shutil.copy(file, tmp_path)
@@ -327,6 +332,108 @@ def test_plain_text_begins_with_the_special_tokens_it_was_trained_with(
     plain, chat = seen
     assert plain == [tokenizer.bos_token_id, *tokenizer("an answer", add_special_tokens=False)["input_ids"]]
     assert chat == tokenizer("user: an", add_special_tokens=False)["input_ids"]
+
+
+def test_perplexity_is_that_of_the_tokens_with_loss(prepared: Prepared, model: Any, tokenizer: Any) -> None:
+    """Of the held-out rows as training sees them; here by transformers' own forward pass."""
+    found = evaluate(config(), prepared.eval_rows, prepared.eval_prompts)
+    losses = []
+    for row in prepared.eval_rows:
+        ids, mask = prepared.encoder.encode(prepared.encoder.conversation(row))
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+        each = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+        losses += each[torch.tensor(mask[1:])].tolist()
+    assert found.perplexity_tokens == len(losses)
+    assert found.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+    assert f"perplexity               {found.perplexity:.4g}" in str(found)
+    alone = evaluate(config(max_length=8), [{"question": "?", "answer": None}], prepared.eval_prompts[:1])
+    assert alone.perplexity is None and "perplexity               none" in str(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
+def test_replicas_share_the_work_and_find_the_same(tmp_path: Path, prepared: Prepared) -> None:
+    """Three of XLA:CPU, for six rows less one, so that their parts differ."""
+    trained(tmp_path)
+    rows, prompts = prepared.eval_rows[:5], prepared.eval_prompts[:5]
+    alone = evaluate(config(), rows, prompts, tmp_path)
+    together = replace(config(), launch=replace(config().launch, device_type="xla-cpu", num_replicas=3))
+    found = evaluate(together, rows, prompts, tmp_path)
+    assert [sample.answer for sample in found.samples] == [sample.answer for sample in alone.samples]
+    assert found.perplexity == pytest.approx(alone.perplexity, rel=1e-4)
+
+
+def test_a_verifier_that_raises_costs_its_row_alone(tmp_path: Path, prepared: Prepared) -> None:
+    rows, prompts = prepared.eval_rows[:5], prepared.eval_prompts[:5]
+
+    def judge(row: dict[str, Any], answer: str) -> bool:
+        if row is rows[4]:
+            raise KeyError("target")
+        return row is rows[0]
+
+    found = evaluate(config(), rows, prompts, verifier=judge)
+    assert (found.accuracy.correct, found.accuracy.total, found.failed) == (1, 4, 1)
+    assert [sample.correct for sample in found.samples] == [True, False, False, False, None]
+    assert found.samples[4].error == "KeyError: 'target'"
+    both = compare(found, found, seen_in_training=3)
+    shown = str(both)
+    assert rows[4]["question"] in shown and "base, not judged, the verifier raised KeyError: 'target':" in shown
+    assert re.search(r"not judged \(error\) +1 +1\n", shown)
+    assert "3 rows left out, because the training data ask the same" in shown
+    plain = json.loads(json.dumps(both.to_dict(), allow_nan=False))
+    assert (plain["base"]["failed"], plain["seen_in_training"]) == (1, 3)
+    assert plain["samples"][4]["tuned"]["error"] == "KeyError: 'target'" and "error" not in plain["samples"][0]["tuned"]
+    with pytest.raises(ValueError, match="there is no such rule"):
+        evaluate(config(), rows, prompts, verifier="nearly")
+
+
+def test_rows_that_one_of_two_did_not_judge_count_for_neither() -> None:
+    found = compare(evaluation(True, None, False), evaluation(None, True, True))
+    assert (found.gained, found.lost) == (1, 0)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> tuple[TrainConfig, Path]:
+    """A run whose training rows ask two of the held-out questions, written otherwise; and an adapter."""
+    rows, held = cot_rows("train", 6, seed=1), cot_rows("eval", 5, seed=2)
+    first, second = held[0]["question"], held[1]["question"]
+    rows += [held[0] | {"question": f"  {first.upper().rstrip('?.')} "}, held[1] | {"question": second + "\n"}]
+    for name, part in (("train", rows), ("eval", held)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
+    trained(tmp_path / "run" / "adapter")
+    given = {"base_dtype": "fp32", "device_type": "cpu", "generate_tokens": 8, "source": str(tmp_path / "train.jsonl"),
+             "eval_source": str(tmp_path / "eval.jsonl")}  # fmt: skip
+    return load_config(None, given), tmp_path / "run" / "adapter"
+
+
+def test_questions_that_training_asks_too_are_left_out(mixed: tuple[TrainConfig, Path]) -> None:
+    run, adapter = mixed
+    found = evaluate_adapter(run, adapter)
+    assert (found.seen_in_training, len(found.base.samples)) == (2, 3)
+    assert json.loads((adapter.parent / "eval.json").read_text()) == json.loads(json.dumps(found.to_dict()))
+    assert found.base.perplexity != found.tuned.perplexity
+    assert "2 rows left out, because the training data ask the same" in str(found)
+
+
+def test_the_command(mixed: tuple[TrainConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, adapter = mixed
+    (tmp_path / "my.yaml").write_text(run.to_yaml())
+    asked = ["evaluate", str(tmp_path / "my.yaml"), "generate_rows=2", f"adapter={adapter}"]
+    assert main([*asked, "verifier=numeric"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.split()[:2] == ["base", "tuned"] and "perplexity" in printed and "2 rows left out" in printed
+    assert main([*asked, "--json", f"out={tmp_path / 'found.json'}"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "found.json").read_text()) and len(found["samples"]) == 2
+    assert main([*asked[:3], "--json"]) == 0  # the base model alone
+    assert json.loads(capsys.readouterr().out)["base"]["accuracy"]["total"] == 2
+    assert main([*asked[:3], f"adapter={tmp_path / 'gone'}"]) == 1
+    assert "there is no adapter folder" in capsys.readouterr().err
+    assert main([*asked[:3], "verifier=nearly"]) == 2
+    assert "there is no such rule" in capsys.readouterr().err
+    assert main(["evaluate", "a.yaml", "b.yaml"]) == 2
+    assert main(["evaluate", "adaptor=x"]) == 2
 
 
 def test_rows_and_prompts_must_pair() -> None:

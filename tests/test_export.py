@@ -18,18 +18,26 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.hub import run_hub
 from tests.tiny_tokenizer import tiny_tokenizer
 from tpu_kit import exporters, folders, gguf
 from tpu_kit.__main__ import main
 from tpu_kit.adapter import save_adapter
+from tpu_kit.answers import load_for_generation
 from tpu_kit.card import hub_id
 from tpu_kit.config import TrainConfig, load_config
+from tpu_kit.embedded import model_dir
 from tpu_kit.export import export
 from tpu_kit.fidelity import Check, compare
+from tpu_kit.generate import generate
 from tpu_kit.model import load_model, load_tokenizer, trainable_parameters
 from tpu_kit.ollama import modelfile, take_apart
+from tpu_kit.sampling import Sampling
+from tpu_kit.storage import ObjectFolder, upload
+from tpu_kit.testing import REPOSITORY, run_python
 
 IDS = torch.arange(5, 37)[None]
+QUESTION = [{"role": "user", "content": "Ann has 6 apples and eats 3. How many are left?"}]
 EVAL = {
     "base": {
         "accuracy": {"correct": 2, "total": 9, "low": 0.06, "high": 0.55}, "format_adherence": 0.0, "mean_tokens": 2.5
@@ -140,6 +148,44 @@ def test_a_whole_model_for_vllm(tmp_path: Path) -> None:
             exporters.adapter(work) if kind == "adapter" else exporters.gguf_adapter(work, tmp_path)
 
 
+def test_an_adapter_over_integers_is_merged_into_the_weights_as_released(tmp_path: Path) -> None:
+    make_run(tmp_path, base_dtype="int8")
+    done = export(tmp_path, out=tmp_path / "merged", dtype="fp32")
+    found = AutoModelForCausalLM.from_pretrained(done.folder)
+    released = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
+    torch.testing.assert_close(logits(found), logits(released), rtol=0, atol=1e-3)
+    rounded = load_for_generation(load_config(tmp_path / "config.yaml").model, tmp_path / "adapter")
+    assert (logits(found) - logits(rounded)).abs().max() > 0.02
+    assert ", over base weights in int8)" in (tmp_path / "merged" / "README.md").read_text()
+
+
+def test_a_run_in_an_object_store(run: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = f"{bucket}/runs/mine"
+    with pytest.raises(ValueError, match=rf"{place} has no config.yaml: give the folder that a run wrote"):
+        export(place)
+    upload(run, place)
+    done = export(f"{place}/", "adapter", base="owner/name")
+    assert done.folder == "runs/my run/export/adapter"
+    assert "8 of 9 = 88.9%" in (tmp_path / done.folder / "README.md").read_text()
+    on_cpu = load_config(None, {"base_dtype": "fp32", "device_type": "cpu"})
+    here, there = (
+        generate(on_cpu, [QUESTION], Sampling(8), adapter_dir=adapter)
+        for adapter in (run / "adapter", f"{place}/adapter")
+    )
+    assert [reply.tokens for reply in here] == [reply.tokens for reply in there]
+    ObjectFolder(place).remove(["adapter/adapter_model.safetensors"])
+    refusal = rf"{place}/adapter has no adapter_model.safetensors: its writing was interrupted"
+    with pytest.raises(ValueError, match=refusal):
+        export(place)
+    with pytest.raises(ValueError, match=refusal):
+        generate(on_cpu, [QUESTION], adapter_dir=f"{place}/adapter")
+    with pytest.raises(ValueError, match=r"out=gs://a/b: an export is written to a folder of this machine"):
+        export(run, out="gs://a/b")
+    with pytest.raises(ValueError, match="there is no bucket gs://no-such-bucket-of-mine: make it"):
+        export("gs://no-such-bucket-of-mine/run")
+
+
 # ------------------------------------------------------------------------------------------------------------ refused
 
 
@@ -168,8 +214,6 @@ def test_a_broken_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_base_model(run: Path, tmp_path: Path) -> None:
-    from tpu_kit.embedded import model_dir
-
     other = tmp_path / "other"
     shutil.copytree(model_dir(), other)
     settings = json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 2}
@@ -179,6 +223,22 @@ def test_another_base_model(run: Path, tmp_path: Path) -> None:
     (run / "config.yaml").write_text(config.to_yaml())
     with pytest.raises(ValueError, match=r"another base model than .*layers\.2\..*is not in the model; .* more"):
         export(run)
+
+
+def test_the_code_of_a_model_is_not_run(run: Path, tmp_path: Path) -> None:
+    folder, canary = tmp_path / "other", tmp_path / "canary"
+    shutil.copytree(model_dir(), folder)
+    (folder / "own.py").write_text(f"open({str(canary)!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
+    settings = json.loads((folder / "config.json").read_text())
+    own = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (folder / "config.json").write_text(json.dumps(settings | {"auto_map": own}))
+    config = load_config(run / "config.yaml", {"model.name": str(folder), "model.trust_remote_code": True})
+    (run / "config.yaml").write_text(config.to_yaml())
+    export(run, "adapter")  # transformers has code for such a model
+    (folder / "config.json").write_text(json.dumps(settings | {"auto_map": own, "model_type": "own"}))
+    with pytest.raises(ValueError, match=r"comes with Python code of its own, and an export runs no such code"):
+        export(run, "adapter")
+    assert not canary.exists()
 
 
 def test_no_room(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +287,39 @@ def test_a_push_that_fails_keeps_the_export(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("HF_TOKEN", "hf_none")  # HF_HUB_OFFLINE is set in all tests
     with pytest.raises(ValueError, match=r"push=a/b: the hub refuses or cannot be reached .* complete in"):
         folders.push(tmp_path, "a/b")
+
+
+PUSH = """
+import sys
+from pathlib import Path
+from tpu_kit.folders import push
+print(push(Path(sys.argv[1]), "me/mine"))
+"""
+
+
+def test_a_push_sends_every_file_and_the_token_to_the_hub_alone(tmp_path: Path) -> None:
+    token = "hf_canary0of0the0tests"
+    files = {"README.md": b"---\ntags:\n- tpu_kit\n---\n# mine\n", "adapter_model.safetensors": bytes(range(256)) * 64}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with run_hub() as hub:
+        env = {
+            "HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(tmp_path.parent / "home"), "HF_HUB_VERBOSITY": "debug", "HF_DEBUG": "1",
+            "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+        }  # fmt: skip
+        done = run_python(["-c", PUSH, str(tmp_path)], env=env, cwd=REPOSITORY)
+        assert done.stdout.strip().endswith(f"{hub.url}/me/mine")
+        assert hub.files == files and hub.private == {"me/mine": True}
+        given = {path.partition("?")[0]: token for method, path, token in hub.calls if method in ("POST", "PUT")}
+        store = next(path for path in given if path.startswith("/store/"))
+        assert given.pop(store) is None  # it may be another company's machine
+        assert set(given.values()) == {token} and "/api/models/me/mine/commit/main" in given
+        hub.refuse = True
+        refused = run_python(["-c", PUSH, str(tmp_path)], env=env, cwd=REPOSITORY, expect=1)
+        assert "ValueError: push=me/mine: the hub refuses or cannot be reached" in refused.stderr
+    for said in (done, refused):
+        assert token not in said.stdout + said.stderr
 
 
 def test_an_earlier_export_is_replaced_whole(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tpu_kit.config import DataConfig
-from tpu_kit.formats import RowError, conversation, detect_layout, reasoning_of, reply
+from tpu_kit.formats import RowError, conversation, detect_layout, normalised, reasoning_of, reply
 
 
 def layout(names: str, **settings: Any) -> str:
@@ -89,7 +89,7 @@ def test_context_of_an_instruction() -> None:
 
 def test_question_tells_rows_apart_whatever_the_system_turn() -> None:
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    assert read({"messages": chat}, system_prompt="s").question == read({"messages": chat}).question == "user: q"
+    assert read({"messages": chat}, system_prompt="s").question == read({"messages": chat}).question == "q"
     assert read({"prompt": "p", "completion": "c"}).question == "p"
     assert read({"text": "t"}).question == "t"
 
@@ -174,3 +174,25 @@ def test_a_system_column_is_the_first_turn() -> None:
 )
 def test_answers_that_are_numbers(value: Any, text: str) -> None:
     assert read({"question": "q", "answer": value}).messages[-1]["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("What is 5 + 1?", " what  is\n5 + 1", True),
+        ("It\N{RIGHT SINGLE QUOTATION MARK}s 5 \N{MINUS SIGN} 1.", "it's 5 - 1", True),
+        ("What is 5 + 1?", "What is 5 - 1?", False),
+        ("1.5", "15", False),
+        ("x\N{SUPERSCRIPT TWO}", "x2", False),
+    ],
+)
+def test_questions_are_compared_by_what_they_say(one: str, other: str, same: bool) -> None:
+    assert (normalised(one) == normalised(other)) is same
+
+
+def test_a_question_is_the_same_in_every_format() -> None:
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": chat}, {"question": "q", "answer": "a"}, {"prompt": "q", "completion": "a"}
+    ]  # fmt: skip
+    assert {read(row).question for row in rows} == {"q"}

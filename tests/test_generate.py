@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,18 +34,25 @@ from transformers import (
     TopPLogitsWarper,
 )  # fmt: skip
 
+from tests.compiler_models import SMOLLM2_135M, TINY, write_config
+from tests.generation_tpu import BLOCK
+from tpu_kit import compiler
+from tpu_kit.answers import load_for_generation
 from tpu_kit.completions import Completion, from_json, split_reasoning, to_json
 from tpu_kit.config import ConfigError, DataConfig, ModelConfig, load_config
 from tpu_kit.generate import explain, generate, main
-from tpu_kit.generator import Generator, _widths
+from tpu_kit.generator import Generator
 from tpu_kit.kvcache import cache_bytes_per_token
 from tpu_kit.machine import Machine
+from tpu_kit.padding import widths_to
 from tpu_kit.pretrained import load_base, load_tokenizer
+from tpu_kit.quantize import QuantizedLinear
 from tpu_kit.runtime import Runtime
 from tpu_kit.sampling import ENDED, START, Sampling, choose, stop_table, token_bytes
 from tpu_kit.testing import QUICK_XLA_FLAGS, REPOSITORY, run_python
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 CPU = Runtime("cpu", 0, 1, torch.device("cpu"))
 GREEDY = Sampling(max_new_tokens=NEW)
 
@@ -384,7 +392,7 @@ def test_a_chat_needs_a_template() -> None:
 
 
 def test_widths() -> None:
-    assert (_widths(1), _widths(64), _widths(65), _widths(400)) == ([64], [64], [64, 128], [64, 128, 256, 448])
+    assert (widths_to(1), widths_to(64), widths_to(65), widths_to(400)) == ([64], [64], [64, 128], [64, 128, 256, 448])
 
 
 def test_cache_bytes() -> None:
@@ -406,6 +414,13 @@ def test_on_xla_the_tokens_are_the_same() -> None:
     found = child("greedy")["greedy"]
     assert found.pop("scores") < 1e-3
     assert all(found.values()), found
+
+
+@pytest.mark.slow
+@needs_xla
+def test_on_xla_the_tokens_are_the_same_for_every_family() -> None:
+    found = child("families")["families"]
+    assert len(found) == len(FAMILIES) - 3 and all(found.values()), found
 
 
 @needs_xla
@@ -446,6 +461,46 @@ def test_the_cache_is_changed_in_place_and_weights_are_read_at_each_call(tmp_pat
     assert between == {"changed": True, "as it is": True, "compiled": 0, "mode": [True, "tpu_kit"]}
 
 
+# --------------------------------------------------------------------------------------------- the TPU's own compiler
+
+
+def for_v5e(model: Path, rows: int, width: int, slots: int, *changes: str) -> dict[str, Any]:
+    """What the TPU compiler says of prefill and decode."""
+    job = json.dumps([str(model), rows, width, slots, *changes])
+    done = run_python(["-m", "tests.generation_tpu", job], env=compiler._ENVIRONMENT, cwd=REPOSITORY, timeout=900)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    for part in ("prefill", "decode"):
+        one = found[part]
+        # The whole cache comes out in the memory in which it goes in. Beside it come out tokens and counters alone, and
+        # no copy of it is alive in between.
+        assert one["aliased_bytes"] >= found["cache_bytes"], (part, one)
+        assert one["output_bytes"] - one["aliased_bytes"] < 64 * 2**10, (part, one)
+        assert one["temporary_bytes"] < found["cache_bytes"], (part, one)
+    assert BLOCK in found["decode"]["loop_trips"].values()  # the steps are a loop, not a longer program
+    return found
+
+
+@needs_libtpu
+def test_prefill_and_decode_compile_for_a_tpu_with_the_cache_in_place(tmp_path: Path) -> None:
+    found = for_v5e(write_config(tmp_path, TINY), 8, 256, 512, "max_length=128")
+    assert found["cache_bytes"] == 2 * 2 * 8 * 2 * 512 * 64 * 2  # k and v, layers, rows, heads, slots, size, bytes
+    decode = found["decode"]
+    weights = 2 * (2048 * 256 + 2 * (256 * (256 + 256 + 128 + 128) + 3 * 256 * 512))
+    assert weights < decode["argument_bytes"] < weights + 2 * found["cache_bytes"] + 2**19
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.timeout(1000)
+def test_a_real_shape_compiles_for_a_tpu(tmp_path: Path) -> None:
+    found = for_v5e(write_config(tmp_path, SMOLLM2_135M), 8, 256, 512)
+    assert found["cache_bytes"] == 8 * 512 * cache_bytes_per_token(SimpleNamespace(**SMOLLM2_135M), 2)
+    for part in ("prefill", "decode"):
+        figures = {name: f"{found[part][f'{name}_bytes'] / 2**20:.1f}" for name in ("argument", "aliased", "temporary")}
+        print(f"{part}: {figures} MiB, compiled in {found[part]['compile_seconds']:.0f} s")
+        assert found[part]["argument_bytes"] + found[part]["temporary_bytes"] < 2**30
+
+
 # -------------------------------------------------------------------------------------------------- over all replicas
 
 
@@ -468,6 +523,43 @@ def test_replicas_share_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
         config = configured(device_type=device_type, num_replicas=2)
         found = generate(config, CHATS, drawn, n=2, batch_size=4)
         assert [reply.text for reply in found] == [reply.text for reply in alone]
+
+
+@pytest.mark.parametrize(
+    ("base_dtype", "device_type"),
+    [("int8", "cpu"), ("int4", "cpu"), pytest.param("int4", "xla-cpu", marks=[needs_xla, pytest.mark.slow])],
+)
+def test_a_base_of_integers_says_what_its_rounded_weights_say(
+    base_dtype: str, device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
+    group = {"quant_group": 64} if base_dtype == "int4" else {}
+    config = configured(base_dtype=base_dtype, device_type=device_type, num_replicas=1, **group)
+    rounded = load_for_generation(config.model)
+    plain = load_base(ModelConfig(base_dtype="fp32"), torch.float32).eval()
+    layers = [(name, part) for name, part in rounded.named_modules() if isinstance(part, QuantizedLinear)]
+    assert len(layers) > 20
+    for name, part in layers:
+        plain.get_submodule(name).weight.data = part.dequantized()
+    prompts = prompts_of(9, 30)
+    assert tokens(generate(config, prompts, GREEDY)) == stock(plain, prompts)
+
+
+def test_a_base_model_without_a_template_ends_its_turns_in_replicas_too(tmp_path: Path) -> None:
+    # Training gives such a tokenizer a template, whose end of a turn the tokenizer in a replica does not name.
+    tokenizer = tiny_tokenizer(None, special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"), eos="<|endoftext|>")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model, (prompt,) = make("llama"), prompts_of(9)
+    model.generation_config.eos_token_id = None
+    (reply,) = stock(model, [prompt])
+    place = next(place for place in range(5, NEW) if reply.index(reply[place]) == place)
+    with torch.no_grad():  # what was said there is now the end of the turn
+        rows = model.lm_head.weight
+        rows[[end, reply[place]]] = rows[[reply[place], end]].clone()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (found,) = generate(configured(**{"model.name": str(tmp_path)}), [prompt], GREEDY)
+    assert found.tokens == (*reply[:place], end) and found.finish_reason == "stop"
 
 
 def test_errors_reach_the_caller(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""The compiler's texts: loops, costs, collectives, what is in memory at the peak, and out-of-memory messages."""
+"""The compiler's texts: loops, collectives, what is in memory at the peak, and out-of-memory messages."""
 
 from __future__ import annotations
 
 import pytest
 
 from tpu_kit.buffers import at_peak, parse_out_of_memory, where
-from tpu_kit.hlo import Cost, Module, count_trips, padded_bytes
+from tpu_kit.hlo import Module, padded_bytes
 
 # As the TPU compiler prints it: a 64-bit counter is two 32-bit ones, and a loop within a loop.
 LOOPS = """HloModule step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
@@ -91,19 +91,6 @@ def test_a_loop_without_a_known_end_counts_once() -> None:
     module = Module(LOOPS.replace("%nil.copy = u32[]{:T(128)} copy(%nil)", "%nil.copy = u32[]{:T(128)} rng(%nil)"))
     assert module.trips() == {"loop": None, "inner": 3}
     assert module.weights()["inner_body"] == 3
-
-
-def test_costs_count_each_turn() -> None:
-    def analyse(text: str) -> dict[str, float]:
-        # What XLA's analysis does: everything once, the bodies of loops too.
-        parts = {"%main": 1.0, "%body": 10.0, "%inner_body": 100.0}
-        entry = text[text.index("ENTRY ") :].split()[1]
-        total = sum(value for name, value in parts.items() if list(parts).index(name) >= list(parts).index(entry))
-        return {"flops": total, "bytes accessed": 2 * total}
-
-    total, once = count_trips(Module(LOOPS), analyse)
-    assert once == Cost(111.0, 222.0)
-    assert total == Cost(1 + 5 * (10 + 3 * 100.0), 2 * (1 + 5 * (10 + 3 * 100.0)))
 
 
 def test_a_part_is_a_whole_module_of_what_it_calls() -> None:

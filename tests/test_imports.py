@@ -26,8 +26,9 @@ MAY_IMPORT = {
     "chips": set(),
     "fields": set(),
     "contradictions": {"fields"},
-    "parameters": {"contradictions", "fields"},
-    "config": {"fields", "parameters"},
+    "foreign": set(),
+    "parameters": {"contradictions", "fields", "foreign"},
+    "config": {"fields", "foreign", "parameters"},
     "runtime": {"config", "machine", "rehearsal"},
     "rehearsal": {"config", "runtime"},
     "metadata": set(),
@@ -35,15 +36,20 @@ MAY_IMPORT = {
     "lease": {"storage"},
     "preemption": {"metadata"},
     "launch": {"config", "host", "machine", "preemption", "runtime", "supervisor"},
-    "supervisor": {"host", "machine", "preemption", "rehearsal", "replica", "runtime"},
+    "symptoms": set(),
+    "supervisor": {"host", "machine", "preemption", "rehearsal", "replica", "runtime", "symptoms"},
     "replica": {"preemption", "rehearsal", "runtime"},
     "machine": {"chips", "config"},
+    "cells": {"fields"},
+    "displays": {"machine"},
+    "packages": {"machine"},
+    "install": {"cells", "displays", "fields", "machine", "packages"},
     "host": {"chips", "config", "machine"},
     "doctor": {"chips", "config", "host", "launch", "machine", "runtime"},
 }
 
 # Modules that answer before torch is loaded, or without it.
-LIGHT = ("config", "chips", "doctor", "notebook", "launch", "__main__")
+LIGHT = ("config", "chips", "doctor", "install", "notebook", "launch", "__main__")
 
 
 @dataclass(frozen=True)

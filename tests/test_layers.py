@@ -180,6 +180,34 @@ def test_in_bf16_it_computes_what_the_unrolled_layers_do() -> None:
         torch.testing.assert_close(found[name], gradient, rtol=0.1, atol=0.05 * float(gradient.abs().max()), msg=name)
 
 
+@pytest.mark.parametrize("lora", [{}, {"dropout": 0.5}, {"dora": True}])
+@pytest.mark.parametrize("tile", [None, 7])
+def test_gradients_of_adapters_are_kept_as_they_are_computed_without_a_difference(
+    monkeypatch: pytest.MonkeyPatch, tile: int | None, lora: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["qwen2"][0])).to(torch.bfloat16)
+    model = models.adapt(base, LoraConfig(r=4, init="gaussian", **lora), "bf16").train()
+    stacking.stack(decoder_of(model), tile)
+    plain, kinds = copy.deepcopy(model), []
+    backward = layers._Block.backward
+
+    def noted(self: Any, carry: Any, slices: Any) -> Any:
+        carry, found = backward(self, carry, slices)
+        kinds.extend(part.dtype for part in found)
+        return carry, found
+
+    monkeypatch.setattr(layers._Block, "backward", noted)
+    torch.manual_seed(7)
+    _, found = loss_and_gradients(model, packed())
+    assert (torch.bfloat16 in kinds) == ("dora" not in lora)
+    monkeypatch.setattr(layers, "_cast_once", lambda layer: set())
+    torch.manual_seed(7)
+    _, expected = loss_and_gradients(plain, packed())
+    for name, gradient in expected.items():
+        assert gradient.dtype == torch.float32 and torch.equal(found[name], gradient), name
+
+
 # ------------------------------------------------------------------------------------------------------------- dropout
 
 

@@ -350,7 +350,7 @@ def test_looking_does_not_free_the_lock_of_this_process(tmp_path: Path) -> None:
 def test_lock_left_by_another_user(open_folder: Path) -> None:
     (open_folder / "tmp").mkdir()
     (open_folder / "tmp/libtpu_lockfile").touch(mode=0o600)
-    printed = as_another_user("print(check_lock(Machine(root=root)))", open_folder)
+    printed = as_another_user("print(repr(check_lock(Machine(root=root))))", open_folder)
     assert "of another user: libtpu cannot open it" in printed and "status='failure'" in printed
     assert f"sudo rm {open_folder}/tmp/libtpu_lockfile" in printed
 

@@ -31,8 +31,9 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[TrainConfi
     def install(outcome: str | Exception) -> list[TrainConfig]:
         received = []
 
-        def train(config: TrainConfig) -> Result:
+        def train(config: TrainConfig, *, exact: bool) -> Result:
             received.append(config)
+            assert not exact
             if isinstance(outcome, Exception):
                 raise outcome
             return Result(outcome)
@@ -110,7 +111,7 @@ import sys
 from tpu_kit.__main__ import main
 assert main(["train", "bach_size=2"]) == 2
 assert main(["train", "--help"]) == 0
-assert main(["plan", "batch_size=2", "--chip", "v6e", "--json"]) == 0
+assert main(["plan", "batch_size=2", "max_steps=10", "--chip", "v6e", "--json"]) == 0
 assert main(["plan", "--chip", "v66e"]) == 2
 assert main(["--version"]) == 0
 assert "torch" not in sys.modules

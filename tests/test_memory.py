@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -16,11 +17,12 @@ from tpu_kit.advice import reserve
 from tpu_kit.compiler import compile_step
 from tpu_kit.config import TrainConfig, load_config
 from tpu_kit.memory import Memory, estimate, padded
-from tpu_kit.shapes import FAMILIES, read_shape, trained_tensors
-from tpu_kit.testing import run_python
+from tpu_kit.shapes import FAMILIES, read_shape, stored_tensors, trained_tensors
+from tpu_kit.testing import REPOSITORY, run_python
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_memory.json").read_text())
-ANSWERS: list[dict[str, Any]] = RECORDED["answers"]
+ANSWERS: list[dict[str, Any]] = [one for one in RECORDED["answers"] if "total_bytes" in one]
+STILL = 0.02  # what a compile today may differ by from the recorded one
 GIB = 2**30
 
 
@@ -50,17 +52,22 @@ def of(folder: Path, shape: dict[str, Any], *settings: str, **changes: Any) -> M
 @pytest.mark.parametrize("answer", ANSWERS, ids=name_of)
 def test_the_formula_is_near_the_compiler(answer: dict[str, Any], tmp_path: Path) -> None:
     off = error(answer, tmp_path)
-    free = reserve(configuration(answer, tmp_path))
-    assert off >= -free, "at the suggested reserve this would end out of memory"
-    if answer["model"] == "qwen3-0.6b" and "lora.r=0" in answer["settings"] and answer["layers"] == 28:
-        pytest.xfail("the compiler keeps the flat gradient through the backward pass here: 14 % too low")
-    if answer["model"] == "smollm2-135m" and "gradient_accumulation=4" in answer["settings"]:
-        pytest.xfail("the compiler keeps more than one pass's activations here in spite of the barrier: 23 % too low")
+    assert off >= -reserve(configuration(answer, tmp_path)), "at the suggested reserve this would end out of memory"
+    if answer["model"] in ("qwen3-0.6b", "gemma3-1b") and "lora.r=0" in answer["settings"] and answer["layers"] > 20:
+        pytest.xfail("the update's copies of parts of the change are not in the formula: 22 and 26 % too low")
     assert abs(off) <= 0.10
 
 
 def test_its_median_error(tmp_path: Path) -> None:
+    assert len(ANSWERS) >= 30
     assert statistics.median(abs(error(answer, tmp_path)) for answer in ANSWERS) <= 0.03
+
+
+def test_what_is_published_is_what_was_recorded(tmp_path: Path) -> None:
+    from tests.benchmarks.formula import section, table
+
+    published = section(table(tmp_path))
+    assert published in (REPOSITORY / "README.md").read_text(), "python -m tests.benchmarks.formula --readme"
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=name_of)
@@ -81,10 +88,11 @@ def test_arguments_of_a_program_compiled_now(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", ANSWERS, ids=name_of)
 def test_the_compiler_still_says_so(answer: dict[str, Any], tmp_path: Path) -> None:
+    """Answers are kept on disk by program, so that a run that was interrupted goes on where it was."""
     compiled = compile_step(
         configuration(answer, tmp_path), answer["topology"], num_replicas=answer["replicas"], progress=False
     )
-    assert compiled.total_bytes == pytest.approx(answer["total_bytes"], rel=0.02)
+    assert compiled.total_bytes == pytest.approx(answer["total_bytes"], rel=STILL)
 
 
 # ----------------------------------------------------------------------------------------------------- its arithmetic
@@ -176,6 +184,36 @@ def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> No
         adapted = get_peft_model(whole, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     trained = sum(part.numel() for part in adapted.parameters() if part.requires_grad)
     assert trained == sum(torch.Size(one).numel() for one in trained_tensors(shape, config.lora))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_integers_are_counted_as_they_are_stored(dtype: str, tmp_path: Path) -> None:
+    from tpu_kit.quantize import Scheme
+
+    model = write_config(tmp_path / "model", QWEN2_500M)
+    config = load_config(None, [f"model.name={model}", f"base_dtype={dtype}"])
+    shape, scheme = read_shape(config.model), Scheme.of(config.model)
+    assert scheme is not None
+    layer = sum(
+        math.prod(size) * kind.itemsize
+        for one in shape.linears
+        for size, kind in scheme.stored(one.outputs, one.inputs).values()
+    )
+    matrices = sum(one.outputs * one.inputs for one in shape.linears)
+    expected = 24 * layer + 2 * (shape.parameters - 24 * matrices)
+    assert sum(math.prod(size) * element for size, element in stored_tensors(shape, config)) == expected
+    found, plain = estimate(config), of(tmp_path, QWEN2_500M)
+    assert found.parts["base_weights"] == pytest.approx(expected, rel=0.01)  # and tiles filled up
+    assert plain.total_bytes - found.total_bytes > 0.9 * (plain.parts["base_weights"] - expected)
+
+
+def test_a_compiler_counts_what_loops_carry_twice(tmp_path: Path) -> None:
+    """Saved inputs above all: a layer more costs its weights, its state, and its input twice."""
+    few, more = (of(tmp_path, QWEN2_500M, "batch_size=16", num_hidden_layers=layers) for layers in (20, 21))
+    grown = more.total_bytes - few.total_bytes - (more.argument_bytes - few.argument_bytes)
+    saved = 16 * 1024 * 896 * 2
+    assert saved < grown < 2 * saved + 20 * more.trained / 21
+    assert few.parts["heap"] > 0
 
 
 def test_blocks_of_layers_as_the_loops_have_them(tmp_path: Path) -> None:

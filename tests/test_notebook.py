@@ -1,12 +1,10 @@
-"""What the notebooks call, in plain Python and in real kernels, and the form of the notebooks that are shipped."""
+"""What the notebooks call, in plain Python and in real kernels."""
 
 from __future__ import annotations
 
-import ast
 import base64
 import json
 import re
-import statistics
 import sys
 import types
 from collections.abc import Iterator
@@ -19,11 +17,11 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 from tpu_kit import notebook
+from tpu_kit.cells import check_names
 from tpu_kit.config import ConfigError, TrainConfig
+from tpu_kit.machine import Check
 from tpu_kit.testing import REPOSITORY, child_environment
 
-NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
-COLAB = "https://colab.research.google.com/github/tpu-kit/tpu_kit/blob/main/notebooks"
 OWN = "# Parameters: change them here\nmax_steps = 5\nlearning_rate = 1e-4"
 CONFIG = "from tpu_kit import notebook\nconfig = notebook.config(globals())\nprint(config.optim)"
 
@@ -85,6 +83,10 @@ def test_config_of_parameters() -> None:
     assert config.sources["optim.max_steps"] == "notebook parameter"
     with pytest.raises(ConfigError, match="questions"):
         notebook.config(namespace)
+    with pytest.raises(ConfigError) as caught:
+        notebook.config(cells_ran("# Parameters: mine\nquestion = 3\nmax_step = 1"), also=["questions"])
+    assert caught.value.problems[0] == "question: this notebook has no such parameter; did you mean questions?"
+    assert "did you mean optim.max_steps" in caught.value.problems[1]
 
 
 def test_secrets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,14 +115,15 @@ def test_displays_are_text_outside_ipython(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "metrics.jsonl").write_text(METRICS)
     notebook.show_example([("What is <b>?", False), ("42", True)])
     notebook.show_table([{"question": "1+1", "share": 0.123456789}, {"question": "2\n+2", "share": None}])
-    notebook.show_lengths([10, 20, 30], max_length=25)
+    notebook.show_lengths(types.SimpleNamespace(lengths=(10, 20, 30), fill=0.9), max_length=25)
     with notebook.live(tmp_path):
         pass
-    notebook.show_config(TrainConfig())
+    notebook.show_config(TrainConfig(), all_settings=True)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "What is <b>?[[42]]"
     assert "0.12346" in lines[2]
-    assert "3 examples, longest 30 tokens, 1 over 25" in lines
+    packed = "rows 90% full, 73% with one example in each"  # the longest is cut
+    assert f"3 examples, longest 30 tokens, 1 over 25; {packed}" in lines
     assert "train loss 2.0000 -> 1.0000 at step 3; eval loss 1.5000 -> 1.5000 at step 3" in lines
     assert any(re.fullmatch(r"optim\.batch_size +4 +default", line) for line in lines)
 
@@ -155,7 +158,8 @@ def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 METRICS = """\
 {"kind": "train", "step": 1, "loss": 2.0, "tokens_per_second": 5.0}
 {"kind": "train", "step": 2, "loss": null, "tokens_per_second": 6.0}
-{"kind": "train", "step": 3, "loss": 1.0, "tokens_per_second": 6.5}
+{"kind": "train", "step": 3, "loss": 1.0, "tokens_per_second": 6.5, "tokens_per_second_per_chip": 6.5, \
+"total_steps": 6, "eta_seconds": 61.2, "compiles": 3, "mfu": 0.25, "resumed_from": 2}
 {"kind": "eval", "step": 3, "loss": 1.5}
 {"kind": "tra"""
 
@@ -196,6 +200,62 @@ def test_papermill_parameters(tmp_path: Path) -> None:
     assert "fast" in caught.value.evalue
 
 
+ORDER = ["from tpu_kit import notebook", "print(settings.r)", "[print(unheard_of) for _ in '1']", "import json.nothing"]
+
+
+def test_a_cell_that_runs_too_early_says_which_comes_first(kernel: Any) -> None:
+    errors = [run_cell(kernel, cell)[1] for cell in ORDER]
+    assert errors[0] == ""
+    assert errors[1].startswith(
+        "name 'settings' is not defined yet: the cell above that sets it (look for `settings =`"
+    )
+    assert "Run that cell first" in errors[1]
+    assert "not defined" in errors[2] and "No module named" in errors[3]
+    assert run_cell(kernel, "settings = notebook")[1] == ""
+
+
+def test_a_parameter_that_a_notebook_does_not_know() -> None:
+    check_names({"source": 1}, ("source", "hardware"))
+    with pytest.raises(ConfigError) as caught:
+        check_names({"sorce": 1, "zzz": 2}, ("source", "hardware"))
+    assert caught.value.problems == [
+        "sorce: this notebook has no such parameter; did you mean source?",
+        "zzz: this notebook has no such parameter; there are hardware, source",
+    ]
+
+
+def test_a_run_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.yaml").write_text("run_name: mine\nlora: {r: 3}\n")
+    with pytest.raises(ConfigError, match=r"run 4-train-cot-sft.ipynb first. Runs beside it: mine"):
+        notebook.run_config(cells_ran("# Parameters: mine\nrun_name = 'other'"))
+    found = notebook.run_config(cells_ran("# Parameters: mine\nrun_name = 'mine'\nrows = 3"), also=["rows"])
+    assert (found.lora.r, str(found.output_path)) == (3, "runs/mine")
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ("ok", "Ready."),
+        ("warning", "Ready.\n! TPU: held"),
+        ("failure", "Not ready. Fix this first: TPU: held\n→ kill 7"),
+    ],
+)
+def test_verdict(status: Any, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    core = {"core": 0, "all-reduce": 1.0, "TFLOP/s": 98.5, "of the peak": 0.5, "GiB in use": None}
+    checks = [Check("Python", "ok", "3.12", cores=(core,)), Check("TPU", status, "held", "kill 7")]
+    assert notebook.show_checks(iter(checks)) == checks
+    capsys.readouterr()
+    notebook.show_verdict(checks)
+    assert capsys.readouterr().out.strip() == expected
+    notebook.show_cores(checks)
+    assert capsys.readouterr().out.splitlines() == [
+        "core  all-reduce  TFLOP/s  of the peak",
+        "0     1           98.5     50%",
+    ]
+
+
 @pytest.fixture
 def kernel(kernel_env: None) -> Iterator[Any]:
     manager = KernelManager(kernel_name="python3")
@@ -234,12 +294,14 @@ def test_cells_run_again_by_hand(kernel: Any) -> None:
 
 
 LIVE = """\
-import subprocess, sys
+import os, subprocess, sys
 from tpu_kit import notebook
 write = "import sys, time\\nfor line in open('all.jsonl'):\\n    time.sleep(0.5)\\n"
 write += "    print(line, end='', file=open('run/metrics.jsonl', 'a'), flush=True)"
 with notebook.live("run", every=0.1):
     subprocess.run([sys.executable, "-c", write], check=True)
+    assert os.environ["TPU_KIT_NO_BAR"] == "1"
+assert "TPU_KIT_NO_BAR" not in os.environ
 """
 SHOW = """\
 notebook.show_curves("run")
@@ -256,10 +318,15 @@ def test_displays_in_a_kernel(tmp_path: Path) -> None:
     messages = watched(path)
     done = nbformat.read(path.with_name("out.ipynb"), as_version=4)
 
-    (shown,) = done.cells[1].outputs  # one display, replaced in place
-    assert shown.data["text/plain"] == "train loss 2.0000 -> 1.0000 at step 3; eval loss 1.5000 -> 1.5000 at step 3"
-    assert base64.b64decode(shown.data["image/png"]).startswith(b"\x89PNG")
-    assert messages >= 3  # the thread, while the child ran, and the end
+    progress, plot = done.cells[1].outputs  # two displays, replaced in place
+    assert plot.data["text/plain"] == "train loss 2.0000 -> 1.0000 at step 3; eval loss 1.5000 -> 1.5000 at step 3"
+    assert base64.b64decode(plot.data["image/png"]).startswith(b"\x89PNG")
+    assert messages >= 6  # the thread, while the child ran, and the end
+    assert progress.data["text/plain"] == (
+        f"{'█' * 20}{'░' * 20} 3 of 6 updates, 0:01:01 left; went on from step 2; compiled programs 3; "
+        "tokens/s/chip 6; MFU 25.0%"
+    )
+    assert "3 of 6 updates" in progress.data["text/html"]
 
     curves, example, table = done.cells[2].outputs
     assert "image/png" in curves.data
@@ -285,65 +352,3 @@ def watched(path: Path) -> int:
     client.execute()
     nbformat.write(made, path.with_name("out.ipynb"))
     return client.updates
-
-
-# The notebooks that are shipped.
-
-
-def code_cells(path: Path) -> list[Any]:
-    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-
-
-each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-
-
-@each_notebook
-def test_notebook_is_clean(path: Path) -> None:
-    nbformat.validate(nbformat.read(path, as_version=4))
-    raw = json.loads(path.read_text())
-    assert set(raw["metadata"]) == {"kernelspec", "language_info"}, "no metadata of papermill or of a frontend"
-    assert raw["metadata"]["kernelspec"]["name"] == "python3"
-    for cell in raw["cells"]:
-        assert cell.get("outputs", []) == []
-        assert cell.get("execution_count") is None
-        assert set(cell["metadata"]) <= {"tags"}
-
-
-@each_notebook
-def test_cells_call_and_are_short(path: Path) -> None:
-    sources = [cell.source for cell in code_cells(path)]
-    for source in sources:
-        # A line for the shell or IPython is no Python.
-        tree = ast.parse(re.sub(r"^[%!].*$", "pass", source, flags=re.MULTILINE))
-        definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-        assert not [node for node in ast.walk(tree) if isinstance(node, definitions)], source
-        assert len(source.splitlines()) <= 15, source
-    assert statistics.median(len(source.splitlines()) for source in sources) <= 5
-
-
-@each_notebook
-def test_one_parameters_cell_of_commented_literals(path: Path) -> None:
-    cells = code_cells(path)
-    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
-    assert len(tagged) == 1
-    assert cells[0] is tagged[0] or "parameters" in cells[0].metadata.get("tags", []), "they come first"
-    first_line, *lines = tagged[0].source.splitlines()
-    assert first_line.startswith("# Parameters: ")
-    for statement in ast.parse(tagged[0].source).body:
-        assert isinstance(statement, ast.Assign)
-        ast.literal_eval(statement.value)  # papermill leaves stale what is derived from another parameter
-    # A comment each, in the form that Colab shows beside the field.
-    assert all(line.startswith("# @markdown ") for line in lines[::2]), lines[::2]
-    assert all(re.search(r"^\w+ = .*# @param ", line) for line in lines[1::2]), lines[1::2]
-    assert len(lines) % 2 == 0
-
-
-@each_notebook
-def test_title_and_links(path: Path) -> None:
-    cells = nbformat.read(path, as_version=4).cells
-    assert cells[0].cell_type == "markdown"
-    assert cells[0].source.startswith("# ")
-    assert f"{COLAB}/{path.name}" in cells[0].source
-    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    for target in re.findall(r"\]\(([^)#:]+\.(?:ipynb|md))\)", text):
-        assert (path.parent / target).exists(), target

@@ -1,7 +1,9 @@
-"""The notebooks, run by papermill in kernels of their own as a batch job runs them."""
+"""The notebooks, run in kernels of their own as a batch job runs them: all five in order, and one that is stopped."""
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import signal
@@ -12,10 +14,130 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 
 from tpu_kit import manifest
-from tpu_kit.testing import REPOSITORY, child_environment
+from tpu_kit.testing import REPOSITORY, child_environment, run_python
 from tpu_kit.tracking import read_metrics
+
+pytestmark = pytest.mark.timeout(1800)  # all five take three minutes on two idle cores; a busy machine is no failure
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+# Both keys in each of the three places; who looks in the right order takes the first of each.
+CANARIES = {
+    "environment": {"HF_TOKEN": "canary-hf-environment-5b1f"},
+    "Colab": {"HF_TOKEN": "canary-hf-colab-77a0", "WANDB_API_KEY": "canary-wandb-colab-0c5e" + "0" * 17},
+    "Kaggle": {"HF_TOKEN": "canary-hf-kaggle-9d42", "WANDB_API_KEY": "canary-wandb-kaggle-e1b8" + "0" * 16},
+}
+COLAB = "def get(name):\n    return {}[name]\n"
+KAGGLE = "class UserSecretsClient:\n    def get_secret(self, name):\n        return {}[name]\n"
+
+
+def write_services(folder: Path) -> None:
+    """What the services' own modules are to a notebook that asks them for a secret."""
+    (folder / "google" / "colab").mkdir(parents=True)
+    (folder / "google" / "colab" / "__init__.py").write_text("")
+    (folder / "google" / "colab" / "userdata.py").write_text(COLAB.format(CANARIES["Colab"]))
+    (folder / "kaggle_secrets.py").write_text(KAGGLE.format(CANARIES["Kaggle"]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `make notebooks` has run, with fewer replicas, and a tracker that writes files of its own."""
+    folder, services = tmp_path_factory.mktemp("all"), tmp_path_factory.mktemp("services")
+    write_services(services)
+    environment = {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{services}", "HOME": str(folder / "home")}
+    arguments = ["num_replicas=2", "wandb=offline", "generate_rows=40", "out=done"]
+    done = run_python(
+        ["-m", "tpu_kit", "notebooks", *map(str, NOTEBOOKS), *arguments],
+        env={**environment, **CANARIES["environment"]}, cwd=folder, timeout=1700,
+    )  # fmt: skip
+    (folder / "said.txt").write_text(done.stdout + done.stderr)
+    return folder
+
+
+def outputs_of(folder: Path, name: str) -> list[Any]:
+    (path,) = (folder / "done").glob(f"{name}*.ipynb")
+    cells = nbformat.read(path, as_version=4).cells
+    return [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def shown(outputs: list[Any], kind: str = "text/plain") -> str:
+    return "\n".join(
+        output.get("text", "") if output.output_type == "stream" else output.get("data", {}).get(kind, "")
+        for output in outputs
+        if kind == "text/plain" or output.output_type != "stream"
+    )
+
+
+def test_all_run_in_order_and_leave_html(folder: Path) -> None:
+    said = (folder / "said.txt").read_text()
+    assert re.findall(r"\[\d/\d\] (\S+)", said) == [path.name for path in NOTEBOOKS]
+    assert re.search(r" 1/\d+ source = .* 0\.\d s", said), said
+    for path in NOTEBOOKS:
+        html = (folder / "done" / path.name).with_suffix(".html").read_text()
+        assert "widget-view+json" not in html and "HBox(" not in html, "a widget is dead without its kernel"
+        assert not [output for output in outputs_of(folder, path.stem) if output.output_type == "error"]
+
+
+def test_install_finds_all_right_and_does_nothing(folder: Path) -> None:
+    text = shown(outputs_of(folder, "1-"))
+    assert "Nothing to do: all " in text and "Nothing was to be done." in text
+    assert "They compute" in text and "The kernel can stay as it is." in text
+
+
+def test_verify_ends_in_ready(folder: Path) -> None:
+    text = shown(outputs_of(folder, "2-"))
+    for row in ("All-reduce", "Host memory", "Matmul speed", "Training", "Checkpoint", "Resume", "Generation"):
+        assert f"✓ {row} " in text, row
+    assert "went on from step 4 to 8" in text and "Ready." in text
+    assert re.search(r"^core +all-reduce +TFLOP/s\n0 +3 .*\n1 +3 ", text, flags=re.MULTILINE)
+
+
+def test_plan_shows_what_fits_and_what_to_do(folder: Path) -> None:
+    outputs = outputs_of(folder, "3-")
+    text = shown(outputs)
+    assert re.search(r"^v5litepod-1 +1 +yes +[\d.]+ of 15\.75 ", text, re.MULTILINE)
+    assert "settings fit v5litepod-" in text and "The cheapest that fits: " in text
+    assert "name = 'Qwen/Qwen2.5-0.5B-Instruct'\n" in text and "\nglobal_batch_size = 64\n" in text
+    (bars,) = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    assert base64.b64decode(bars).startswith(b"\x89PNG")
+
+
+def test_training_shows_what_it_did(folder: Path) -> None:
+    outputs = outputs_of(folder, "4-")
+    text, html = shown(outputs), shown(outputs, "text/html")
+    assert "80 of 80 updates" in text and "compiled programs 3" in text and "tokens/s/chip" in text
+    assert "newest checkpoint runs/notebook-4/checkpoints/step-00000080" in text
+    assert re.search(r"<mark [^>]*>&lt;think&gt;", html)
+    pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 2 and all(base64.b64decode(one).startswith(b"\x89PNG") for one in pictures)
+    assert "step/s" not in text, "the bar of text would be kept in each of its states"
+    before, after = (re.search(rf"^{name} +(\d+) of 40 ", text, re.MULTILINE) for name in ("base", "tuned"))
+    assert before and after and int(after[1]) > int(before[1])
+    assert json.loads((folder / "runs" / "notebook-4" / "eval.json").read_text())["tuned"]["accuracy"]["total"] == 40
+
+
+def test_inference_compares_searches_and_exports(folder: Path) -> None:
+    outputs = outputs_of(folder, "5-")
+    text, html = shown(outputs), shown(outputs, "text/html")
+    assert re.search(r"^tuned +\d+ of 40 +\d+% to \d+%", text, re.MULTILINE)
+    assert "tokens per second" in text and "answer: " in text
+    assert "<li style=" in html, "the tree is drawn"
+    assert "checked, " in text and (folder / "runs/notebook-4/export/merged/model.safetensors").is_file()
+
+
+def test_no_secret_is_written_anywhere(folder: Path) -> None:
+    text = shown(outputs_of(folder, "4-"))
+    assert "'HF_TOKEN': 'environment'" in text and "'WANDB_API_KEY': 'Colab secrets'" in text
+    assert list((folder / "runs" / "notebook-4" / "wandb").rglob("*.wandb")), "W&B wrote nothing, so nothing is shown"
+    canaries = [value.encode() for place in CANARIES.values() for value in place.values()]
+    for path in folder.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert not [one for one in canaries if one in content], path
+
+
+# ------------------------------------------------------------------------------------------------ one that is stopped
 
 TRAIN = REPOSITORY / "notebooks" / "4-train-cot-sft.ipynb"
 SMALL: dict[str, Any] = {"device_type": "cpu", "max_steps": 8, "generate_rows": 2, "eval_rows": 4, "max_length": 128,

@@ -6,7 +6,6 @@ import ast
 import importlib.metadata
 import os
 import re
-import shutil
 import sys
 import tomllib
 import zipfile
@@ -16,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tpu_kit.testing import REPOSITORY, run_python
+from tpu_kit.testing import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
@@ -79,26 +78,11 @@ def test_nothing_is_installed_that_nothing_uses() -> None:
     assert ranged <= distributions_imported(REPOSITORY / "tpu_kit")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    if not (REPOSITORY / "README.md").exists():
-        pytest.skip("README.md, which the build reads, is not written yet")
-    # A copy, because setuptools leaves its build folders beside the source.
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, source / name)
-    shutil.copytree(REPOSITORY / "tpu_kit", source / "tpu_kit", ignore=shutil.ignore_patterns("__pycache__"))
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(built)]
-    run_python(["-m", "pip", "wheel", *options, str(source)])
-    (path,) = built.glob("tpu_kit-*.whl")
-    return zipfile.ZipFile(path)
-
-
-def test_wheel_contains_all_of_the_package(wheel: zipfile.ZipFile) -> None:
+def test_wheel_contains_all_of_the_package(wheel: Path) -> None:
     package = REPOSITORY / "tpu_kit"
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     expected = {path.relative_to(REPOSITORY).as_posix() for path in files}
-    packed = set(wheel.namelist())
+    packed = set(zipfile.ZipFile(wheel).namelist())
     assert expected <= packed, f"left out of the wheel: {sorted(expected - packed)}"
     assert "tpu_kit/py.typed" in expected
     assert any(name.startswith("tpu_kit/assets/") for name in expected)

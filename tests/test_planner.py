@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from tests.benchmarks.formula import table
 from tests.compiler_models import LLAMA_8B, QWEN2_500M, TINY, write_config
 from tests.test_memory import ANSWERS, configuration, name_of
-from tpu_kit import compiler
+from tpu_kit import compiler, planner
 from tpu_kit.__main__ import main
 from tpu_kit.advice import RESERVE, largest
 from tpu_kit.compiled import Compiled
 from tpu_kit.compiler import CompilerUnavailable
-from tpu_kit.config import TrainConfig, batch_arithmetic, load_config
-from tpu_kit.planner import choose_batch, plan
+from tpu_kit.config import ModelConfig, TrainConfig, batch_arithmetic, load_config
+from tpu_kit.data import prepare
+from tpu_kit.epochs import count_rows
+from tpu_kit.kvcache import cache_bytes_per_token
+from tpu_kit.memory import Memory, estimate
+from tpu_kit.model import load_tokenizer
+from tpu_kit.planner import LEAST_UPDATES, choose_batch, plan
 from tpu_kit.roofline import step_time, work
 from tpu_kit.shapes import read_shape
+from tpu_kit.shipped import shipped_shape, shipped_shapes
 from tpu_kit.slices import find_slice
 from tpu_kit.timeplan import time_plan, young_interval
 
 KEYS = {
     "chip", "chips", "replicas", "global_batch_size", "fits", "peak_bytes", "limit_bytes", "parts", "source",
     "batch_size", "gradient_accumulation", "remat", "step_seconds", "tokens_per_second", "run_hours", "cost",
+    "slice", "updates", "checkpoint_bytes", "checkpoint_interval_seconds", "sessions", "advice", "inference",
 }  # fmt: skip
 EXACT = {"argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
-         "compile_seconds", "collectives", "largest_buffers"}  # fmt: skip
+         "compile_seconds", "collectives", "largest_buffers", "program"}  # fmt: skip
 
 
 @pytest.fixture
@@ -82,7 +92,12 @@ def test_what_to_change_when_nothing_fits(large: Path) -> None:
     assert found.advice is not None
     peaks = [knob.peak_bytes for knob in found.advice.knobs]
     assert peaks == sorted(peaks, reverse=True) and peaks[0] < found.peak_bytes
-    assert [knob.change.partition("=")[0] for knob in found.advice.knobs][:2] == ["optim.mlp_tile", "optim.batch_size"]
+    order = ("optim.loss_chunk", "optim.mlp_tile", "optim.batch_size", "optim.optimizer", "lora.r", "data.max_length",
+             "model.base_dtype")  # fmt: skip
+    places = [order.index(knob.change.partition("=")[0]) for knob in found.advice.knobs]
+    assert places == sorted(places) and order.index("optim.batch_size") in places
+    # Of 8 billion weights in 16 GiB nothing helps but fewer bits, and then rows need not be shortened further.
+    assert found.advice.knobs[-1].change == "model.base_dtype=int8" and found.advice.knobs[-1].fits
     assert found.advice.smallest_slice is not None
     assert plan(run(large, "batch_size=8", "remat=full", "max_length=2048"), [found.advice.smallest_slice])[0].fits
 
@@ -93,6 +108,49 @@ def test_how_far_one_can_go(small: Path) -> None:
     for key, most, step in (("max_length", advice.longest_sequence, 128), ("lora.r", advice.largest_rank, 1)):
         assert plan(run(small, "batch_size=16", "remat=full", f"{key}={most}"))[0].fits
         assert not plan(run(small, "batch_size=16", "remat=full", f"{key}={most + step}"))[0].fits
+
+
+def test_how_long_a_context_it_can_answer(small: Path, large: Path) -> None:
+    (found,) = plan(run(large, "batch_size=1"), ["v6e"])
+    answering = found.inference
+    assert answering is not None
+    assert answering.cache_bytes_per_token == cache_bytes_per_token(LlamaConfig(**LLAMA_8B), 2)
+    held = answering.weight_bytes + answering.longest_context * answering.cache_bytes_per_token
+    limit = found.where.limit * (1 - RESERVE)
+    assert limit - answering.cache_bytes_per_token < held <= limit
+    assert plan(run(large, "batch_size=1"))[0].inference.longest_context == 0  # type: ignore[union-attr]
+    whole = plan(run(small, "lora.r=0", "batch_size=1"))[0].inference
+    assert whole is not None and whole.longest_context == 32768  # the model's own
+    assert whole.weight_bytes == pytest.approx(2 * read_shape(run(small).model).parameters, rel=0.02)
+
+
+def test_hours_from_epochs() -> None:
+    config = load_config("embedded-cot", ["max_steps=null", "epochs=2", "batch_size=4", "warmup_steps=0"])
+    (found,) = plan(config)
+    rows = len(prepare(config.data, load_tokenizer(config.model)).train)
+    assert found.updates == pytest.approx(2 * rows / 4, abs=2)
+    assert found.run.run_hours == pytest.approx(found.updates * found.time.seconds / 3600)  # type: ignore[union-attr]
+    auto = plan(load_config("embedded-cot", ["max_steps=null", "batch_size=auto", "warmup_steps=0"]))[0]
+    assert auto.updates is not None and auto.updates >= LEAST_UPDATES
+
+
+def test_hours_that_are_not_known(small: Path, tmp_path: Path) -> None:
+    for settings, reason in (
+        (["source=openai/gsm8k:main"], "data.source=openai/gsm8k:main is not on this machine; optim.max_steps says it"),
+        (["source=gs://bucket/rows.jsonl"], "is in an object store, and is not read to plan"),
+        ([], f"model.name={small} has no tokenizer here to count the rows with"),
+    ):
+        (found,) = plan(run(small, *settings))
+        assert found.updates is None and reason in found.unknown
+        assert (found.to_dict()["run_hours"], found.to_dict()["cost"]) == (None, {"on_demand": None, "spot": None})
+    large = tmp_path / "rows.jsonl"
+    with large.open("wb") as file:
+        file.truncate(40 * 2**20)
+    assert "has 40 MiB, too much to tokenise" in count_rows(run(small, f"source={large}")).reason
+    (tmp_path / "bad.jsonl").write_text("{")
+    assert "not valid JSON" in count_rows(load_config(None, [f"source={tmp_path}/bad.jsonl"])).reason
+    few = load_config("embedded-cot", ["max_steps=null", "global_batch_size=4000", "warmup_steps=0"])
+    assert "rows" in plan(few)[0].unknown
 
 
 def test_old_chips_are_planned_without_kernels(small: Path) -> None:
@@ -122,7 +180,7 @@ def test_work_is_what_the_compiler_counts(answer: dict[str, Any], tmp_path: Path
     done = work(config, read_shape(config.model), batch_arithmetic(config, answer["replicas"]))
     # Splash attention reports no FLOPs to the compiler: of a small model with long rows they are a third.
     assert 0.8 < done.flops / answer["flops"] < 1.5
-    assert 0.8 < done.traffic / answer["bytes_accessed"] < 1.25
+    assert 0.8 < done.traffic / answer["bytes_accessed"] < 1.3
 
 
 def test_the_checkpoint_interval_is_young_s() -> None:
@@ -174,7 +232,86 @@ def test_the_pick_is_verified(small: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (found.source, found.fits, found.peak_bytes) == ("compiler", True, 8 * 2**30)
     assert (asked[0], asked[-1]) == ((16, "full"), (8, "full"))
     assert len(asked) <= 6
-    assert found.to_dict().keys() >= KEYS | EXACT
+    assert found.to_dict().keys() == KEYS | EXACT
+
+
+# What libtpu 0.0.21 said of Qwen2.5-0.5B's first two layers on v5e, by rows: (total, arguments). 416 rows do not fit.
+TWO_LAYERS = {256: (11026515968, 348071936), 392: (16653974528, 351971328), 416: (17639502848, 352659456)}
+
+
+def test_the_largest_batch_that_is_named_is_the_compiler_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(config: TrainConfig, *_: Any, **__: Any) -> Compiled:
+        total, arguments = TWO_LAYERS[config.optim.batch_size]  # type: ignore[index]
+        return compiled(total, argument_bytes=arguments)
+
+    monkeypatch.setattr(compiler, "compile_step", recorded)
+    model = write_config(tmp_path / "model", QWEN2_500M, num_hidden_layers=2)
+    fits = {}
+    for rows in TWO_LAYERS:
+        (found,) = plan(run(model, f"batch_size={rows}", "remat=full", "max_steps=10"), exact=True)
+        assert found.advice is not None and found.source == "compiler"
+        assert 385 <= found.advice.largest_batch < 416
+        fits[rows] = found.fits
+        assert sum(found.parts.values()) == found.peak_bytes
+    assert fits == {256: True, 392: True, 416: False}
+    assert found.advice.knobs[0].change.startswith("optim.") and found.advice.knobs[-1].fits
+
+
+def promise_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formula leaves out two thirds of what comes and goes in a step, and more rows are faster to the last."""
+
+    def too_little(*given: Any, **options: Any) -> Memory:
+        memory = estimate(*given, **options)
+        return replace(memory, temporary_bytes=memory.temporary_bytes // 3)
+
+    monkeypatch.setattr(planner, "estimate", too_little)
+    monkeypatch.setattr(planner, "TIE", 1e-9)
+
+
+# What the compiler said, in this order, when the test below this one asked it.
+BISECTION = {(4096, "full"): 24512805136, (32, "low"): 269808128, (256, "low"): 2055772160, (1024, "low"): 8177478144,
+             (2048, "low"): 16339924480, (2048, "full"): 16357547520}  # fmt: skip
+
+
+def test_a_pick_that_is_too_large_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def recorded(config: TrainConfig, *_: Any, effort: Any, **__: Any) -> Compiled:
+        asked.append((config.optim.batch_size, effort))
+        return compiled(BISECTION[asked[-1]], argument_bytes=2**25)  # type: ignore[index]
+
+    promise_too_much(monkeypatch)
+    monkeypatch.setattr(compiler, "compile_step", recorded)
+    model = write_config(tmp_path / "model", TINY)
+    (found,) = plan(run(model, "max_length=512", "batch_size=auto", "remat=full", "max_steps=10"), exact=True)
+    assert found.fits and found.config.optim.batch_size == 2048 and found.peak_bytes == 16357547520
+    assert asked == list(BISECTION)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+def test_a_pick_that_is_too_large_is_found_out_by_the_real_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The formula is made to promise far too much of a model of two layers; few compiles find what fits."""
+    real, asked = compiler.compile_step, []
+
+    def watched(config: TrainConfig, chip: str, **options: Any) -> Compiled:
+        found = real(config, chip, progress=False, cache_dir=tmp_path / "cache", **options)
+        asked.append((config.optim.batch_size, options["effort"], found.total_bytes))
+        return found
+
+    promise_too_much(monkeypatch)
+    monkeypatch.setattr(compiler, "compile_step", watched)
+    model = write_config(tmp_path / "model", TINY)
+    (found,) = plan(run(model, "max_length=512", "batch_size=auto", "remat=full", "max_steps=10"), exact=True)
+    rows = found.config.optim.batch_size
+    assert found.fits and found.compiled is not None and isinstance(rows, int)
+    assert asked[0][1] == "full" and asked[0][2] > found.where.limit and asked[-1] == (rows, "full", found.peak_bytes)
+    assert len(asked) <= 8
+    twice = compiler.compile_step(run(model, "max_length=512", f"batch_size={2 * rows}"), "v5e", effort="full")
+    assert twice.total_bytes > 0.99 * found.where.limit
 
 
 def test_without_the_compiler_the_formula_answers(
@@ -205,7 +342,8 @@ def test_an_unknown_family_is_left_to_the_compiler(tmp_path: Path, monkeypatch: 
 def test_json_is_all_that_is_printed(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"model.name={small}", "max_steps=1000", "--chip", "v5e,v6e", "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
-    assert first.keys() >= KEYS and not first.keys() & EXACT
+    assert first.keys() == KEYS
+    assert first["updates"] == 1000 and first["run_hours"] == pytest.approx(1000 * first["step_seconds"] / 3600)
     assert (first["chip"], first["chips"], first["replicas"], second["chip"]) == ("v5e", 1, 1, "v6e")
     assert sum(first["parts"].values()) == first["peak_bytes"] <= first["limit_bytes"] == 16909238272
     assert first["global_batch_size"] == first["batch_size"] * first["gradient_accumulation"] == 4
@@ -222,7 +360,8 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
     assert main(["plan", f"model.name={large}", "batch_size=8"]) == 0
     printed = capsys.readouterr().out
     assert "in the order of least harm" in printed and "as it is it fits" in printed
-    assert "Hours need optim.max_steps" in printed
+    assert "the number of updates is not known: model.name=" in printed and "has no tokenizer here" in printed
+    assert "the longest context of one row is" in printed
 
 
 @pytest.mark.parametrize(
@@ -241,6 +380,7 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
         (["num_replicas=100000"], "launch.num_replicas=100000: the largest slice of v5e has 256 devices"),
         (["max_length=65536"], "data.max_length=65536 is longer than the 32768 positions"),
         (["model.name=./nowhere"], "there is no such folder"),
+        (["model.name=/nowhere"], "there is no such folder"),
     ],
 )
 def test_bad_arguments(arguments: list[str], text: str, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,6 +388,41 @@ def test_bad_arguments(arguments: list[str], text: str, small: Path, capsys: pyt
     printed = capsys.readouterr()
     assert text in printed.err
     assert not printed.out
+
+
+def test_shapes_that_come_with_the_kit() -> None:
+    """Their parameters are the published numbers, in millions."""
+    published = {"HuggingFaceTB/SmolLM2-135M-Instruct": 134.5, "Qwen/Qwen2.5-0.5B-Instruct": 494.0,
+                 "Qwen/Qwen2.5-1.5B-Instruct": 1543.7, "Qwen/Qwen2.5-7B-Instruct": 7615.6, "Qwen/Qwen3-0.6B": 596.0,
+                 "Qwen/Qwen3-14B": 14768.3, "google/gemma-2-2b-it": 2614.3, "meta-llama/Llama-3.1-8B-Instruct": 8030.3,
+                 "meta-llama/Llama-3.2-1B-Instruct": 1235.8, "meta-llama/Llama-3.2-3B-Instruct": 3212.7}  # fmt: skip
+    found = {name: read_shape(ModelConfig(name=name)).parameters / 1e6 for name in shipped_shapes()}
+    assert found == pytest.approx(published, abs=0.06)
+    assert shipped_shape(ModelConfig(name="Qwen/Qwen3-0.6B", revision="main")) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hidden_size": None, "vocab_size": 0}, "its config.json does not say vocab_size, hidden_size (whole numbers"),
+        ({"model_type": "olmo"}, "the formula knows llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi, phi3, and"),
+        ({"num_key_value_heads": 5}, "14 heads cannot share 5 key-value heads"),
+    ],
+)
+def test_bad_models(changes: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_config(tmp_path / "model", QWEN2_500M, **changes)
+    assert main(["plan", f"model.name={model}"]) == 2
+    printed = capsys.readouterr()
+    assert text in printed.err and not printed.out
+
+
+def test_an_unknown_family_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_config(tmp_path / "model", TINY, model_type="olmo")
+    monkeypatch.setattr(compiler, "_NEEDED", ("no_such_package",))
+    assert main(["plan", f"model.name={model}", "--exact"]) == 2
+    assert "the TPU compiler needs no_such_package, not installed here: pip install" in capsys.readouterr().err
 
 
 def test_a_slice_by_any_name() -> None:

@@ -53,7 +53,10 @@ def interrupted(whole: Path, folder: Path) -> None:
 XLA = pytest.param(
     {"device_type": "xla-cpu", "num_replicas": 2},
     id="xla-cpu",
-    marks=pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed"),
+    marks=[  # its quick sibling, with the same settings: tests/test_interruption.py, where a process is killed
+        pytest.mark.slow,
+        pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed"),
+    ],
 )
 
 

@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tpu_kit.__main__ import main
 from tpu_kit.completions import Completion
 from tpu_kit.config import load_config
 from tpu_kit.generator import Generator
 from tpu_kit.pretrained import load_base, load_tokenizer
 from tpu_kit.runtime import Runtime
 from tpu_kit.sampling import Sampling
-from tpu_kit.search import SearchOptions, search, self_consistency
+from tpu_kit.search import SearchOptions, search, self_consistency, think
 from tpu_kit.testing import run_python
-from tpu_kit.thoughts import Thought
+from tpu_kit.thoughts import SearchResult, Thought
 
 QUESTION = "Tom has 3 pens. Tom buys 4 and then loses 2. How many pens does Tom have now?"
 SMALL = {"max_thoughts": 2, "thought_tokens": 6, "answer_tokens": 4, "max_tokens": 120, "temperature": 1.0}
 
 
 class Counted(Generator):
-    """The real generator, which notes how many prompts and samples each call was for, and all tokens."""
+    """The real generator, which notes of each call the prompts, samples and tokens read, and all tokens."""
 
     calls: list[tuple[int, int]]
+    reads: list[int]
     tokens: int
+    holds = True
+    bytes = 0
 
-    def generate(
-        self, prompts: Sequence[Any], sampling: Sampling | None = None, n: int = 1, truncate: bool = False
+    def generate(  # type: ignore[override]
+        self, prompts: Sequence[Any], sampling: Sampling | None = None, n: int = 1, hold: bool = False
     ) -> list[Completion]:
-        found = super().generate(prompts, sampling, n, truncate)
+        before = self.read
+        found = super().generate(prompts, sampling, n, hold=hold and self.holds)
         self.calls.append((len(prompts), n))
+        self.reads.append(self.read - before)
         self.tokens += sum(len(reply.tokens) for reply in found)
+        if self._held:
+            self.bytes = max(self.bytes, sum(t.nbytes for part in self._held.cache for t in part))
         return found
 
 
@@ -44,12 +55,12 @@ def parts() -> tuple[Counted, Any]:
     config = load_config(None, {"model.name": "embedded", "base_dtype": "fp32"}).model
     model, tokenizer = load_base(config, torch.float32).eval(), load_tokenizer(config)
     runtime = Runtime("cpu", 0, 1, torch.device("cpu"))
-    return Counted(model, tokenizer, runtime, max_prompt=256, max_new_tokens=16, block=4), tokenizer
+    return Counted(model, tokenizer, runtime, max_prompt=256, max_new_tokens=16, batch_size=12, block=4), tokenizer
 
 
 @pytest.fixture
 def generator(parts: tuple[Counted, Any]) -> Counted:
-    parts[0].calls, parts[0].tokens = [], 0
+    parts[0].calls, parts[0].reads, parts[0].tokens, parts[0].holds, parts[0].bytes = [], [], 0, True, 0
     return parts[0]
 
 
@@ -84,6 +95,33 @@ def test_the_tree(generator: Counted, tokenizer: Any, strategy: Any) -> None:
     assert str(again) == drawn
 
 
+def test_what_the_chains_of_a_level_have_in_common_is_read_once(generator: Counted, tokenizer: Any) -> None:
+    options = SearchOptions(**{**SMALL, "max_thoughts": 3, "max_tokens": 200})  # type: ignore[arg-type]
+    held = search(generator, tokenizer, QUESTION, options)
+    levels = generator.reads[:-1]
+    assert len(levels) == 3 and levels[0] > 0 and levels[1:] == [0, 0]
+    assert held.read == sum(generator.reads)
+    generator.holds, generator.reads = False, []
+    again = search(generator, tokenizer, QUESTION, options)
+    assert str(again) == str(held)  # the same tree
+    assert all(generator.reads) and again.read > 2 * held.read
+
+
+def test_best_first_goes_back_to_an_earlier_level(generator: Counted, tokenizer: Any) -> None:
+    """To the most promising step of the whole tree, where beam only looks at the newest level."""
+
+    def shallow(question: str, steps: Sequence[str]) -> float:
+        return -float(len(steps)) - 1e-3 * sum(map(len, steps))
+
+    common: dict[str, Any] = {**SMALL, "score": shallow, "beam": 1, "max_thoughts": 3, "max_tokens": 200}
+    best = search(generator, tokenizer, QUESTION, SearchOptions(strategy="best-first", **common))
+    beam = search(generator, tokenizer, QUESTION, SearchOptions(**common))
+    opened = [sum(bool(child.children) for child in found.root.children) for found in (best, beam)]
+    assert opened[0] > opened[1] == 1
+    first = max(best.root.children, key=lambda child: child.score)
+    assert first.children or first.done  # the most promising came first
+
+
 def test_a_users_score_decides_and_sees_the_steps(generator: Counted, tokenizer: Any) -> None:
     seen = []
 
@@ -103,6 +141,13 @@ def test_a_users_score_decides_and_sees_the_steps(generator: Counted, tokenizer:
 def test_self_evaluation_is_a_probability(generator: Counted, tokenizer: Any) -> None:
     found = search(generator, tokenizer, QUESTION, SearchOptions(score="self-evaluation", **SMALL))  # type: ignore[arg-type]
     assert all(0 <= node.score <= 1 for node in every(found.root))
+    judged = sum(len(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in ("yes", "no"))
+    # Each step was judged; a level of one chain is generated as two alike, which count once.
+    assert found.tokens <= generator.tokens + judged * found.nodes
+    tight: dict[str, Any] = {**SMALL, "score": "self-evaluation", "max_tokens": 60}
+    assert search(generator, tokenizer, QUESTION, SearchOptions(**tight)).tokens <= 60
+    with pytest.raises(ValueError, match=rf"max_tokens=22 is less than one level may take: {22 + 3 * judged}"):
+        search(generator, tokenizer, QUESTION, SearchOptions(**{**tight, "max_tokens": 22}))
 
 
 def test_budgets_end_the_search(generator: Counted, tokenizer: Any) -> None:
@@ -114,6 +159,81 @@ def test_budgets_end_the_search(generator: Counted, tokenizer: Any) -> None:
     found = search(generator, tokenizer, QUESTION, SearchOptions(**{**few, "max_nodes": 5}))  # type: ignore[arg-type]
     assert found.nodes <= 5
     assert found.stopped == "nodes"
+
+
+def test_the_budget_of_memory_is_kept(generator: Counted, tokenizer: Any) -> None:
+    """A level that takes more is generated in parts, and one step's proposals are the least there is."""
+    wide = {**SMALL, "beam": 3, "thoughts_per_step": 4, "max_thoughts": 3, "thought_tokens": 3, "max_tokens": 400}
+    options = SearchOptions(**wide)  # type: ignore[arg-type]
+    search(generator, tokenizer, QUESTION, options)
+    assert max(prompts for prompts, _ in generator.calls) == 3
+    one, three = generator.cache_bytes(1, 4), generator.cache_bytes(3, 4)
+    assert 0 < generator.bytes <= three
+    generator.calls, generator.bytes = [], 0
+    tight = replace(options, max_memory_mib=(three - 1) / 2**20)
+    found = search(generator, tokenizer, QUESTION, tight)
+    assert max(prompts for prompts, n in generator.calls if n == 4) == 2
+    assert 0 < generator.bytes < three and found.answer == found.best.answer
+    with pytest.raises(
+        ValueError, match=r"max_memory_mib=\S+ is less than the \S+ MiB of keys and values that 4 propos"
+    ):
+        search(generator, tokenizer, QUESTION, replace(options, max_memory_mib=(one - 1) / 2**20))
+
+
+def test_the_drawn_tree_is_escaped_and_needs_nothing_else() -> None:
+    root = Thought("1 < 2 & <script>alert(1)</script>?")
+    step = Thought("<b>so</b>\n'x'", score=-0.5, depth=1, done=True, answer="<i>7</i>", parent=root)
+    root.children = [step, Thought("other", score=-0.7, depth=1, parent=root)]
+    found = SearchResult("<i>7</i>", step, root, 9, 2, "done")
+    drawn = found._repr_html_()
+    assert set(re.findall(r"</?([a-z]+)", drawn)) == {"div", "b", "ul", "li", "code", "p"}
+    assert "&lt;script&gt;" in drawn and "&lt;i&gt;7" in drawn
+    assert not re.search(r"https?:|src=|href=|<script|<link", drawn)
+    assert str(found).splitlines() == [
+        "1 < 2 & <script>alert(1)</script>?",
+        "├*  -0.500  <b>so</b> 'x'  = <i>7</i>",
+        "└   -0.700  other",
+        "answer: <i>7</i> (2 steps, 9 tokens, done)",
+    ]
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert [(one["text"], one["chosen"]) for one in plain["tree"]["steps"]] == [
+        ("<b>so</b>\n'x'", True),
+        ("other", False),
+    ]
+
+
+def test_think_loads_the_model_itself(generator: Counted, tokenizer: Any) -> None:
+    config = load_config(None, {"base_dtype": "fp32", "device_type": "cpu"})
+    options = SearchOptions(**SMALL)  # type: ignore[arg-type]
+    assert str(think(config, QUESTION, options)) == str(search(generator, tokenizer, QUESTION, options))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["search", "device_type=cpu", "base_dtype=fp32", f"prompt={QUESTION}", "max_thoughts=2",
+             "thoughts_per_step=2", "thought_tokens=6", "answer_tokens=4", "memory_efficient=false"]  # fmt: skip
+    assert main([*asked, f"out={tmp_path / 'tree.html'}"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(QUESTION) and "answer: " in printed
+    assert QUESTION in (tmp_path / "tree.html").read_text()
+    assert main([*asked, "--json", "score=tests.test_search:shortest"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tree"]["text"] == QUESTION and found["stopped"] == "done"
+    assert main([*asked, "adapter=gone"]) == 1
+    assert "there is no adapter folder" in capsys.readouterr().err
+    for wrong, text in (
+        ("max_thoughts=0", "max_thoughts=0 must be 1 or more"),
+        ("max_thoughts=few", "max_thoughts=few: invalid literal for int"),
+        ("memory_efficient=yes", "memory_efficient=yes: true or false is needed"),
+        ("score=tests.test_search:longest", "score=tests.test_search:longest: it cannot be imported"),
+        ("prompt=", 'prompt: there is none; give prompt="..."'),
+        ("max_thougts=2", "max_thougts: no such parameter"),
+    ):
+        assert main([*asked, wrong]) == 2
+        assert text in capsys.readouterr().err
+
+
+def shortest(question: str, steps: Sequence[str]) -> float:
+    return -float(sum(map(len, steps)))
 
 
 def test_memory_efficient_changes_what_is_kept_and_nothing_else(generator: Counted, tokenizer: Any) -> None:
@@ -131,6 +251,7 @@ def test_memory_efficient_changes_what_is_kept_and_nothing_else(generator: Count
         ({"strategy": "widest"}, "strategy=widest must be beam or best-first"),
         ({"score": "votes"}, "score=votes must be logprob, self-evaluation or a function"),
         ({"temperature": 0.0}, "temperature above 0"),
+        ({"max_memory_mib": 0}, "max_memory_mib=0 must be above 0"),
         ({"max_tokens": 50}, "max_tokens=50 is less than one level may take: 112"),
     ],
 )
@@ -161,7 +282,7 @@ def test_votes(generator: Counted, tokenizer: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_search_compiles_nothing_that_an_earlier_one_did_not() -> None:
-    """Two searches on XLA:CPU, with other questions, seeds and trees: the second finds all programs made."""
+    """Searches on XLA:CPU, with other questions, seeds and trees: all but the first find their programs made."""
     code = f"""
 import torch
 from tpu_kit.config import load_config
@@ -178,13 +299,18 @@ rt = Runtime("xla-cpu", 0, 1, device)
 model, tokenizer = to_device(load_base(config, torch.float32).eval(), device), load_tokenizer(config)
 generator = Generator(model, tokenizer, rt, max_prompt=128, max_new_tokens=8, batch_size=6, block=8, widths=[128])
 counts = []
-for seed, question in enumerate(({QUESTION!r}, "Ida has 2 bags of 5 nuts. How many nuts does Ida have?", "1 + 1?")):
+other = "Ida has 2 bags of 5 nuts. How many nuts does Ida have?"
+for seed, question in enumerate(({QUESTION!r}, "1 + 1?", other, {QUESTION!r})):
     before = rt.counters()["compiles"]
     options = SearchOptions(max_thoughts=3, thought_tokens=8, answer_tokens=4, max_tokens=200, seed=seed)
-    search(generator, tokenizer, question, options)
+    found = search(generator, tokenizer, question, options)
     counts.append(rt.counters()["compiles"] - before)
-print(counts)
+read, held = found.read, generator.generate
+generator.generate = lambda *arguments, hold: held(*arguments)
+again = search(generator, tokenizer, question, options)
+print([*counts, str(again) == str(found), again.read > read])
 """
-    first, second, third = json.loads(run_python(code).stdout.splitlines()[-1])
+    first, *later, same, shared = json.loads(run_python(code).stdout.splitlines()[-1].replace("True", "true"))
     assert 0 < first <= 12
-    assert (second, third) == (0, 0)
+    assert same and shared  # what is shared is read once, and changes nothing
+    assert later == [0, 0, 0]

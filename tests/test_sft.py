@@ -16,14 +16,14 @@ import training_functions
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tpu_kit import data, embedded, evaluate, loop, manifest, packing, sft, step
+from tpu_kit import data, embedded, evaluate, loop, manifest, outlook, packing, rescue, sft, step
 from tpu_kit.config import TrainConfig, load_config
 from tpu_kit.folder_store import FolderStore
 from tpu_kit.launch import launch
 from tpu_kit.machine import Machine
 from tpu_kit.model import load_tokenizer
 from tpu_kit.runtime import Runtime
-from tpu_kit.testing import QUICK_XLA_FLAGS
+from tpu_kit.testing import QUICK_XLA_FLAGS, run_python
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
@@ -111,14 +111,16 @@ def backends(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
                 None,
                 {
                     "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4,
-                    "source": str(world / "rows.jsonl"), "max_length": LENGTH, "eval_rows": 8, "learning_rate": 1e-2,
-                    "loss_chunk": 64, "batch_size": 4 // replicas,
+                    "source": str(world / "rows.jsonl"), "max_length": LENGTH, "eval_rows": 6, "learning_rate": 1e-2,
+                    "loss_chunk": 64, "batch_size": "auto", "global_batch_size": 4,
                     "output_dir": str(folder / f"{device_type}{replicas}"),
                     "device_type": device_type, "num_replicas": replicas, "save_steps": 1000, **EVERYTHING,
                 },
             )  # fmt: skip
             config.output_path.mkdir(parents=True)
+            config = outlook.look_ahead(config).config
             ended = launch(training_functions.watched, config)
+            ended["batch_size"] = config.optim.batch_size
             made[key] = {**ended, "train": records(config, "train"), "eval": records(config, "eval")}
         return made[key]
 
@@ -412,6 +414,82 @@ def test_the_average_is_what_is_evaluated_and_saved(configure: Configure) -> Non
     config = configure(ema_decay=0.7)
     result = sft.train(config)
     assert eval_loss(config, result.adapter_dir) == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+@needs_xla
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_auto_chose_the_batch_of_these_replicas(backends: Callable[[str, int], dict[str, Any]], replicas: int) -> None:
+    assert backends("xla-cpu", replicas)["batch_size"] == 4 // replicas
+
+
+def test_a_run_keeps_the_batch_that_auto_chose(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"batch_size": "auto", "logging_steps": 1, "save_steps": 1}
+    first = sft.train(configure(**settings, max_steps=1, global_batch_size=8))
+    assert load_config(Path(first.output_dir) / "config.yaml").optim.batch_size == 8
+    assert "optim.batch_size=auto is 8: the most that leaves 50% of " in capfd.readouterr().out
+    assert first.metrics["host_peak_bytes"] > 2**28
+    # Where the run was, its rows count: nothing is chosen anew, whatever memory there is now.
+    monkeypatch.setattr(outlook, "_host_rows", lambda *_: pytest.fail("chosen anew"))
+    config = configure(**settings, max_steps=2)
+    assert sft.train(config).step == 2
+    printed = capfd.readouterr().out
+    assert "optim.batch_size=8, as before in the run that this one goes on with" in printed
+    assert "resumed          from step 1" in printed
+    assert load_config(config.output_path / "config.yaml").optim.global_batch_size == 8
+    assert records(config, "train")[-1]["host_peak_bytes"] > 2**28
+
+
+def test_a_run_that_ran_out_of_memory_goes_on_with_what_it_proposes(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 of a real launch raises the text of a TPU's compiler after the checkpoint of step 2."""
+    settings = {"global_batch_size": 8, "save_steps": 2, "logging_steps": 1}
+    whole = sft.train(configure("whole", **settings, batch_size=4))
+    config = configure("run", **settings, batch_size=4, num_replicas=2)
+    with monkeypatch.context() as patch, pytest.raises(rescue.OutOfMemory) as caught:
+        patch.setattr(sft, "fine_tune", training_functions.out_of_memory)
+        sft.train(config)
+    error = caught.value
+    assert error.rank == 1 and "Used 17.00G of 15.75G hbm" in error.traceback
+    assert error.overrides == {"batch_size": 2}
+    for text in ("The next setting that fits is\n  batch_size=2\n", "An update has the same rows as before, and ",
+                 "the run goes on from step 2.\n", "the parameters cell\n  batch_size = 2\nand run it"):  # fmt: skip
+        assert text in str(error)
+    ended = sft.train(configure("run", **settings | error.overrides))
+    assert ended.step == 6 and ended.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-3)
+    assert [record["step"] for record in records(config, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+STARVED = """
+import resource, sys
+from pathlib import Path
+from tpu_kit import rescue, sft
+from tpu_kit.config import load_config
+
+config = load_config("embedded-cot", sys.argv[1:])
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+most = pages * resource.getpagesize() + 640 * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+try:
+    sft.train(config)
+except rescue.OutOfMemory as error:
+    print(type(error.__cause__).__name__, error.overrides, error, sep="\\n")
+"""
+
+
+def test_host_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
+    """For real: a process that may take 640 MiB more than it has, and an update that takes several."""
+    settings = ["device_type=cpu", "batch_size=256", "max_steps=1", "warmup_steps=0", "eval_steps=null", "eval_rows=0",
+                "generate_rows=0", f"output_dir={tmp_path}"]  # fmt: skip
+    printed = run_python(["-c", STARVED, *settings], env={"OMP_NUM_THREADS": "1", "PJRT_DEVICE": None}).stdout
+    assert "allocate" in printed, printed
+    assert "{'batch_size': 128, 'global_batch_size': 256}" in printed
+    assert "  batch_size=128 global_batch_size=256\n" in printed and "it begins anew, as nothing was saved" in printed
 
 
 def test_rows_in_memory(configure: Configure) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tpu_kit.config import DataConfig
-from tpu_kit.verifiers import verify, well_formed
+from tpu_kit.verifiers import Verdict, judge, verifier_named, verify, well_formed
 
 OTHER = DataConfig(source="rows.jsonl")
 
@@ -94,3 +98,93 @@ def test_embedded_rows_are_judged_by_their_own_rule() -> None:
 )
 def test_well_formed(text: str, well: bool) -> None:
     assert well_formed(text, OTHER) is well
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected", "text", "correct"),
+    [
+        ("auto", "18", "<think>a</think>The answer is 18.", True),
+        ("exact", "New York", "<think>a</think> New York\n", True),
+        ("exact", "New York", "new york", False),
+        ("exact", "18", "The answer is 18", False),
+        ("numeric", "18", "<think>19</think>That makes 18 apples.", True),
+        ("numeric", "1000", "20 x 50 = $1,000.00", True),
+        ("numeric", "-5", "so \N{MINUS SIGN}5 degrees", True),
+        ("numeric", "0.5", "1/2 of it", True),
+        ("numeric", "18", "18 and then 19", False),
+        ("numeric", "18", "none", False),
+        ("choice", "B", "(b) Paris", True),
+        ("choice", "(B)", "C", False),
+        (r"regex:= (\d+)", "18", "9 * 2 = 18, or 20 - 2 = 18 apples", True),
+        (r"regex:= (\d+)", "18", "9 * 2 = 18, but 9 + 9 = 19", False),
+        (r"regex:[A-D]\b", "(C)", "I choose C", True),
+        ("regex:never", "18", "18", False),
+        ("exact", "18", "<think>18", False),  # still thinking
+        ("numeric", None, "18", None),
+        ("choice", " ", "B", None),
+    ],
+)
+def test_rules_by_name(rule: str, expected: Any, text: str, correct: bool | None) -> None:
+    assert judge({"answer": expected}, text, OTHER, verifier_named(rule)) == Verdict(correct)
+
+
+def test_what_a_verifier_raises_is_told() -> None:
+    assert judge({"answer": "many"}, "18", OTHER, "numeric") == Verdict(
+        None, "ValueError: the row's answer 'many' is no number"
+    )
+    assert "'many' is no letter of a choice" in judge({"answer": "many"}, "B", OTHER, "choice").error
+
+    def broken(row: Mapping[str, Any], answer: str) -> bool:
+        return bool(row["target"] in answer)
+
+    assert judge({"answer": "1"}, "1", OTHER, broken) == Verdict(None, "KeyError: 'target'")
+    assert judge({"answer": "1", "target": "x"}, "<think>y</think>x 1", OTHER, broken) == Verdict(True)
+    found = judge({"answer": "1"}, "1", OTHER, lambda row, answer: "yes")
+    assert found == Verdict(None, "TypeError: it gave 'yes'; it must give True, False, a share of 1, or None")
+
+
+@pytest.mark.parametrize(("given", "correct"), [(1.0, True), (0.99, False), (1, True), (0, False), (None, None)])
+def test_a_share_counts_only_if_it_is_all(given: float | None, correct: bool | None) -> None:
+    assert judge({}, "18", OTHER, lambda row, answer: given) == Verdict(correct)
+
+
+def test_a_users_function_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rules_of_a_test.py").write_text(
+        "def even(row, answer):\n    return int(answer) % 2 == 0\nkind = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rule = verifier_named("my_rules_of_a_test:even")
+    assert callable(rule)
+    verdicts = [judge({}, f"<think>a</think>{text}", OTHER, rule).correct for text in ("4", "5", "four")]
+    assert verdicts == [True, False, None]
+    for name, text in (
+        ("my_rules_of_a_test:odd", "tracking.verifier=my_rules_of_a_test:odd: it cannot be imported"),
+        ("my_rules_of_a_test:kind", "it is a int, not a function"),
+        ("no_such_module_of_a_test:f", "it cannot be imported"),
+        ("exakt", "there is no such rule; use auto, exact, numeric, choice, reasoning_gym, regex:PATTERN or module:"),
+        ("regex:(", "tracking.verifier=regex:(: the pattern cannot be read: "),
+    ):
+        with pytest.raises(ValueError) as error:
+            verifier_named(name)
+        assert text in str(error.value)
+
+
+def test_reasoning_gym_is_asked_for_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., Any] = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "reasoning_gym" else real(name, *a)
+    )
+    with pytest.raises(ValueError, match="needs the package reasoning-gym: pip install reasoning-gym"):
+        verifier_named("reasoning_gym")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs the package reasoning-gym")
+def test_reasoning_gym_scores_the_answer_alone() -> None:
+    import reasoning_gym
+
+    row = reasoning_gym.create_dataset("leg_counting", size=1, seed=1)[0]
+    answer, rule = row["answer"], verifier_named("reasoning_gym")
+    for text, correct in ((f"<think>a</think>The answer is {answer}.", True), (f"about {answer} legs", False)):
+        assert judge(row, text, OTHER, rule) == Verdict(correct)
+    assert "no metadata.source_dataset" in judge({"answer": "1"}, "1", OTHER, rule).error
+    assert "reasoning_gym" in sys.modules

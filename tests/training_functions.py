@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,6 +21,13 @@ from tpu_kit.runtime import Runtime
 from tpu_kit.step import TrainState, train_step
 
 OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, beta2=0.99, max_grad_norm=1.0, loss_chunk=16)
+
+# What libtpu 0.0.21 says of a program of 17 GiB for a v5e.
+OUT_OF_MEMORY = (
+    "Bad StatusOr access: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.00G of 15.75G hbm. "
+    "Exceeded hbm capacity by 1.25G.\n\nTotal hbm usage >= 17.25G:\n    reserved        258.00M \n"
+    "    program          16.0K \n    arguments        17.00G \n"
+)
 
 # Replicas of XLA:CPU are threads, and share torch's generator.
 _generator = threading.Lock()
@@ -257,6 +265,22 @@ def failing(config: TrainConfig) -> None:
             calls += 1
             if calls == fail:
                 raise RuntimeError("a fault")
+        step.train_step(*given)
+
+    loop.train_step = failing_step
+    sft.fine_tune(config)
+
+
+def out_of_memory(config: TrainConfig) -> None:
+    """`sft.fine_tune` where the third step of rank 1 raises what a TPU's compiler says when memory runs out."""
+    calls = 0
+
+    def failing_step(*given: Any) -> None:
+        nonlocal calls
+        calls += runtime.current().rank == 1
+        if calls == 3:
+            time.sleep(1)  # the checkpoint of the step before is written meanwhile
+            raise RuntimeError(OUT_OF_MEMORY)
         step.train_step(*given)
 
     loop.train_step = failing_step

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpu_kit.config import ConfigError, TrainConfig, batch_arithmetic, describe, load_config
+    from tpu_kit.evaluate import evaluate_adapter
+    from tpu_kit.search import SearchOptions, think
     from tpu_kit.sft import TrainResult, train
 
 __version__ = "0.1.0"
@@ -23,22 +25,28 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 
 __all__ = [
     "ConfigError",
+    "SearchOptions",
     "TrainConfig",
     "TrainResult",
     "__version__",
     "batch_arithmetic",
     "describe",
+    "evaluate_adapter",
     "load_config",
+    "think",
     "train",
 ]
 
 _HOMES = {
     "ConfigError": "tpu_kit.config",
+    "SearchOptions": "tpu_kit.search",
     "TrainConfig": "tpu_kit.config",
     "TrainResult": "tpu_kit.sft",
     "batch_arithmetic": "tpu_kit.config",
     "describe": "tpu_kit.config",
+    "evaluate_adapter": "tpu_kit.evaluate",
     "load_config": "tpu_kit.config",
+    "think": "tpu_kit.search",
     "train": "tpu_kit.sft",
 }
 

@@ -66,7 +66,8 @@ def train(arguments: Sequence[str]) -> int:
     paths = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
     if len(paths) > 1:
         raise ConfigError([f"{', '.join(paths)}: one configuration file at most; the others are key=value"])
-    config = load_config(paths[0] if paths else None, [argument for argument in arguments if argument not in paths])
+    others = [argument for argument in arguments if argument not in [*paths, "--exact"]]
+    config = load_config(paths[0] if paths else None, others)
     print(describe(config), flush=True)
 
     # Only now: these load torch, which takes seconds, and a bad configuration should be told at once.
@@ -74,7 +75,7 @@ def train(arguments: Sequence[str]) -> int:
     from tpu_kit.sft import train as run
 
     try:
-        result = run(config)
+        result = run(config, exact="--exact" in arguments)
     except ConfigError:
         raise
     except (LaunchError, ValueError) as error:
@@ -98,6 +99,37 @@ def checkpoints(arguments: Sequence[str]) -> int:
     return run(list(arguments))
 
 
+def evaluate(arguments: Sequence[str]) -> int:
+    """Compare base and tuned model."""
+    from tpu_kit.evaluate import main as run
+
+    return run(list(arguments))
+
+
+def _evaluate_details() -> str:
+    from tpu_kit.evaluate import explain as parameters
+
+    return (
+        "The held-out rows are those of `train`; those that the training data ask too are left out. generate_rows=200\n"
+        "bounds them, generate_tokens the length of an answer, verifier says what judges it.\n\n"
+        "Exit codes: 0 done, 1 error, 2 bad arguments.\n\n"
+        f"Parameters, besides those of `train`:\n{parameters()}"
+    )
+
+
+def search(arguments: Sequence[str]) -> int:
+    """Answer a question by a tree of thoughts."""
+    from tpu_kit.searches import main as run
+
+    return run(list(arguments))
+
+
+def _search_details() -> str:
+    from tpu_kit.searches import explain as parameters
+
+    return f"Exit codes: 0 done, 1 error, 2 bad arguments.\n\nParameters, besides those of `train`:\n{parameters()}"
+
+
 def export(arguments: Sequence[str]) -> int:
     """Write a tuned model for another program."""
     from tpu_kit.export import main as run
@@ -117,6 +149,32 @@ def plan(arguments: Sequence[str]) -> int:
     from tpu_kit.plans import main as run
 
     return run(list(arguments))
+
+
+def notebooks(arguments: Sequence[str]) -> int:
+    """Run notebooks as a batch job."""
+    from tpu_kit.headless import main as run
+
+    return run(list(arguments))
+
+
+def _notebooks_details() -> str:
+    from tpu_kit.headless import DETAILS
+
+    return DETAILS
+
+
+def sweep(arguments: Sequence[str]) -> int:
+    """Run a notebook with many parameter sets."""
+    from tpu_kit.sweep import main as run
+
+    return run(list(arguments))
+
+
+def _sweep_details() -> str:
+    from tpu_kit.sweep import DETAILS
+
+    return DETAILS
 
 
 def _plan_details() -> str:
@@ -147,6 +205,12 @@ COMMANDS = {
             "The configuration is that of `train`, whose --help lists the parameters; --json prints a list of objects."
         ),
     ),
+    "evaluate": Command(
+        evaluate,
+        "[config.yaml | name of a shipped one] adapter=runs/my-run/adapter [key=value ...] [--json]",
+        "Compare the base and the tuned model on held-out rows.",
+        _evaluate_details,
+    ),
     "export": Command(
         export,
         "RUN_DIR [format=merged] [out=...] [dtype=bf16] [base=owner/name] [push=owner/name] [--json]",
@@ -166,18 +230,37 @@ COMMANDS = {
         "Answer prompts with a base or tuned model.",
         _generate_details,
     ),
+    "notebooks": Command(
+        notebooks,
+        "FILE.ipynb ... [out=runs/notebooks] [name=value ...]",
+        "Run notebooks one after the other, into executed notebooks and HTML.",
+        _notebooks_details,
+    ),
     "plan": Command(
         plan,
         "[config.yaml | name of a shipped one] [key=value ...] [--chip v5e[,v6e,...]] [--exact] [--json]",
         "Say before a run which settings fit a TPU, how long it takes and what it costs.",
         _plan_details,
     ),
+    "search": Command(
+        search,
+        '[config.yaml | name of a shipped one] prompt="..." [max_thoughts=5] [key=value ...] [--json]',
+        "Answer a question by a tree of thoughts, and print the tree.",
+        _search_details,
+    ),
+    "sweep": Command(
+        sweep,
+        "notebook.ipynb sweep.yaml",
+        "Run a notebook with many parameter sets, one after the other.",
+        _sweep_details,
+    ),
     "train": Command(
         train,
-        "[config.yaml | name of a shipped one] [key=value ...]",
+        "[config.yaml | name of a shipped one] [key=value ...] [--exact]",
         "Fine-tune a model.",
         lambda: (
-            "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted (the same command goes on).\n\n"
+            "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted (the same command goes on).\n"
+            "--exact asks the TPU compiler before the launch whether the batch fits.\n\n"
             f"Parameters (without their section where no other has the name, as in batch_size=2):\n{explain()}"
         ),
     ),

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tpu_kit.config import DataConfig, ModelConfig
-from tpu_kit.encoder import Encoder
+from tpu_kit.encoder import Encoder, default_stop
 from tpu_kit.formats import Layout
 from tpu_kit.pretrained import load_base
-
-if TYPE_CHECKING:
-    pass
+from tpu_kit.quantized import load_frozen
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -28,8 +26,8 @@ def load_for_generation(
     """Load a fresh copy of the model, in evaluation mode and with transformers' own attention.
 
     Args:
-        config: the base model. Under an adapter its weights are rounded to `base_dtype`, as in training; on the CPU
-            models of up to 1e9 parameters then compute in fp32, which is faster there.
+        config: the base model. Its weights are rounded to `base_dtype`, int8 and int4 included, as in training; on
+            the CPU models of up to 1e9 parameters then compute in fp32, which is faster there.
         adapter_dir: what training wrote: a PEFT adapter, or a whole model where lora.r = 0, which is then loaded in
             place of the base. None for the base alone.
         device: the CPU or a CUDA device.
@@ -43,7 +41,7 @@ def load_for_generation(
     if whole:
         config = replace(config, name=str(folder), revision=None, gguf_file=None)
     full = config.base_dtype == "fp32" or (whole and on_cpu)
-    model: torch.nn.Module = load_base(config, torch.float32 if full else torch.bfloat16)
+    model: torch.nn.Module = load_base(config, torch.float32) if full else load_frozen(config)
     if folder is not None and saved is not None:
         # Before any change of dtype: an initialisation that changed the base (PiSSA) is repeated here to the bit.
         model = _with_adapter(model, folder, *saved, config.name)
@@ -119,11 +117,16 @@ def stop_ids(causal: Any, tokenizer: Any) -> set[int]:
     """Return the ids that end an answer.
 
     The chat template counts because many base models come with an instruct model's template: the training then teaches
-    an end-of-turn token that neither the generation config nor the tokenizer knows as the end.
+    an end-of-turn token that neither the generation config nor the tokenizer knows as the end. A tokenizer without one
+    counts as if it had the template that training gives it: the base model is asked in it, too.
     """
     named = causal.generation_config.eos_token_id
     ids = {*named} if isinstance(named, list) else {named}
     ids.add(tokenizer.eos_token_id)
-    if tokenizer.chat_template and (stop := Encoder(tokenizer, Layout("messages", {}, ()), DataConfig()).stop):
+    if tokenizer.chat_template:
+        stop: str | None = Encoder(tokenizer, Layout("messages", {}, ()), DataConfig()).stop
+    else:
+        stop = default_stop(tokenizer)
+    if stop:
         ids.add(tokenizer.convert_tokens_to_ids(stop))
     return ids - {None}

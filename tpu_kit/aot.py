@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpu_kit import buffers, hlo
+from tpu_kit import buffers, costs, hlo
 from tpu_kit.tracing import Program
 
 LOW_EFFORT = -1.0  # of XLA's exec_time_optimization_effort, whose default is 0
@@ -166,10 +166,11 @@ def _costs(module: hlo.Module, once: dict[str, float]) -> dict[str, Any]:
         cost: dict[str, float] = xla_client._xla.hlo_module_cost_analysis(client, parsed)
         return cost
 
-    total, single = hlo.count_trips(module, analyse)
+    total, single = costs.count_trips(module, analyse)
     return {
-        "flops": once["flops"] + total.flops - single.flops,
+        "flops": once["flops"] + total.flops - single.flops + costs.splash_flops(module),
         "bytes_accessed": once["bytes accessed"] * total.bytes / single.bytes,
+        "hbm_bytes": costs.hbm_bytes(module),
         "loop_trips": module.trips(),
     }
 

@@ -32,7 +32,7 @@ class _Peak:
         self.values: dict[str, Value] = {}
         last: dict[str, int] = {}
         for place, one in enumerate(self.instructions):
-            for operand in one.operands if one.opcode not in ("parameter", "constant") else ():
+            for operand in one.operands if one.opcode not in ("parameter", "constant", "get-tuple-element") else ():
                 last |= dict.fromkeys(_leaves(self.values[operand]), place)
             self.values[one.name] = self._value(one)
             last |= dict.fromkeys(_leaves(self.values[one.name]), place)

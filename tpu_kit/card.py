@@ -35,6 +35,8 @@ def model_card(config: TrainConfig, run_dir: Path, kind: str, base: str | None, 
     named = base or Path(config.model.name).name
     source = config.data.source if hub_id(str(config.data.source)) else Path(str(config.data.source)).name
     method = f"LoRA, r = {config.lora.r}, alpha = {config.lora.alpha}" if config.lora.r else "all weights trained"
+    dtype = config.model.base_dtype
+    method += f", over base weights in {dtype}" if config.lora.r else f", computed in {dtype}"
     parts = [
         "\n".join(front),
         f"# {config.run_name}",
@@ -58,6 +60,8 @@ def _results(run_dir: Path) -> str:
         lines.append(f"| correct (95 % interval) | {_accuracy(base)} | {_accuracy(tuned)} |")
         lines.append(f"| well-formed reasoning | {base['format_adherence']:.1%} | {tuned['format_adherence']:.1%} |")
         lines.append(f"| tokens per answer | {base['mean_tokens']:.1f} | {tuned['mean_tokens']:.1f} |")
+        if base.get("perplexity") and tuned.get("perplexity"):
+            lines.append(f"| perplexity | {base['perplexity']:.4g} | {tuned['perplexity']:.4g} |")
         lines += ["", f"{found['gained']} rows only the tuned model answers correctly, {found['lost']} only the base "
                   f"(p = {found['p_value']:.2g}, McNemar's exact test).", ""]  # fmt: skip
     last: dict[str, float] = {}

@@ -281,6 +281,9 @@ _CHIPS = (
 CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS})
 """Every chip by its short name."""
 
+NO_KERNELS = ("v2", "v3")
+"""Chips that the attention kernels do not compile for: "Unsupported matmul RHS type on target" (libtpu 0.0.21)."""
+
 FREE_SLICES: Mapping[str, tuple[str, ...]] = {"Kaggle": ("v5litepod-8",), "Colab": ("v5litepod-1", "v6e-1")}
 """What notebook services give away, by users' reports (read 2026-11-21). It changes; Kaggle's queue is often long."""
 KAGGLE_HOURS_PER_WEEK = 20

@@ -60,8 +60,9 @@ class Compiled:
         total_bytes: arguments + (outputs - aliased) + temporaries + code; of what did not compile, what the compiler
             says it would use (to 1 %, unaliased outputs not counted).
         flops: floating point operations of a step on one device, loop bodies counted at every trip. Kernels count what
-            they say of themselves: nothing, for splash attention.
-        bytes_accessed: bytes that its instructions read and write, counted so, too.
+            they say of themselves, and splash attention, which says nothing, by formula (`costs.splash_flops`).
+        bytes_accessed: bytes that its instructions read and write, counted so, too, wherever these lie.
+        hbm_bytes: those of them that come from HBM or go there, the rest being in on-chip memory (`costs.hbm_bytes`).
         collectives: by kind.
         largest_buffers: those alive at the peak, largest first.
         loop_trips: how often each loop turns, by its name; None where the text does not tell (counted as once).
@@ -90,6 +91,7 @@ class Compiled:
     total_bytes: int
     flops: float | None = None
     bytes_accessed: float | None = None
+    hbm_bytes: float | None = None
     collectives: tuple[Collective, ...] = ()
     largest_buffers: tuple[Buffer, ...] = ()
     loop_trips: Mapping[str, int | None]

@@ -31,9 +31,12 @@ from tpu_kit import chips
 from tpu_kit.chips import Chip, Topology
 from tpu_kit.compiled import Buffer, Collective, Compiled, Effort
 from tpu_kit.config import BatchPlan, TrainConfig, batch_arithmetic
+from tpu_kit.shipped import shipped_shape
 
 LIBTPU = "0.0.21"
 """The version whose texts and limits are known; it belongs to torch_xla 2.9.0."""
+
+CACHE = Path("~/.cache/tpu_kit/compiled")
 
 _NEEDED = ("torch_xla", "jax", "jaxlib", "libtpu")
 _VERSIONS = ("torch", "torch_xla", "transformers", "peft", "jax", "jaxlib")
@@ -85,13 +88,16 @@ def compile_step(
         RuntimeError: the process that compiles died.
     """
     kind, topology = find_topology(chip, num_replicas)
+    config = _with_shipped_shape(config, cache_dir or CACHE.expanduser())
+    if kind.name in chips.NO_KERNELS and config.model.attention == "auto":
+        config = replace(config, model=replace(config.model, attention="sdpa"))
     if batch_size is not None:
         config = replace(config, optim=replace(config.optim, batch_size=batch_size))
     plan = batch_arithmetic(config, num_replicas)
     libtpu = check_available()
-    folder = cache_dir or Path("~/.cache/tpu_kit/compiled").expanduser()
+    folder = cache_dir or CACHE.expanduser()
     suffix = hashlib.sha256(
-        repr((topology, num_replicas, effort, libtpu, _source("compiler", "aot", "hlo", "buffers"))).encode()
+        repr((topology, num_replicas, effort, libtpu, _source("compiler", "aot", "hlo", "costs", "buffers"))).encode()
     ).hexdigest()[:16]
     asked = folder / f"plan-{_request_key(config, num_replicas)}-{suffix}.json"
     if use_cache and (known := _read(asked)) is not None:
@@ -108,6 +114,20 @@ def compile_step(
         _write(folder / f"{compiled.program}-{suffix}.json", compiled)
     _write(asked, compiled)
     return compiled
+
+
+def _with_shipped_shape(config: TrainConfig, folder: Path) -> TrainConfig:
+    """The run with its model given by a folder, where its shape comes with the kit; else as it is."""
+    shape = shipped_shape(config.model)
+    if shape is None:
+        return config
+    place = folder / "shapes" / config.model.name
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "config.json").write_text(json.dumps(shape))
+    except OSError:  # the hub may still have it
+        return config
+    return replace(config, model=replace(config.model, name=str(place)))
 
 
 def _compiled(
@@ -135,7 +155,7 @@ def _compiled(
     total = argument + output - aliased + temporary + code
     return Compiled(
         **about, fits=total <= kind.usable_hbm_bytes, total_bytes=total, flops=answer["flops"],
-        bytes_accessed=answer["bytes_accessed"], loop_trips=answer["loop_trips"],
+        bytes_accessed=answer["bytes_accessed"], hbm_bytes=answer["hbm_bytes"], loop_trips=answer["loop_trips"],
         collectives=tuple(Collective(**one) for one in answer["collectives"]),
         largest_buffers=tuple(Buffer(**one) for one in answer["largest_buffers"]),
         **{name: answer[name] for name in parts},

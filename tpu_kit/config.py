@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from tpu_kit import foreign
 from tpu_kit.fields import SECRET_ADVICE, ConfigError, closest, is_secret_name, near_multiples, nest, show, wanted
 from tpu_kit.parameters import (
     SECTIONS,
@@ -56,23 +57,6 @@ CONFIGS = Path(__file__).parent / "configs"
 # Leaf names of several sections that mean one thing to the user, so that `seed=1` sets them all: a notebook's
 # parameters cannot be dotted. Any other such name is an error.
 _SHARED = {"seed"}
-
-# What others call it.
-_OTHER_NAMES = {
-    "dataset": "data.source",
-    "device": "launch.device_type",
-    "gradient_accumulation_steps": "optim.gradient_accumulation",
-    "gradient_checkpointing": "optim.remat",
-    "lr": "optim.learning_rate",
-    "lr_scheduler_type": "optim.schedule",
-    "max_seq_length": "data.max_length",
-    "model_name_or_path": "model.name",
-    "num_train_epochs": "optim.epochs",
-    "per_device_train_batch_size": "optim.batch_size",
-    "rank": "lora.r",
-    "report_to": "tracking.wandb",
-    "save_total_limit": "checkpoint.keep",
-}
 
 
 def load_config(
@@ -187,6 +171,8 @@ class _Reader:
 
 def _unknown(key: str, value: object, same: Sequence[str]) -> str:
     known = parameters()
+    if advice := foreign.instead(key.lstrip("-").replace("-", "_"), value):
+        return f"{key}: no such parameter (given {show(value)}); {advice}"
     if same:
         return f"{key}: {show(value)} could be for {' or '.join(same)}; write one of these"
     if key in SECTIONS:
@@ -198,7 +184,7 @@ def _unknown(key: str, value: object, same: Sequence[str]) -> str:
         return f"{key}: {SECRET_ADVICE}"
     guesses = (
         [name for name, parameter in known.items() if parameter.leaf == leaf]
-        or [name for name in (_OTHER_NAMES.get(leaf.lower()), leaf.replace("_", ".", 1)) if name in known]
+        or [name for name in (foreign.NAMES.get(leaf.lower()), leaf.replace("_", ".", 1)) if name in known]
         or closest(key, known)
         or [name for guess in closest(leaf, leaves) for name in known if known[name].leaf == guess]
     )
@@ -223,12 +209,21 @@ def _read_file(path: str | Path) -> Mapping[str, Any]:
             hint = f"did you mean {near[0]}?" if near else f"the shipped ones are {', '.join(shipped)}"
             raise ConfigError([f"{path}: no such configuration file; {hint}"])
         file = shipped[str(path)]
+    return read_yaml(file)
+
+
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """The values of a YAML file, which holds a mapping.
+
+    Raises:
+        ConfigError: it cannot be read, is no such YAML, or asks for a secret of the environment.
+    """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
         for variable in re.findall(r"oc\.env:\s*['\"]?(\w+)", text):
             if is_secret_name(variable):
                 raise ConfigError([f"{path}: it reads {variable}; {SECRET_ADVICE}"])
-        loaded = OmegaConf.load(file)
+        loaded = OmegaConf.load(path)
         values = OmegaConf.to_container(loaded, resolve=True)
     except UnicodeDecodeError as error:
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tpu_kit.fields import near_multiples
 
 if TYPE_CHECKING:
-    from tpu_kit.parameters import OptimConfig, TrainConfig
+    from tpu_kit.parameters import LoraConfig, OptimConfig, TrainConfig
 
 _ANSWERED = ("tracking.generate_rows", "tracking.eval_generate_rows")
 
@@ -27,6 +27,10 @@ def contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
         for leaf in ("revision", "gguf_file"):
             if getattr(model, leaf) is not None:
                 yield f"model.{leaf} model.name", "says nothing of the embedded model; remove it or set model.name"
+    if model.base_dtype in ("int8", "int4"):
+        yield from _integer_contradictions(model.base_dtype, lora)
+    if model.base_dtype != "int4" and model.quant_group != type(model)().quant_group:
+        yield "model.quant_group model.base_dtype", "is of model.base_dtype=int4; remove it or set that"
     if lora.r == 0:
         for leaf in ("dropout", "targets", "rslora", "dora", "init"):
             if getattr(lora, leaf) != getattr(type(lora)(), leaf):
@@ -45,6 +49,17 @@ def contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
         for leaf in ("beta1", "beta2", "eps"):
             if getattr(optim, leaf) != getattr(type(optim)(), leaf):
                 yield f"optim.{leaf} optim.optimizer", "is AdamW's, and optim.optimizer=adafactor has none; remove it"
+
+
+def _integer_contradictions(dtype: str, lora: LoraConfig) -> Iterator[tuple[str, str]]:
+    if lora.r == 0:
+        advice = "set lora.r=16, or model.base_dtype=bf16"
+        yield "model.base_dtype lora.r", f"holds weights that cannot be trained, and lora.r=0 trains all; {advice}"
+    if lora.dora:
+        yield "lora.dora model.base_dtype", f"reads base weights that model.base_dtype={dtype} has rounded; remove it"
+    if lora.init in ("olora", "pissa"):
+        text = f"changes base weights that model.base_dtype={dtype} has rounded; use lora.init=default"
+        yield "lora.init model.base_dtype", text
 
 
 def _evaluation_contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:

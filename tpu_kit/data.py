@@ -19,13 +19,13 @@ from datasets import config as datasets_config
 
 from tpu_kit.config import DataConfig
 from tpu_kit.encoder import Encoder, Example, ensure_chat_template
-from tpu_kit.formats import RowError, detect_layout, problem
+from tpu_kit.formats import RowError, detect_layout, normalised, problem
 from tpu_kit.packing import Documents, PackedDataset
 from tpu_kit.sources import GENERATED, load_rows, pick_split
 
 _ROWS_PER_PROCESS = 10_000  # below this a second process takes longer to start than it saves
 _SHOWN_ERRORS = 5
-_CACHE_VERSION = 1  # raise it when the code below gives other tokens for the same row
+_CACHE_VERSION = 2  # raise it when the code below gives other tokens for the same row
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
     except RowError as error:
         return {"input_ids": [0], "loss_mask": [False], "length": 0, "question": "", "error": str(error)}
     end = encoder.config.max_length
-    question = hashlib.blake2b(" ".join(talk.question.split()).casefold().encode(), digest_size=16).hexdigest()
+    question = hashlib.blake2b(normalised(talk.question).encode(), digest_size=16).hexdigest()
     return {"input_ids": ids[:end], "loss_mask": mask[:end], "length": len(ids), "question": question, "error": ""}
 
 

@@ -20,28 +20,14 @@ import torch
 
 from tpu_kit import kvcache
 from tpu_kit import model as models
-from tpu_kit.kvcache import Buffers, Recorder, Slots
-from tpu_kit.programs import Traced, write_slot
+from tpu_kit.kvcache import Buffers, Held, Recorder, Slots
+from tpu_kit.padding import Batch
+from tpu_kit.programs import Traced, replace_contents, write_slot
 from tpu_kit.runtime import Runtime
 from tpu_kit.sampling import ENDED, START, Kind, choose
 from tpu_kit.scoring import token_scores
 
 _COMPUTE = "_tpu_kit_compute_dtype"
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a batch begins with, on the host.
-
-    Attributes:
-        ids: (B, P) int64, the prompts without their last token, filled up behind.
-        lengths: (B,) int64, their lengths, 0 or more.
-        last: (B,) int64, the last tokens.
-    """
-
-    ids: torch.Tensor
-    lengths: torch.Tensor
-    last: torch.Tensor
 
 
 @dataclass
@@ -75,6 +61,7 @@ class Decoder:
         self._prompt_cache: Buffers | None = None  # of the last shape: only one is kept
         self._sample_cache: Buffers | None = None
         self._first_logits: torch.Tensor | None = None
+        self.element_bytes = self._dtype.itemsize
         self.vocabulary = int(self._causal.get_output_embeddings().weight.shape[0])
         kvcache.register()
 
@@ -108,7 +95,7 @@ class Decoder:
         device = self._rt.local_device
         ids, lengths = torch.cat([batch.ids, batch.last[:, None]], 1).to(device), batch.lengths.to(device)
         columns = torch.arange(width, device=device)[None].expand(rows, width)
-        recorder = Recorder(None if _is_full(batch) else lengths, width)
+        recorder = Recorder(None if batch.full else lengths, width)
         output = self._causal(
             input_ids=ids,
             position_ids=torch.cat([columns, lengths[:, None]], 1),
@@ -116,12 +103,15 @@ class Decoder:
             **self._with(recorder),
         )
         self._first_logits = output.logits[:, -1].float().repeat_interleave(samples, 0)
-        shape = self._shape(rows * samples, width + steps)
-        cache = Buffers(*([torch.empty(shape, dtype=self._dtype, device=device) for _ in self._layers] for _ in "kv"))
-        for buffers, found in zip(cache, recorder.found, strict=True):
-            for buffer, new in zip(buffers, found, strict=True):
-                buffer[:, :, : width + 1] = new.repeat_interleave(samples, 0) if samples > 1 else new
-        return cache
+        return self._copied([*recorder.found.keys, *recorder.found.values], samples, width + steps)
+
+    def _copied(self, found: list[torch.Tensor], samples: int, slots: int) -> Buffers:
+        """Keys and values, each row as often as it has samples, with room behind them; not on XLA."""
+        shape, new = self._shape(len(found[0]) * samples, slots), []
+        for have in found:
+            new.append(torch.empty(shape, dtype=self._dtype, device=have.device))
+            new[-1][:, :, : have.shape[2]] = have.repeat_interleave(samples, 0) if samples > 1 else have
+        return Buffers(new[: len(self._layers)], new[len(self._layers) :])
 
     def _keys_and_values(self, ids: torch.Tensor) -> Buffers:
         recorder, positions = Recorder(), torch.arange(ids.shape[1], device=ids.device)
@@ -144,15 +134,38 @@ class Decoder:
         (ids,) = self.send([batch.ids])
         inputs = [ids, *cache.keys, *cache.values]
         program = self._program(("prefill", rows, width), fill, inputs)
-        _replace(inputs[1:], program(*inputs))
+        replace_contents(inputs[1:], program(*inputs))
         self._rt.sync()
+        return self._in_samples(cache, samples)
+
+    def _in_samples(self, cache: Buffers, samples: int) -> Buffers:
         if samples == 1:
             return cache
+        both, rows = [*cache.keys, *cache.values], len(cache.keys[0])
         (index,) = self.send([torch.arange(rows).repeat_interleave(samples)])
         copies = self._sample_cache = self._buffers(self._sample_cache, rows * samples)
-        _replace([*copies.keys, *copies.values], [theirs.index_select(0, index) for theirs in inputs[1:]])
+        replace_contents([*copies.keys, *copies.values], [theirs.index_select(0, index) for theirs in both])
         self._rt.sync()
         return copies
+
+    def go_on(self, held: Held, places: Sequence[int], width: int, count: int, samples: int, steps: int) -> Buffers:
+        """Fills a cache from what another batch left, in the place of a prefill.
+
+        Args:
+            held: what it left.
+            places: its rows that are gone on from.
+            width: P of the new batch.
+            count: its prompts, those that fill it up included.
+            samples: of each.
+            steps: room for so many tokens more.
+        """
+        rows, source = self.send(list(held.source(places, count, self._slots if self._rt.is_xla else width)))
+        if not self._rt.is_xla:
+            return self._copied(kvcache.gathered(held.cache, rows, source), samples, width + steps)
+        cache = self._prompt_cache = self._buffers(self._prompt_cache, count)
+        replace_contents([*cache.keys, *cache.values], kvcache.gathered(held.cache, rows, source))
+        self._rt.sync()
+        return self._in_samples(cache, samples)
 
     # -------------------------------------------------------------------------------------------------------- decode
 
@@ -183,7 +196,7 @@ class Decoder:
         carried = [last, state, torch.zeros(1, dtype=torch.int64)] + ([] if occurred is None else [occurred])
         sent = self.send([*carried, lengths, torch.tensor([width]), uniforms, knobs])
         logits, self._first_logits = self._first_logits, None
-        return State(width, 0, sent[: len(carried)], [*sent[len(carried) :], table], _is_full(batch), logits)
+        return State(width, 0, sent[: len(carried)], [*sent[len(carried) :], table], batch.full, logits)
 
     def decode(self, kind: Kind, state: State, cache: Buffers, steps: int) -> torch.Tensor:
         """Runs a block of steps.
@@ -218,7 +231,7 @@ class Decoder:
         program = self._program(("decode", *shapes), step, inputs, self.block, carried)
         found = program(*inputs)
         output, state.carried = found[-1], found[:count]
-        _replace(buffers, found[count:carried])
+        replace_contents(buffers, found[count:carried])
         del found
         state.done += self.block
         self._rt.sync()
@@ -249,9 +262,8 @@ class Decoder:
         if at is None:
             slots = Slots(cache, lengths, width, step, lambda buffer, new: write_slot(buffer, new, width + step))
             logits = self._logits(token, lengths + step, slots)
-        elif at.done == 0:
-            assert at.logits is not None
-            logits = at.logits
+        elif at.logits is not None:
+            logits, at.logits = at.logits, None
         else:
             slot = at.width + at.done
 
@@ -333,17 +345,3 @@ class Decoder:
             weights = [*self._model.parameters(), *self._model.buffers()]
             self._programs[key] = Traced(str(key[0]), fn, example, weights, steps, carried)
         return self._programs[key]
-
-
-def _replace(buffers: Sequence[torch.Tensor], found: list[torch.Tensor]) -> None:
-    """Gives buffers new contents, for which XLA then takes their memory.
-
-    What was found must not be alive when the graph is cut: it would be a result of its own, and the cache there twice.
-    """
-    for buffer, new in zip(buffers, found, strict=True):
-        buffer.copy_(new)
-    found.clear()
-
-
-def _is_full(batch: Batch) -> bool:
-    return bool((batch.lengths == batch.ids.shape[1]).all())

@@ -24,9 +24,8 @@ from typing import Any
 
 from tpu_kit import chips, host, machine
 from tpu_kit.config import ConfigError, TrainConfig, from_dict, load_config
-from tpu_kit.machine import Check, Machine, Status
+from tpu_kit.machine import Check, Machine
 
-MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001
 GIB = 2**30
 
 _CHILD_SECONDS = 240.0
@@ -93,7 +92,7 @@ def probe(config: TrainConfig) -> dict[str, Any]:
         Plain values: device_type, device (CUDA's name), replicas, total (the sum of rank + 1 over the replicas), flops
         (FLOP/s of this replica), width and executions of the matmul, compiles and fallbacks (programs compiled, and
         operations run on the host, while it was repeated), used and limit (bytes of device memory, None where
-        the backend does not say), host_bytes (peak of this process).
+        the backend does not say), host_bytes (peak of this process), cores (of each replica: sum, flops, used).
     """
     import torch
 
@@ -131,12 +130,18 @@ def probe(config: TrainConfig) -> dict[str, Any]:
     wait(x)
     seconds, after = time.perf_counter() - start, rt.counters()
     used, limit = rt.memory()
+    flops = 2 * width**3 * products * executions / seconds
+    cores = torch.zeros(3, rt.world_size)
+    cores[:, rt.rank] = torch.tensor([summed, flops, float(used or 0)])
+    cores = cores.to(rt.local_device)
+    rt.all_reduce([cores])
+    rt.sync()
     return {
         "device_type": rt.device_type,
         "device": torch.cuda.get_device_name() if rt.device_type == "cuda" else None,
         "replicas": rt.world_size,
         "total": summed,
-        "flops": 2 * width**3 * products * executions / seconds,
+        "flops": flops,
         "width": width,
         "executions": executions,
         # Off XLA nothing is counted: there nothing is compiled either.
@@ -144,6 +149,7 @@ def probe(config: TrainConfig) -> dict[str, Any]:
         "used": used,
         "limit": limit,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "cores": rt.to_host([cores])[0].T.tolist(),
     }
 
 
@@ -214,12 +220,17 @@ def judge(measured: Mapping[str, Any], tpu: str | None) -> Iterator[Check]:
     """Turn what `probe` measured into rows; `tpu` names the machine's chip."""
     replicas = measured["replicas"]
     expected = replicas * (replicas + 1) / 2
+    peak = _peak(measured["device"] or tpu) if measured["device_type"] in ("cuda", "tpu") else None
+    cores = tuple(
+        _core(rank, total, flops, used, measured["limit"], peak)
+        for rank, (total, flops, used) in enumerate(measured["cores"])
+    )
     total = f"sum of 1..{replicas} is {measured['total']:g}"
     if measured["total"] == expected:
-        yield Check("All-reduce", "ok", total)
+        yield Check("All-reduce", "ok", total, cores=cores)
     else:
         text = f"{total}, not {expected:g}: the replicas do not see each other"
-        yield Check("All-reduce", "failure", text, machine.unset(machine.PER_PROCESS))
+        yield Check("All-reduce", "failure", text, machine.unset(machine.PER_PROCESS), cores)
 
     repeats = f"{measured['executions']} repeats of one shape"
     if measured["compiles"] or measured["fallbacks"]:
@@ -229,7 +240,6 @@ def judge(measured: Mapping[str, Any], tpu: str | None) -> Iterator[Check]:
         yield Check("Compiles", "ok", f"none in {repeats}, nothing run on the host")
 
     text = f"{measured['flops'] / 1e12:.3g} TFLOP/s a replica (bf16, {measured['width']} wide)"
-    peak = _peak(measured["device"] or tpu) if measured["device_type"] in ("cuda", "tpu") else None
     if peak is None:
         yield Check("Matmul speed", "ok", f"{text}; no peak is known to compare with")
     else:
@@ -247,6 +257,15 @@ def judge(measured: Mapping[str, Any], tpu: str | None) -> Iterator[Check]:
         yield Check("Device memory", "ok", f"{measured['limit'] / GIB:.2f} GiB, {used:.2f} of them in use by the test")
 
 
+def _core(
+    rank: int, total: float, flops: float, used: float, limit: float | None, peak: float | None
+) -> Mapping[str, float | None]:
+    return {
+        "core": rank, "all-reduce": total, "TFLOP/s": flops / 1e12, "of the peak": peak and flops / peak,
+        "GiB in use": limit and used / GIB, "GiB in all": limit and limit / GIB,
+    }  # fmt: skip
+
+
 def _peak(device: str | None) -> float | None:
     """Peak bf16 FLOP/s of one replica's device: a v2 or v3 chip is two."""
     try:
@@ -258,12 +277,7 @@ def _peak(device: str | None) -> float | None:
 
 def table(checks: Iterable[Check]) -> str:
     """The rows as text, each failure's and warning's fix below it."""
-    return "\n".join(map(_row, checks))
-
-
-def _row(check: Check) -> str:
-    fix = f"\n{'':>21}-> {check.fix}" if check.fix else ""
-    return f"{MARKS[check.status]} {check.name:<18} {check.found}{fix}"
+    return "\n".join(map(str, checks))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -284,7 +298,7 @@ def main(argv: Sequence[str]) -> int:
     for check in diagnose(config):
         checks.append(check)
         if not as_json:
-            print(_row(check), flush=True)
+            print(check, flush=True)
     if as_json:
         print(json.dumps([asdict(check) for check in checks], ensure_ascii=False, indent=1))
     return int(any(check.status == "failure" for check in checks))

@@ -37,6 +37,12 @@ class Example(NamedTuple):
     loss_mask: list[bool]
 
 
+def default_stop(tokenizer: Any) -> str | None:
+    """Return the token that ends a turn in `DEFAULT_TEMPLATE`; None if the tokenizer has none for it."""
+    stop: str | None = "<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else tokenizer.eos_token
+    return stop
+
+
 def ensure_chat_template(tokenizer: Any) -> bool:
     """Give a tokenizer without a chat template `DEFAULT_TEMPLATE`, with a warning; return whether that was needed.
 
@@ -45,7 +51,7 @@ def ensure_chat_template(tokenizer: Any) -> bool:
     """
     if tokenizer.chat_template:
         return False
-    stop = "<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else tokenizer.eos_token
+    stop = default_stop(tokenizer)
     if not stop:
         raise ValueError("the tokenizer has neither a chat template nor an eos token; set tokenizer.chat_template")
     tokenizer.chat_template = DEFAULT_TEMPLATE.replace("STOP", repr(stop))

@@ -1,124 +1,76 @@
-"""How good are a model's answers on held-out rows, and how much better are they after training?"""
+"""How good are a model's answers on held-out rows, and how much better are they after training?
+
+from tpu_kit.evaluate import evaluate_adapter
+print(evaluate_adapter(config, "runs/my-run/adapter"))
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
-from tpu_kit.config import DataConfig, TrainConfig
-from tpu_kit.encoder import ensure_chat_template
-from tpu_kit.generate import generate
+from tpu_kit.accuracy import Accuracy, mcnemar
+from tpu_kit.answering import Ask, answer
+from tpu_kit.comparison import Comparison, Evaluation, Sample, compare
+from tpu_kit.config import ConfigError, DataConfig, TrainConfig, load_config
+from tpu_kit.data import prepare
+from tpu_kit.encoder import Encoder, Example, ensure_chat_template
+from tpu_kit.formats import RowError, detect_layout
 from tpu_kit.generator import Generator
+from tpu_kit.launch import LaunchError
 from tpu_kit.pretrained import load_tokenizer
 from tpu_kit.runtime import Runtime
 from tpu_kit.sampling import Sampling
-from tpu_kit.verifiers import verify, well_formed
+from tpu_kit.storage import ObjectFolder, is_url
+from tpu_kit.verifiers import Verifier, judge, verifier_named, well_formed
 
-_Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution, for intervals of 95 %
+__all__ = [
+    "Accuracy", "Comparison", "Evaluation", "Sample", "compare", "count_correct", "evaluate", "evaluate_adapter",
+    "mcnemar",
+]  # fmt: skip
+
 _BATCH = 32  # rows that a replica answers at a time
-_SHOWN = 3  # samples in the table
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """How many answers are correct, with the 95 % interval of Wilson's score.
+def evaluate_adapter(
+    config: TrainConfig, adapter_dir: str | Path, verifier: str | Verifier | None = None
+) -> Comparison:
+    """Let the base and the tuned model answer the held-out rows, and write what came out beside the adapter.
 
-    With p = correct / total, n = total and z = 1.96 the interval is
+    Rows whose question the training data have too are left out before: `prepare` compares the texts, without case,
+    white space and closing punctuation.
 
-        (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+    Args:
+        config: the run; `tracking.generate_rows` bounds the rows (0 = all that are held out).
+        adapter_dir: what training wrote, a folder or gs://bucket/run/adapter; eval.json goes beside it.
+        verifier: as in `evaluate`.
 
-    (E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22, 1927). It stays inside
-    0 to 1 and is honest for few rows, where the usual p +- z sqrt(p (1 - p) / n) is not.
-
-    Attributes:
-        correct: rows answered correctly.
-        total: rows that have an answer to compare with.
-        low: lower end of the interval, a share; 0 without rows.
-        high: upper end; 1 without rows.
+    Raises:
+        ValueError: as in `evaluate` and `prepare`.
+        LaunchError: a replica failed.
     """
-
-    correct: int
-    total: int
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, correct: int, total: int) -> Accuracy:
-        """Compute the interval."""
-        assert 0 <= correct <= total, (correct, total)
-        if not total:
-            return cls(0, 0, 0.0, 1.0)
-        share, z2 = correct / total, _Z * _Z / total
-        middle = share + z2 / 2
-        half = _Z * math.sqrt(share * (1 - share) / total + z2 / (4 * total))
-        # The two ends are exact where every or no answer is correct; rounding may miss them by 1e-17.
-        low = 0.0 if correct == 0 else (middle - half) / (1 + z2)
-        high = 1.0 if correct == total else (middle + half) / (1 + z2)
-        return cls(correct, total, low, high)
-
-    @property
-    def share(self) -> float:
-        """Correct answers as a share of all; not a number without rows."""
-        return self.correct / self.total if self.total else math.nan
-
-    def __str__(self) -> str:
-        if not self.total:
-            return "no row has an answer to compare with"
-        return f"{self.correct} of {self.total} = {self.share:.1%} ({self.low:.1%} to {self.high:.1%})"
+    rows, prompts, seen = _held_out(config)
+    base = evaluate(config, rows, prompts, verifier=verifier)
+    tuned = evaluate(config, rows, prompts, adapter_dir, verifier)
+    found = compare(base, tuned, seen)
+    written = json.dumps(found.to_dict(), indent=2)
+    if is_url(adapter_dir):
+        ObjectFolder(str(adapter_dir).rstrip("/").rpartition("/")[0]).write("eval.json", written.encode())
+    else:
+        (Path(adapter_dir).absolute().parent / "eval.json").write_text(written)
+    return found
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One answer.
-
-    Attributes:
-        question: the row's, or the prompt if the row has none.
-        expected: the row's answer; None if it has none.
-        answer: what the model wrote, with the reasoning's opening tag if the prompt ended in it.
-        correct: the verifier's word; None without an expected answer.
-    """
-
-    question: str
-    expected: str | None
-    answer: str
-    correct: bool | None
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """How one model answered.
-
-    Attributes:
-        accuracy: of the rows that have an answer.
-        format_adherence: share of answers that are one well-formed reasoning block and an answer after it.
-        mean_tokens: mean length of an answer in tokens, with the token that ends it.
-        unfinished: share of answers that were cut off at `max_new_tokens`.
-        max_new_tokens: the most tokens of an answer.
-        samples: every row.
-    """
-
-    accuracy: Accuracy
-    format_adherence: float
-    mean_tokens: float
-    unfinished: float
-    max_new_tokens: int
-    samples: tuple[Sample, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(f"{name:<25}{value}" for name, value in self.figures().items())
-
-    def figures(self) -> dict[str, str]:
-        """Name and value of each measure, for a table."""
-        return {
-            "correct (95 % interval)": str(self.accuracy),
-            "well-formed reasoning": f"{self.format_adherence:.1%}",
-            "tokens per answer": f"{self.mean_tokens:.1f}",
-            f"cut off at {self.max_new_tokens}": f"{self.unfinished:.1%}",
-        }
+def _held_out(config: TrainConfig) -> tuple[list[dict[str, Any]], list[str], int]:
+    """The held-out rows, their prompts, and how many were left out because training asks the same."""
+    prepared = prepare(config.data, load_tokenizer(config.model))
+    count = config.tracking.generate_rows or None
+    seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
+    return prepared.eval_rows[:count], prepared.eval_prompts[:count], seen
 
 
 def evaluate(
@@ -126,8 +78,9 @@ def evaluate(
     rows: Sequence[Mapping[str, Any]],
     prompts: Sequence[str],
     adapter_dir: str | Path | None = None,
+    verifier: str | Verifier | None = None,
 ) -> Evaluation:
-    """Let the model answer held-out rows, and judge the answers.
+    """Let the model answer held-out rows, judge the answers, and see how likely it finds the rows' own.
 
     Args:
         config: the run; `tracking.generate_tokens` bounds an answer. The rows are dealt over the replicas of
@@ -135,9 +88,11 @@ def evaluate(
         rows: `Prepared.eval_rows`, or the first of them.
         prompts: for each row `Prepared.eval_prompts`.
         adapter_dir: folder of the trained adapter; None evaluates the base model.
+        verifier: a function of a row and the answer after the reasoning, or the name of one as in
+            `tracking.verifier`, which is the default. Where it raises, the row is in no accuracy, and shown.
 
     Raises:
-        ValueError: no rows, or what `generate` raises.
+        ValueError: no rows, no such verifier, or what `answer` raises.
         LaunchError: a replica failed.
     """
     if len(rows) != len(prompts):
@@ -146,22 +101,31 @@ def evaluate(
         raise ValueError(
             "there are no rows to evaluate on; hold some out with data.eval_rows, or give data.eval_source"
         )
-    ids, data = _encoded(load_tokenizer(config.model), rows, prompts), config.data
-    limit = config.tracking.generate_tokens
-    given = generate(config, ids, Sampling(limit), adapter_dir=adapter_dir, batch_size=_BATCH)
-    samples = []
+    rule = verifier_named(verifier or config.tracking.verifier)
+    tokenizer, data, limit = load_tokenizer(config.model), config.data, config.tracking.generate_tokens
+    ask, examples = Ask(_encoded(tokenizer, rows, prompts), Sampling(limit)), _examples(tokenizer, rows, data)
+    ids = [example.input_ids for example in examples]
+    found = answer(config, [ask], ids, adapter_dir=adapter_dir, batch_size=_BATCH)
+    given, samples = found.completions[0], []
     for row, prompt, reply in zip(rows, prompts, given, strict=True):
         text = _opened(prompt, data) + reply.text
-        expected = row.get("answer")
+        expected, verdict = row.get("answer"), judge(row, text, data, rule)
         samples.append(
             Sample(
                 question=str(row.get("question") or prompt),
                 expected=None if expected is None else str(expected),
                 answer=text,
-                correct=verify(row, text, data),
+                correct=verdict.correct,
+                error=verdict.error,
             )
         )
     judged = [sample.correct for sample in samples if sample.correct is not None]
+    told = [
+        logprob
+        for example, rating in zip(examples, found.ratings, strict=True)
+        for logprob, loss in zip(rating.logprobs, example.loss_mask[1:], strict=True)
+        if loss
+    ]
     return Evaluation(
         accuracy=Accuracy.of(sum(judged), len(judged)),
         format_adherence=sum(well_formed(sample.answer, data) for sample in samples) / len(samples),
@@ -169,7 +133,26 @@ def evaluate(
         unfinished=sum(reply.finish_reason == "length" for reply in given) / len(given),
         max_new_tokens=limit,
         samples=tuple(samples),
+        perplexity=math.exp(-sum(told) / len(told)) if told else None,
+        perplexity_tokens=len(told),
     )
+
+
+def _examples(tokenizer: Any, rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Example]:
+    """The rows as training sees them, cut to max_length; those that are no training rows are passed over."""
+    try:
+        encoder = Encoder(tokenizer, detect_layout(list(rows[0]), data), data)
+    except ValueError:  # rows with questions alone
+        return []
+    found = []
+    for row in rows:
+        try:
+            ids, mask = encoder.encode(encoder.conversation(row))
+        except RowError:
+            continue
+        if any(mask[: data.max_length]):
+            found.append(Example(ids[: data.max_length], mask[: data.max_length]))
+    return found
 
 
 def count_correct(
@@ -199,7 +182,9 @@ def count_correct(
         batch_size=min(_BATCH, -(-len(ids) // rt.world_size)), data=data,
     )  # fmt: skip
     given = generator.share(ids, Sampling(limit))
-    verdicts = [verify(rows[row], _opened(prompts[row], data) + reply.text, data) for (row, _), reply in given.items()]
+    rule, verdicts = verifier_named(config.tracking.verifier), []
+    for (row, _), reply in given.items():
+        verdicts.append(judge(rows[row], _opened(prompts[row], data) + reply.text, data, rule).correct)
     return sum(filter(None, verdicts)), sum(verdict is not None for verdict in verdicts)
 
 
@@ -227,98 +212,43 @@ def _opened(prompt: str, data: DataConfig) -> str:
     return f"{data.think_open}\n" if prompt.rstrip().endswith(data.think_open) else ""
 
 
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Give the two-sided p-value of McNemar's exact test.
+# --------------------------------------------------------------------------------------------------- the command line
 
-    The rows that both models get right, or both wrong, say nothing of which is better. If neither is, each of the
-    others falls to either with probability 1/2, so p = min(1, 2 P(X <= min(a, b))) with X ~ Binomial(a + b, 1/2)
-    (Q. McNemar, Psychometrika 12, 1947; the exact form as in Fagerland et al., BMC Med. Res. Methodol. 13, 2013).
-
-    Args:
-        only_first: a, the rows that only the first model answers correctly.
-        only_second: b, those that only the second does.
-    """
-    n = only_first + only_second
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(only_first, only_second) + 1)) / 2**n)
+_OWN = {
+    "adapter": "The folder that training wrote; without it the base model alone is evaluated.",
+    "out": "A file for the JSON besides; with an adapter it is also written as eval.json into the run's folder.",
+}
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Base and tuned model on the same rows.
-
-    Attributes:
-        base: the base model's answers.
-        tuned: the tuned model's.
-        gained: rows that only the tuned model answers correctly.
-        lost: rows that only the base model does.
-        p_value: of `mcnemar`: how likely a difference this large is if tuning changed nothing.
-    """
-
-    base: Evaluation
-    tuned: Evaluation
-    gained: int
-    lost: int
-    p_value: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, such as JSON has."""
-
-        def summary(evaluation: Evaluation) -> dict[str, Any]:
-            plain = asdict(evaluation)
-            del plain["samples"]
-            plain["accuracy"]["share"] = evaluation.accuracy.share if evaluation.accuracy.total else None
-            return plain
-
-        samples = [
-            {
-                "question": base.question,
-                "expected": base.expected,
-                "base": {"answer": base.answer, "correct": base.correct},
-                "tuned": {"answer": tuned.answer, "correct": tuned.correct},
-            }
-            for base, tuned in zip(self.base.samples, self.tuned.samples, strict=True)
-        ]
-        return {
-            "base": summary(self.base),
-            "tuned": summary(self.tuned),
-            "gained": self.gained,
-            "lost": self.lost,
-            "p_value": self.p_value,
-            "samples": samples,
-        }
-
-    def __str__(self) -> str:
-        rows = [("", "base", "tuned")]
-        before, after = self.base.figures(), self.tuned.figures()
-        rows += [(name, before[name], after[name]) for name in before]
-        wide = [max(len(row[i]) for row in rows) + 2 for i in range(2)]
-        lines = [f"{name:<{wide[0]}}{base:<{wide[1]}}{tuned}" for name, base, tuned in rows]
-        if self.base.accuracy.total:
-            lines.append(
-                f"{self.gained} rows only the tuned model answers correctly, {self.lost} only the base; "
-                f"p = {self.p_value:.2g} (McNemar, exact)"
-            )
-        for base, tuned in list(zip(self.base.samples, self.tuned.samples, strict=True))[:_SHOWN]:
-            lines += ["", base.question.strip(), f"  expected: {base.expected}"]
-            for name, sample in (("base", base), ("tuned", tuned)):
-                verdict = {True: ", correct", False: ", wrong", None: ""}[sample.correct]
-                lines += [f"  {name}{verdict}:", indent(sample.answer.strip(), "    ")]
-        return "\n".join(lines)
+def explain() -> str:
+    """The command's own parameters, for its `--help`."""
+    return "\n".join(f"  {name:<10}{text}" for name, text in _OWN.items())
 
 
-def compare(base: Evaluation, tuned: Evaluation) -> Comparison:
-    """Compare two evaluations row by row.
-
-    Raises:
-        ValueError: they are not of the same rows in the same order, or one was allowed longer answers.
-    """
-    if [(s.question, s.expected) for s in base.samples] != [(s.question, s.expected) for s in tuned.samples]:
-        raise ValueError("the two evaluations are not of the same rows; evaluate both on the same rows and prompts")
-    if base.max_new_tokens != tuned.max_new_tokens:
-        raise ValueError(
-            f"one evaluation allowed answers of {base.max_new_tokens} tokens and the other of {tuned.max_new_tokens}; "
-            "evaluate both with one tracking.generate_tokens"
-        )
-    pairs = [(bool(b.correct), bool(t.correct)) for b, t in zip(base.samples, tuned.samples, strict=True)]
-    gained, lost = pairs.count((False, True)), pairs.count((True, False))
-    return Comparison(base, tuned, gained, lost, mcnemar(lost, gained))
+def main(arguments: Sequence[str]) -> int:
+    """`python -m tpu_kit evaluate`: base against tuned on held-out rows; returns the exit code."""
+    own = dict(text.split("=", 1) for text in arguments if text.partition("=")[0] in _OWN and "=" in text)
+    rest = [text for text in arguments if text.partition("=")[0] not in _OWN and text != "--json"]
+    files = [text for text in rest if "=" not in text]
+    if len(files) > 1:
+        raise ConfigError([f"{', '.join(files)}: one configuration file at most"])
+    config = load_config(files[0] if files else None, [text for text in rest if text not in files])
+    try:
+        if adapter := own.get("adapter"):
+            comparison = evaluate_adapter(config, adapter)
+            text, plain = str(comparison), comparison.to_dict()
+        else:
+            rows, prompts, seen = _held_out(config)
+            found = evaluate(config, rows, prompts)
+            text = f"{found}\n{seen} rows left out, because the training data ask the same"
+            plain = {"base": found.to_dict(), "seen_in_training": seen}
+    except ConfigError:
+        raise
+    except (LaunchError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    written = json.dumps(plain, indent=2)
+    if out := own.get("out"):
+        Path(out).write_text(written)
+    print(written if "--json" in arguments else text)
+    return 0

@@ -27,6 +27,7 @@ from tpu_kit.card import hub_id, model_card
 from tpu_kit.config import ConfigError, TrainConfig, load_config
 from tpu_kit.fidelity import Check, logits, mean_difference
 from tpu_kit.pretrained import load_base, load_tokenizer
+from tpu_kit.storage import at_hand, is_url
 
 FORMATS = ("adapter", "merged", "vllm", "gguf-f16", "gguf-bf16", "gguf-q8_0", "gguf-lora")
 
@@ -80,22 +81,32 @@ def export(
     """Writes a run's model for another program, and checks it.
 
     Args:
-        run_dir: what training wrote: config.yaml and adapter/.
+        run_dir: what training wrote: config.yaml and adapter/; a folder, or gs://bucket/run.
         format: "adapter" for PEFT; "merged" for transformers; "vllm"; "gguf-f16", "gguf-bf16", "gguf-q8_0" for
             llama.cpp and Ollama; "gguf-lora" for an adapter in llama.cpp.
-        out: the folder; `<run_dir>/export/<format>` by default. An earlier export there is replaced.
+        out: the folder, of this machine; `<run_dir>/export/<format>` by default, and for gs://bucket/run
+            `runs/<run_name>/export/<format>`. An earlier export there is replaced.
         dtype: what merged weights are stored in: bf16, f16 or fp32.
         base: the base model's name on the hub, for files that name it; needed where it was trained from a folder.
         push: a repository on the hub to send it to, made private if there is none; the token comes from HF_TOKEN.
 
     Raises:
         ValueError: the run is not complete, the adapter is missing, half-written or of another model, there is no room,
-            a tool is missing, or the export is not the tuned model.
+            a tool is missing, the object store cannot be read, or the export is not the tuned model.
     """
-    _check_choices(format, dtype, push)
-    folder = Path(run_dir)
+    _check_choices(format, dtype, push, out)
+    if not is_url(run_dir):
+        return _export(Path(run_dir), False, format, out, dtype, base, push)
+    with at_hand(run_dir, "adapter", "config.yaml", "eval.json", "metrics.jsonl") as folder:
+        return _export(folder, True, format, out, dtype, base, push)
+
+
+def _export(
+    folder: Path, copied: bool, format: str, out: str | Path | None, dtype: str, base: str | None, push: str | None
+) -> Exported:
+    """`export` of a run in a folder, which may be a copy that does not last."""
     config = _read_config(folder)
-    target = Path(out) if out else folder / "export" / format
+    target = Path(out) if out else (config.output_path if copied else folder) / "export" / format
     folders.check_replaceable(target)
     tools = gguf.converter() if format.startswith("gguf") else None  # before minutes of loading
     part = target.with_name(target.name + ".part")
@@ -125,11 +136,13 @@ def export(
     return Exported(format, str(target), files, tuple(checks), told, pushed)
 
 
-def _check_choices(format: str, dtype: str, push: str | None) -> None:
+def _check_choices(format: str, dtype: str, push: str | None, out: str | Path | None) -> None:
     if format not in FORMATS:
         raise ValueError(f"format={format}: there are {', '.join(FORMATS)}")
     if dtype not in exporters.DTYPES:
         raise ValueError(f"dtype={dtype}: there are {', '.join(exporters.DTYPES)}")
+    if out and is_url(out):
+        raise ValueError(f"out={out}: an export is written to a folder of this machine; copy it from there")
     if push and not os.environ.get("HF_TOKEN"):
         raise ValueError(f"push={push} needs a token that may write there: set HF_TOKEN in the environment")
 
@@ -143,9 +156,18 @@ def _read_config(folder: Path) -> TrainConfig:
 def _load(config: TrainConfig, folder: Path, part: Path, dtype: str, base: str | None) -> exporters.Work:
     """The tuned model in fp32, what it says and how far that is from what the base says."""
     adapter = folder / "adapter"
+    # The base as it was released, not as training rounded it (to int8, for instance).
     settings = replace(config.model, base_dtype="fp32", trust_remote_code=False)
-    model: Any = load_for_generation(settings, adapter)
-    tokenizer = load_tokenizer(settings, adapter)
+    try:
+        model: Any = load_for_generation(settings, adapter)
+        tokenizer = load_tokenizer(settings, adapter)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"model.name={config.model.name} comes with Python code of its own, and an export runs no such code, "
+            f"whatever model.trust_remote_code says: where you trust it, load {adapter} with PEFT"
+        ) from error
     prompts, whole, texts = _prompts(config, tokenizer, folder)
     tuned = logits(model, whole)
     if hasattr(model, "disable_adapter"):

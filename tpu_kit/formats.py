@@ -6,6 +6,7 @@ Four formats are known: `cot` (question, reasoning, answer), `messages` (chats, 
 
 import json
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,6 +38,8 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 """Format -> the roles it reads."""
 
+_PLAIN = str.maketrans("\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}\N{LEFT DOUBLE QUOTATION MARK}"
+                       "\N{RIGHT DOUBLE QUOTATION MARK}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}", "''\"\"---")  # fmt: skip
 _OPTIONAL = {"system", "context", "reasoning", "tools"}
 _SHAREGPT_KEYS = {"from": "role", "value": "content"}
 _SHAREGPT_ROLES = {
@@ -90,7 +93,15 @@ class Conversation(NamedTuple):
         if isinstance(self.messages, str):
             return self.messages[: self.first] or self.messages
         asked = [message for message in self.messages[: self.first] if message["role"] != "system"]
+        if len(asked) == 1:  # so that it is the same in a chat, in a row of columns and in plain text
+            return str(asked[0].get("content"))
         return "\n".join(f"{message['role']}: {message.get('content')}" for message in asked)
+
+
+def normalised(text: str) -> str:
+    """A question without what changes nothing in it: case, white space, the forms of quotes and dashes, its end."""
+    text = unicodedata.normalize("NFC", text).translate(_PLAIN).casefold()
+    return " ".join(text.split()).rstrip(" .?:;,\"'")
 
 
 def detect_layout(columns: Sequence[str], config: DataConfig) -> Layout:

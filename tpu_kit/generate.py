@@ -9,28 +9,19 @@ loaded already, use `Generator`.
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
-import tempfile
-import threading
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tpu_kit import model as models
 from tpu_kit import runtime
-from tpu_kit.answers import load_for_generation
-from tpu_kit.completions import Completion, Prompt, Texts, from_json, to_json
+from tpu_kit.answering import Ask, adapter_at_hand, answer, generator_for, load_here
+from tpu_kit.completions import Completion, Prompt, to_json
 from tpu_kit.config import ConfigError, TrainConfig, load_config
 from tpu_kit.generator import Generator
-from tpu_kit.kvcache import causal
 from tpu_kit.launch import LaunchError, launch
-from tpu_kit.pretrained import load_tokenizer
-from tpu_kit.runtime import Runtime
 from tpu_kit.sampling import Sampling
 
 __all__ = ["Completion", "Generator", "Prompt", "Sampling", "generate", "stream"]
@@ -53,7 +44,7 @@ def generate(
         prompts: texts, chats (lists of messages) or lists of token ids.
         sampling: how; greedy by default.
         n: samples of each prompt.
-        adapter_dir: what training wrote; None for the base model.
+        adapter_dir: what training wrote, a folder or gs://bucket/run/adapter; None for the base model.
         batch_size: the most rows of a batch in each replica.
         truncate: leave out the beginning of a prompt that is too long.
 
@@ -65,18 +56,8 @@ def generate(
             another model.
         LaunchError: a replica failed.
     """
-    if not prompts:
-        raise ValueError("there are no prompts; give one or more")
-    if batch_size < 1 or n < 1:
-        raise ValueError(f"batch_size={batch_size} and n={n} must both be 1 or more")
-    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
-        job = _Job(list(prompts), sampling or Sampling(), n, _absolute(adapter_dir), batch_size, truncate, folder)
-        launch(job, config)
-        found: dict[tuple[int, int], Completion] = {}
-        for file in Path(folder).iterdir():
-            keys, completions = file.read_text().split("\n", 1)
-            found |= zip(map(tuple, json.loads(keys)), from_json(completions), strict=True)
-    return [found[row, sample] for row in range(len(prompts)) for sample in range(n)]
+    ask = Ask(list(prompts), sampling or Sampling(), n, truncate)
+    return answer(config, [ask], adapter_dir=adapter_dir, batch_size=batch_size).completions[0]
 
 
 def stream(
@@ -92,73 +73,29 @@ def stream(
     The arguments and errors are those of `generate`.
     """
     one = replace(config, launch=replace(config.launch, num_replicas=1))
-    launch(_Job([prompt], sampling or Sampling(), 1, _absolute(adapter_dir), 1, truncate, None), one)
+    with adapter_at_hand(adapter_dir) as adapter:
+        launch(_Stream(prompt, sampling or Sampling(), adapter, truncate), one)
 
 
-def _absolute(folder: str | Path | None) -> str | None:
-    return None if folder is None else str(Path(folder).absolute())
+@dataclass
+class _Stream:
+    """What the replica does; sent to it, and called there."""
 
+    prompt: Prompt
+    sampling: Sampling
+    adapter: str | None
+    truncate: bool
 
-class _Job:
-    """What a replica does; sent to it, and called there. Without a folder for the completions it prints them."""
-
-    def __init__(
-        self,
-        prompts: list[Prompt],
-        sampling: Sampling,
-        n: int,
-        adapter: str | None,
-        batch_size: int,
-        truncate: bool,
-        folder: str | None,
-    ) -> None:
-        self._prompts, self._sampling, self._n, self._adapter = prompts, sampling, n, adapter
-        self._batch_size, self._truncate, self._folder = batch_size, truncate, folder
-        self.__qualname__ = "generate"  # what launch calls it
+    def __post_init__(self) -> None:
+        self.__qualname__ = "stream"  # what launch calls it
 
     def __call__(self, config: TrainConfig) -> None:
-        rt = runtime.current()
-        model, tokenizer = _load(config, self._adapter, rt)
-        texts = Texts(tokenizer, causal(model), config.data)
-        longest = max(len(texts.encode(prompt)) for prompt in self._prompts)
-        positions = getattr(models.text_config(model), "max_position_embeddings", None) or longest
-        mine = -(-len(self._prompts) // rt.world_size) * self._n
-        batches = -(-mine // self._batch_size)
-        generator = Generator(
-            model, tokenizer, rt, max_prompt=min(longest, positions), max_new_tokens=self._sampling.max_new_tokens,
-            batch_size=-(-mine // batches), data=config.data,
-        )  # fmt: skip
-        if self._folder is None:
-            for piece in generator.stream(self._prompts[0], self._sampling, self._truncate):
-                print(piece, end="", flush=True)
-            print(flush=True)
-            return
-        found = generator.share(self._prompts, self._sampling, self._n, self._truncate)
-        text = f"{json.dumps(list(found))}\n{to_json(list(found.values()))}"
-        (Path(self._folder) / f"rank-{rt.rank}.json").write_text(text)
-
-
-_shared: list[tuple[torch.nn.Module, Any]] = []
-_shared_lock = threading.Lock()
-
-
-def _load(config: TrainConfig, adapter: str | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
-    """The model on the replica's device, and its tokenizer; read once where replicas are threads of one process."""
-    if rt.device_type != "xla-cpu":
-        model, tokenizer = _read(config, adapter, rt)
-    else:
-        with _shared_lock:
-            if not _shared:
-                _shared.append(_read(config, adapter, rt))
-            model, tokenizer = copy.deepcopy(_shared[0][0]), _shared[0][1]
-    return models.to_device(model, rt.local_device), tokenizer
-
-
-def _read(config: TrainConfig, adapter: str | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
-    model = load_for_generation(config.model, adapter, "cuda" if rt.device_type == "cuda" else "cpu")
-    if rt.device_type == "tpu" and config.model.base_dtype == "bf16":
-        model = model.to(torch.bfloat16)  # the fp32 of small models is for CPUs
-    return model, load_tokenizer(config.model, adapter)
+        model, tokenizer = load_here(config, self.adapter, runtime.current())
+        most = self.sampling.max_new_tokens
+        generator = generator_for(model, tokenizer, config, [self.prompt], most, batch_size=1)
+        for piece in generator.stream(self.prompt, self.sampling, self.truncate):
+            print(piece, end="", flush=True)
+        print(flush=True)
 
 
 # --------------------------------------------------------------------------------------------------- the command line
@@ -166,7 +103,7 @@ def _read(config: TrainConfig, adapter: str | None, rt: Runtime) -> tuple[torch.
 _OWN = {
     "prompt": "The question; may be given several times.",
     "prompts": "A file with more: a text in each line, or .jsonl with a prompt or messages.",
-    "adapter": "The folder that training wrote; without it the base model answers.",
+    "adapter": "The folder that training wrote, also in gs://; without it the base model answers.",
     "chat": "Whether prompts go through the chat template (true), or are taken as they stand (false).",
     "n": "Samples of each prompt.",
     "rows": "The most rows of a batch in each replica.",

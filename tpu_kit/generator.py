@@ -20,12 +20,13 @@ from tpu_kit import model as models
 from tpu_kit import runtime
 from tpu_kit.completions import Completion, Prompt, Row, Texts
 from tpu_kit.config import DataConfig
-from tpu_kit.decoding import Batch, Decoder
-from tpu_kit.kvcache import causal
+from tpu_kit.decoding import Decoder
+from tpu_kit.kvcache import Held, cache_bytes_per_token, causal
+from tpu_kit.padding import Batch, filled, fitting, widths_to
 from tpu_kit.runtime import Runtime
 from tpu_kit.sampling import ENDED, START, Sampling
+from tpu_kit.scoring import Rater
 
-_NARROWEST = 64  # the first width of prompts on XLA; the others are twice the one before
 _votes: dict[int, bool] = {}  # of the replicas of XLA:CPU, which are threads of one process
 
 
@@ -43,6 +44,10 @@ class Generator:
         block: tokens of a row between two reads of the device.
         data: the tags of the reasoning, and the system prompt.
         widths: the widths that prompts are padded to on XLA; by default 64, 128 and so on.
+
+    Attributes:
+        rater: says how likely given tokens are.
+        read: tokens of prompts that were read so far, those left out whose keys and values were there.
 
     Raises:
         ValueError: a size makes no sense, or the tokenizer is not a fast one.
@@ -65,19 +70,27 @@ class Generator:
         if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
             raise ValueError(f"{', '.join(wrong)}: must be 1 or more")
         models.check_vocabulary(model, tokenizer)
-        self._rt = rt or runtime.current()
+        self._rt, self._config = rt or runtime.current(), models.text_config(model)
         self._limits, self._batch_size = (max_prompt, max_new_tokens), batch_size
         self._positions = getattr(models.text_config(model), "max_position_embeddings", None) or math.inf
         self._texts = Texts(tokenizer, causal(model), data or DataConfig())
-        self._widths = sorted(widths) if widths else _widths(max_prompt)
+        self._widths = sorted(widths) if widths else widths_to(max_prompt)
         if self._widths[-1] < max_prompt - 1:
             raise ValueError(f"widths={self._widths}: the last must be max_prompt={max_prompt} or more")
         self._steps = -(-max_new_tokens // block) * block
         self._decoder = Decoder(model, self._rt, block, self._widths[-1] + self._steps)
+        self.rater = Rater(self._decoder, self._rt, self._widths, batch_size, self._positions)
+        self.read = 0
+        self._held: Held | None = None
         self._tables: dict[int, torch.Tensor] = {}
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling | None = None, n: int = 1, truncate: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | None = None,
+        n: int = 1,
+        truncate: bool = False,
+        hold: bool = False,
     ) -> list[Completion]:
         """Completes every prompt.
 
@@ -86,6 +99,8 @@ class Generator:
             sampling: how; greedy by default, as long as may be.
             n: samples of each prompt, from one prefill.
             truncate: leave out the beginning of a prompt that is too long.
+            hold: keep the keys and values of the last batch until the next call. If that is one batch, holds as well,
+                and all its prompts are prompts and replies of this one, nothing of them is read again.
 
         Returns:
             n completions for each prompt, those of a prompt one after the other.
@@ -93,8 +108,16 @@ class Generator:
         Raises:
             ValueError: there are no prompts, one is empty or too long, or it is a chat and there is no template.
         """
-        found = self._run(prompts, sampling or Sampling(self._limits[1]), n, truncate, 0, 1)
+        found = self._run(prompts, sampling or Sampling(self._limits[1]), n, truncate, 0, 1, hold)
         return [found[row, sample] for row in range(len(prompts)) for sample in range(n)]
+
+    def cache_bytes(self, prompts: int, n: int = 1) -> int:
+        """Bytes of keys and values, at most, of a call of `generate` with so many prompts and samples that holds."""
+        size = 1 if prompts == 1 else max(1, self._batch_size // n)
+        rows, slots = size if self._rt.is_xla else min(size, prompts), self._widths[-1] + self._steps
+        # On XLA the prompts' cache and the samples' are buffers of their own; elsewhere there is the last batch's too.
+        rows = rows * (n + (n > 1)) if self._rt.is_xla else 2 * rows * n
+        return rows * slots * cache_bytes_per_token(self._config, self._decoder.element_bytes)
 
     def share(
         self, prompts: Sequence[Prompt], sampling: Sampling, n: int = 1, truncate: bool = False
@@ -151,19 +174,11 @@ class Generator:
                     f"{limit:g} that fit; shorten them, or make the Generator with a larger max_prompt"
                 )
             pairs.append((head, tail))
-        order = sorted(range(len(pairs)), key=lambda row: sum(map(len, pairs[row])), reverse=True)
-        found: dict[int, tuple[float, bool]] = {}
-        size = 1 if len(pairs) == 1 else self._batch_size
-        with self._decoder.ready():
-            for start in range(0, len(order), size):
-                rows = order[start : start + size]
-                whole = [[*pairs[row][0], *pairs[row][1]] for row in rows]
-                ids, _ = _filled(whole, self._width(whole, 0), size if self._rt.is_xla else len(rows))
-                logprobs, likeliest = self._decoder.score(ids)
-                for place, row in enumerate(rows):
-                    part = slice(len(pairs[row][0]) - 1, len(whole[place]) - 1)
-                    found[row] = float(logprobs[place, part].sum()), bool(likeliest[place, part].all())
-        return [found[row] for row in range(len(pairs))]
+        found = []
+        for (_, tail), rating in zip(pairs, self.rater.rate([[*head, *tail] for head, tail in pairs]), strict=True):
+            logprobs, likeliest = (part[-len(tail) :] for part in rating)
+            found.append((sum(logprobs), all(likeliest)))
+        return found
 
     # -------------------------------------------------------------------------------------------------------- batches
 
@@ -200,7 +215,14 @@ class Generator:
         return found
 
     def _run(
-        self, prompts: Sequence[Prompt], sampling: Sampling, n: int, truncate: bool, rank: int, world: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        n: int,
+        truncate: bool,
+        rank: int,
+        world: int,
+        hold: bool = False,
     ) -> dict[tuple[int, int], Completion]:
         if n < 1:
             raise ValueError(f"n={n}: must be 1 or more samples")
@@ -217,7 +239,7 @@ class Generator:
             width = self._width([encoded[row] for row in together])
             ids = [encoded[row] for row in mine]
             rows: list[Row] = []
-            for rows in self._batch(ids, mine, n, size, sampling, width, world):  # noqa: B007 - the last counts
+            for rows in self._batch(ids, mine, n, size, sampling, width, world, hold):  # noqa: B007 - the last counts
                 pass
             for place, row in enumerate(rows):
                 ended = row.state == ENDED
@@ -232,7 +254,7 @@ class Generator:
         longest = max(map(len, rows)) - without
         if not self._rt.is_xla:
             return longest
-        return next((width for width in self._widths if width >= longest), sum(self._limits))
+        return fitting(longest, self._widths)
 
     def _batch(
         self,
@@ -243,10 +265,11 @@ class Generator:
         sampling: Sampling,
         width: int,
         world: int = 1,
+        hold: bool = False,
     ) -> Iterator[list[Row]]:
         """Generates for one batch; gives its rows, prompts x samples, as they are after each block."""
         size = size if self._rt.is_xla else len(prompts)
-        ids, lengths = _filled([prompt[:-1] for prompt in prompts], width, size)
+        ids, lengths = filled([prompt[:-1] for prompt in prompts], width, size)
         last = torch.tensor([prompt[-1] for prompt in prompts] + [0] * (size - len(prompts)))
         batch = Batch(ids, lengths, last)
         table = self._texts.table(sampling)
@@ -256,7 +279,14 @@ class Generator:
         steps = -(-sampling.max_new_tokens // block) * block
         streams = [(numbers[place // n], place % n) for place in range(len(rows))] + [(0, 0)] * fillers
         with self._decoder.ready():
-            cache = self._decoder.prefill(batch, n, steps)
+            held, self._held = self._held, None
+            places = held.find(prompts) if hold and held else None
+            if held and places:
+                cache = self._decoder.go_on(held, places, width, size, n, steps)
+            else:
+                cache = self._decoder.prefill(batch, n, steps)
+                self.read += sum(map(len, prompts))
+            held = None
             state = self._decoder.begin(
                 batch, n, [False] * len(rows) + [True] * fillers, sampling.uniforms(self._steps, streams),
                 sampling.knobs(self._decoder.vocabulary), self._on_device(table),
@@ -271,6 +301,9 @@ class Generator:
                 if self._in_step(world):
                     going = self._any(going)
                 yield rows
+        if hold:
+            whole = [[*prompts[place // n], *row.tokens] for place, row in enumerate(rows)]
+            self._held = Held(cache, whole, [len(prompts[place // n]) - 1 for place in range(len(rows))], width)
 
     def _any(self, mine: bool) -> bool:
         """Whether it is so in any replica of XLA:CPU."""
@@ -290,23 +323,6 @@ class Generator:
         for place, prompt in enumerate(prompts):
             found[place, prompt] = 1.0
         return torch.cat([found.repeat_interleave(n, 0), torch.zeros(fillers, self._decoder.vocabulary)])
-
-
-def _widths(most: int) -> list[int]:
-    """64, 128 and so on; the last is no wider than the longest prompt needs, in steps of 64."""
-    widths = [_NARROWEST]
-    while widths[-1] < most:
-        widths.append(min(2 * widths[-1], -(-most // _NARROWEST) * _NARROWEST))
-    return widths
-
-
-def _filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (count, width) int64, filled up with zeros behind and below, and the rows' lengths (count,)."""
-    ids, lengths = torch.zeros(count, width, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
-    for place, row in enumerate(rows):
-        ids[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        lengths[place] = len(row)
-    return ids, lengths
 
 
 def _extend(row: Row, output: torch.Tensor, table: Any, most: int) -> None:

@@ -1,4 +1,4 @@
-"""Reading the TPU compiler's text of a compiled program: its loops with their trips, its costs, its collectives.
+"""Reading the TPU compiler's text of a compiled program: its loops with their trips, its collectives.
 
 The text is XLA's own (`HloModule.to_string()`): computations of instructions, `%name = shape opcode(operands), ...`, in
 the order in which they run.
@@ -6,7 +6,6 @@ the order in which they run.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -55,18 +54,6 @@ class Instruction:
         found = re.findall(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)", self.rest)
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
         return found + (re.findall(r"%?([\w.\-]+)", branches[1]) if branches else [])
-
-
-@dataclass(frozen=True)
-class Cost:
-    """FLOPs and bytes."""
-
-    flops: float
-    bytes: float
-
-    def plus(self, other: Cost, times: float) -> Cost:
-        """This and `times` the other."""
-        return Cost(self.flops + times * other.flops, self.bytes + times * other.bytes)
 
 
 class Module:
@@ -299,39 +286,3 @@ def _wrap(value: int | None, dtype: str) -> int | None:
     bits = _BITS[dtype]
     value %= 2**bits
     return value - 2**bits if dtype.startswith("s") and value >= 2 ** (bits - 1) else value
-
-
-def count_trips(module: Module, analyse: Callable[[str], dict[str, float]]) -> tuple[Cost, Cost]:
-    """The cost of a step, with loop bodies counted as often as they run, and with each counted once.
-
-    Args:
-        module: the program.
-        analyse: XLA's cost analysis of a module's text: "flops" and "bytes accessed", loop bodies counted once, kernels
-            without FLOPs.
-    """
-    trips = module.trips()
-
-    @cache
-    def once(name: str) -> Cost:
-        cost = analyse(module.part(name))
-        return Cost(cost["flops"] + _kernel_flops(module, name), cost["bytes accessed"])
-
-    @cache
-    def all_trips(name: str) -> Cost:
-        total = once(name)
-        for loop, body, _ in module.loops(name):
-            total = total.plus(all_trips(body), trips[loop.name] or 1).plus(once(body), -1)
-        return total
-
-    return all_trips(module.entry), once(module.entry)
-
-
-def _kernel_flops(module: Module, computation: str) -> float:
-    """What the kernels of a computation say of themselves; loop bodies counted once."""
-    total = 0.0
-    for one in module.computations[computation]:
-        estimate = re.search(r'"cost_estimate":(\{[^}]*\})', one.rest) if one.opcode == "custom-call" else None
-        total += float(json.loads(estimate[1]).get("flops", 0)) if estimate else 0.0
-        if one.opcode in ("while", "call", "conditional"):
-            total += sum(_kernel_flops(module, name) for name in one.called)
-    return total

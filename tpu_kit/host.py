@@ -24,7 +24,7 @@ from tpu_kit.machine import Check, Machine
 GIB = 2**30
 _TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
 # A replica's process without weights: imports and runtime took 0.93 GiB on XLA:CPU; the TPU's driver is a guess on top.
-_PROCESS_BYTES = 1.5 * GIB
+PROCESS_BYTES = 1.5 * GIB
 
 
 def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
@@ -39,18 +39,26 @@ def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
         files = [folder / gguf] if gguf else [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
         return sum(file.stat().st_size for file in files if file.is_file()) * (4 if gguf else 1), True
     match = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", name.lower())
-    size = {"bf16": 2, "fp32": 4}[config.model.base_dtype]
+    size = 4 if config.model.base_dtype == "fp32" else 2  # int8 and int4 are made of bf16
     return (float(match[1]) * {"b": 1e9, "m": 1e6}[match[2]] * size if match else None), False
+
+
+def free_memory(at: Machine) -> float | None:
+    """Bytes of host memory that are free, within the limit of this container; None where the system does not say."""
+    kib = re.search(r"MemAvailable:\s*(\d+) kB", at.read("proc/meminfo"))
+    if kib is None:
+        return None
+    free, limit = int(kib[1]) * 1024.0, at.read("sys/fs/cgroup/memory.max")
+    if limit.isdigit():
+        free = min(free, float(limit) - float(at.read("sys/fs/cgroup/memory.current") or 0))
+    return free
 
 
 def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
     """Whether the host has memory for a model per replica while they start: else the kernel kills one (SIGKILL)."""
-    kib = re.search(r"MemAvailable:\s*(\d+) kB", at.read("proc/meminfo"))
-    if kib is None:
+    free = free_memory(at)
+    if free is None:
         return Check("Host memory", "skipped", "/proc/meminfo does not say")
-    free, limit = int(kib[1]) * 1024.0, at.read("sys/fs/cgroup/memory.max")
-    if limit.isdigit():
-        free = min(free, float(limit) - float(at.read("sys/fs/cgroup/memory.current") or 0))
     size, _ = model_bytes(config)
     text = f"{free / GIB:.1f} GiB free"
     if size is None:
@@ -58,12 +66,12 @@ def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
     # Replicas of XLA:CPU are threads of one process, all others are processes.
     threads = config.launch.device_type == "xla-cpu" or at.environ.get("PJRT_DEVICE") == "CPU"
     processes = 1 if threads else replicas
-    need = replicas * size + processes * _PROCESS_BYTES
-    parts = f"{replicas} x {size / GIB:.2f} of weights + {processes} x {_PROCESS_BYTES / GIB:.1f}"
+    need = replicas * size + processes * PROCESS_BYTES
+    parts = f"{replicas} x {size / GIB:.2f} of weights + {processes} x {PROCESS_BYTES / GIB:.1f}"
     text += f", {need / GIB:.1f} needed: {parts}"
     if need <= free:
         return Check("Host memory", "ok", text)
-    fix = "num_replicas=1" if replicas > 1 and size + _PROCESS_BYTES <= free else "a smaller model.name"
+    fix = "num_replicas=1" if replicas > 1 and size + PROCESS_BYTES <= free else "a smaller model.name"
     return Check("Host memory", "failure", text, f"{fix}, or a host with {need / GIB:.0f} GiB")
 
 

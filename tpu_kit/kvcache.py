@@ -8,7 +8,8 @@ which are inputs of the program: one decode program serves every length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,51 @@ class Buffers(NamedTuple):
     def slots(self) -> int:
         """The length of the cache."""
         return self.keys[0].shape[2]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a cache holds when its batch has ended, so that a batch that goes on from its replies need not be read.
+
+    Attributes:
+        cache: the keys and values; nothing else may have used the buffers since.
+        rows: of each row the tokens, prompt and reply.
+        lengths: of each row n, the keys of its prompt.
+        width: P.
+    """
+
+    cache: Buffers
+    rows: list[list[int]]
+    lengths: list[int]
+    width: int
+
+    def find(self, prompts: Sequence[list[int]]) -> list[int] | None:
+        """The row that each prompt is; None if there is none for one of them."""
+        places = {tuple(row): place for place, row in enumerate(self.rows)}
+        found = [places.get(tuple(prompt)) for prompt in prompts]
+        return None if None in found else [place for place in found if place is not None]
+
+    def source(self, places: Sequence[int], count: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the keys of all but the last token of these rows are.
+
+        Returns:
+            (count,) int64, the rows, filled up with the first; (count, slots) int64, for each slot the one to take.
+        """
+        rows = [*places, *[places[0]] * (count - len(places))]
+        lengths = torch.tensor([self.lengths[row] for row in rows])[:, None]
+        slot = torch.arange(slots)[None]
+        taken = torch.where(slot < lengths, slot, self.width + slot - lengths)
+        return torch.tensor(rows), taken.clamp(max=self.cache.slots - 1)  # beyond the row's keys nobody looks
+
+
+def gathered(buffers: Buffers, rows: torch.Tensor, source: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values (B, heads, S, D) of each layer: slot `source[b, s]` of row `rows[b]`."""
+    _, heads, slots, size = buffers.keys[0].shape
+    head = torch.arange(heads, device=rows.device)
+    index = (((rows[:, None] * heads + head) * slots)[:, :, None] + source[:, None]).flatten()
+    shape = (len(rows), heads, source.shape[1], size)
+    both = [*buffers.keys, *buffers.values]
+    return [buffer.reshape(-1, size).index_select(0, index).reshape(shape) for buffer in both]
 
 
 class Recorder:

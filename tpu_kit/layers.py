@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.dropout import SeededDropout, mix
 from tpu_kit.scan import Tensors, scan
-from tpu_kit.tiles import autocast_now
+from tpu_kit.tiles import autocast_now, is_tiled
 
 
 def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -173,6 +173,7 @@ class _Block:
         self.trained = [[n for n, tensor in tensors_of(layer).items() if tensor.requires_grad] for layer in layers]
         self.seeds = [[name for name, part in layer.named_modules() if isinstance(part, SeededDropout)]
                       for layer in layers]  # fmt: skip
+        self.cast = [_cast_once(layer) for layer in layers]
 
     def forward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
         """The hidden states after the block, and those before each of its layers."""
@@ -189,13 +190,24 @@ class _Block:
         for index, tensors in reversed(list(enumerate(self._by_layer(slices[count:])))):
             with torch.enable_grad():
                 hidden = before[index].detach().requires_grad_()
-                trained = {name: tensors[name].detach().requires_grad_() for name in self.trained[index]}
+                trained = {name: self._leaf(index, name, tensors[name]) for name in self.trained[index]}
                 output = self._layer(index, hidden, carry[1:], {**tensors, **trained})
                 gradient, *found = torch.autograd.grad(
                     output, [hidden, *trained.values()], gradient, allow_unused=True, materialize_grads=True
                 )
             gradients[index] = found
         return [gradient, *carry[1:]], [part for found in gradients for part in found]
+
+    def _leaf(self, index: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A trained tensor to differentiate by.
+
+        Autocast has an adapter's gradient computed in its own dtype and then turned into fp32: here the loop keeps it
+        as it is computed, in half the memory for all layers, and it is turned after the loop.
+        """
+        kind = tensor.device.type
+        if name in self.cast[index] and torch.is_autocast_enabled(kind):
+            tensor = tensor.to(torch.get_autocast_dtype(kind))
+        return tensor.detach().requires_grad_()
 
     def _by_layer(self, slices: Tensors) -> list[dict[str, torch.Tensor]]:
         """The slices by layer and name; the last one seeds all dropouts, each by its own site."""
@@ -221,6 +233,18 @@ class _Block:
         return output
 
 
+def _cast_once(layer: torch.nn.Module) -> set[str]:
+    """The matrices of adapters that autocast turns into its dtype, for one product: DoRA has two, and tiles add up."""
+    sums = [f"{name}." for name, part in layer.named_modules() if is_tiled(part)]
+    if any("lora_magnitude" in name for name, _ in layer.named_parameters()):
+        return set()
+    return {
+        f"{name}.weight"
+        for name, part in layer.named_modules()
+        if type(part) is torch.nn.Linear and "lora_" in name and not name.startswith(tuple(sums))
+    }
+
+
 class _Scanned(torch.autograd.Function):
     """The loop over a run's blocks; keeps the input of every layer, and loops back from the last block to the first."""
 
@@ -242,4 +266,8 @@ class _Scanned(torch.autograd.Function):
                 ctx.block.backward, [upstream, *constants], [*inputs[-count:], *inputs[:-count]], reverse=True
             )
         gradients = iter(found)
-        return (None, None, carry[0], *(next(gradients) if trained else None for trained in ctx.trained))
+        turned = (
+            next(gradients).to(own.dtype) if own_is_trained else None
+            for own, own_is_trained in zip(ctx.saved_tensors, ctx.trained, strict=False)
+        )
+        return (None, None, carry[0], *turned)

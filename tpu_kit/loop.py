@@ -25,10 +25,12 @@ from tpu_kit.data import Prepared
 from tpu_kit.host import chip_name, chips_of
 from tpu_kit.manifest import Checkpoint
 from tpu_kit.packing import prefetch
+from tpu_kit.peaks import Peaks
 from tpu_kit.preemption import Agreement
 from tpu_kit.resume import versions
 from tpu_kit.runtime import Runtime
 from tpu_kit.schedule import Update, deal, learning_rate, rows_of, updates
+from tpu_kit.slowness import Slowness
 from tpu_kit.step import WINDOW, TrainState, train_step
 from tpu_kit.tracking import Tracker, model_flops_per_token
 from tpu_kit.validation import held_out_accuracy, held_out_loss
@@ -59,6 +61,7 @@ class Loop:
         metrics: the newest loss and eval_loss (nats per loss token), and train_seconds.
         skipped: updates that were skipped.
         best: the weights of the best evaluation, on the CPU; None where only the last ones count.
+        peaks: the memory that was measured.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Loop:
     ) -> None:
         self.config, self.rt, self.model, self.state = config, rt, model, state
         self.prepared, self.plan, self.checkpoints = prepared, plan, checkpoints
+        self.peaks = Peaks(config, rt)
         self.total = sum(1 for _ in self._updates())
         self.step = 0
         self.metrics: dict[str, float] = {}
@@ -83,7 +87,7 @@ class Loop:
         self._best_loss, self._worse = float("inf"), 0  # evaluations since the best one
         self._due: _Reading | None = None
         self._saved, self._saved_at = 0, time.monotonic()  # the step of the last checkpoint
-        self._postponed = False
+        self._postponed, self._slowness = False, Slowness()
         self._history: list[dict[str, Any]] | None = None
         self._tracker: Tracker | None = None
 
@@ -201,6 +205,7 @@ class Loop:
             for name in ("host_syncs", "fallbacks")
             if name in due.now
         }
+        self.peaks.note()
         if self._tracker is not None:
             used, limit = self.rt.memory()
             self._tracker.log(
@@ -216,7 +221,11 @@ class Loop:
                 skipped=skipped,
                 rows_per_update=last.rows,
                 **rates,
+                **self.peaks.read(),
             )
+        if self.rt.rank == 0:
+            for text in self._slowness.notice(due.before, due.now, steps):
+                print(f"warning: {text}", file=sys.stderr, flush=True)
         if skipped:
             self._judge(due.window, int(skipped), int(bad), *report[len(WINDOW) :].tolist())
 

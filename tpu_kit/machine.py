@@ -16,16 +16,20 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tpu_kit import chips
-from tpu_kit.config import TrainConfig
+
+if TYPE_CHECKING:  # only Python itself is needed here, so that `install` can look around where nothing is installed yet
+    from tpu_kit.config import TrainConfig
 
 Status = Literal["ok", "warning", "failure", "skipped"]
+MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001
 
 # torch_xla 2.9.0 is the last release and is compiled against this torch; its extras name the others.
 PINS = {"torch": "2.9.0", "torch_xla": "2.9.0", "libtpu": "0.0.21", "jax": "0.7.1", "jaxlib": "0.7.1"}
 BESIDE = {"torchvision": "0.24.0", "torchaudio": "2.9.0"}  # not needed; notebook images bring them, for their torch
+TESTED = {"transformers": "5.23.0", "peft": "0.21.2"}  # by the tests; another minor version of them is told
 INSTALL = 'pip install "torch==2.9.0" "torch_xla[tpu,pallas]==2.9.0"'
 TPU_PYTHONS = ((3, 11), (3, 12))  # libtpu has wheels for 3.10 to 3.12; transformers 5 needs 3.11
 
@@ -45,12 +49,17 @@ PER_PROCESS = (
 
 @dataclass(frozen=True)
 class Check:
-    """One row: `fix` is a command (or what to change), empty where nothing is to be done."""
+    """One row: `fix` is a command (or what to change), empty where all is well; `cores` is what each core measured."""
 
     name: str
     status: Status
     found: str
     fix: str = ""
+    cores: tuple[Mapping[str, float | None], ...] = field(default=(), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        fix = f"\n{'':>21}-> {self.fix}" if self.fix else ""
+        return f"{MARKS[self.status]} {self.name:<18} {self.found}{fix}"
 
 
 def _installed(package: str) -> str | None:
@@ -157,6 +166,16 @@ def check_packages(machine: Machine, on_tpu: bool) -> Check:
     if strange := [name for name, pin in BESIDE.items() if (machine.version(name) or pin).split("+")[0] != pin]:
         found += f"; {' and '.join(strange)} built for another torch: importing transformers may fail"
         return Check("Packages", "warning", found, f"pip uninstall -y {' '.join(strange)}{then}")
+    moved = {
+        name: now
+        for name, pin in TESTED.items()
+        if (now := machine.version(name)) and now.split(".")[:2] != pin.split(".")[:2]
+    }
+    if moved:
+        found += "".join(f"; {name} {now}, tested with {TESTED[name]}" for name, now in moved.items())
+        found += ": its releases have broken TPU before"
+        pins = " ".join(f"{name}=={TESTED[name]}" for name in moved)
+        return Check("Packages", "warning", found, f"pip install {pins}{then}; or a short rehearsal, if you need it")
     if machine.version("tensorflow"):
         found += "; tensorflow beside them loads a TPU driver of its own and may take the chip"
         return Check("Packages", "warning", found, f"pip uninstall -y tensorflow{then}")

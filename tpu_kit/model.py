@@ -1,17 +1,18 @@
 """The model to train: a pretrained base, LoRA on top, and what the training step asks of it.
 
-Precision. With LoRA the frozen base is stored in `base_dtype` and the adapters in fp32. In full fine-tuning
-(lora.r = 0) every weight is stored in fp32, because an update of relative size 1e-3 or less is lost when it is added to
-a bf16 weight (8 bits of mantissa). Either way base_dtype=bf16 means that matrix products run in bf16, by autocast
-around the forward pass. Autocast matters for LoRA too: PEFT alone converts the activations to fp32 in front of every
-adapter (for a v5e the compiler then reports 9 % more HBM traffic and 6 % more cycles; 2 layers of Qwen2.5-0.5B, 4 x
-1024 tokens, r = 16).
+Precision. With LoRA the frozen base is stored in `base_dtype` (of int8 and int4 `quantize` tells) and the adapters in
+fp32. In full fine-tuning (lora.r = 0) every weight is stored in fp32, because an update of relative size 1e-3 or less
+is lost when it is added to a bf16 weight (8 bits of mantissa). Matrix products run in bf16 unless base_dtype=fp32, by
+autocast around the forward pass. Autocast matters for LoRA too: PEFT alone converts the activations to fp32 in front of
+every adapter (for a v5e the compiler then reports 9 % more HBM traffic and 6 % more cycles; 2 layers of Qwen2.5-0.5B,
+4 x 1024 tokens, r = 16).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,13 +21,18 @@ import torch
 from tpu_kit import attention
 from tpu_kit.pretrained import load_base
 from tpu_kit.pretrained import load_tokenizer as load_tokenizer  # re-exported: it goes with load_model
+from tpu_kit.quantize import QuantizedLinear
+from tpu_kit.quantized import load_frozen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from tpu_kit.config import LoraConfig, ModelConfig
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# PEFT asks transformers by an old name; nobody who trains can do anything about it.
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
 _XLA = ("tpu", "xla-cpu")
 _FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "mistral", "phi", "phi3")
 """model_type of the families whose output head the tests compare with transformers' own logits."""
@@ -42,14 +48,15 @@ class OutputHead(NamedTuple):
 
 
 class ParameterCount(NamedTuple):
-    """Numbers of scalars, tied weights counted once."""
+    """Numbers of scalars, tied weights counted once; and what the frozen ones among them are, if they are integers."""
 
     trainable: int
     total: int
+    quantized: str = ""
 
     def __str__(self) -> str:
         share = self.trainable / self.total
-        return f"{self.trainable:,} of {self.total:,} parameters are trained ({share:.2%})"
+        return f"{self.trainable:,} of {self.total:,} parameters are trained ({share:.2%}){self.quantized}"
 
 
 def load_model(config: ModelConfig, lora: LoraConfig, seed: int = 0) -> torch.nn.Module:
@@ -66,8 +73,8 @@ def load_model(config: ModelConfig, lora: LoraConfig, seed: int = 0) -> torch.nn
     Raises:
         ValueError: if the model cannot be read, weights are missing from it, or the LoRA targets do not fit it.
     """
-    storage = torch.float32 if lora.r == 0 else _DTYPES[config.base_dtype]
-    model = adapt(load_base(config, storage), lora, config.base_dtype, seed)
+    base = load_frozen(config) if lora.r else load_base(config, torch.float32)
+    model = adapt(base, lora, config.base_dtype, seed)
     if _causal(model).config.model_type not in _FAMILIES:
         check_head(model)
     return model.train()
@@ -312,8 +319,15 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Counts the parameters; one line to print."""
+    """Counts the parameters; one line to print, which also names quantised layers that no adapter goes with."""
+    parts = {name: part for name, part in model.named_modules() if isinstance(part, QuantizedLinear)}
+    count, about = sum(part.weight.numel() * 8 // part.scheme.bits for part in parts.values()), ""
+    if parts:
+        about = f"; {count:,} are frozen in {next(iter(parts.values())).scheme}"
+        alone = {name.rpartition(".")[2] for name in parts} - {"base_layer"}
+        about += f"; no adapter makes up for the rounding of {', '.join(sorted(alone))}" if alone else ""
     return ParameterCount(
         trainable=sum(parameter.numel() for parameter in trainable_parameters(model).values()),
-        total=sum(parameter.numel() for parameter in model.parameters()),
+        total=count + sum(parameter.numel() for parameter in model.parameters()),
+        quantized=about,
     )

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from tpu_kit.contradictions import contradictions
 from tpu_kit.fields import ConfigError, Knob, escape_interpolation, knob, knobs_of, nest, show
+from tpu_kit.foreign import instead
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,12 @@ class ModelConfig:
     name: str = knob("embedded", 'Hub id, a folder, or "embedded": the small model that comes with the kit.')
     revision: str | None = knob(None, "Branch, tag or commit on the hub.")
     gguf_file: str | None = knob(None, "The GGUF file in that folder or repository to read the weights from.")
-    base_dtype: Literal["bf16", "fp32"] = knob(
-        "bf16", "Type of matrix products, and of the base weights while they are frozen."
+    base_dtype: Literal["bf16", "fp32", "int8", "int4"] = knob(
+        "bf16", "Type of frozen base weights, and of matrix products; with int8 and int4 these are in bf16."
+    )
+    quant_group: int = knob(128, "Columns of a weight that share a scale, of base_dtype=int4.", at_least=16)
+    quant_cache: str | None = knob(
+        "~/.cache/tpu_kit/quantized", "Folder that keeps int8 and int4 weights for the next run; null = none."
     )
     attention: Literal["auto", "splash", "flash", "sdpa"] = knob(
         "auto", "auto is the splash kernel on TPU and sdpa elsewhere."
@@ -80,7 +85,9 @@ class DataConfig:
 class OptimConfig:
     """The batch, the optimizer and how long to train."""
 
-    batch_size: int | Literal["auto"] = knob(4, "Rows per replica in one forward and backward pass.", at_least=1)
+    batch_size: int | Literal["auto"] = knob(
+        4, "Rows per replica in one forward and backward pass; auto takes the fastest that fits.", at_least=1
+    )
     global_batch_size: int | None = knob(
         None, "Rows per update over all replicas; gradient_accumulation follows from it.", at_least=1
     )
@@ -184,6 +191,9 @@ class TrackingConfig:
         at_least=0,
     )  # fmt: skip
     generate_tokens: int = knob(256, "The most tokens of such an answer.", at_least=1)
+    verifier: str = knob(
+        "auto", "What judges it: auto, exact, numeric, choice, regex:PATTERN, reasoning_gym or module:function."
+    )
 
 
 @dataclass(frozen=True)
@@ -219,7 +229,8 @@ class TrainConfig:
             try:
                 values[name] = parameter.read(self[name])
             except ValueError as error:
-                problems.append(str(error))
+                advice = instead(name, self[name])
+                problems.append(f"{error} ({advice})" if advice else str(error))
                 refused.add(name)
                 values[name] = parameter.default  # so that the others can be checked against each other
         for name, value in nest(values).items():

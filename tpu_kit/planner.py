@@ -5,7 +5,7 @@
         print(found)
 
 Memory is by `memory.estimate`, time by `roofline`, both by formula; with `exact` the pick is compiled by the real TPU
-compiler (`compiler`). A batch size or remat that was set is kept; what was left open is chosen: of the settings that
+compiler (`exact`). A batch size or remat that was set is kept; what was left open is chosen: of the settings that
 leave a reserve, the one with most tokens a second.
 """
 
@@ -13,23 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
-from tpu_kit.advice import Advice, advise, largest, reserve
+from tpu_kit.advice import RESERVE, Advice, Inference, advise, inference, largest, reserve
+from tpu_kit.chips import NO_KERNELS
 from tpu_kit.compiled import Compiled
 from tpu_kit.config import TrainConfig, batch_arithmetic
+from tpu_kit.epochs import Rows, count_rows, count_updates
 from tpu_kit.memory import estimate
-from tpu_kit.roofline import StepTime, Work, step_time, work
+from tpu_kit.roofline import StepTime, step_time, work
 from tpu_kit.shapes import Shape, UnknownFamilyError, read_shape
 from tpu_kit.slices import Where, find_slice
 from tpu_kit.timeplan import TimePlan, time_plan
 
-EXACT_RESERVE = 0.01
-"""The same of a pick that the compiler verified: for what a run holds beside the step, such as the next batch."""
 TIE = 0.02
 """Settings whose speeds differ by less are as fast: of them one of few passes is picked, which compiles sooner."""
-NO_KERNELS = ("v2", "v3")
-"""Chips for which the compiler refuses them: "Unsupported matmul RHS type on target"."""
+LEAST_UPDATES = 20
+"""Updates that an epoch has at least where `batch_size=auto` may choose the rows of one: with fewer, a small data set
+would hardly be learned from."""
 MOST_TOKENS = 2**31
 """Tokens of a pass at which indices overflow."""
 
@@ -56,10 +58,13 @@ class Plan:
         peak_bytes: the pick's peak on one device.
         parts: of it, bytes by name.
         source: who says so, "formula" or "compiler".
-        time: of a step.
-        run: of the run.
+        time: of a step; None of a model that the formula does not know, where it does not fit.
+        run: of the run; None there, too.
         checkpoint_bytes: size of a checkpoint.
         advice: where nothing fits, what to change; and the reverse: the largest batch, sequence and rank that fit.
+        inference: how long a context the model can have there.
+        updates: of the run; None where they are not known, for `unknown`.
+        unknown: why they are not; empty where they are.
         compiled: what the compiler says, if it was asked.
         note: what the user did not ask for: another attention, or the formula in the compiler's place.
     """
@@ -71,26 +76,41 @@ class Plan:
     peak_bytes: int
     parts: dict[str, int]
     source: str
-    time: StepTime
-    run: TimePlan
+    time: StepTime | None
+    run: TimePlan | None
     checkpoint_bytes: int | None
     advice: Advice | None
+    inference: Inference | None = None
+    updates: int | None = None
+    unknown: str = ""
     compiled: Compiled | None = None
     note: str = ""
+
+    @property
+    def free(self) -> float:
+        """The share of the device's memory that the pick had to leave."""
+        from tpu_kit.exact import EXACT_RESERVE
+
+        return EXACT_RESERVE if self.source == "compiler" else max(self.where.free, reserve(self.config))
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `plan --json`."""
         batch = batch_arithmetic(self.config, self.where.replicas)
-        tokens = batch.tokens_per_update / self.time.seconds
+        seconds = self.time.seconds if self.time else None
+        run = self.run
         found: dict[str, Any] = {
             "chip": self.where.chip.name, "chips": self.where.chips, "replicas": self.where.replicas,
             "slice": self.where.name, "global_batch_size": batch.global_batch_size, "fits": self.fits,
             "peak_bytes": self.peak_bytes, "limit_bytes": self.where.limit, "parts": self.parts, "source": self.source,
             "batch_size": batch.batch_size, "gradient_accumulation": batch.gradient_accumulation,
-            "remat": self.config.optim.remat, "step_seconds": self.time.seconds, "tokens_per_second": tokens,
-            "run_hours": self.run.run_hours, "cost": {"on_demand": self.run.on_demand, "spot": self.run.spot},
-            "checkpoint_bytes": self.checkpoint_bytes, "checkpoint_interval_seconds": self.run.save_interval_seconds,
-            "sessions": self.run.sessions, "advice": self.advice.to_dict() if self.advice else None,
+            "remat": self.config.optim.remat, "step_seconds": seconds,
+            "tokens_per_second": batch.tokens_per_update / seconds if seconds else None,
+            "run_hours": run.run_hours if run else None,
+            "cost": {"on_demand": run.on_demand if run else None, "spot": run.spot if run else None},
+            "updates": self.updates, "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_interval_seconds": run.save_interval_seconds if run else None,
+            "sessions": run.sessions if run else {}, "advice": self.advice.to_dict() if self.advice else None,
+            "inference": self.inference.to_dict() if self.inference else None,
         }  # fmt: skip
         if self.compiled is not None:
             values = self.compiled.to_dict()
@@ -115,38 +135,61 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
     Raises:
         ValueError: of `slices.find_slice`, `shapes.read_shape` or `memory.estimate`; the global batch cannot be split.
     """
+    from tpu_kit.exact import by_compiler_alone, verified
+
     places = [find_slice(name, config.launch.num_replicas) for name in chips]
     try:
-        shape = read_shape(config.model)
+        shape: Shape | None = read_shape(config.model)
     except UnknownFamilyError:
         if not exact:
             raise
-        return [_by_compiler_alone(config, where) for where in places]
-    found = [_by_formula(config, shape, where) for where in places]
-    return [_verified(one, shape) for one in found] if exact else found
+        shape = None
+    rows = Rows(None) if config.optim.max_steps else count_rows(config)
+    if shape is None:
+        return [by_compiler_alone(config, where, rows) for where in places]
+    found = [by_formula(config, shape, where, rows) for where in places]
+    return [verified(one, shape, rows) for one in found] if exact else found
 
 
-def choose_batch(config: TrainConfig, chip: str, replicas: int) -> int:
-    """The rows per replica in a pass that `optim.batch_size=auto` stands for, by formula.
+def choose_batch(config: TrainConfig, chip: str, replicas: int, exact: bool = False, rows: Rows | None = None) -> int:
+    """The rows per replica in a pass that `optim.batch_size=auto` stands for: of those that fit, the fastest.
+
+    Args:
+        config: the run.
+        chip: a name as `slices.find_slice` takes it.
+        replicas: of the model.
+        exact: whether the TPU compiler is to verify what the formula picks.
+        rows: of the data, where they were counted; see `LEAST_UPDATES`.
 
     Raises:
         ValueError: as `plan`; or not one row fits, with what to change.
     """
+    found = best_batch(config, find_slice(chip, replicas), exact, rows)
+    assert isinstance(found.config.optim.batch_size, int)
+    return found.config.optim.batch_size
+
+
+def best_batch(config: TrainConfig, where: Where, exact: bool = False, rows: Rows | None = None) -> Plan:
+    """The same for a place that is known already, as a plan; all but the batch is left as it is."""
     optim = replace(config.optim, batch_size="auto")
     config = replace(config, optim=optim, sources=dict(config.sources) | {"optim.remat": "code"})
-    where = find_slice(chip, replicas)
-    best = _by_formula(config, read_shape(config.model), where)
+    shape = read_shape(config.model)
+    best = by_formula(config, shape, where, rows or Rows(None))
+    if exact:
+        from tpu_kit.exact import verified
+
+        best = verified(best, shape, rows or Rows(None))
     if not best.fits:
         raise ValueError(f"not one row fits {where.name}: {best.advice}")
-    chosen = best.config.optim.batch_size
-    assert isinstance(chosen, int)
-    return chosen
+    return best
 
 
 # ------------------------------------------------------------------------------------------------------ by the formula
 
 
-def _batches(config: TrainConfig, replicas: int, most: Callable[[], int]) -> Iterator[tuple[int, int | None]]:
+def _batches(
+    config: TrainConfig, replicas: int, rows: Rows, most: Callable[[], int]
+) -> Iterator[tuple[int, int | None]]:
     """(rows per replica in a pass, rows per update) to look at; `most` says how many rows fit."""
     optim = config.optim
     whole = optim.global_batch_size
@@ -156,7 +199,10 @@ def _batches(config: TrainConfig, replicas: int, most: Callable[[], int]) -> Ite
     if whole is None and isinstance(optim.batch_size, int):
         whole = optim.batch_size * replicas * optim.gradient_accumulation
     if whole is None:  # auto, and nothing said of the update: what fits
-        limit = max(1, most())
+        limit = most()
+        if rows.count is not None:
+            limit = min(limit, rows.count // (LEAST_UPDATES * replicas * optim.gradient_accumulation))
+        limit = max(1, limit)
         yield from ((1 << i, None) for i in range(limit.bit_length()))
         return
     if whole % replicas:
@@ -165,10 +211,10 @@ def _batches(config: TrainConfig, replicas: int, most: Callable[[], int]) -> Ite
             f"{whole // replicas * replicas or replicas} or {(whole // replicas + 1) * replicas}"
         )
     each = whole // replicas
-    yield from ((rows, whole) for rows in range(1, min(each, max(1, most())) + 1) if each % rows == 0)
+    yield from ((n, whole) for n in range(1, min(each, max(1, most())) + 1) if each % n == 0)
 
 
-def _settings(config: TrainConfig, shape: Shape, where: Where) -> list[Setting]:
+def _settings(config: TrainConfig, shape: Shape, where: Where, known: Rows) -> list[Setting]:
     found = []
     remats: tuple[Literal["full", "none"], ...] = ("full", "none")
     if "optim.remat" in config.sources:
@@ -176,7 +222,8 @@ def _settings(config: TrainConfig, shape: Shape, where: Where) -> list[Setting]:
     for remat in remats:
         scan = "auto" if remat == "none" and config.optim.scan_layers == "on" else config.optim.scan_layers
         base = replace(config, optim=replace(config.optim, remat=remat, scan_layers=scan))
-        for rows, whole in _batches(base, where.replicas, lambda base=base: _most(base, shape, where)):  # type: ignore[misc]
+        most = partial(_most, base, shape, where)
+        for rows, whole in _batches(base, where.replicas, known, most):
             if rows * config.data.max_length >= MOST_TOKENS:
                 raise ValueError(
                     f"optim.batch_size={rows} x data.max_length={config.data.max_length}: a pass of 2**31 tokens or "
@@ -192,7 +239,7 @@ def _settings(config: TrainConfig, shape: Shape, where: Where) -> list[Setting]:
 
 def _most(config: TrainConfig, shape: Shape, where: Where) -> int:
     """The most rows whose peak leaves the reserve, 0 if not one."""
-    limit = where.limit * (1 - reserve(config))
+    limit = where.limit * (1 - max(where.free, reserve(config)))
 
     def fits(rows: int) -> bool:
         optim = replace(config.optim, batch_size=rows, global_batch_size=None)
@@ -215,91 +262,24 @@ def _ease(setting: Setting) -> tuple[int, int]:
     return batch_arithmetic(setting.config, setting.replicas).gradient_accumulation, setting.peak
 
 
-def _by_formula(config: TrainConfig, shape: Shape, where: Where) -> Plan:
+def by_formula(config: TrainConfig, shape: Shape, where: Where, rows: Rows) -> Plan:
+    """The plan for one place, of a model whose shape was read and data whose rows were counted or not."""
     note = ""
     if where.chip.name in NO_KERNELS and config.model.attention != "sdpa":
         note = f"planned with model.attention=sdpa: the attention kernels do not compile for {where.chip.name}"
         config = replace(config, model=replace(config.model, attention="sdpa"))
-    settings = sorted(_settings(config, shape, where), key=lambda one: (-_speed(one), one.peak))
-    limit = where.limit * (1 - reserve(config))
+    settings = sorted(_settings(config, shape, where, rows), key=lambda one: (-_speed(one), one.peak))
+    limit = where.limit * (1 - max(where.free, reserve(config)))
     fitting = [one for one in settings if one.peak <= limit]
     near = [one for one in fitting if _speed(one) > (1 - TIE) * _speed(fitting[0])]
     picked = min(near, key=_ease) if near else min(settings, key=lambda one: one.peak)
     memory = estimate(picked.config, num_replicas=where.replicas, shape=shape)
     held = memory.parts["optimizer"] + memory.parts["ema"] + 4 * memory.trained
+    updates, unknown = count_updates(picked.config, where.replicas, rows)
     return Plan(
         where=where, config=picked.config, settings=tuple(settings), fits=bool(fitting), peak_bytes=memory.total_bytes,
         parts=dict(memory.parts), source="formula", time=picked.time, checkpoint_bytes=held,
-        run=time_plan(where.chip, where.chips, where.name, picked.time.seconds, config.optim.max_steps, held),
+        run=time_plan(where.chip, where.chips, where.name, picked.time.seconds, updates, held),
         advice=advise(picked.config, shape, where.replicas, limit, bool(fitting)), note=note,
+        inference=inference(config, shape, where.limit * (1 - RESERVE)), updates=updates, unknown=unknown,
     )  # fmt: skip
-
-
-# ----------------------------------------------------------------------------------------------------- by the compiler
-
-
-def _verified(found: Plan, shape: Shape) -> Plan:
-    """The pick as the compiler sees it; if it does not fit, the next smaller one that the compiler says fits.
-
-    Few compiles: mostly the pick at full effort alone; else a bisection of the smaller ones at low effort, and the full
-    effort for what that found.
-    """
-    from tpu_kit.compiler import CompilerUnavailable
-
-    limit = found.where.limit * (1 - EXACT_RESERVE)
-    try:
-        compiled = _compile(found.config, found.where, "full")
-        if compiled.total_bytes > limit:
-            below = sorted((one for one in found.settings if one.peak < found.peak_bytes), key=lambda one: one.peak)
-            place = largest(
-                lambda n: _compile(below[n - 1].config, found.where, "low").total_bytes <= limit, len(below)
-            )
-            for one in reversed(below[:place]):
-                again = _compile(one.config, found.where, "full")
-                if again.total_bytes <= limit:
-                    found, compiled = replace(found, config=one.config), again
-                    break
-    except CompilerUnavailable as error:
-        return replace(found, note=f"by formula, as the compiler cannot be asked: {error}")
-    return _with(found, compiled, shape)
-
-
-def _compile(config: TrainConfig, where: Where, effort: Any) -> Compiled:
-    from tpu_kit.compiler import CompilerUnavailable, compile_step
-
-    if where.topology is None:
-        raise CompilerUnavailable(f"the compiler knows no topology of {where.name}")
-    return compile_step(config, where.topology, num_replicas=where.replicas, effort=effort)
-
-
-def _with(found: Plan, compiled: Compiled, shape: Shape | None) -> Plan:
-    where, config = found.where, found.config
-    batch = batch_arithmetic(config, where.replicas)
-    if compiled.flops is not None and compiled.bytes_accessed is not None:
-        own = work(config, shape, batch) if shape else Work(0.0, 0.0, 0.0)
-        # Splash attention reports no FLOPs, so that the formula's count may be the larger one.
-        done = Work(max(compiled.flops, own.flops), compiled.bytes_accessed, own.reduced)
-        time = step_time(done, where.chip, where.replicas)
-    else:
-        time = found.time
-    parts = {
-        "arguments": compiled.argument_bytes or 0, "temporaries": compiled.temporary_bytes or 0,
-        "code": compiled.code_bytes or 0,
-        "unaliased_outputs": (compiled.output_bytes or 0) - (compiled.aliased_bytes or 0),
-    }  # fmt: skip
-    run = time_plan(
-        where.chip, where.chips, where.name, time.seconds, config.optim.max_steps, found.checkpoint_bytes or 0.0
-    )
-    return replace(
-        found, fits=compiled.fits and compiled.total_bytes <= where.limit * (1 - EXACT_RESERVE), time=time, run=run,
-        peak_bytes=compiled.total_bytes, parts=parts, source="compiler", compiled=compiled,
-    )  # fmt: skip
-
-
-def _by_compiler_alone(config: TrainConfig, where: Where) -> Plan:
-    """A model that the formula does not know, with the batch size that was given."""
-    compiled = _compile(config, where, "full")
-    nothing = StepTime(0.0, 0.0, 0.0)
-    run = time_plan(where.chip, where.chips, where.name, 1.0, None, 0.0)
-    empty = Plan(where, config, (), False, 0, {}, "compiler", nothing, run, None, None)
-    return _with(empty, compiled, None)

@@ -6,9 +6,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from tpu_kit.advice import reserve
-from tpu_kit.config import ConfigError, TrainConfig, load_config
-from tpu_kit.planner import EXACT_RESERVE, Plan, plan
+from tpu_kit.config import ConfigError, TrainConfig, batch_arithmetic, load_config
+from tpu_kit.planner import Plan, plan
 from tpu_kit.roofline import factors
 from tpu_kit.timeplan import SPOT_HOURS_BETWEEN_INTERRUPTIONS
 
@@ -84,8 +83,8 @@ def report(config: TrainConfig, plans: Sequence[Plan]) -> str:
         rows.append((
             one.where.name, "yes" if one.fits else "NO", f"{one.peak_bytes / GIB:.2f}", f"{one.where.limit / GIB:.2f}",
             str(values["batch_size"]), str(values["gradient_accumulation"]), values["remat"],
-            f"{values['step_seconds']:.3f}", f"{values['tokens_per_second']:,.0f}",
-            _number(values["run_hours"]), _number(cost["on_demand"]), _number(cost["spot"]),
+            _number(values["step_seconds"], ".3f"), _number(values["tokens_per_second"], ",.0f"),
+            _number(values["run_hours"], ".3g"), _number(cost["on_demand"]), _number(cost["spot"]),
         ))  # fmt: skip
     wide = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["  ".join(cell.rjust(size) for cell, size in zip(row, wide, strict=True)) for row in rows]
@@ -94,14 +93,13 @@ def report(config: TrainConfig, plans: Sequence[Plan]) -> str:
         lines += ["", *_details(one)]
     assumed = ", ".join(f"{name} {value:g}" for name, value in factors().items())
     lines += ["", f"Time is a roofline and was not measured; assumed: {assumed}."]
-    if any(one.run.run_hours is None for one in plans):
-        lines.append("Hours need optim.max_steps: how many rows the data has is not known here.")
+    unknown = {one.unknown: None for one in plans if one.updates is None}
+    lines += [f"No hours and no cost, as the number of updates is not known: {reason}." for reason in unknown]
     return "\n".join(lines)
 
 
 def _details(one: Plan) -> list[str]:
-    free = reserve(one.config) if one.source == "formula" else EXACT_RESERVE
-    lines = [f"{one.where.name}: {one.where.replicas} replicas, by the {one.source}, {free:.0%} kept free"]
+    lines = [f"{one.where.name}: {one.where.replicas} replicas, by the {one.source}, {one.free:.0%} kept free"]
     lines += [f"  {name:<18} {size / GIB:8.3f} GiB" for name, size in one.parts.items() if size >= 2**19]
     for setting in one.settings[:MOST_SETTINGS] if len(one.settings) > 1 else ():
         optim = setting.config.optim
@@ -109,28 +107,95 @@ def _details(one: Plan) -> list[str]:
             f"  batch_size={optim.batch_size} remat={optim.remat}: {setting.peak / GIB:.2f} GiB, "
             f"{setting.time.seconds:.3f} s"
         )
-    run = one.run
-    lines.append(
-        f"  on spot save every {run.save_interval_seconds / 60:.0f} min ({run.save_steps} updates): sqrt(2 x "
-        f"{run.save_seconds:.1f} s a checkpoint x {SPOT_HOURS_BETWEEN_INTERRUPTIONS:g} h between interruptions), Young "
-        "1974; the mean time is an assumption"
-    )
+    if run := one.run:
+        lines.append(
+            f"  on spot save every {run.save_interval_seconds / 60:.0f} min ({run.save_steps} updates): sqrt(2 x "
+            f"{run.save_seconds:.1f} s a checkpoint x {SPOT_HOURS_BETWEEN_INTERRUPTIONS:g} h between interruptions), "
+            "Young 1974; the mean time is an assumption"
+        )
+        lines += [f"  {sentence}" for sentence in run.sessions.values()]
+    if one.updates is not None:
+        lines.append(f"  {one.updates:,} updates")
     if one.checkpoint_bytes is not None:
         lines.append(f"  checkpoint {one.checkpoint_bytes / 2**20:,.0f} MiB")
-    lines += [f"  {sentence}" for sentence in run.sessions.values()]
-    if one.advice is None:
-        return lines
-    if one.advice.knobs:
+    if one.advice is not None:
+        lines += limits(one)
+    return lines
+
+
+def limits(one: Plan) -> list[str]:
+    """How far the model gets on a slice, training and answering; and where the run does not fit, what to change."""
+    lines, advice = [], one.advice
+    assert advice is not None
+    if not one.fits:
         lines.append("  does not fit; in the order of least harm, each on top of those before:")
-        lines += [f"    {text}" for text in str(one.advice).split("; ")]
-    else:
-        rank = "" if one.advice.largest_rank is None else f", the largest rank {one.advice.largest_rank}"
+        lines += [f"    {text}" for text in str(advice).split("; ")]
+    rank = "" if advice.largest_rank is None else f", the largest rank {advice.largest_rank}"
+    lines.append(
+        f"  one by one: the largest batch_size that fits is {advice.largest_batch}, the longest max_length "
+        f"{advice.longest_sequence}{rank}"
+    )
+    if found := one.inference:
         lines.append(
-            f"  one by one: the largest batch_size that fits is {one.advice.largest_batch}, the longest max_length "
-            f"{one.advice.longest_sequence}{rank}"
+            f"  answering: {found.weight_bytes / GIB:.2f} GiB of weights, {found.cache_bytes_per_token / 2**10:,.1f} "
+            f"KiB of cache a token; the longest context of one row is {found.longest_context:,} tokens"
         )
     return lines
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def pick(plans: Sequence[Plan]) -> Plan:
+    """The plan to take: of those that fit the cheapest, without prices the fastest; else the one nearest to fitting."""
+    fitting = [one for one in plans if one.fits]
+    if not fitting:
+        return min(plans, key=lambda one: one.peak_bytes / one.where.limit)
+    return min(fitting, key=lambda one: (_dollars(one) or float("inf"), one.time.seconds if one.time else float("inf")))
+
+
+def why(plans: Sequence[Plan]) -> str:
+    """Which plan `pick` takes and why, how far one can go with it, and how to go on."""
+    best = pick(plans)
+    if not best.fits:
+        return "\n".join([f"Nothing fits as it is; nearest is {best.where.name}.", *limits(best)])
+    left = (best.where.limit - best.peak_bytes) / GIB
+    lines = [f"{best.where.name}: {best.peak_bytes / GIB:.2f} of {best.where.limit / GIB:.2f} GiB, {left:.2f} left."]
+    if best.run is not None and best.run.on_demand is not None:
+        lines.append(
+            f"The cheapest that fits: {best.run.run_hours:.3g} hours, ${best.run.on_demand:.2f} on demand"
+            + ("." if best.run.spot is None else f", ${best.run.spot:.2f} on spot, interruptions included.")
+        )
+        fastest = min((one for one in plans if one.fits and one.run), key=lambda one: one.run.run_hours or float("inf"))  # type: ignore[union-attr]
+        if fastest is not best and fastest.run and fastest.run.run_hours is not None:
+            cost = _number(fastest.run.on_demand)
+            lines.append(f"The fastest is {fastest.where.name}: {fastest.run.run_hours:.3g} hours, ${cost} on demand.")
+    elif best.run is not None and best.run.run_hours is not None:
+        lines.append(f"It takes {best.run.run_hours:.3g} hours; its price is not known.")
+    elif best.unknown:
+        lines.append(f"No hours and no cost, as the number of updates is not known: {best.unknown}.")
+    if best.run is not None:
+        lines += best.run.sessions.values()
+        lines.append(f"On spot save every {best.run.save_interval_seconds / 60:.0f} minutes.")
+    return "\n".join([*lines, *(line.strip() for line in limits(best))])
+
+
+def next_parameters(plan: Plan) -> str:
+    """The pick as lines for a notebook's parameters cell."""
+    optim, run = plan.config.optim, plan.run
+    values: dict[str, object] = {
+        "name": plan.config.model.name, "max_length": plan.config.data.max_length, "batch_size": optim.batch_size,
+        "global_batch_size": batch_arithmetic(plan.config, plan.where.replicas).global_batch_size,
+        "remat": optim.remat, "max_steps": optim.max_steps,
+        "save_minutes": max(1, round(run.save_interval_seconds / 60)) if run else None,
+    }  # fmt: skip
+    return "\n".join(f"{name} = {value!r}" for name, value in values.items() if value is not None)
+
+
+def _dollars(one: Plan) -> float | None:
+    """For the run, or where its length is not known, for a million tokens."""
+    if one.run is not None and one.run.on_demand is not None:
+        return one.run.on_demand
+    price, rate = one.where.chip.price, one.to_dict()["tokens_per_second"]
+    return None if price is None or not rate else price.on_demand * one.where.chips / 3600 / rate * 1e6

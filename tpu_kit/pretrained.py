@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tpu_kit.quantize import SchemeError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from tpu_kit.config import ModelConfig
+
+_UNDONE_IN_LOADING = ("fp8", "mxfp4", "mxfp8")
+"""Methods that transformers undoes as it loads, on any machine."""
 
 
 def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> PreTrainedTokenizerBase:
@@ -54,15 +59,29 @@ def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> Pr
 
 
 def load_base(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Loads the causal language model on the CPU, its weights in `dtype`.
+    """Loads the causal language model on the CPU, its weights in `dtype`, also where they are saved quantised.
 
     Raises:
-        ValueError: if it cannot be read, or the checkpoint lacks some of the weights.
+        ValueError: it cannot be read, the checkpoint lacks some of the weights, or another tool has quantised them in a
+            way that transformers does not undo here.
     """
+    options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
+    method = None if config.gguf_file else quantized_by(config)
+    if method in _UNDONE_IN_LOADING:
+        options["config"] = _dequantizing(config)
+    elif method:
+        return _undo(config, dtype, method)
+    model = read_model(config, dtype, **options)
+    forget_quantizer(model)
+    return model
+
+
+def read_model(config: ModelConfig, dtype: torch.dtype, /, **options: Any) -> PreTrainedModel:
+    """Calls from_pretrained with `options`; errors say what to do, as in `load_base`."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     name = locate(config)
-    options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
@@ -72,8 +91,12 @@ def load_base(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
             output_loading_info=True,
             **options,
         )
+    except SchemeError:
+        raise
     except ImportError as error:
         raise ValueError(f"model.name={config.name}: {brief(error)}") from error
+    except (SafetensorError, RuntimeError) as error:  # a file that is damaged, weights of other shapes
+        raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -89,12 +112,57 @@ def load_base(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
             f"model.name={config.name}: {len(missing)} weights of {type(model).__name__} are not in the checkpoint "
             f"({', '.join(missing[:3])}...) and would be random. Is it a causal language model, saved whole?"
         )
-    if config.gguf_file:
-        # The weights are dequantised now, yet transformers goes on to refuse to train or save a "quantised" model.
-        model.hf_quantizer, model.is_quantized = None, False
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
     return model
+
+
+def forget_quantizer(model: PreTrainedModel) -> None:
+    """Lets transformers train and save a model whose weights are plain now, or ours; else it refuses to."""
+    model.hf_quantizer, model.is_quantized = None, False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def quantized_by(config: ModelConfig) -> str | None:
+    """The method that a model's config.json says its weights are quantised by; None for plain weights.
+
+    What cannot be read counts as plain: loading it says why it cannot.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        given, _ = PretrainedConfig.get_config_dict(locate(config), revision=config.revision)
+    except (OSError, ValueError):
+        return None
+    settings = given.get("quantization_config") or given.get("text_config", {}).get("quantization_config")
+    if not settings:
+        return None
+    return str(settings.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in settings else "unknown"))
+
+
+def _dequantizing(config: ModelConfig) -> Any:
+    """The model's configuration, which asks transformers to make plain weights of the quantised ones as they come."""
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(
+        locate(config), revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    settings.quantization_config["dequantize"] = True
+    return settings
+
+
+def _undo(config: ModelConfig, dtype: torch.dtype, method: str) -> PreTrainedModel:
+    """Loads a model with the tool that quantised it, if it is installed, and makes plain weights of it."""
+    try:
+        model = read_model(config, dtype)
+        plain: PreTrainedModel = model.dequantize(dtype=dtype)
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"model.name={config.name}: its weights are quantised by {method}, which cannot be undone here "
+            f"({brief(error.__cause__ or error)}). Use the model that it was made from: model.base_dtype=int8 or int4 "
+            "makes it as small"
+        ) from error
+    forget_quantizer(plain)
+    return plain
 
 
 def locate(config: ModelConfig) -> str:
@@ -130,6 +198,6 @@ def unreachable(config: ModelConfig, error: Exception) -> str:
     )
 
 
-def brief(error: Exception) -> str:
+def brief(error: BaseException) -> str:
     """The first line of an error's text."""
     return str(error).strip().split("\n")[0][:300]

@@ -152,3 +152,13 @@ def write_slot(buffer: torch.Tensor, new: torch.Tensor, slot: torch.Tensor) -> t
         _write = registry.register("tpu_kit_write_slot", lower)
     found: torch.Tensor = _write(buffer, new, slot)
     return found
+
+
+def replace_contents(buffers: Sequence[torch.Tensor], found: list[torch.Tensor]) -> None:
+    """Gives buffers new contents, for which XLA then takes their memory.
+
+    What was found must not be alive when the graph is cut: it would be a result of its own, and the cache there twice.
+    """
+    for buffer, new in zip(buffers, found, strict=True):
+        buffer.copy_(new)
+    found.clear()

@@ -15,7 +15,8 @@ from tpu_kit.parameters import parameters
 _FREE = {
     "optim.max_steps", "optim.epochs", "optim.eval_steps", "optim.early_stop_patience", "optim.batch_size",
     "optim.gradient_accumulation", "optim.global_batch_size", "optim.on_nan", "optim.loss_chunk", "optim.remat",
-    "optim.max_loss_rise", "optim.mlp_tile", "model.attention", "data.num_proc", "output_dir", "run_name",
+    "optim.max_loss_rise", "optim.mlp_tile", "model.attention", "model.quant_cache",
+    "data.num_proc", "output_dir", "run_name",
 }  # fmt: skip
 _FREE_SECTIONS = ("checkpoint", "launch", "tracking")
 

@@ -193,7 +193,7 @@ class Runtime:
 
     def after(self, done: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The same tensors, which on XLA are not there before all of `done` is; elsewhere things happen in order."""
-        if not self.is_xla:
+        if not self.is_xla or not tensors:
             return tensors
         import torch_xla.core.xla_model as xm
 

@@ -1,28 +1,37 @@
-"""Spending more tokens on a question: self-consistency, and tree of thoughts.
+"""Spending more tokens on a question: tree of thoughts (Yao et al., arXiv:2305.10601).
 
-    from tpu_kit.search import SearchOptions, search
-    found = search(generator, tokenizer, "Tom has 12 apples and gives 5 away. How many are left?", SearchOptions())
+    from tpu_kit.search import SearchOptions, think
+    found = think(config, "Tom has 12 apples and gives 5 away. How many are left?", adapter_dir="runs/my-run/adapter")
     print(found)
 
-Self-consistency (Wang et al., arXiv:2203.11171) draws several answers and takes the one most of them agree on. Tree of
-thoughts (Yao et al., arXiv:2305.10601) proposes several next steps of the reasoning, scores them, and goes on from the
-most promising. A step is a line of the reasoning. Those of a level are generated as one batch, all from one prefill for
-each step they go on from, in the programs that the generator has compiled already.
+It proposes several next steps of the reasoning, scores them, and goes on from the most promising. A step is a line of
+the reasoning. Those of a level are generated as one batch, in the programs that the generator has compiled already.
+What they have in common is read once: the next level takes its keys and values out of the last one's cache, on the
+device. (Where best-first goes back to steps of an earlier level, and for the answers, chains are read anew.)
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from tpu_kit import runtime
+from tpu_kit.answering import adapter_at_hand, generator_for, load_here
 from tpu_kit.completions import Completion, Prompt
-from tpu_kit.config import DataConfig
+from tpu_kit.config import DataConfig, TrainConfig
 from tpu_kit.generator import Generator
+from tpu_kit.launch import launch
 from tpu_kit.sampling import Sampling
 from tpu_kit.thoughts import SearchResult, Stopped, Thought
+from tpu_kit.votes import Vote, self_consistency
+
+__all__ = ["Scorer", "SearchOptions", "SearchResult", "Thought", "Vote", "search", "self_consistency", "think"]
+
+_FRAME = 64  # tokens around a chain
+_VERDICTS = ("yes", "no")
 
 Scorer = Callable[[str, Sequence[str]], float]
 """A user's function of the question and the steps so far; the higher the better."""
@@ -39,8 +48,10 @@ class SearchOptions:
         strategy: "beam" goes on from the best of each level, "best-first" from the best of the whole tree.
         score: "logprob" (mean log-probability of the chain's tokens), "self-evaluation" (how likely the model finds
             "yes" when asked whether the steps are right), or a function.
-        max_tokens: budget of generated tokens, the answers included; never exceeded.
+        max_tokens: budget of generated tokens, the answers and what self-evaluation says included; never exceeded.
         max_nodes: budget of steps.
+        max_memory_mib: budget of keys and values in MiB (1024 x 1024 bytes), by `Generator.cache_bytes`; a level that
+            takes more is generated in parts. None = the generator's own bounds.
         thought_tokens: the most tokens of a step.
         answer_tokens: the most tokens of an answer.
         temperature: of the proposals.
@@ -58,6 +69,7 @@ class SearchOptions:
     score: Literal["logprob", "self-evaluation"] | Scorer = "logprob"
     max_tokens: int = 1024
     max_nodes: int = 64
+    max_memory_mib: float | None = None
     thought_tokens: int = 32
     answer_tokens: int = 16
     temperature: float = 0.7
@@ -71,6 +83,8 @@ class SearchOptions:
             wrong.append(f"strategy={self.strategy} must be beam or best-first")
         if not callable(self.score) and self.score not in ("logprob", "self-evaluation"):
             wrong.append(f"score={self.score} must be logprob, self-evaluation or a function")
+        if self.max_memory_mib is not None and not self.max_memory_mib > 0:
+            wrong.append(f"max_memory_mib={self.max_memory_mib} must be above 0")
         if self.answer_tokens < 1 or not self.temperature > 0:
             wrong.append("answer_tokens must be 1 or more and temperature above 0, or all proposals would be the same")
         least = self.thoughts_per_step * self.thought_tokens + self.answer_tokens
@@ -98,9 +112,57 @@ def search(
         data: the tags of the reasoning and the system prompt, as in training.
 
     Raises:
-        ValueError: a chain does not fit the generator, or the scoring function gives no finite number.
+        ValueError: a chain does not fit the generator, the budgets allow no level, or the scoring function gives no
+            finite number.
     """
     return _Search(generator, tokenizer, question, options or SearchOptions(), data or DataConfig()).run()
+
+
+def think(
+    config: TrainConfig,
+    question: str,
+    options: SearchOptions | None = None,
+    *,
+    adapter_dir: str | Path | None = None,
+) -> SearchResult:
+    """Loads a model on one device, and answers a question by a tree of thoughts.
+
+    Args:
+        config: the model, the tags of the reasoning, the system prompt and where it runs; by one replica.
+        question: as a user asks it.
+        options: how the tree grows.
+        adapter_dir: what training wrote; None for the base model.
+
+    Raises:
+        ValueError: as in `search`, or what `answer` raises.
+        LaunchError: the replica failed.
+    """
+    one = replace(config, launch=replace(config.launch, num_replicas=1))
+    with adapter_at_hand(adapter_dir) as adapter:
+        return launch(_Job(question, options or SearchOptions(), adapter), one)
+
+
+@dataclass
+class _Job:
+    """What the replica does; sent to it, and called there."""
+
+    question: str
+    options: SearchOptions
+    adapter: str | None
+
+    def __post_init__(self) -> None:
+        self.__qualname__ = "think"  # what launch calls it
+
+    def __call__(self, config: TrainConfig) -> SearchResult:
+        model, tokenizer = load_here(config, self.adapter, runtime.current())
+        options = self.options
+        most = max(options.thought_tokens, options.answer_tokens)
+        # The question's template, the tags, and what self-evaluation asks come to the longest chain.
+        room = options.max_thoughts * options.thought_tokens + _FRAME
+        asked = [{"role": "user", "content": self.question}] if tokenizer.chat_template else self.question
+        rows = options.beam * options.thoughts_per_step
+        generator = generator_for(model, tokenizer, config, [asked], most, rows, room)
+        return search(generator, tokenizer, self.question, options, config.data)
 
 
 class _Search:
@@ -108,7 +170,32 @@ class _Search:
         self._generator, self._tokenizer, self._options, self._data = generator, tokenizer, options, data
         self.root = Thought(question, tokens=tuple(self._opened(question)))
         self.tokens = self.nodes = self._level = 0
+        self._read = generator.read
         self._ended: list[Thought] = []
+        self._judging = sum(len(self._ids(word)) for word in _VERDICTS) if options.score == "self-evaluation" else 0
+        # What a step that is gone on from takes at most, and the answers in the end.
+        self._each = options.thoughts_per_step * (options.thought_tokens + self._judging)
+        if options.max_tokens < self._each + options.answer_tokens:
+            raise ValueError(
+                f"search: max_tokens={options.max_tokens} is less than one level may take: "
+                f"{self._each + options.answer_tokens}"
+            )
+        self._together = self._fitting()
+
+    def _fitting(self) -> int:
+        """How many steps can be gone on from at a time."""
+        options, mib = self._options, self._options.max_memory_mib
+        if mib is None:
+            return options.beam
+        sizes = range(options.beam, 0, -1)
+        takes = {size: self._generator.cache_bytes(size, options.thoughts_per_step) / 2**20 for size in sizes}
+        found = next((size for size in sizes if takes[size] <= mib), 0)
+        if not found:
+            raise ValueError(
+                f"search: max_memory_mib={mib:g} is less than the {takes[1]:.1f} MiB of keys and values that "
+                f"{options.thoughts_per_step} proposals for one step take; raise it, or lower thoughts_per_step"
+            )
+        return found
 
     def _opened(self, question: str) -> list[int]:
         """The prompt up to the first step."""
@@ -130,9 +217,8 @@ class _Search:
             chosen = sorted(frontier, key=lambda node: -node.score)[: self._options.beam]
             # Each chain that is gone on from may need its answer asked for in the end.
             reserved = self._options.answer_tokens * self._options.beam
-            each = self._options.thoughts_per_step * self._options.thought_tokens
             able = [
-                max(0, self._options.max_tokens - self.tokens - reserved) // each,
+                max(0, self._options.max_tokens - self.tokens - reserved) // self._each,
                 max(0, self._options.max_nodes - self.nodes) // self._options.thoughts_per_step,
             ]
             if self.root in chosen and not able[0]:
@@ -165,7 +251,11 @@ class _Search:
             self._options.thought_tokens, self._options.temperature, stop=("\n",), seed=self._options.seed + self._level
         )
         self._level += 1
-        replies = self._generate([list(node.tokens) for node in nodes], sampling, self._options.thoughts_per_step)
+        replies: list[Completion] = []
+        for start in range(0, len(nodes), self._together):
+            part = [list(node.tokens) for node in nodes[start : start + self._together]]
+            drawn = replace(sampling, seed=sampling.seed + start)
+            replies += self._generate(part, drawn, self._options.thoughts_per_step, hold=True)
         children = []
         for place, reply in enumerate(replies):
             node = nodes[place // self._options.thoughts_per_step]
@@ -185,10 +275,12 @@ class _Search:
             child.score = score
         return children
 
-    def _generate(self, prompts: list[list[int]], sampling: Sampling, n: int = 1) -> list[Completion]:
+    def _generate(
+        self, prompts: list[list[int]], sampling: Sampling, n: int = 1, hold: bool = False
+    ) -> list[Completion]:
         """The generator gives a single prompt a batch, and so programs, of its own: here it goes as two alike."""
-        alone = len(prompts) == 1 and self._options.beam > 1
-        return self._generator.generate(prompts * (2 if alone else 1), sampling, n)[: len(prompts) * n]
+        alone = len(prompts) == 1 and self._together > 1
+        return self._generator.generate(prompts * (2 if alone else 1), sampling, n, hold=hold)[: len(prompts) * n]
 
     def _goes_on(self, reply: Completion) -> bool:
         """Whether a step ended with its line, or for want of tokens, and not with the turn."""
@@ -199,8 +291,9 @@ class _Search:
         if how == "logprob":
             return [child.logprob / child.length for child in children]
         if how == "self-evaluation":
-            asked = [self._judged(child) for child in children for _ in range(2)]
-            said = self._generator.score(asked, ["yes", "no"] * len(children))
+            asked = [self._judged(child) for child in children for _ in _VERDICTS]
+            said = self._generator.score(asked, _VERDICTS * len(children))
+            self.tokens += self._judging * len(children)
             pairs = [(said[2 * place][0], said[2 * place + 1][0]) for place in range(len(children))]
             return [1 / (1 + math.exp(min(700.0, no - yes))) for yes, no in pairs]
         assert callable(how)
@@ -244,56 +337,5 @@ class _Search:
             node.answer = reply.text.strip()
         best = chains[0]
         assert best.answer is not None
-        return SearchResult(best.answer, best, self.root, self.tokens, self.nodes, stopped)
-
-
-@dataclass(frozen=True)
-class Vote:
-    """What the samples of one prompt agree on.
-
-    Attributes:
-        answer: the one with the most votes; of equals the one whose samples are likelier together. None if no sample
-            came to an answer.
-        votes: answer to number of samples.
-        samples: all of them.
-    """
-
-    answer: str | None
-    votes: Mapping[str, int]
-    samples: tuple[Completion, ...]
-
-
-def self_consistency(
-    generator: Generator,
-    prompts: Sequence[Prompt],
-    n: int = 5,
-    sampling: Sampling | None = None,
-    key: Callable[[str], str] = str.strip,
-) -> list[Vote]:
-    """Draws n answers to each prompt and lets them vote.
-
-    Args:
-        generator: with room for `sampling`.
-        prompts: as for `Generator.generate`.
-        n: samples of each.
-        sampling: how; with a temperature above 0.
-        key: what of an answer counts, such as its number; an empty one has no vote.
-
-    Raises:
-        ValueError: the sampling is greedy, or n is less than 1.
-    """
-    sampling = sampling or Sampling(temperature=0.7)
-    if n < 1 or not sampling.temperature > 0:
-        raise ValueError(f"self-consistency: n={n} must be 1 or more, and temperature={sampling.temperature} above 0")
-    replies = generator.generate(prompts, sampling, n)
-    found = []
-    for start in range(0, len(replies), n):
-        votes: dict[str, int] = defaultdict(int)
-        weight: dict[str, float] = defaultdict(float)
-        for reply in replies[start : start + n]:
-            if answer := key(reply.answer):
-                votes[answer] += 1
-                weight[answer] += math.exp(reply.logprob)
-        best = max(votes, key=lambda answer: (votes[answer], weight[answer]), default=None)
-        found.append(Vote(best, dict(votes), tuple(replies[start : start + n])))
-    return found
+        read = self._generator.read - self._read
+        return SearchResult(best.answer, best, self.root, self.tokens, self.nodes, stopped, read)

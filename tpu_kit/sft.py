@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
+import sys
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,14 +24,17 @@ from tpu_kit.config import TrainConfig, batch_arithmetic
 from tpu_kit.data import Prepared, prepare
 from tpu_kit.launch import launch
 from tpu_kit.loop import Loop, Status
+from tpu_kit.outlook import look_ahead
 from tpu_kit.persistence import settle
 from tpu_kit.preemption import Agreement
+from tpu_kit.rescue import out_of_memory, suggestion
 from tpu_kit.resume import check_resume, find_checkpoint
 from tpu_kit.runtime import Runtime
 from tpu_kit.sources import keep_rows
 from tpu_kit.step import place
 from tpu_kit.storage import ObjectFolder, upload
 from tpu_kit.tracking import check_tracking
+from tpu_kit.verifiers import verifier_named
 
 
 @dataclass(frozen=True)
@@ -70,27 +73,41 @@ class TrainResult:
         return "\n".join([*lines, *(f"  {name:<18}{value:.6g}" for name, value in self.metrics.items())])
 
 
-def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None) -> TrainResult:
+def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:
     """Fine-tunes as `config` says, on all its devices, and returns when the result is on disk.
 
-    With `tracking.generate_rows` the base and the tuned model also answer held-out rows, and eval.json says how well.
+    First it prints what the run takes of the devices' memory; see `outlook`. With `tracking.generate_rows` the base and
+    the tuned model also answer held-out rows, and eval.json says how well.
 
     Args:
         config: the run.
         dataset: rows in memory, in the place of `data.source`; kept in `<output_dir>/data`, where the replicas read
             them. Those of a DatasetDict are named by `data.split` and `data.eval_split`.
+        exact: on a TPU, ask its compiler whether the batch fits, before the launch; a minute or more.
 
     Raises:
+        OutOfMemory: a device or the host had too little; it names the next setting that fits.
         ValueError: the configuration, the data or the machine do not allow the run.
         LaunchError: a replica failed.
     """
     check_tracking(config)
+    verifier_named(config.tracking.verifier)
     config = settle(config)
     folder = _output_folder(config)
     if dataset is not None:
         config = replace(config, data=replace(config.data, source=keep_rows(dataset, folder / "data")))
+    outlook = look_ahead(config, exact)
+    config = outlook.config
+    print(outlook, flush=True)
+    if warning := suggestion(outlook):
+        print(warning, file=sys.stderr, flush=True)
     (folder / "config.yaml").write_text(config.to_yaml())
-    result = launch(fine_tune, config)
+    try:
+        result = launch(fine_tune, config)
+    except (RuntimeError, MemoryError) as error:
+        if explained := out_of_memory(error, outlook):
+            raise explained from error
+        raise
     assert result is not None, "rank 0 returns it"
     if config.tracking.generate_rows and result.status != "preempted":
         result = replace(result, metrics={**result.metrics, **_answer(config, result)})
@@ -125,19 +142,15 @@ def _output_folder(config: TrainConfig) -> Path:
 
 
 def _answer(config: TrainConfig, result: TrainResult) -> dict[str, float]:
-    """Lets the base and the tuned model answer the same held-out rows; prints, writes and returns the accuracies."""
-    from tpu_kit import evaluate
+    """Lets the base and the tuned model answer the same held-out rows; prints, writes and returns what came out."""
+    from tpu_kit.evaluate import evaluate_adapter
 
-    tokenizer = models.load_tokenizer(config.model)
-    prepared = prepare(config.data, tokenizer)
-    count = config.tracking.generate_rows
-    rows, prompts = prepared.eval_rows[:count], prepared.eval_prompts[:count]
-    base = evaluate.evaluate(config, rows, prompts)
-    tuned = evaluate.evaluate(config, rows, prompts, result.adapter_dir)
-    comparison = evaluate.compare(base, tuned)
-    (Path(result.output_dir) / "eval.json").write_text(json.dumps(comparison.to_dict(), indent=2))
-    print(comparison, flush=True)
-    return {"accuracy_before": base.accuracy.share, "accuracy_after": tuned.accuracy.share}
+    found = evaluate_adapter(config, result.adapter_dir)
+    print(found, flush=True)
+    metrics = {"accuracy_before": found.base.accuracy.share, "accuracy_after": found.tuned.accuracy.share}
+    if found.base.perplexity is not None and found.tuned.perplexity is not None:
+        metrics |= {"perplexity_before": found.base.perplexity, "perplexity_after": found.tuned.perplexity}
+    return metrics
 
 
 # ------------------------------------------------------------------------------------------------------- in a replica
@@ -175,8 +188,8 @@ def _make(config: TrainConfig) -> tuple[Prepared, torch.nn.Module, Any]:
 def fine_tune(config: TrainConfig) -> TrainResult | None:
     """Trains in one replica; rank 0 returns the result.
 
-    Its metrics: loss and eval_loss (nats per loss token), train_seconds, skipped_updates, and on XLA compiles (programs
-    that this process compiled).
+    Its metrics: loss and eval_loss (nats per loss token), train_seconds, skipped_updates, on XLA compiles (programs
+    that this process compiled), and the peaks of memory (`peaks.Peaks.read`).
     """
     rt = runtime.current()
     prepared, model, tokenizer = _load(config, rt)
@@ -208,10 +221,11 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
             print(f"batch            {plan}; {loop.total} updates; {left} rows of each epoch are left over", flush=True)
         stack.enter_context(loop)
         status = loop.run(agreement)
-        return _finish(loop, status, agreement.reason or "", tokenizer) if rt.rank == 0 else None
+        peaks = loop.peaks.end()
+        return _finish(loop, status, agreement.reason or "", tokenizer, peaks) if rt.rank == 0 else None
 
 
-def _finish(loop: Loop, status: Status, reason: str, tokenizer: Any) -> TrainResult:
+def _finish(loop: Loop, status: Status, reason: str, tokenizer: Any, peaks: dict[str, float]) -> TrainResult:
     """Waits until the last checkpoint is durable, and writes the adapter of a run that is over; rank 0 alone."""
     assert loop.checkpoints is not None
     loop.checkpoints.wait()
@@ -220,7 +234,7 @@ def _finish(loop: Loop, status: Status, reason: str, tokenizer: Any) -> TrainRes
     if status != "preempted":
         adapter = str(folder / "adapter")
         save_adapter(folder / "adapter", loop.model, weights, loop.config, tokenizer)
-    metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"}
+    metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"} | peaks
     newest = loop.checkpoints.newest()
     checkpoint = str(newest.path) if newest else None
     return TrainResult(status, reason, loop.step, loop.total, metrics, adapter, checkpoint, str(folder))

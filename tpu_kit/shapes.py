@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.config import LoraConfig, ModelConfig
+from tpu_kit.config import LoraConfig, ModelConfig, TrainConfig
+from tpu_kit.shipped import shipped_shape
 
 
 class UnknownFamilyError(ValueError):
@@ -192,10 +193,7 @@ class Shape:
 
 
 def trained_tensors(shape: Shape, lora: LoraConfig) -> list[tuple[int, ...]]:
-    """The shapes of the trained tensors, layers stacked: adapters (layers, r, in) and (layers, out, r), or all weights.
-
-    PEFT's DoRA adds a magnitude for each output.
-    """
+    """The trained tensors, layers stacked: adapters (layers, r, in), (layers, out, r), DoRA's (layers, out); or all."""
     if lora.r:
         found: list[tuple[int, ...]] = []
         for linear, count in shape.adapted(lora):
@@ -212,13 +210,33 @@ def trained_count(shape: Shape, lora: LoraConfig) -> int:
 
 def weight_tensors(shape: Shape) -> list[tuple[int, ...]]:
     """The shapes of a model's weights, layers stacked."""
+    return _other_tensors(shape) + [(shape.layers, linear.outputs, linear.inputs) for linear in shape.linears]
+
+
+def _other_tensors(shape: Shape) -> list[tuple[int, ...]]:
+    """All but the matrices of linear layers, which alone are quantised."""
     embedding = (shape.vocabulary, shape.hidden)
     found: list[tuple[int, ...]] = [embedding] if shape.tied else [embedding, embedding]
     found += [(shape.vocabulary,)] if shape.known.head_bias else []
-    for linear in shape.linears:
-        found += [(shape.layers, linear.outputs, linear.inputs)]
-        found += [(shape.layers, linear.outputs)] if linear.bias else []
+    found += [(shape.layers, linear.outputs) for linear in shape.linears if linear.bias]
     return found + [(shape.layers, size) for size in shape.norms] + [(size,) for size in shape.last_norms]
+
+
+def stored_tensors(shape: Shape, config: TrainConfig) -> list[tuple[tuple[int, ...], int]]:
+    """What base weights are stored as: shapes and bytes of an element, layers stacked.
+
+    fp32 where they are trained, else model.base_dtype. Of linear layers in int8 with a scale for each output, in int4
+    two in a byte, a step and an offset for each group of inputs (`quantize.Scheme.stored`); these and the rest in bf16.
+    """
+    dtype = config.model.base_dtype if config.lora.r else "fp32"
+    if dtype in ("fp32", "bf16"):
+        return [(tensor, 4 if dtype == "fp32" else 2) for tensor in weight_tensors(shape)]
+    found: list[tuple[tuple[int, ...], int]] = [(tensor, 2) for tensor in _other_tensors(shape)]
+    for one in shape.linears:
+        stack, groups = (shape.layers, one.outputs), one.inputs // config.model.quant_group
+        found += [((*stack, one.inputs), 1), (stack, 2)] if dtype == "int8" else []
+        found += [((*stack, one.inputs // 2), 1), ((2, *stack, groups), 2)] if dtype == "int4" else []
+    return found
 
 
 def read_shape(model: ModelConfig) -> Shape:
@@ -294,6 +312,8 @@ def _read(model: ModelConfig) -> dict[str, Any]:
     name = f"model.name={model.name}"
     if model.gguf_file:
         raise ValueError(f"{name}: the formula reads a config.json, not a GGUF file; --exact asks the TPU compiler")
+    if (shipped := shipped_shape(model)) is not None:
+        return shipped
     path = _find(model)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

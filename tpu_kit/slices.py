@@ -11,17 +11,31 @@ from tpu_kit.chips import Chip
 
 @dataclass(frozen=True)
 class Where:
-    """A slice to plan for: its chip, its name, chips that are paid, replicas that work, the compiler's name for it."""
+    """A slice to plan for.
+
+    Attributes:
+        chip: what it is made of.
+        name: the slice's, such as "v5litepod-8".
+        chips: that are paid.
+        replicas: that work.
+        topology: the compiler's name for it; None where it knows none.
+        found_bytes: memory of a device as the machine itself tells it; None where it was not asked.
+        free: the least share of it to leave free, where the formula was not made for this device.
+    """
 
     chip: Chip
     name: str
     chips: int
     replicas: int
     topology: str | None
+    found_bytes: int | None = None
+    free: float = 0.0
 
     @property
     def limit(self) -> int:
         """Bytes that a program can have on a device; where that is not known, the published memory less 1 GiB."""
+        if self.found_bytes is not None:
+            return self.found_bytes
         if self.chip.usable_hbm_bytes is not None:
             return self.chip.usable_hbm_bytes
         return self.chip.hbm_bytes // self.chip.devices_per_chip - 2**30

@@ -71,8 +71,8 @@ def stack(decoder: Any, tile: int | None = None) -> ScannedLayers:
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
         raise CannotScanError(f"{type(decoder).__name__} has no list of layers")
-    shared = [tensor for layer in layers for tensor in layer.parameters()]
-    if len({id(tensor) for tensor in shared}) < len(shared):
+    numbers = [id(tensor) for layer in layers for tensor in layer.parameters()]
+    if len(set(numbers)) < len(numbers):
         raise CannotScanError("its layers share weights")
     calls = _calls(decoder, len(layers))
     keys = [(_signature(layer), call.key()) for layer, call in zip(layers, calls, strict=True)]
@@ -165,15 +165,20 @@ def _run(blocks: list[list[torch.nn.Module]]) -> Run:
 
 
 def _stack_into(layer: torch.nn.Module, others: list[torch.nn.Module]) -> None:
-    """Replaces each tensor of a layer by the stack of all layers'; the others lose theirs, so that memory is free."""
-    for name, tensor in list(tensors_of(layer).items()):
+    """Replaces each tensor of a layer by the stack of all layers', (G, ...); the others lose theirs.
+
+    One by one, and each is let go as it is copied: the host never holds a stack and all that it is made of.
+    """
+    for name in list(tensors_of(layer)):
         owner, _, leaf = name.rpartition(".")
         modules = [each.get_submodule(owner) for each in (layer, *others)]
-        stacked = torch.stack([getattr(module, leaf).detach() for module in modules])
-        if isinstance(tensor, torch.nn.Parameter):
-            stacked = torch.nn.Parameter(stacked, requires_grad=tensor.requires_grad)
-        for module in modules[1:]:
+        first = getattr(layer.get_submodule(owner), leaf)
+        stacked = torch.empty((len(modules), *first.shape), dtype=first.dtype, device=first.device)
+        for place, module in enumerate(modules):
+            stacked[place] = getattr(module, leaf).detach()
             setattr(module, leaf, None)
+        if isinstance(first, torch.nn.Parameter):
+            stacked = torch.nn.Parameter(stacked, requires_grad=first.requires_grad)
         setattr(modules[0], leaf, stacked)
 
 

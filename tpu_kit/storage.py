@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -187,6 +188,37 @@ def upload(folder: Path, url: str) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             target.put(path, path.relative_to(folder).as_posix())
+
+
+@contextlib.contextmanager
+def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
+    """A folder of this machine: `place` itself, or a copy of what an object store has there, for as long as it is used.
+
+    Args:
+        place: a folder, or a URL.
+        names: of the objects, and of the folders, to copy; all by default. What is not there is left out.
+
+    Raises:
+        ValueError: the object store cannot be read. Errors that name the copy name the URL in its place.
+    """
+    if not is_url(place):
+        yield Path(place).absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as scratch:
+        try:
+            source = ObjectFolder(str(place))
+            for name in source.list():
+                if not names or name in names or name.startswith(tuple(f"{one}/" for one in names)):
+                    Path(scratch, name).parent.mkdir(parents=True, exist_ok=True)
+                    source.get(name, Path(scratch, name))
+        except OSError as error:
+            raise ValueError(str(error)) from error
+        try:
+            yield Path(scratch)
+        except ValueError as error:
+            if scratch not in str(error):
+                raise
+            raise ValueError(str(error).replace(scratch, str(place).rstrip("/"))) from error
 
 
 def _filesystem(scheme: str) -> Callable[[], Any]:

@@ -30,6 +30,7 @@ from tpu_kit.machine import Machine
 from tpu_kit.preemption import Board, Notices
 from tpu_kit.replica import LAUNCHER
 from tpu_kit.runtime import Backend
+from tpu_kit.symptoms import advice
 
 _BEAT = 1.0  # seconds between two looks at who computes
 _SETTLE = 1.0  # seconds in which the causes and consequences of one failure are reported
@@ -202,6 +203,7 @@ class Supervisor:
             if kind == "error":
                 ranks.setdefault(text, []).append(other)
         texts = [f"{_names(who)} failed:\n{text.rstrip()}" for text, who in ranks.items()]
+        texts += filter(None, [advice(value)])
         return LaunchError("\n\n".join(texts), None if rank == LAUNCHER else rank, value)
 
     def _is_consequence(self, rank: int, kind: str, value: Any) -> bool:

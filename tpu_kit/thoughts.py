@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Stopped = Literal["done", "tokens", "nodes"]
 
@@ -48,9 +48,10 @@ class SearchResult:
         answer: of the best chain.
         best: its last step.
         root: the whole tree.
-        tokens: generated, the answers included.
+        tokens: generated, the answers and what self-evaluation says included.
         nodes: steps in the tree.
         stopped: "done" or the budget that ran out.
+        read: tokens of prompts that were read for it; those whose keys and values were there are not.
     """
 
     answer: str
@@ -59,6 +60,18 @@ class SearchResult:
     tokens: int
     nodes: int
     stopped: Stopped
+    read: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, such as JSON has; the tree as steps within steps."""
+        path = {id(step) for step in _chain(self.best)}
+
+        def plain(node: Thought) -> dict[str, Any]:
+            about = {"text": node.text, "score": node.score, "chosen": id(node) in path, "answer": node.answer}
+            return {**about, "steps": [plain(child) for child in node.children]}
+
+        figures = {"tokens": self.tokens, "nodes": self.nodes, "stopped": self.stopped, "read": self.read}
+        return {"answer": self.answer, **figures, "tree": plain(self.root)}
 
     def __str__(self) -> str:
         path = {id(step) for step in _chain(self.best)}

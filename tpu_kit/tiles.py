@@ -28,6 +28,11 @@ def tile_mlp(mlp: torch.nn.Module, tokens: int) -> None:
     mlp._tile_tokens = tokens  # type: ignore[assignment]
 
 
+def is_tiled(mlp: torch.nn.Module) -> bool:
+    """Whether `tile_mlp` was applied to it: the gradients of its tensors are sums."""
+    return isinstance(mlp, _Tiled)
+
+
 def tiles_of(tokens: int, most: int) -> int:
     """The smallest number of equal tiles of at most `most` tokens."""
     return next(count for count in range(-(-tokens // most), tokens + 1) if tokens % count == 0)

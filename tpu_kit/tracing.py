@@ -21,6 +21,7 @@ import torch
 from tpu_kit import attention
 from tpu_kit import model as models
 from tpu_kit.config import ModelConfig, TrainConfig, batch_arithmetic
+from tpu_kit.quantize import Scheme, replace_layers
 from tpu_kit.runtime import Runtime
 from tpu_kit.step import TrainState, train_step
 
@@ -112,6 +113,8 @@ def empty_model(config: TrainConfig) -> PreTrainedModel:
             f"{str(error).strip().splitlines()[0][:300]}"
         ) from error
     model.tie_weights()
+    if scheme := Scheme.of(config.model):
+        replace_layers(model, scheme)
     return model
 
 

@@ -17,6 +17,7 @@ from tpu_kit.host import check_wandb
 from tpu_kit.machine import Machine
 
 METRICS_FILE = "metrics.jsonl"
+NO_BAR = "TPU_KIT_NO_BAR"  # in the environment: a notebook shows progress in its own way
 
 
 def flops_per_token(frozen: int, trainable: int, num_layers: int, attention_width: int, sequence_length: int) -> int:
@@ -144,6 +145,7 @@ class Tracker:
         self._seconds_before = float(self.history[-1]["seconds"]) if self.history else 0.0
         self._start = self._window_start = clock()
         self._window_step = resume_step
+        self._resumed_from = resume_step or None
         self._window_tokens = resume_tokens
         self._untimed = 0.0
         self._steady_steps, self._steady_seconds = 0, 0.0
@@ -220,6 +222,8 @@ class Tracker:
             "device_memory_bytes": device_bytes,
             "host_memory_bytes": _host_bytes(),
             "eta_seconds": eta,
+            "total_steps": self._total_steps,
+            "resumed_from": self._resumed_from,
             **extra,
         }
         self._bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.2e}, {rate:,.0f} tok/s", refresh=False)
@@ -328,6 +332,7 @@ class Tracker:
             dynamic_ncols=terminal,
             ncols=None if terminal else 110,
             mininterval=0.5 if terminal else 2.0,
+            disable=NO_BAR in os.environ,
         )
 
 

@@ -1,6 +1,9 @@
 """The memory formula against the TPU compiler, as a table: `python -m tests.benchmarks.formula`.
 
-The compiler's answers are those of tests/recorded_memory.json; with --compile each is asked for again and recorded.
+The compiler's answers are those of tests/recorded_memory.json. With --missing those that it lacks are asked for and
+recorded, with --compile all of them; each is written when it comes, and what the compiler has said of a program before
+is taken from its cache, so either goes on where it was interrupted. --readme puts the table into README.md. "held out"
+are configurations that were compiled only after the formula was done with.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from tests.test_memory import ANSWERS, RECORDED, configuration
+from tests.test_memory import RECORDED, configuration
 from tpu_kit.compiler import compile_step
 from tpu_kit.memory import estimate
+from tpu_kit.testing import REPOSITORY
 
+HEADING = "## Formula against compiler\n"
 FIELDS = ("total_bytes", "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops",
           "bytes_accessed", "compile_seconds", "libtpu", "program")  # fmt: skip
 
@@ -23,40 +29,81 @@ def table(folder: Path) -> str:
     """Markdown: the configurations, what either says in GiB, the error; then its median and worst."""
     lines = ["| model | layers | slice | replicas | settings | compiler | formula | error |"]
     lines.append("|---|---:|---|---:|---|---:|---:|---:|")
-    errors = []
-    for one in ANSWERS:
+    errors, unseen = [], []
+    for one in (answer for answer in RECORDED["answers"] if "total_bytes" in answer):
         found = estimate(configuration(one, folder), num_replicas=one["replicas"]).total_bytes
         errors.append(found / one["total_bytes"] - 1)
+        unseen += [errors[-1]] if one.get("held_out") else []
         lines.append(
             f"| {one['model']} | {one['layers']} | {one['topology']} | {one['replicas']} "
-            f"| {' '.join(one['settings'])} | {one['total_bytes'] / 2**30:.3f} | {found / 2**30:.3f} "
-            f"| {errors[-1]:+.1%} |"
+            f"| {' '.join(one['settings'])}{' (held out)' * bool(one.get('held_out'))} "
+            f"| {one['total_bytes'] / 2**30:.3f} | {found / 2**30:.3f} | {errors[-1]:+.1%} |"
         )
-    sizes = [abs(error) for error in errors]
-    lines += ["", f"{len(errors)} configurations: median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}, "
-              f"lowest {min(errors):+.1%}."]  # fmt: skip
+    lines += ["", f"{len(errors)} configurations: {_errors(errors)}"]
+    lines[-1] += f"; {len(unseen)} of them held out: {_errors(unseen)}." if unseen else "."
     return "\n".join(lines)
 
 
-def record(folder: Path) -> None:
-    """Asks the compiler for every answer again and writes the file anew."""
-    for one in ANSWERS:
+def _errors(errors: list[float]) -> str:
+    sizes = [abs(error) for error in errors]
+    return f"median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}, lowest {min(errors):+.1%}"
+
+
+def record(folder: Path, *, everything: bool) -> None:
+    """Asks the compiler for the answers that are missing, or for all, and writes each to the file when it comes."""
+    for one in RECORDED["answers"]:
+        if not everything and "total_bytes" in one:
+            continue
         compiled = compile_step(configuration(one, folder), one["topology"], num_replicas=one["replicas"])
         one |= {name: getattr(compiled, name) for name in FIELDS}
-    models = ",\n".join(f"{json.dumps(name)}: {json.dumps(shape)}" for name, shape in RECORDED["models"].items())
-    answers = ",\n".join(map(json.dumps, ANSWERS))
-    text = f'{{"models": {{\n{models}}},\n"answers": [\n{answers}\n]}}\n'
+        write(RECORDED)
+
+
+def write(recorded: dict[str, Any]) -> None:
+    """Writes the file, one model and one answer a line."""
+    models = ",\n".join(f"{json.dumps(name)}: {json.dumps(shape)}" for name, shape in recorded["models"].items())
+    answers = ",\n".join(map(json.dumps, recorded["answers"]))
+    text = f'{{"models": {{\n{models}\n}}, "answers": [\n{answers}\n]}}\n'
     (Path(__file__).parents[1] / "recorded_memory.json").write_text(text)
+
+
+def section(printed: str) -> str:
+    """The section of README.md that shows the table."""
+    summary = printed.rpartition("\n\n")[2].partition(";")[0].rstrip(".")
+    return f"""{HEADING}
+Bytes of a device in GiB: what `python -m tpu_kit plan` computes, and what libtpu 0.0.21 said when it compiled the same
+step. `python -m tests.benchmarks.formula` prints this table, `make test-slow` asks the compiler again.
+
+<details><summary>{summary}</summary>
+
+{printed}
+
+</details>
+"""
+
+
+def publish(printed: str) -> None:
+    """Puts the section into README.md, in the place of what is there."""
+    path = REPOSITORY / "README.md"
+    before, _, rest = path.read_text().partition(HEADING)
+    after = rest.partition("\n## ")[2]
+    path.write_text(before + section(printed) + (f"\n## {after}" if after else ""))
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compile", action="store_true", help="ask the compiler again; an hour on two cores")
+    parser.add_argument("--missing", action="store_true", help="ask the compiler for what is not recorded")
+    parser.add_argument("--compile", action="store_true", help="ask it for everything again; hours on two cores")
+    parser.add_argument("--readme", action="store_true", help="put the table into README.md")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if parser.parse_args().compile:
-            record(Path(folder))
-        print(table(Path(folder)))
+        if options.compile or options.missing:
+            record(Path(folder), everything=options.compile)
+        printed = table(Path(folder))
+    print(printed)
+    if options.readme:
+        publish(printed)
 
 
 if __name__ == "__main__":

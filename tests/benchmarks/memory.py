@@ -1,9 +1,10 @@
 """What each way to save memory is worth, by the TPU compiler: `python -m tests.benchmarks.memory`.
 
 The step of LoRA r=16 on all linear layers of Qwen2.5-0.5B's shape, 4 x 1024 tokens, compiled for one v5e chip; nothing
-is run. Bytes are arguments + (outputs - aliased) + temporaries + code. Traffic and FLOPs count every turn of a loop;
-attention kernels report none of their own. Unrolled programs compile for minutes; the compiler module keeps answers
-on disk, so that a second run is quick.
+is run. Bytes are arguments + (outputs - aliased) + temporaries + code. Traffic and FLOPs count every turn of a loop.
+"HBM" is what moves between HBM and the chip; "accessed" is the compiler's own count, which includes what lies in
+on-chip memory. Unrolled programs compile for minutes; the compiler module keeps answers on disk, so that a run that was
+interrupted goes on, and a second one is quick.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import Any
 from tpu_kit.compiler import Compiled, Effort, compile_step
 from tpu_kit.config import TrainConfig, from_dict
 
-CHIP, BATCH, LENGTH = "v5e:1x1", 4, 1024
+CHIP, BATCH, LENGTH, RANK = "v5e:1x1", 4, 1024, 16
+GIB = 2**30
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
     "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
     "max_position_embeddings": 32768, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
 }  # fmt: skip
-PLAIN = {"scan_layers": "off", "attention": "sdpa", "remat": "full", "loss_chunk": BATCH * LENGTH}
+PLAIN = {"scan_layers": "off", "attention": "sdpa", "remat": "full"}
 SCAN = {"scan_layers": "on", "mlp_tile": None}
 BEST = {"scan_layers": "on", "mlp_tile": 2048, "attention": "splash", "loss_chunk": 256}
 # What differs from plain checkpointing.
@@ -45,7 +47,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "all, chunks of 512": BEST | {"loss_chunk": 512},
     "all, tiles of 1024": BEST | {"mlp_tile": 1024},
 }
-PLAIN_ROW, BEST_ROW = "plain checkpointing", "all: scan, splash, chunks, tiles"
+PLAIN_ROW, NONE_ROW, BEST_ROW = "plain checkpointing", "nothing computed again", "all: scan, splash, chunks, tiles"
 QUICK = ("scan, splash", BEST_ROW)
 
 
@@ -54,61 +56,106 @@ class Report:
     """All that was compiled.
 
     Attributes:
+        layers: of the model.
         rows: the steps of `BATCH` rows, by name.
         largest: by name the largest batch that compiles, and its total bytes.
     """
 
+    layers: int
     rows: dict[str, Compiled]
     largest: dict[str, tuple[int, int]]
 
-    def goals(self) -> dict[str, bool]:
-        """Which goals are met, of those whose rows are there."""
-        best, plain, found = self.rows.get(BEST_ROW), self.rows.get(PLAIN_ROW), {}
+    def goals(self) -> dict[str, tuple[bool, str]]:
+        """Of each goal whose rows are there: whether it is met, and what was found. They are for the whole model."""
+        if self.layers != MODEL["num_hidden_layers"]:
+            return {}
+        best, plain, none = (self.rows.get(name) for name in (BEST_ROW, PLAIN_ROW, NONE_ROW))
+        found = {}
         if best is not None:
-            found["1.5 GiB in all"] = best.total_bytes <= 1.5 * 2**30
-            found["100 GB of traffic a step"] = (best.bytes_accessed or math.inf) <= 100e9
+            found["1.5 GiB in all"] = best.total_bytes <= 1.5 * GIB, _memory(best)
+            moved, accessed = (best.hbm_bytes or math.inf) / 1e9, (best.bytes_accessed or math.inf) / 1e9
+            found["100 GB of HBM traffic a step"] = moved <= 100, f"{moved:.1f}; accessed, on-chip too: {accessed:.1f}"
         if best is not None and plain is not None:
-            found["a tenth of the unrolled step's compile time"] = best.compile_seconds <= plain.compile_seconds / 10
-            # Checkpointing computes every layer's forward pass twice; 1 % for what is no matrix product.
-            found["no more FLOPs than one more forward pass"] = (best.flops or math.inf) <= (plain.flops or 0) * 1.01
+            seconds = best.compile_seconds, plain.compile_seconds
+            found["a tenth of the unrolled step's compile time"] = (
+                seconds[0] <= seconds[1] / 10, f"{seconds[0]:.0f} of {seconds[1]:.0f} s; low effort is for the search"
+            )  # fmt: skip
+        if best is not None and none is not None:
+            # Beyond the step that keeps all: each layer's forward pass.
+            most, flops = (none.flops or 0) + forward_flops(), best.flops or math.inf
+            found["no more FLOPs than one more forward pass"] = (
+                flops <= most, f"{flops / 1e12:.2f} of {most / 1e12:.2f} TFLOP"
+            )  # fmt: skip
         if {PLAIN_ROW, BEST_ROW} <= self.largest.keys():
-            found["4 x plain checkpointing's largest batch"] = (
-                self.largest[BEST_ROW][0] >= 4 * self.largest[PLAIN_ROW][0]
-            )
+            rows = self.largest[BEST_ROW][0], self.largest[PLAIN_ROW][0]
+            found["4 x plain checkpointing's largest batch"] = rows[0] >= 4 * rows[1], f"{rows[0]} and {rows[1]} rows"
         return found
 
     def __str__(self) -> str:
-        head = f"{'':<34}" + "".join(
-            f"{word:>12}"
-            for word in ("total GiB", "arguments", "temporaries", "code", "traffic GB", "TFLOP", "seconds")
-        )
-        lines = [f"Qwen2.5-0.5B's shape, LoRA r=16, {BATCH} x {LENGTH} tokens, {CHIP}, by libtpu", "", head]
-        for name, row in self.rows.items():
-            parts = (row.total_bytes, row.argument_bytes, row.temporary_bytes, row.code_bytes)
-            figures = [f"{part / 2**30:.3f}" if part is not None else "-" for part in parts]
-            figures += [f"{(row.bytes_accessed or 0) / 1e9:.1f}", f"{(row.flops or 0) / 1e12:.2f}"]
-            lines.append(f"{name:<34}" + "".join(f"{one:>12}" for one in [*figures, f"{row.compile_seconds:.0f}"]))
+        words = ("total GiB", "arguments", "temporaries", "code", "HBM GB", "accessed", "TFLOP", "seconds")
+        lines = [
+            f"Qwen2.5-0.5B's shape, {self.layers} layers, LoRA r=16, {BATCH} x {LENGTH} tokens, {CHIP}, by libtpu",
+            "",
+        ]
+        lines += [f"{'':<34}" + "".join(f"{word:>12}" for word in words)]
+        lines += [line(name, row) for name, row in self.rows.items()]
         for name, (batch, size) in self.largest.items():
-            lines.append(f"largest batch, {name}: {batch} rows, {size / 2**30:.2f} GiB")
+            lines.append(f"largest batch, {name}: {batch} rows, {size / GIB:.2f} GiB")
         if best := self.rows.get(BEST_ROW):
             lines += ["", f"largest buffers of {BEST_ROW!r} at the peak:"]
             buffers = [one for one in best.largest_buffers if one.kind != "argument"][:8]
             lines += [f"  {one.bytes / 2**20:7.1f} MiB  {one.shape:<26} {one.operation}" for one in buffers]
         return "\n".join(
-            [*lines, "", *(f"{'met     ' if met else 'NOT MET '}{goal}" for goal, met in self.goals().items())]
+            [
+                *lines,
+                "",
+                *(f"{'met' if met else 'NOT MET':<8}{goal}: {why}" for goal, (met, why) in self.goals().items()),
+            ]
         )
+
+
+def line(name: str, row: Compiled) -> str:
+    """A row of the table."""
+    parts = (row.total_bytes, row.argument_bytes, row.temporary_bytes, row.code_bytes)
+    figures = [f"{part / GIB:.3f}" if part is not None else "-" for part in parts]
+    figures += [f"{(moved or 0) / 1e9:.1f}" for moved in (row.hbm_bytes, row.bytes_accessed)]
+    figures += [f"{(row.flops or 0) / 1e12:.2f}", f"{row.compile_seconds:.0f}"]
+    return f"{name:<34}" + "".join(f"{one:>12}" for one in figures)
+
+
+def _memory(best: Compiled) -> str:
+    """Where a step's memory goes."""
+    assert best.argument_bytes is not None and best.temporary_bytes is not None
+    largest = next(one for one in best.largest_buffers if one.kind != "argument")
+    return (
+        f"{best.total_bytes / GIB:.3f}, of which {best.argument_bytes / GIB:.3f} are arguments and "
+        f"{best.temporary_bytes / GIB:.3f} temporaries, {largest.bytes / GIB:.3f} of these one buffer, {largest.shape}"
+    )
+
+
+def forward_flops() -> float:
+    """FLOPs of the layers' forward pass: 2 per token and weight, adapters too, and 4 B S^2 per attention channel."""
+    hidden, middle = MODEL["hidden_size"], MODEL["intermediate_size"]
+    keys = MODEL["num_key_value_heads"] * hidden // MODEL["num_attention_heads"]
+    sides = [(hidden, hidden), (hidden, hidden), (hidden, keys), (hidden, keys)] + [(hidden, middle)] * 3
+    weights = sum(one * other + RANK * (one + other) for one, other in sides)
+    layer = 2 * BATCH * LENGTH * weights + 4 * BATCH * LENGTH**2 * hidden
+    return float(MODEL["num_hidden_layers"] * layer)
 
 
 def configuration(model: Path, settings: dict[str, Any], batch: int = BATCH) -> TrainConfig:
     """A run of the model's shape; `settings` are what differs from plain checkpointing."""
     return from_dict({
-        "model.name": str(model), "lora.r": 16, "max_length": LENGTH, "batch_size": batch, "max_steps": 10,
-        "device_type": "tpu", **PLAIN, **settings,
+        "model.name": str(model), "lora.r": RANK, "max_length": LENGTH, "batch_size": batch, "max_steps": 10,
+        "device_type": "tpu", "loss_chunk": batch * LENGTH, **PLAIN, **settings,
     })  # fmt: skip
 
 
 def largest_batch(model: Path, settings: dict[str, Any]) -> tuple[int, int]:
-    """The largest batch that fits, and its bytes: guessed from two quick compiles, then verified at full effort."""
+    """The largest batch that fits, and its bytes: guessed from two quick compiles, then verified at full effort.
+
+    Some 2 % more do not fit, which is verified, too.
+    """
 
     def total(batch: int, effort: Effort) -> Compiled:
         return compile_step(configuration(model, settings, batch), CHIP, effort=effort)
@@ -116,8 +163,11 @@ def largest_batch(model: Path, settings: dict[str, Any]) -> tuple[int, int]:
     low, high = total(BATCH, "low"), total(4 * BATCH, "low")
     slope = (high.total_bytes - low.total_bytes) / (3 * BATCH)
     batch = int(BATCH + (low.limit_bytes - low.total_bytes) / slope)
+    step = max(1, batch // 50)
     while not (found := total(batch, "full")).fits:
-        batch -= max(1, batch // 50)
+        batch -= step
+    while (more := total(batch + step, "full")).fits:
+        batch, found = batch + step, more
     return batch, found.total_bytes
 
 
@@ -129,10 +179,10 @@ def measure(layers: int, names: list[str], effort: Effort, largest: bool) -> Rep
         (model / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": layers}))
         rows = {}
         for name in names:
-            print(f"{name} ...", file=sys.stderr, flush=True)
             rows[name] = compile_step(configuration(model, ROWS[name]), CHIP, effort=effort)
+            print(line(name, rows[name]), file=sys.stderr, flush=True)
         batches = {name: largest_batch(model, ROWS[name]) for name in (PLAIN_ROW, BEST_ROW)} if largest else {}
-        return Report(rows, batches)
+        return Report(layers, rows, batches)
 
 
 def main() -> None:
@@ -143,7 +193,7 @@ def main() -> None:
     parser.add_argument("--largest", action="store_true", help="find the largest batches, too")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if args.smoke:  # the goals are for the whole model at full effort
+    if args.smoke:
         report = measure(2, list(QUICK), "low", largest=False)
     else:
         report = measure(MODEL["num_hidden_layers"], args.rows, "full", args.largest)

@@ -1,76 +1,118 @@
 """Is a search worth its tokens? Greedy, self-consistency and tree of thoughts on the embedded problems.
 
-    python -m tests.benchmarks.search RUN_DIR [questions=60] [budget=256]
+    python -m tests.benchmarks.search RUN_DIR [questions=100] [budget=256] [--json]
 
-RUN_DIR holds an adapter of the embedded model. Self-consistency and the tree get the same budget of generated tokens
-for each question; a greedy answer takes what it takes. On the CPU, with plain PyTorch.
+RUN_DIR holds an adapter of the embedded model. No way generates more than `budget` tokens for a question, what
+self-evaluation says included. Self-consistency votes with as many whole samples as fit into the budget; and, once more
+for each tree, with as many as fit into the tokens that this tree took for that question (one at least). A greedy answer
+takes what it takes: more tokens do not change it. On the CPU, with plain PyTorch.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer
-
+from tpu_kit.accuracy import Accuracy, mcnemar
 from tpu_kit.answers import load_for_generation
+from tpu_kit.completions import Completion
 from tpu_kit.config import load_config
 from tpu_kit.embedded import cot_rows, is_correct
-from tpu_kit.evaluate import Accuracy, mcnemar
 from tpu_kit.generator import Generator
+from tpu_kit.pretrained import load_tokenizer
 from tpu_kit.runtime import Runtime
 from tpu_kit.sampling import Sampling
-from tpu_kit.search import SearchOptions, search, self_consistency
+from tpu_kit.search import SearchOptions, search
+from tpu_kit.votes import vote
 
 LONGEST = 80  # tokens of an answer with its steps
+SHORTEST = 24  # no whole answer with its steps is much shorter: so many samples are drawn at most
+TREES: dict[str, dict[str, Any]] = {
+    "tree, log-probability": {"score": "logprob"},
+    "tree, log-probability, best-first": {"score": "logprob", "strategy": "best-first"},
+    "tree, self-evaluation": {"score": "self-evaluation"},
+}
+
+Said = list[tuple[str, int]]
+"""For each question the answer, and the tokens that it took."""
 
 
-def main(arguments: list[str]) -> None:
-    given = dict(text.split("=") for text in arguments[1:])
-    count, budget = int(given.get("questions", 60)), int(given.get("budget", 256))
+def within(samples: Sequence[Completion], budget: int) -> tuple[str, int]:
+    """The vote of as many samples, one at least, as fit into a budget of tokens."""
+    chosen, tokens = [samples[0]], len(samples[0].tokens)
+    for sample in samples[1:]:
+        if tokens + len(sample.tokens) > budget:
+            break
+        chosen.append(sample)
+        tokens += len(sample.tokens)
+    return vote(chosen).answer or "", tokens
+
+
+def measure(run_dir: Path, count: int, budget: int) -> dict[str, Any]:
     config = load_config(None, {"model.name": "embedded", "base_dtype": "fp32"})
-    adapter = Path(arguments[0]) / "adapter"
-    model, tokenizer = load_for_generation(config.model, adapter), AutoTokenizer.from_pretrained(adapter)
+    adapter = run_dir / "adapter"
+    model, tokenizer = load_for_generation(config.model, adapter), load_tokenizer(config.model, adapter)
     runtime = Runtime("cpu", 0, 1, next(model.parameters()).device)
     generator = Generator(model, tokenizer, runtime, max_prompt=400, max_new_tokens=LONGEST, batch_size=32)
     rows = cot_rows("eval", count, seed=77)
     chats = [[{"role": "user", "content": row["question"]}] for row in rows]
+    results: dict[str, tuple[Said, float]] = {}
 
-    def greedy() -> list[tuple[str, int]]:
-        replies = generator.generate(chats, Sampling(LONGEST))
-        return [(reply.text, len(reply.tokens)) for reply in replies]
-
-    def votes() -> list[tuple[str, int]]:
-        mean = sum(tokens for _, tokens in results["greedy"][1]) / count
-        samples = max(1, round(budget / mean))
-        found = self_consistency(generator, chats, samples, Sampling(LONGEST, temperature=0.7))
-        return [(vote.answer or "", sum(len(reply.tokens) for reply in vote.samples)) for vote in found]
-
-    def tree(score: str) -> Callable[[], list[tuple[str, int]]]:
-        options = SearchOptions(score=score, max_tokens=budget, thought_tokens=24, answer_tokens=8)  # type: ignore[arg-type]
-
-        def answer() -> list[tuple[str, int]]:
-            found = [search(generator, tokenizer, row["question"], options) for row in rows]
-            print(found[0])
-            return [(one.answer, one.tokens) for one in found]
-
-        return answer
-
-    results: dict[str, tuple[list[bool], list[tuple[str, int]]]] = {}
-    ways = {"greedy": greedy, "self-consistency": votes, "tree, log-probability": tree("logprob"),
-            "tree, self-evaluation": tree("self-evaluation")}  # fmt: skip
-    for name, way in ways.items():
+    start = time.monotonic()
+    replies = generator.generate(chats, Sampling(LONGEST))
+    results["greedy"] = [(reply.text, len(reply.tokens)) for reply in replies], time.monotonic() - start
+    start, most = time.monotonic(), -(-budget // SHORTEST)
+    drawn = generator.generate(chats, Sampling(LONGEST, temperature=0.7), most)
+    samples = [drawn[place : place + most] for place in range(0, len(drawn), most)]
+    results["self-consistency"] = [within(own, budget) for own in samples], time.monotonic() - start
+    for name, options in TREES.items():
         start = time.monotonic()
-        said = way()
-        right = [is_correct(row, text) for row, (text, _) in zip(rows, said, strict=True)]
-        results[name] = right, said
-        first = results["greedy"][0]
-        gained, lost = (sum(a > b for a, b in zip(*pair, strict=True)) for pair in ((right, first), (first, right)))
-        print(f"{name:<24}{Accuracy.of(sum(right), count)}   {sum(t for _, t in said) / count:.0f} tokens a question, "
-              f"{time.monotonic() - start:.0f} s; against greedy +{gained} -{lost}, p = {mcnemar(gained, lost):.2g}",
-              flush=True)  # fmt: skip
+        chosen = SearchOptions(max_tokens=budget, thought_tokens=24, answer_tokens=8, **options)
+        found = [search(generator, tokenizer, row["question"], chosen) for row in rows]
+        assert all(one.tokens <= budget for one in found)
+        results[name] = [(one.answer, one.tokens) for one in found], time.monotonic() - start
+        same = [within(own, one.tokens) for own, one in zip(samples, found, strict=True)]
+        results[f"self-consistency, as many as the {name}"] = same, 0.0
+    return {"questions": count, "budget": budget, "ways": _judged(rows, results)}
+
+
+def _judged(rows: list[dict[str, str]], results: dict[str, tuple[Said, float]]) -> list[dict[str, Any]]:
+    right = {
+        name: [is_correct(row, text) for row, (text, _) in zip(rows, said, strict=True)]
+        for name, (said, _) in results.items()
+    }
+    table = []
+    for name, (said, seconds) in results.items():
+        found = Accuracy.of(sum(right[name]), len(rows))
+        one: dict[str, Any] = {"way": name, "correct": found.correct, "low": found.low, "high": found.high,
+               "tokens": sum(tokens for _, tokens in said) / len(said), "seconds": seconds}  # fmt: skip
+        for other in ("greedy", f"self-consistency, as many as the {name}"):
+            if other in right and other != name:
+                gained, lost = (sum(a > b for a, b in zip(*pair, strict=True))
+                                for pair in ((right[name], right[other]), (right[other], right[name])))  # fmt: skip
+                one[f"against {other.split(',')[0]}"] = {"gained": gained, "lost": lost, "p": mcnemar(gained, lost)}
+        table.append(one)
+    return table
+
+
+def main(arguments: list[str]) -> None:
+    given = dict(text.split("=") for text in arguments[1:] if "=" in text)
+    found = measure(Path(arguments[0]), int(given.get("questions", 100)), int(given.get("budget", 256)))
+    if "--json" in arguments:
+        print(json.dumps(found, indent=2))
+        return
+    print(f"{found['questions']} questions, at most {found['budget']} generated tokens for each")
+    for one in found["ways"]:
+        accuracy = Accuracy(one["correct"], found["questions"], one["low"], one["high"])
+        against = "".join(
+            f"; {name} +{versus['gained']} -{versus['lost']}, p = {versus['p']:.2g}"
+            for name, versus in one.items() if name.startswith("against")
+        )  # fmt: skip
+        print(f"{one['way']:<58}{accuracy}   {one['tokens']:.0f} tokens, {one['seconds']:.0f} s{against}")
 
 
 if __name__ == "__main__":

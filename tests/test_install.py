@@ -1,0 +1,262 @@
+"""What the installation decides for each kind of machine, and what it does in fresh environments."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpu_kit import install
+from tpu_kit.fields import ConfigError
+from tpu_kit.machine import PINS, Check, Machine
+from tpu_kit.packages import CHECKED, Decision, Site, decide, installed, look, matrix, requirements
+from tpu_kit.testing import REPOSITORY, run_python
+
+PINNED = """\
+torch==2.9.0
+torch_xla[tpu,pallas]==2.9.0  # the pair
+
+transformers==5.23.0
+"""
+RIGHT = {"torch": "2.9.0+cpu", "torch-xla": "2.9.0", "transformers": "5.23.0", "libtpu": "0.0.21", "jax": "0.7.1",
+         "jaxlib": "0.7.1"}  # fmt: skip
+LAPTOP = Site("computer without an accelerator", "", "Linux x86_64", (3, 12), RIGHT, 100.0, "", True)
+COLAB = replace(LAPTOP, place="Colab", accelerator="1 x v5e")
+WITHOUT: dict[str, str] = {}
+
+
+def test_where_all_is_right_nothing_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    decision = decide(LAPTOP, pins=PINNED)
+    assert (decision.action, decision.kind, decision.commands) == ("nothing", "tpu", ())
+    assert str(decision) == "Nothing to do: all 6 packages of requirements-tpu.txt are there and pair"
+    install.carry_out(decision)
+    assert capsys.readouterr().out == "Nothing was to be done.\n"
+
+
+def test_one_line_installs_all() -> None:
+    decision = decide(replace(LAPTOP, versions=WITHOUT), pins=PINNED)
+    assert decision.why == ("not installed: torch, torch_xla, transformers, libtpu, jax, jaxlib",)
+    file = str(requirements("tpu"))
+    assert decision.commands == ((sys.executable, "-m", "pip", "install", "--quiet", "-r", file),)
+    with_uv = decide(
+        replace(LAPTOP, versions=WITHOUT, uv="/bin/uv", pip=False), torch_index="https://a.b/cpu", pins=PINNED
+    )
+    assert with_uv.commands == (
+        ("/bin/uv", "pip", "install", "--python", sys.executable, "--quiet", "-r", file,
+         "--extra-index-url", "https://a.b/cpu", "--index-strategy", "unsafe-best-match"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "why"),
+    [
+        ("torch-xla", "2.8.0", "torch_xla is 2.8.0, and must be 2.9.0"),
+        ("torch", "2.9.1", "torch is 2.9.1, and must be 2.9.0"),
+        ("libtpu", "0.0.20", "libtpu is 0.0.20, and must be 0.0.21"),
+        ("transformers", "4.57.0", "transformers is 4.57.0, and must be 5.23.0"),
+        ("torchvision", "0.20.0", "torchvision 0.20.0 is built for another torch: 0.24.0"),
+    ],
+)
+def test_what_is_wrong_is_named_and_mended(name: str, version: str, why: str) -> None:
+    decision = decide(replace(COLAB, versions={**RIGHT, name: version}), pins=PINNED)
+    assert (decision.action, decision.why, len(decision.commands)) == ("install", (why,), 1)
+    assert ("torchvision==0.24.0" in decision.commands[0]) == (name == "torchvision")
+
+
+def test_torch_tpu_is_removed_first() -> None:
+    decision = decide(replace(COLAB, versions={**RIGHT, "torch-tpu": "0.2.0"}), pins=PINNED)
+    assert decision.why == ("torch_tpu 0.2.0 claims the TPU too, and needs another torch",)
+    assert decision.commands[0] == (sys.executable, "-m", "pip", "uninstall", "--yes", "torch_tpu")
+
+
+@pytest.mark.parametrize(
+    ("site", "hardware", "kind"),
+    [
+        (COLAB, "auto", "tpu"),
+        (LAPTOP, "auto", "tpu"),
+        (LAPTOP, "gpu", "gpu"),
+        (replace(LAPTOP, place="GPU machine", accelerator="NVIDIA GPU"), "auto", "gpu"),
+        (replace(LAPTOP, python=(3, 13)), "auto", "rehearsal"),
+        (replace(LAPTOP, system="Darwin arm64", python=(3, 13)), "auto", "gpu"),
+        (replace(LAPTOP, system="Linux aarch64"), "auto", "gpu"),
+    ],
+)
+def test_what_is_installed_for(site: Site, hardware: str, kind: str) -> None:
+    decision = decide(replace(site, versions=WITHOUT), hardware)
+    assert (decision.action, decision.kind) == ("install", kind)
+    line = decision.commands[0]
+    assert Path(line[line.index("-r") + 1]).name == f"requirements-{'tpu' if kind == 'tpu' else 'gpu'}.txt"
+    assert ("torch_xla==2.9.0" in line) == (kind == "rehearsal")
+
+
+@pytest.mark.parametrize(
+    ("site", "hardware", "why", "way"),
+    [
+        (replace(COLAB, python=(3, 13)), "auto", "libtpu 0.0.21 has no wheel for it", "Runtime version"),
+        (replace(COLAB, place="Kaggle", python=(3, 10)), "auto", "Python 3.10: the kit needs 3.11", "Environment"),
+        (replace(LAPTOP, python=(3, 14)), "auto", "Python 3.14: the kit needs 3.11 to 3.13", "uv venv --python 3.12"),
+        (replace(LAPTOP, system="Darwin arm64"), "tpu", "torch_xla has wheels for Linux x86_64", "hardware='gpu'"),
+        (replace(LAPTOP, versions=WITHOUT, pip=False), "auto", "no pip, and there is no uv", "ensurepip"),
+    ],
+)
+def test_where_no_wheel_fits_the_ways_out_are_named(site: Site, hardware: str, why: str, way: str) -> None:
+    decision = decide(site, hardware, pins=PINNED)
+    assert decision.action == "impossible" and decision.commands == ()
+    assert any(why in line for line in decision.why), decision.why
+    assert way in str(decision)
+    with pytest.raises(ValueError, match="cannot be installed here"):
+        install.carry_out(decision)
+
+
+def test_a_full_disk_is_foreseen() -> None:
+    site = replace(LAPTOP, versions=WITHOUT, free_gib=8.0)
+    assert "warning: 8 GiB are free" in str(decide(site, pins=PINNED))
+    assert "warning" not in str(decide(site, torch_index="https://a.b/cpu", pins=PINNED))
+
+
+def test_the_matrix_marks_this_machine() -> None:
+    assert [
+        [row["Python"] for row in matrix(site) if row["here"]] for site in (LAPTOP, replace(LAPTOP, python=(3, 13)))
+    ] == [
+        ["3.11, 3.12"],
+        ["3.13"],
+    ]
+    (other,) = [row for row in matrix(replace(LAPTOP, system="Darwin arm64")) if row["here"]]
+    assert other["system"] == "others" and other["torch_xla"] == "no wheel"
+    assert any(CHECKED in column for column in other)
+
+
+def test_pins_come_from_the_folder_that_the_kit_came_from(tmp_path: Path) -> None:
+    assert requirements("tpu").read_text() == (REPOSITORY / "requirements-tpu.txt").read_text()
+    assert requirements("gpu", str(tmp_path)) == requirements("gpu")
+    (tmp_path / "requirements-gpu.txt").write_text("torch>=2.9,<3\n")
+    assert requirements("gpu", str(tmp_path)) == tmp_path / "requirements-gpu.txt"
+    site = replace(LAPTOP, versions={"torch": "2.13.0"})
+    assert decide(site, "gpu", source=str(tmp_path)).action == "nothing"
+    newer = decide(replace(site, versions={"torch": "3.0"}), "gpu", source=str(tmp_path))
+    assert newer.why == ("torch is 3.0, and must be >=2.9,<3",)
+
+
+def machine(tmp_path: Path, **environ: str) -> Machine:
+    return Machine(root=tmp_path, environ=environ)
+
+
+def test_look(tmp_path: Path) -> None:
+    assert look(machine(tmp_path)).place == "computer without an accelerator"
+    assert look(machine(tmp_path, COLAB_RELEASE_TAG="release-2026")).place == "Colab"
+    assert look(machine(tmp_path, KAGGLE_KERNEL_RUN_TYPE="Batch")).place == "Kaggle"
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version")
+    found = look(machine(tmp_path))
+    assert (found.place, found.accelerator, found.has_tpu) == ("GPU machine", "NVIDIA GPU", False)
+    for number in range(4):
+        folder = tmp_path / f"sys/bus/pci/devices/0000:00:0{number}.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text("0x1ae0\n")
+        (folder / "device").write_text("0x0063\n")
+    found = look(machine(tmp_path))
+    assert (found.place, found.accelerator, found.has_tpu) == ("TPU VM", "4 x v5e", True)
+    assert found.versions["pytest"] and found.python == sys.version_info[:2]
+
+
+def test_options_of_the_notebook() -> None:
+    def given(cell: str) -> dict[str, Any]:
+        return install.options({"In": ["", f"# Parameters: mine\n{cell}"], **eval(f"dict({cell})")})
+
+    assert given("source='git'") == {"source": "git"}
+    with pytest.raises(ConfigError, match="did you mean torch_index"):
+        given("torch_inde='x'")
+    with pytest.raises(ConfigError, match="hardware='cpu': there are auto, tpu, rehearsal and gpu"):
+        given("hardware='cpu'")
+
+
+def test_a_failing_line_ends_with_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
+    code = "print('Collecting torch'); print('OSError: No space left on device'); raise SystemExit(1)"
+    with pytest.raises(ValueError, match=r"failed \(the disk is full: .* torch_index(.|\n)*No space left") as caught:
+        install.carry_out(Decision("install", "tpu", ("a",), ((sys.executable, "-c", code),)))
+    assert str(caught.value).endswith("Collecting torch\nOSError: No space left on device")
+    assert "Collecting torch" in capsys.readouterr().out
+
+
+def test_a_replaced_package_needs_a_new_kernel(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import numpy
+
+    install.restart()
+    assert capsys.readouterr().out == "The kernel can stay as it is.\n"
+    monkeypatch.setattr(numpy, "__version__", "1.0.0")
+    install.restart()
+    out = capsys.readouterr().out
+    assert f"must be restarted: numpy 1.0.0 is loaded, {installed()['numpy']} is installed" in out
+    assert "Kernel > Restart" in out
+
+
+def test_it_needs_nothing_but_python() -> None:
+    code = "import sys; from tpu_kit import install; install.decide(install.look()); install.show_table([{'a': 1}])\n"
+    code += (
+        "outside = {name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\nprint(sorted(outside))"
+    )
+    assert run_python(["-S", "-c", code]).stdout.splitlines()[-1] == "['__main__', 'tpu_kit']"
+
+
+# ------------------------------------------------------------------------------------------------- fresh environments
+
+
+def steps(python: Path) -> list[dict[str, Any]]:
+    """What a notebook's cells do, in another environment: decide, install, check, decide again."""
+    code = """
+import json
+from dataclasses import asdict
+from tpu_kit import install
+first = install.decide(install.look())
+install.carry_out(first)
+checks = install.check(first)
+second = install.decide(install.look())
+print(json.dumps([asdict(first), {"checks": [asdict(row) for row in checks]}, asdict(second)]))
+"""
+    done = run_python(code, executable=python, timeout=3000, env={"PYTHONPATH": str(REPOSITORY)})
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def fresh(folder: Path) -> Path:
+    run_python(["-m", "venv", str(folder)])
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_where_all_is_right_the_second_time_too() -> None:
+    first, checked, second = steps(Path(sys.executable))
+    assert first["action"] == second["action"] == "nothing"
+    assert [row["status"] for row in checked["checks"]] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+def test_from_nothing(tmp_path: Path) -> None:
+    first, checked, second = steps(fresh(tmp_path / "env"))
+    assert (first["action"], second["action"]) == ("install", "nothing")
+    assert [row["status"] for row in checked["checks"]] == ["ok", "ok"]
+    assert f"torch {PINS['torch']}" in checked["checks"][0]["found"]
+
+
+@pytest.mark.slow
+def test_from_a_torch_xla_that_does_not_pair(tmp_path: Path) -> None:
+    python = fresh(tmp_path / "env")
+    run_python(["-m", "pip", "install", "--quiet", "--no-deps", "torch_xla==2.8.0"], executable=python, timeout=1000)
+    first, checked, second = steps(python)
+    assert "torch_xla is 2.8.0, and must be 2.9.0" in first["why"]
+    assert second["action"] == "nothing"
+    assert [row["status"] for row in checked["checks"]] == ["ok", "ok"]
+
+
+def test_a_pair_that_does_not_load_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch_xla.py").write_text("raise ImportError('_XLAC.so: undefined symbol: _ZN5torch4lazy13MetricFn')")
+    (tmp_path / "torch.py").write_text("__version__ = '2.9.1'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (check,) = install.check(Decision("nothing", "rehearsal", ()))
+    assert isinstance(check, Check) and check.status == "failure"
+    assert "undefined symbol" in check.found and check.found.endswith("torch and torch_xla do not pair")

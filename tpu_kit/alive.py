@@ -1,0 +1,321 @@
+"""What of a training step's temporaries is alive when, on a TPU, and what the compiler makes of it: terms of `memory`.
+
+Letters: T = B S tokens in a pass, H hidden size, I intermediate size, V vocabulary, L layers, n and m query and
+key-value heads of size d (padded: D), P trained parameters, c bytes of the compute dtype. What is said to be alive was
+read off the buffers that `compiler.compile_step` lists, and off libtpu's own allocations (libtpu 0.0.21);
+tests/recorded_memory.json has its answers.
+
+What it reports as temporaries is the heap and what it calls fragmentation: the heap less the most that it saw alive. A
+buffer that a loop carries on (the saved inputs of layers, gradients) it loses sight of where the loop begins. So with
+"heap" the most that is alive at a moment, and "seen" the most that is alive without what loops carry, it reports
+2 heap - seen. Of Qwen2.5-0.5B, 4 rows of 1024, the text of a failed allocation says so: a heap of 328.8 MiB, 187.1 of
+which seen (168 are saved inputs), "fragmentation 141.8M", where 470.6 would be reported. So the true peak is lower; a
+step is said to fit by the reported figure, and that is predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tpu_kit.config import TrainConfig, batch_arithmetic
+from tpu_kit.shapes import Shape, trained_tensors
+
+LANES, ROWS, VECTOR = 128, 8, 1024
+VECTOR_MEMORY = 112 * 2**20
+"""What of a layer's work takes the chip's vector memory instead of HBM, of 128 MiB on v5e and v6e: the tiles of the
+MLP, and what the attention kernels read and write."""
+LOG_SUMS_KEPT = 0.5
+"""Share of splash's log sums, one number in 128 lanes, that lies in HBM until its backward kernel: in some programs all
+of it (Llama-8B, SmolLM2, Phi-3), in others the numbers are cut out at once (Llama-1B, Mistral, Qwen2.5 of 4 layers)."""
+SPLASH_BLOCK = 1024
+"""Tokens of a block of `splash`; half of it for heads of more than 128."""
+FLAT_HEAP = 1.05
+"""What is reported of an unrolled program over the buffers alive at its peak: 1.05 and 1.06 (4 layers of Qwen2.5-0.5B,
+remat=none with splash, full with sdpa)."""
+BLOCK_HIDDEN = 3
+"""Arrays of (T, H) alive for each layer of a block beyond the first: their layers' inputs, and what the compiler begins
+of the next layer before the last is done (blocks of two in Gemma 2, of six in Gemma 3)."""
+
+
+def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
+    """Bytes of an array in HBM, its tiles filled up.
+
+    An array lies in tiles of 8 rows of 128 for every dtype (bf16 as T(8,128)(2,1), int8 as T(8,128)(4,1): rows are
+    interleaved within a tile), fewer rows where the array has fewer; a vector in tiles of 1024.
+
+    Args:
+        shape: its axes.
+        size: bytes of an element.
+        free: whether the compiler may lay out the last two axes the other way round, as it may of arguments.
+    """
+    if not shape:
+        return 512
+    if len(shape) == 1:
+        return math.ceil(-(-shape[0] // VECTOR) * VECTOR * size)
+
+    def lay(rows: int, lanes: int) -> int:
+        tile = min(ROWS, 1 << (rows - 1).bit_length())
+        return -(-rows // tile) * tile * -(-lanes // LANES) * LANES
+
+    orders = [lay(shape[-2], shape[-1])] + ([lay(shape[-1], shape[-2])] if free else [])
+    return math.ceil(math.prod(shape[:-2]) * min(orders) * size)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive at one.
+
+    Attributes:
+        name: "start", "loss", "backward" or "update".
+        parts: bytes by part.
+        carried: bytes of it that a loop has carried on, or fills.
+    """
+
+    name: str
+    parts: dict[str, float]
+    carried: float
+
+    @property
+    def heap(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+class Alive:
+    """The terms, one method each."""
+
+    def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int) -> None:
+        plan = batch_arithmetic(config, num_replicas)
+        self.config, self.shape = config, shape
+        self.passes, self.rows, self.length = plan.gradient_accumulation, plan.batch_size, config.data.max_length
+        self.tokens = self.rows * self.length
+        self.whole = not config.lora.r
+        self.compute = 4 if config.model.base_dtype == "fp32" else 2
+        self.stream = 4 if self.whole else self.compute
+        self.trained = sum(math.prod(tensor) for tensor in trained_tensors(shape, config.lora))
+        optim, attention = config.optim, config.model.attention
+        self.again = optim.remat == "full"
+        self.scanned = self.again and (optim.scan_layers == "on" or (optim.scan_layers == "auto" and shape.known.scans))
+        self.kernel = "splash" if attention == "auto" else attention
+        if self.kernel == "flash" and shape.softcap:
+            self.kernel = "sdpa"  # what the flash kernel lacks
+        self.tile = min(optim.mlp_tile or self.tokens, self.tokens) if self.scanned else self.tokens
+        self.tiled = self.tile < self.tokens
+        self.block = max(period for period, _ in shape.runs()) if self.scanned else 1
+
+    def reported(self) -> tuple[Moment, float]:
+        """The moment when most is alive, and the bytes that the compiler reports beyond it."""
+        moments = list(self.moments())
+        most = max(moments, key=lambda moment: moment.heap)
+        if not self.scanned and most.name != "update":
+            return most, (FLAT_HEAP - 1) * most.heap
+        return most, most.heap - max(moment.heap - moment.carried for moment in moments)
+
+    def moments(self) -> Iterator[Moment]:
+        """Those that compete for the peak."""
+        saved, gradients = self.saved(), self.gradients()
+        lasting = {"saved_activations": saved, "weight_copies": self.copies(), "rotary": self.rotary()}
+        if self.kernel == "sdpa" and self.again:
+            lasting["mask"] = self.scores()  # as a bias of the scores' shape, made once for all layers
+        yield Moment("start", {**lasting, "weight_copies": lasting["weight_copies"] + self.table()}, 0)
+        loss, head = self.loss()
+        before = gradients if self.passes > 1 else 0.0
+        yield Moment(
+            "loss", {**lasting, "loss_chunk": loss + head, "gradients": before}, saved + self.hidden() + head + before
+        )
+        filled = gradients + before  # a pass fills stacks of its own, which are then added
+        for layer, attention in (self.at_mlp(), self.at_attention()):
+            parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled}
+            yield Moment("backward", parts, saved + self.hidden(1 + self.tiled) + filled)
+        flat = 4.0 * self.trained
+        yield Moment("update", {"gradients": flat, "all_reduce": padded((self.trained,), 4) * self.flat_vectors()}, 0)
+
+    # -------------------------------------------------------------------------------------------------------- arrays
+
+    def hidden(self, count: float = 1) -> float:
+        """`count` arrays of (T, H): in the compute dtype, or in fp32 where the weights are, as in full fine-tuning."""
+        return count * padded((self.tokens, self.shape.hidden), self.stream, free=True)
+
+    def heads(self, count: float, heads: int) -> float:
+        """`count` arrays of (B, heads, S, d): a head fills 128 lanes where a kernel takes it, else is dense."""
+        size = self.shape.head_dim
+        if self.kernel == "sdpa":
+            return count * self.tokens * heads * size * self.compute
+        return count * padded((self.rows * heads, self.length, size), self.compute)
+
+    def scores(self) -> float:
+        """One array of sdpa's scores, (B, n, S, S) in the compute dtype."""
+        return padded((self.rows * self.shape.heads, self.length, self.length), self.compute)
+
+    def wide(self, tokens: int) -> float:
+        """One array of (tokens, I)."""
+        return padded((tokens, self.shape.intermediate), self.compute)
+
+    def lanes(self) -> float:
+        """One number of each query and head, held for every lane: (B, n, S, 128) fp32."""
+        return padded((self.rows * self.shape.heads, self.length, LANES), 4)
+
+    def gates(self) -> int:
+        """Arrays of (T, I) that an MLP's backward pass reads: gate, up and product; without a gate two."""
+        return 2 if self.shape.family == "phi" else 3
+
+    # ------------------------------------------------------------------------------------------------ what lasts long
+
+    def saved(self) -> float:
+        """Saved activations: the input of every layer, L T H c (`layers._Scanned`, or torch_xla's checkpoint).
+
+        Of one pass of gradient accumulation: `Runtime.after` keeps the next one from beginning before it has ended.
+
+        With remat=none all that the backward pass of a layer reads: the MLP's `gates`; `kept`; the inputs of its two
+        halves, 2 T H c; and normed, as far as adapters read them. What none reads (a product without an adapter on what
+        follows; all in full fine-tuning) is computed again where it is used.
+        """
+        layers = self.shape.layers
+        if self.again:
+            return layers * self.hidden()
+        adapted = [linear.path for linear, _ in self.shape.adapted(self.config.lora)]
+        attends, ends = (any(path.startswith(part) for path in adapted) for part in ("self_attn", "mlp"))
+        wide = (self.gates() - (self.shape.linears[-1].path not in adapted)) * self.wide(self.tokens)
+        return layers * (wide + self.kept() + self.hidden(2 + attends + ends))
+
+    def kept(self) -> float:
+        """What attention keeps for its backward pass: queries and output, 2 T n D c, keys and values, 2 T m D c.
+
+        flash also sums and maxima for each lane, 2 T n 128 fp32; sdpa its weights, T S n c, and keys and values
+        repeated for every query head.
+        """
+        if self.kernel == "sdpa":
+            return self.heads(4, self.shape.heads) + self.scores()
+        found = self.heads(2, self.shape.heads) + self.heads(2, self.shape.kv_heads)
+        return found + (2 * self.lanes() if self.kernel == "flash" else 0.0)
+
+    def rotary(self) -> float:
+        """Cosines and sines of the positions, (T, D) each in the compute dtype."""
+        return 2 * padded((self.tokens, self.shape.head_dim), self.compute)
+
+    def copies(self) -> float:
+        """Copies of stacks made before the loop.
+
+        Autocast makes them of what is trained, 2 P in bf16; the compiler of fp32 weights, as a TPU's products take
+        bf16; and of stacks that lie the other way round as arguments, where that pads less (`padded`; H = 576 of
+        SmolLM2). The embedding that is laid out anew stays until the last pass has looked it up.
+        """
+        relaid = self.relaid() + (self.table() if self.passes > 1 else 0.0)
+        if not self.whole and self.compute == 2:
+            return 2.0 * self.trained + relaid
+        return 2.0 * self.shape.layers * self.shape.layer_parameters + relaid if self.scanned else relaid
+
+    def relaid(self) -> float:
+        """Stacks of linear layers' weights in another layout than as arguments, in the compute dtype."""
+        stacks = [(self.shape.layers, linear.outputs, linear.inputs) for linear in self.shape.linears]
+        return sum(padded(one, 2) for one in stacks if padded(one, 2, free=True) < padded(one, 2)) * self.scanned
+
+    def table(self) -> float:
+        """The embedding in another layout than as an argument, for the lookup."""
+        one, size = (self.shape.vocabulary, self.shape.hidden), 4 if self.whole else self.compute
+        return padded(one, size) if padded(one, size, free=True) < padded(one, size) else 0.0
+
+    def gradients(self) -> float:
+        """Gradients in fp32, 4 P: stacks that the backward loop fills."""
+        return 4.0 * self.trained
+
+    # ---------------------------------------------------------------------------------------------- the moments' own
+
+    def loss(self) -> tuple[float, float]:
+        """The loss: logits of one chunk in the compute dtype; hidden states and gradients as they are cut, 3 T H c.
+
+        Unrolled, 6. In full fine-tuning also the output layer's gradient in fp32, the second number; of a weight in
+        fp32 a copy in bf16.
+        """
+        chunk, shape = min(self.config.optim.loss_chunk, self.tokens), self.shape
+        found = self.in_hbm(padded((chunk, shape.vocabulary), self.compute)) + self.hidden(3 if self.scanned else 6)
+        head = (shape.vocabulary, shape.hidden)
+        copied = self.whole or self.compute == 4
+        return found + copied * padded(head, 2), self.whole * float(padded(head, 4))
+
+    def at_mlp(self) -> tuple[float, float]:
+        """The layer that is computed again, when its MLP is: (layer, attention).
+
+        Of (T, H): the layer's input, normed; the states between its halves, normed; what attention gave; the gradient
+        that came and, of a loop over tiles, the one that it fills. The MLP: gate, up, product and two gradients, 5 T I
+        c (ungated 3), one of which is in the vector memory; in a loop over tiles of t tokens 5 t I c, as far as that
+        has no room, and the weights it carries. What attention keeps; and its positions, documents and log sums over
+        128 lanes.
+        """
+        if not self.scanned:
+            layer = self.hidden(5) + ((self.gates() if self.again else 0) + self.gates() - 1) * self.wide(self.tokens)
+            return layer, self.kept() * self.again
+        arrays = 2 * self.gates() - 1
+        wide = self.spilt(arrays * self.wide(self.tile)) if self.tiled else (arrays - 1) * self.wide(self.tokens)
+        layer = self.hidden(6 + self.tiled + BLOCK_HIDDEN * (self.block - 1)) + self.slices() + wide
+        sums = LOG_SUMS_KEPT * self.lanes() if self.kernel == "splash" else 0.0
+        return layer, self.kept() + sums + self.positions()
+
+    def at_attention(self) -> tuple[float, float]:
+        """The same when its attention is: (layer, attention).
+
+        Unrolled: the forward kernel, queries and output included; splash puts out the log of sums for each lane, flash
+        wants keys and values repeated, sdpa has another array of scores beside what it keeps. As a loop: the backward
+        kernel, with queries, output and its gradient, keys and values and theirs, and the gradient of queries. splash
+        makes one for each block of keys, S / 1024 T n D c, and sums them up.
+        """
+        extra = self.hidden(BLOCK_HIDDEN * (self.block - 1)) + self.slices()
+        if self.kernel == "sdpa":
+            found = self.kept() + self.scores()
+        elif self.kernel == "flash":
+            found = 2 * self.lanes() + self.heads(4, self.shape.heads)
+        elif not self.scanned:
+            found = self.lanes() + self.heads(2, self.shape.heads)
+        else:
+            block = SPLASH_BLOCK // (1 if self.shape.head_dim <= LANES else 2)
+            blocks = max(1, self.length // block)
+            read = self.heads(3, self.shape.heads) + self.heads(4, self.shape.kv_heads)
+            return self.hidden(7) + extra, self.spilt(read) + self.heads(blocks, self.shape.heads) + self.positions()
+        if self.again:
+            return extra, found
+        # What attention keeps is among the saved, and what the MLP did is no longer.
+        return -self.gates() * self.wide(self.tokens), found - self.kept()
+
+    def positions(self) -> float:
+        """In a loop: cosines and sines in fp32, documents and two of the kernel's scratch numbers, over lanes."""
+        lanes = padded((self.tokens, LANES), 4)
+        return 2 * padded((self.tokens, self.shape.head_dim), 4) + 3 * lanes if self.kernel != "sdpa" else 0.0
+
+    def slices(self) -> float:
+        """Weights cut out of their stacks: as stored what the MLP's loop over tiles carries, of each layer in a block.
+
+        int8 becomes bf16 on its way into a product, but attention's is cut out before. int4 is unpacked before: at a
+        time two matrices of the MLP and two of attention in bf16, and the integers of two.
+        """
+        dtype = "bf16" if self.whole else self.config.model.base_dtype
+        mlp = [one.parameters for one in self.shape.linears if one.path.startswith("mlp")]
+        others = [one.parameters for one in self.shape.linears if not one.path.startswith("mlp")]
+        size = {"int8": 1, "int4": 0.5}.get(dtype, self.compute)
+        found = sum(mlp) * size * self.block if self.tiled else 0.0
+        if dtype == "int4":
+            return found + 4.0 * (max(mlp) + max(others)) + max(mlp)
+        return found + (sum(others) if dtype == "int8" else 0.0)
+
+    def flat_vectors(self) -> int:
+        """Flat vectors at the update, beside the gradients in their own shapes.
+
+        The one that is reduced and clipped. AdamW's direction is computed where it is used; Adafactor's is made matrix
+        by matrix and then laid flat, two more; the average needs the new parameters laid flat, one more. (With the
+        gradients 2.0 are reported of Llama-3.2-1B, and 4.8 of SmolLM2-135M with Adafactor and an average.)
+        """
+        optim = self.config.optim
+        return 1 + (2 if optim.optimizer == "adafactor" else 0) + (1 if optim.ema_decay else 0)
+
+    def vector_memory(self) -> float:
+        """What there is of it for a layer's work. Chips without kernels, which take sdpa, have next to none."""
+        return 0.0 if self.kernel == "sdpa" or not self.scanned else VECTOR_MEMORY
+
+    def spilt(self, size: float) -> float:
+        """What of several arrays does not find room in the vector memory."""
+        return max(0.0, size - self.vector_memory())
+
+    def in_hbm(self, size: float) -> float:
+        """The same of one array, which lies here or there."""
+        return size if size > self.vector_memory() else 0.0

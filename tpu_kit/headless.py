@@ -1,0 +1,197 @@
+"""`python -m tpu_kit notebooks FILE.ipynb ... [out=runs/notebooks] [name=value ...]`: notebooks as a batch job.
+
+Each runs in a kernel of its own, one after the other, cell by cell on the terminal; what the cells show is told of a
+single notebook alone. What is left behind are the executed notebooks, the same as HTML, and a log of what the cells
+showed. The first cell that fails ends all.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from tpu_kit.cells import check_names
+from tpu_kit.config import ConfigError
+
+OK, FAILED = 0, 1
+DETAILS = """\
+out          the folder for executed notebooks, HTML and logs; runs/notebooks by default
+name=value   a parameter, given to each of the notebooks that names it; if none does, to those that configure a run
+
+Exit codes: 0 all cells ran, 1 one failed, 2 bad arguments."""
+
+_TAIL = 15  # lines of the log under an error
+_WIDTH = 70
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns the exit code.
+
+    Raises:
+        ConfigError: the arguments are wrong, or no notebook has a parameter of that name; nothing has run then.
+    """
+    paths = [Path(text) for text in arguments if "=" not in text]
+    texts = dict(text.split("=", 1) for text in arguments if "=" in text)
+    out = Path(texts.pop("out", "runs/notebooks"))
+    given = {name: yaml.safe_load(value) for name, value in texts.items()}
+    problems = [f"{path}: no such notebook" for path in paths if not path.is_file()]
+    if not paths:
+        problems.append("no notebook is given: name one or more files that end in .ipynb")
+    if problems:
+        raise ConfigError(problems)
+    sets = _dealt(paths, given)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"out={out} cannot be made ({error.strerror}); name a folder that can"]) from None
+    for number, (path, parameters) in enumerate(zip(paths, sets, strict=True), 1):
+        print(f"[{number}/{len(paths)}] {path.name}", flush=True)
+        start = time.monotonic()
+        if failure := execute(path, out / path.name, parameters, all_of_it=len(paths) == 1):
+            print(f"\n{failure}", flush=True)
+            return FAILED
+        print(f"    {time.monotonic() - start:.0f} s, {out / path.stem}.html", flush=True)
+    return OK
+
+
+def _dealt(paths: Sequence[Path], given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each notebook is given: what its parameters cell names; what none of them names is for a run's notebooks."""
+    import nbformat
+
+    found = []
+    for path in paths:
+        code = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+        cells = [cell.source for cell in code if "parameters" in cell.metadata.get("tags", [])]
+        own = {name for source in cells for name in re.findall(r"^(\w+) *=", source, flags=re.MULTILINE)}
+        found.append((own, any("notebook.config(globals()" in cell.source for cell in code)))
+    named = {name for own, _ in found for name in own}
+    if not any(configures for _, configures in found):  # what configures a run refuses unknown names itself
+        check_names(given, named)
+    return [
+        {name: value for name, value in given.items() if name in own or (configures and name not in named)}
+        for own, configures in found
+    ]
+
+
+def execute(path: Path, target: Path, parameters: Mapping[str, Any], all_of_it: bool = False) -> str:
+    """Runs one notebook, telling each cell and the progress that it shows.
+
+    Args:
+        path: the notebook.
+        target: where the executed one goes; its log and its HTML beside it.
+        parameters: of the notebook.
+        all_of_it: tell what the cells show, too.
+
+    Returns:
+        The cell that failed, its error and the end of the log; empty if none failed.
+    """
+    import papermill
+    from papermill.engines import papermill_engines
+
+    logging.getLogger("papermill").setLevel(logging.ERROR)
+    with target.with_suffix(".log").open("w") as log:
+        papermill_engines.register("tpu_kit", _engine(log, all_of_it))
+        try:
+            papermill.execute_notebook(path, target, dict(parameters), engine_name="tpu_kit", progress_bar=False)
+        except papermill.PapermillExecutionError as error:
+            source = "\n".join(f"    {line}" for line in error.source.splitlines())
+            failure = f"{path.name} failed in cell [{error.exec_count}]:\n{source}\n{error.ename}: {error.evalue}"
+        except Exception as error:  # a kernel that died, a disk that is full
+            failure = f"{path.name} failed: {type(error).__name__}: {error}"
+        else:
+            failure = ""
+    if target.is_file():
+        write_html(target)
+    if not failure:
+        return ""
+    tail = target.with_suffix(".log").read_text().splitlines()[-_TAIL:]
+    return "\n".join([failure, "", f"The end of {target.with_suffix('.log')}:", *tail])
+
+
+def _engine(log: IO[str], all_of_it: bool) -> Any:
+    """A papermill engine that tells what runs, and keeps what the cells show."""
+    from papermill.clientwrap import PapermillNotebookClient
+    from papermill.engines import NBClientEngine
+
+    class Client(PapermillNotebookClient):
+        _broken = False  # something was told after the cell's name
+
+        def execute_cell(self, cell: Any, cell_index: int, *args: Any, **options: Any) -> Any:
+            if cell.cell_type != "code":
+                return super().execute_cell(cell, cell_index, *args, **options)
+            code = [one for one in self.nb.cells if one.cell_type == "code"]
+            name = f"    {code.index(cell) + 1:2}/{len(code)} {_first_line(cell.source):<{_WIDTH}}"
+            print(name, end="", flush=True)
+            log.write(f"\n{name.strip()}\n")
+            self._broken, start = False, time.monotonic()
+            try:
+                return super().execute_cell(cell, cell_index, *args, **options)
+            finally:
+                before = " " * len(name) if self._broken else ""
+                print(f"{before} {time.monotonic() - start:5.1f} s", flush=True)
+
+        def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+            kind, content = msg["msg_type"], msg["content"]
+            text = content["text"] if kind == "stream" else content.get("data", {}).get("text/plain", "")
+            if text and kind in ("stream", "display_data", "update_display_data", "execute_result"):
+                log.write(text if kind == "stream" else f"{text}\n")
+                log.flush()
+                if kind == "update_display_data":  # progress: what is new stands at its end
+                    self._tell(f"          {text.splitlines()[-1][:150]}\n")
+                elif all_of_it and content.get("name") != "stderr":
+                    self._tell(text if kind == "stream" else f"{text}\n")
+            return super().process_message(msg, cell, cell_index)
+
+        def _tell(self, text: str) -> None:
+            print(text if self._broken else f"\n{text}", end="", flush=True)
+            self._broken = True
+
+    class Engine(NBClientEngine):
+        @classmethod
+        def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> Any:
+            quiet = ["--IPKernelApp.log_level=40"]  # it warns of a connection that stays on this machine
+            return Client(
+                nb_man, kernel_name=kernel_name, timeout=None, startup_timeout=120, extra_arguments=quiet
+            ).execute()
+
+    return Engine
+
+
+def _first_line(source: str) -> str:
+    """The first line of a cell that says something, shortened."""
+    lines = [line for line in source.splitlines() if line.strip() and not line.startswith("#")]
+    line = lines[0] if lines else ""
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
+
+
+def write_html(notebook: Path) -> None:
+    """Write an executed notebook as a page beside it, where nbconvert is installed."""
+    try:
+        from nbconvert import HTMLExporter
+    except ImportError:
+        return
+    import nbformat
+
+    made = nbformat.read(notebook, as_version=4)
+    for cell in made.cells:
+        outputs: list[Any] = []
+        for output in cell.get("outputs", []):
+            if outputs and output.output_type == "stream" and output.name == outputs[-1].get("name"):
+                outputs[-1].text += output.text
+            else:
+                outputs.append(output)
+        for output in outputs:
+            if (
+                output.output_type == "stream"
+            ):  # a bar of text is redrawn from the line's beginning: keep its last state
+                output.text = re.sub(r"[^\n]*\r(?=[^\n])", "", output.text)
+        if "outputs" in cell:
+            cell.outputs = outputs
+    html, _ = HTMLExporter().from_notebook_node(made, {"metadata": {"name": notebook.stem}})
+    notebook.with_suffix(".html").write_text(html)

@@ -1,0 +1,163 @@
+"""When memory runs out after all: the next setting that fits, ready to be used.
+
+The settings proposed make the same training: the rows of an update stay, so that the run goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+from tpu_kit.buffers import parse_out_of_memory
+from tpu_kit.config import BatchPlan, TrainConfig, batch_arithmetic
+from tpu_kit.launch import LaunchError
+from tpu_kit.manifest import scan
+from tpu_kit.memory import estimate
+from tpu_kit.outlook import Outlook
+from tpu_kit.roofline import step_time, work
+
+GIB = 2**30
+SMALLER = 0.8
+"""How much of the failed setting's predicted peak the next one may have, where nobody says what that took: a choice."""
+
+_DEVICE = re.compile(
+    r"RESOURCE_EXHAUSTED:.*(memory|allocat|reserve)|CUDA out of memory|\bOutOfMemoryError\b", re.IGNORECASE
+)
+_KERNEL = "memory space vmem"  # a kernel asks for more than the chip has beside its units: no smaller batch mends that
+_HOST = re.compile(
+    r"\bMemoryError\b|DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|bad_alloc|was ended by SIGKILL"
+)
+_NO_MORE = (
+    "No setting of the batch helps any more. Another training would take less: a smaller data.max_length, lora.r or "
+    "model, or model.base_dtype=int8; `python -m tpu_kit plan` says how much"
+)
+_NAMES = ("batch_size", "global_batch_size", "gradient_accumulation", "remat", "loss_chunk", "mlp_tile")
+
+
+class OutOfMemory(LaunchError):
+    """A run had too little memory.
+
+    Attributes:
+        overrides: the parameters to change, by name, with which it is predicted to fit; empty where none are known.
+    """
+
+    def __init__(self, message: str, overrides: dict[str, Any], rank: int | None = None, traceback: str = "") -> None:
+        super().__init__(message, rank, traceback)
+        self.overrides = overrides
+
+
+def out_of_memory(error: BaseException, outlook: Outlook) -> OutOfMemory | None:
+    """The error to raise in the place of one that says that memory ran out; None for any other.
+
+    Args:
+        error: what the launch raised.
+        outlook: what was predicted of the run.
+    """
+    text = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
+    device, host = _DEVICE.search(text), _HOST.search(text)
+    if _KERNEL in text or not (device or host):
+        return None
+    ending = getattr(error, "rank", None), getattr(error, "traceback", "")
+    own = outlook.room is not None and outlook.room.device_type in ("tpu", "cuda")
+    if own and not device:
+        advice = (
+            "It is the host's memory that ran out, not the device's: other settings of the batch do not change that. "
+            "Use fewer replicas (launch.num_replicas), or a host with more memory"
+        )
+        return OutOfMemory(f"{text.rstrip()}\n\n{advice}", {}, *ending)
+    used = parse_out_of_memory(text)
+    overrides, why = next_setting(outlook, used["used_bytes"] if used else None)
+    return OutOfMemory(f"{text.rstrip()}\n\n{_advice(outlook.config, overrides, why)}", overrides, *ending)
+
+
+def suggestion(outlook: Outlook) -> str:
+    """What to say before a run that is not predicted to fit; empty of any other."""
+    if outlook.fits is not False:
+        return ""
+    overrides, why = next_setting(outlook)
+    if not overrides:
+        return f"warning: it may run out of memory. {_NO_MORE}"
+    pairs = " ".join(f"{name}={value}" for name, value in overrides.items())
+    return f"warning: it may run out of memory. The same training takes less with {pairs}. {why}"
+
+
+def next_setting(outlook: Outlook, used: int | None = None) -> tuple[dict[str, Any], str]:
+    """The parameters to change, by name, and what is predicted then; no parameters if none helps.
+
+    Of the settings that fit, the fastest where the device's speed is known, else the first of `_candidates`; where none
+    is predicted to fit, the one that takes least.
+
+    Args:
+        outlook: the run that failed.
+        used: bytes that it took, where that is known: predictions are then corrected by it.
+    """
+    config, room, memory = outlook.config, outlook.room, outlook.memory
+    replicas = room.replicas if room else config.launch.num_replicas or 1
+    candidates = list(_candidates(config, batch_arithmetic(config, replicas)))
+    if room is None or memory is None or outlook.shape is None:
+        if not candidates:
+            return {}, ""
+        return _changes(config, candidates[0]), "What it takes cannot be predicted here"
+    factor = max(1.0, used / memory.total_bytes) if used else 1.0
+    bound = room.limit * (1 - outlook.free) / factor
+    if not used:
+        bound = min(bound, SMALLER * memory.total_bytes)
+    found: list[tuple[float, int, TrainConfig]] = []
+    for place, one in enumerate(candidates):
+        seen = room.seen(one)
+        peak = estimate(seen, num_replicas=replicas, shape=outlook.shape).total_bytes
+        order = float(place)
+        if room.where is not None:
+            done = work(seen, outlook.shape, batch_arithmetic(one, replicas))
+            order = step_time(done, room.where.chip, replicas).seconds
+        found.append((order, peak, one))
+    if not found:
+        return {}, ""
+    fitting = [one for one in found if one[1] <= bound]
+    if fitting:
+        _, peak, best = min(fitting, key=lambda one: one[0])
+    elif room.where is None:  # the formula is a TPU's: it does not tell
+        _, peak, best = found[0]
+    else:
+        _, peak, best = min(found, key=lambda one: one[1])
+    why = f"Predicted is {peak * factor / GIB:.2f} of {room.limit / GIB:.2f} GiB; before it was "
+    why += f"{memory.total_bytes / GIB:.2f}" + (f", and {used / GIB:.2f} were wanted" if used else "")
+    return _changes(config, best), why if fitting else f"It may still be too much. {why}"
+
+
+def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:
+    """Settings of the same training that take less, in the order of least harm."""
+    optim = replace(config.optim, global_batch_size=batch.global_batch_size, gradient_accumulation=1)
+    each = batch.global_batch_size // batch.num_replicas
+    smaller = [n for n in range(batch.batch_size - 1, 0, -1) if each % n == 0]
+    remats: list[Literal["none", "full"]] = ["none", "full"] if optim.remat == "none" else ["full"]
+    for remat in remats:
+        for rows in smaller if remat == config.optim.remat else [batch.batch_size, *smaller]:
+            yield replace(config, optim=replace(optim, batch_size=rows, remat=remat))
+    chunk, tile = min(optim.loss_chunk, 64), min(optim.mlp_tile or 512, 512)
+    if (chunk, tile) != (optim.loss_chunk, optim.mlp_tile):
+        yield replace(config, optim=replace(optim, batch_size=1, remat="full", loss_chunk=chunk, mlp_tile=tile))
+
+
+def _changes(config: TrainConfig, best: TrainConfig) -> dict[str, Any]:
+    changed = {name: getattr(best.optim, name) for name in _NAMES}
+    return {name: value for name, value in changed.items() if value != getattr(config.optim, name)}
+
+
+def _advice(config: TrainConfig, overrides: dict[str, Any], why: str) -> str:
+    if not overrides:
+        return _NO_MORE
+    try:
+        saved = scan(config.checkpoints_place)[0]
+    except OSError:  # of an object store
+        saved = []
+    goes_on = f"the run goes on from step {saved[-1].step}" if saved else "it begins anew, as nothing was saved yet"
+    pairs = " ".join(f"{name}={value}" for name, value in overrides.items())
+    lines = "\n".join(f"  {name} = {value!r}" for name, value in overrides.items())
+    return (
+        f"Out of memory. The next setting that fits is\n  {pairs}\n{why}. An update has the same rows as before, and "
+        f"{goes_on}.\nRun the same command with that at its end; in a notebook add to the parameters cell\n{lines}\n"
+        "and run it again, with the cells after it"
+    )
