@@ -38,9 +38,9 @@ class Peaks:
         self._folder = config.output_path / ".memory"
         self._warned = False
         self.predicted = _predicted(config, rt) if rt.rank == 0 and rt.device_type in ("tpu", "cuda") else None
-        if rt.rank == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier launch
         self._folder.mkdir(parents=True, exist_ok=True)
+        # What an earlier launch left: each replica its own, as another one may have noted something already.
+        (self._folder / f"{rt.rank}.json").unlink(missing_ok=True)
 
     def note(self) -> None:
         """Writes down the highest figures so far."""
@@ -55,7 +55,8 @@ class Peaks:
         device_peak_bytes is the largest of them, device_peak_difference its share above the prediction (negative below
         it), device_imbalance the share that the smallest is below the largest.
         """
-        noted = {int(path.stem): json.loads(path.read_text()) for path in self._folder.glob("*.json")}
+        paths = [self._folder / f"{rank}.json" for rank in range(self._rt.world_size)]
+        noted = {rank: json.loads(path.read_text()) for rank, path in enumerate(paths) if path.is_file()}
         # Replicas may be threads of one process.
         host = {one["pid"]: one["host"] for one in noted.values()}
         values: dict[str, float] = {"host_peak_bytes": sum(host.values())}
