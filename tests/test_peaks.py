@@ -64,6 +64,17 @@ def test_devices_are_compared_with_the_prediction(tmp_path: Path, capsys: pytest
     assert not (config.output_path / ".memory").exists()
 
 
+def test_the_first_replica_may_come_last(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    stale = Peaks(config, Chip(0, 9 * GIB))  # of a launch that was killed
+    stale.note()
+    Peaks(config, Chip(1, 2 * GIB)).note()
+    late = Peaks(config, Chip(0, GIB))
+    assert late.read()["device_peak_bytes"] == 2 * GIB
+    late.note()
+    assert late.read()["device_0_peak_bytes"] == GIB
+
+
 def test_more_than_five_percent_is_warned_of_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = replicas(configured(tmp_path), 1.2)
     for one in found:
