@@ -45,7 +45,8 @@ train-real: $(VENV)/installed-real
 test: lint types
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile
 
-test-slow: $(VENV)/installed-real
+test-slow: $(VENV)/installed-slow
+	@$(BIN)/python -m tests.benchmarks.headline --readme
 	@$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/installed
@@ -68,6 +69,10 @@ $(VENV)/installed: requirements-tpu.txt pyproject.toml | $(VENV)/bin/python
 $(VENV)/installed-real: $(VENV)/installed Makefile
 	@$(PIP_INSTALL) --no-deps $(REAL_FILES)
 	@$(PIP_INSTALL) -r requirements-tpu.txt $(REAL_ROWS)
+	@touch $@
+
+$(VENV)/installed-slow: $(VENV)/installed-real
+	@$(PIP_INSTALL) -r requirements-tpu.txt --editable '.[browser,export]'
 	@touch $@
 
 # A candidate is run, not just looked up: a pyenv shim of a version that is not active is there and fails, and a

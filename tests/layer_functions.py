@@ -19,17 +19,18 @@ from tpu_kit.step import TrainState, eval_step, train_step
 TILE = 8  # tokens of an MLP's tile: the passes have 16
 
 
-def scanned(dropout: float = 0.0, tile: int | None = TILE) -> torch.nn.Module:
+def scanned(dropout: float = 0.0, tile: int | None = TILE, keeps: bool = False) -> torch.nn.Module:
     """The tiny model of the training functions with its two layers as a loop."""
     model = tiny(dropout)
-    stacking.stack(models._causal(model).get_decoder(), tile)
+    stacking.stack(models._causal(model).get_decoder(), tile, keeps)
     return model
 
 
 def updates(config: TrainConfig) -> dict[str, Any]:
     """Three updates of eight rows, dealt to the replicas, and an evaluation; what rank 0 ends with, and the counts."""
     rt = runtime.current()
-    model = scanned() if config.optim.scan_layers == "on" else tiny()
+    keeps = config.optim.remat == "outputs"
+    model = scanned(tile=None if keeps else TILE, keeps=keeps) if config.optim.scan_layers == "on" else tiny()
     model = models.to_device(model, rt.local_device)
     optim = replace(OPTIM, ema_decay=0.9)
     state = TrainState(model, rt.local_device, optim)
@@ -73,10 +74,10 @@ def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
     rt = runtime.current()
     drawn, layers._draw = layers._draw, _given
     found = {}
-    for tile in (None, TILE):
-        model = models.to_device(scanned(0.5, tile), rt.local_device)
+    for tile, keeps in ((None, False), (TILE, False), (None, True)):
+        model = models.to_device(scanned(0.5, tile, keeps), rt.local_device)
         rt.sync()
-        found[str(tile)] = _gradient(rt, model, 1)
+        found[f"{tile} {keeps}"] = _gradient(rt, model, 1)
     layers._draw = drawn
     found["own"] = [_gradient(rt, model, seed) for seed in (1, 2, 1)]
     return found

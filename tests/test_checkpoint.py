@@ -297,12 +297,15 @@ def test_format_of_a_newer_version_is_not_damage(folder: Path, capsys: pytest.Ca
         save(store, 1)
         file = folder / "step-00000001" / "manifest.json"
         about = {name: value for name, value in json.loads(file.read_text()).items() if name != "sha256"}
-        file.write_text(manifest.seal({**about, "format": 2}))
-        with pytest.raises(ValueError, match="step-00000001 has format 2, and this tpu_kit reads 1: use the tpu_kit"):
+        file.write_text(manifest.seal({**about, "format": manifest.FORMAT + 1}))
+        with pytest.raises(
+            ValueError,
+            match=f"step-00000001 has format {manifest.FORMAT + 1}, and this tpu_kit reads {manifest.FORMAT}: use",
+        ):
             store.newest()
         assert file.exists() and store.rejected == []
         assert manifest.main([str(folder)]) == 1
-        assert "has format 2" in capsys.readouterr().err
+        assert f"has format {manifest.FORMAT + 1}" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------------ retention

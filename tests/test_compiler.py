@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tpu_kit import chips, compiler
 from tpu_kit.compiled import Compiled
 from tpu_kit.compiler import CompilerUnavailable, compile_step, find_topology
 from tpu_kit.config import TrainConfig, load_config
-from tpu_kit.testing import child_environment, run_python
+from tpu_kit.testing import REPOSITORY, child_environment, run_python
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 GIB = 2**30
@@ -79,6 +80,7 @@ def test_its_sizes_add_up_and_fit(eight: Compiled) -> None:
     assert eight.output_bytes is not None and eight.aliased_bytes is not None
     new = eight.output_bytes - eight.aliased_bytes
     assert eight.total_bytes == eight.argument_bytes + new + eight.temporary_bytes + eight.code_bytes
+    assert eight.peak_bytes is not None and eight.peak_bytes > eight.argument_bytes
     assert eight.limit_bytes == chips.chip("v5e").usable_hbm_bytes
     assert eight.fits and eight.out_of_memory is None
     weights = 2048 * 256 + 2 * (256 * (256 + 256 + 128 + 128) + 3 * 256 * 512)
@@ -154,10 +156,12 @@ def test_what_is_asked_of_the_child(tiny: Path, tmp_path: Path, monkeypatch: pyt
 # -------------------------------------------------------------------------------------------- a process of its own
 
 CANCELLED = """
+import signal
 import sys
 from pathlib import Path
 from tpu_kit.compiler import compile_step
 from tpu_kit.config import load_config
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so does its child
 try:
     compile_step(load_config(None, [f"model.name={sys.argv[1]}"]), "v5e", cache_dir=Path(sys.argv[2]))
 except KeyboardInterrupt:
@@ -290,6 +294,25 @@ def test_eight_billion_parameters_are_traced_in_six_gib(tmp_path: Path) -> None:
     assert host_bytes < 6 * GIB
     assert donated >= 2 * 7 + 2  # adapters, stacked or not, and the moments
     print(f"{host_bytes / GIB:.2f} GiB of host memory")
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_program_is_the_same_wherever_the_kit_lies(tiny: Path, tmp_path: Path) -> None:
+    """A kernel carries the lines of code that it comes from, which would be another hash in another folder."""
+    code = (
+        "import os, sys; from tpu_kit.config import load_config; from tpu_kit.tracing import trace_step; "
+        "from tpu_kit.aot import fingerprint; "
+        "print(fingerprint(trace_step(load_config(None, ['model.name=' + sys.argv[1], 'max_length=256']), 1)), "
+        "sys.modules['tpu_kit'].__file__, flush=True); os._exit(0)"
+    )
+    elsewhere = shutil.copytree(REPOSITORY / "tpu_kit", tmp_path / "elsewhere" / "tpu_kit").parent
+    found = [
+        run_python(["-c", code, str(tiny)], env={**compiler._ENVIRONMENT, **path}, cwd=tmp_path).stdout.split()
+        for path in ({}, {"PYTHONPATH": str(elsewhere)})
+    ]
+    assert found[1][1].startswith(str(elsewhere)) and found[0][1] != found[1][1]
+    assert found[0][0] == found[1][0]
 
 
 def test_an_interrupted_write_is_no_answer(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import re
@@ -36,13 +37,14 @@ from transformers import (
 
 from tests.compiler_models import SMOLLM2_135M, TINY, write_config
 from tests.generation_tpu import BLOCK
-from tpu_kit import compiler
-from tpu_kit.answers import load_for_generation
+from tpu_kit import answering, compiler
+from tpu_kit.answers import arrange_for_few_rows, load_for_generation
 from tpu_kit.completions import Completion, from_json, split_reasoning, to_json
 from tpu_kit.config import ConfigError, DataConfig, ModelConfig, load_config
 from tpu_kit.generate import explain, generate, main
 from tpu_kit.generator import Generator
 from tpu_kit.kvcache import cache_bytes_per_token
+from tpu_kit.launch import launch
 from tpu_kit.machine import Machine
 from tpu_kit.padding import widths_to
 from tpu_kit.pretrained import load_base, load_tokenizer
@@ -525,6 +527,26 @@ def test_replicas_share_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [reply.text for reply in found] == [reply.text for reply in alone]
 
 
+def test_weights_are_laid_out_for_a_cpu_and_stay_the_same() -> None:
+    model = with_lora(make("llama"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    arranged = arrange_for_few_rows(copy.deepcopy(model))
+    after = arranged.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    changed = {name.split(".")[-3] for name, value in after.items() if "base_layer" in name and value.stride(0) == 1}
+    assert changed == {"gate_proj", "up_proj"} and after["base_model.model.lm_head.weight"].is_contiguous()
+    assert tokens(generator(arranged).generate(MIXED, GREEDY)) == tokens(generator(model).generate(MIXED, GREEDY))
+
+
+def test_a_single_prompt_starts_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(
+        answering, "launch", lambda fn, config: (started.append(config.launch.num_replicas), launch(fn, config))
+    )
+    found = generate(configured(num_replicas=4), CHATS[:1], Sampling(max_new_tokens=5, temperature=1.0), n=3)
+    assert started == [1] and len(found) == 3
+
+
 @pytest.mark.parametrize(
     ("base_dtype", "device_type"),
     [("int8", "cpu"), ("int4", "cpu"), pytest.param("int4", "xla-cpu", marks=[needs_xla, pytest.mark.slow])],
@@ -597,8 +619,8 @@ def test_all_that_is_wrong_with_a_command_at_once(tmp_path: Path) -> None:
     text = str(error.value)
     for part in ("n: 'two' is no int", "chat: 'maybe' is no bool", "cannot be read (FileNotFoundError"):
         assert part in text
-    with pytest.raises(ConfigError, match=r"top_p=2\.0 must be above 0"):
-        main(["prompt=a", "top_p=2"])
+    with pytest.raises(ConfigError, match=r"(?s)top_p=2\.0 must be above 0.*n=0: must be 1.*rows=-1: must be 1"):
+        main(["prompt=a", "top_p=2", "n=0", "rows=-1"])
     with pytest.raises(ConfigError, match=r'prompt: there is none; give prompt="\.\.\." or prompts=FILE'):
         main([])
     assert "repetition_penalty" in explain() and "adapter" in explain()

@@ -9,6 +9,7 @@ import pytest
 
 from tpu_kit import headless
 from tpu_kit.config import ConfigError
+from tpu_kit.machine import Check
 from tpu_kit.testing import run_python
 
 
@@ -21,19 +22,25 @@ def write(path: Path, *cells: str) -> Path:
 
 
 def test_a_failing_cell_ends_all_with_its_error_and_the_log(tmp_path: Path) -> None:
-    cells = ("# Parameters: mine\nrows = 1", "print('said', rows)\nprint('and more')", "1 / (rows - 5)")
+    checks = "notebook.show_checks(Check(name, 'ok', 'good') for name in ('First', 'Second'));"
+    said = "from tpu_kit import notebook\nfrom tpu_kit.machine import Check\nprint('said', rows)\nprint('and more')\n"
+    cells = ("# Parameters: mine\nrows = 1", said + checks, "1 / (rows - 5)")
     write(tmp_path / "a.ipynb", *cells)
     write(tmp_path / "b.ipynb", "# Parameters: mine\nother = 1", "print('never')")
     done = run_python(
         ["-m", "tpu_kit", "notebooks", "a.ipynb", "b.ipynb", "out=done", "rows=5"], cwd=tmp_path, expect=1
     )
     lines = done.stdout.splitlines()
+    *rows, took = [lines.pop(4) for _ in range(3)]
+    assert took.strip().endswith(" s")
+    assert rows == [f"{' ' * 10}{Check(name, 'ok', 'good')}" for name in ("First", "Second")]
     assert lines[0] == "[1/2] a.ipynb" and "b.ipynb" not in done.stdout
     assert [line.split()[0] for line in lines[1:5]] == ["1/4", "2/4", "3/4", "4/4"]  # papermill's cell is one of them
     tail = "\n".join(lines[5:])
     assert "a.ipynb failed in cell [4]:\n    1 / (rows - 5)\nZeroDivisionError: division by zero" in tail
     assert "The end of done/a.log:" in tail and "said 5\nand more" in tail
     assert sorted(path.name for path in (tmp_path / "done").iterdir()) == ["a.html", "a.ipynb", "a.log"]
+    assert tail.count("✓ First") == 1, "of a table that grows, each row is logged once"
     assert "ZeroDivisionError" in (tmp_path / "done" / "a.html").read_text()
     assert "said 5\\n" in (tmp_path / "done" / "a.ipynb").read_text()
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
+import shutil
+import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import nbformat
 import pytest
 
 from tpu_kit import install
@@ -112,6 +119,16 @@ def test_where_no_wheel_fits_the_ways_out_are_named(site: Site, hardware: str, w
         install.carry_out(decision)
 
 
+@pytest.mark.parametrize(
+    ("source", "kit"),
+    [("git", "git+https://github.com/tpu-kit/tpu_kit"), ("index", "tpu_kit"), ("~", str(Path.home()))],
+)
+def test_a_way_out_installs_for_a_tpu_from_where_the_kit_came_from(source: str, kit: str) -> None:
+    old = decide(replace(LAPTOP, versions=WITHOUT, python=(3, 10)), source=source)
+    assert (old.action, old.kind) == ("impossible", "rehearsal")
+    assert f"-r {requirements('tpu')} {kit} && " in str(old)
+
+
 def test_a_full_disk_is_foreseen() -> None:
     site = replace(LAPTOP, versions=WITHOUT, free_gib=8.0)
     assert "warning: 8 GiB are free" in str(decide(site, pins=PINNED))
@@ -196,12 +213,56 @@ def test_a_replaced_package_needs_a_new_kernel(
     assert "Kernel > Restart" in out
 
 
+def write_index(folder: Path, version: str, built: str) -> str:
+    """An index as pip and uv read it, with one wheel of a package of torch's name; returns its address."""
+    (folder / "torch").mkdir(parents=True)
+    file, about = f"torch-{version}-py3-none-any.whl", f"torch-{version}.dist-info"
+    with zipfile.ZipFile(folder / "torch" / file, "w") as wheel:
+        wheel.writestr("torch.py", f"built = {built!r}")
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    (folder / "torch" / "index.html").write_text(f'<a href="{quote(file)}">{file}</a>')
+    return folder.as_uri()
+
+
+@pytest.mark.parametrize("tool", ["pip", "uv"])
+def test_another_index_is_where_torch_comes_from(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As https://download.pytorch.org/whl/cpu beside the default: the same version, there with the label +cpu."""
+    uv = shutil.which("uv") if tool == "uv" else ""
+    if uv is None:
+        pytest.skip("needs uv: pip install uv")
+    default, cpu = write_index(tmp_path / "a", "2.9.0", "cuda"), write_index(tmp_path / "b", "2.9.0+cpu", "cpu")
+    (tmp_path / "requirements-gpu.txt").write_text("torch==2.9.0\n")
+    for name, value in {"INDEX_URL": default, "TARGET": str(tmp_path / "got"), "CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("UV_DEFAULT_INDEX", default)
+    site = replace(LAPTOP, versions=WITHOUT, uv=uv)
+    decision = decide(site, "gpu", cpu, str(tmp_path))
+    if uv:  # which has no variable for it
+        decision = replace(decision, commands=((*decision.commands[0], "--target", str(tmp_path / "got")),))
+    install.carry_out(decision)
+    assert (tmp_path / "got" / "torch.py").read_text() == "built = 'cpu'"
+
+
 def test_it_needs_nothing_but_python() -> None:
-    code = "import sys; from tpu_kit import install; install.decide(install.look()); install.show_table([{'a': 1}])\n"
-    code += (
-        "outside = {name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\nprint(sorted(outside))"
-    )
-    assert run_python(["-S", "-c", code]).stdout.splitlines()[-1] == "['__main__', 'tpu_kit']"
+    """Of any version that a service may bring: what is said of one that does not fit must be said there."""
+    code = """
+import sys
+from tpu_kit import install
+install.decide(install.look())
+install.show_table([{"a": 1}])
+outside = {name.split(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+print(sorted(outside), *(module.__file__ for name, module in sys.modules.items() if name.startswith("tpu_kit")))
+"""
+    said = run_python(["-S", "-c", code]).stdout.splitlines()[-1]
+    assert said.startswith("['__main__', 'tpu_kit'] ")
+    files = said.partition("] ")[2].split()
+    assert len(files) > 5
+    for file in files:
+        ast.parse(Path(file).read_text(), file, feature_version=(3, 10))
 
 
 # ------------------------------------------------------------------------------------------------- fresh environments
@@ -235,12 +296,74 @@ def test_where_all_is_right_the_second_time_too() -> None:
     assert [row["status"] for row in checked["checks"]] == ["ok", "ok"]
 
 
+def bare_kernel(python: Path, folder: Path) -> dict[str, str]:
+    """Gives an environment what a service's runtime has, a kernel; returns what papermill finds it by, as `bare`."""
+    run_python(["-m", "pip", "install", "--quiet", "ipykernel"], executable=python, timeout=1000)
+    about = folder / "kernels" / "bare" / "kernel.json"
+    about.parent.mkdir(parents=True)
+    command = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    about.write_text(json.dumps({"argv": command, "display_name": "bare", "language": "python"}))
+    return {"JUPYTER_PATH": str(folder), "PYTHONPATH": ""}  # nor this repository
+
+
+def run_notebook(folder: Path, environment: dict[str, str], source: Path, expect: int = 0) -> str:
+    """All that notebook 1 shows where it is given a clone as the kit's source; the error, too."""
+    notebook = REPOSITORY / "notebooks" / "1-install.ipynb"
+    arguments = ["-m", "papermill", str(notebook), "out.ipynb", "-k", "bare", "-p", "source", str(source)]
+    run_python([*arguments, "--no-progress-bar"], cwd=folder, env=environment, timeout=3000, expect=expect)
+    cells = [cell for cell in nbformat.read(folder / "out.ipynb", as_version=4).cells if cell.cell_type == "code"]
+    outputs = [output for cell in cells for output in cell.outputs]
+    return "\n".join(
+        str(output.get("text") or output.get("evalue") or output.get("data", {}).get("text/plain"))
+        for output in outputs
+    )
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """What git has of the kit; a build leaves files in its folder."""
+    folder = tmp_path / "a clone"
+    shutil.copytree(REPOSITORY / "tpu_kit", folder / "tpu_kit", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in [REPOSITORY / name for name in ("pyproject.toml", "README.md", "LICENSE")]:
+        shutil.copy(path, folder)
+    for path in REPOSITORY.glob("requirements-*.txt"):
+        shutil.copy(path, folder)
+    return folder
+
+
 @pytest.mark.slow
-def test_from_nothing(tmp_path: Path) -> None:
-    first, checked, second = steps(fresh(tmp_path / "env"))
-    assert (first["action"], second["action"]) == ("install", "nothing")
-    assert [row["status"] for row in checked["checks"]] == ["ok", "ok"]
-    assert f"torch {PINS['torch']}" in checked["checks"][0]["found"]
+@pytest.mark.timeout(3600)
+def test_from_nothing_in_a_bare_kernel_as_a_service_has_it(tmp_path: Path, clone: Path) -> None:
+    """Papermill and the kit are elsewhere; the kernel has neither, and the first cells fetch the kit."""
+    python = fresh(tmp_path / "env")
+    environment = bare_kernel(python, tmp_path / "jupyter")
+    said = run_notebook(tmp_path, environment, clone)
+    assert "not installed: torch, torch_xla, transformers" in said and "Installed." in said
+    assert f"They pair torch {PINS['torch']}" in " ".join(said.split()) and "✓ They compute" in said
+    assert "The kernel can stay as it is." in said
+    again = run_notebook(tmp_path, environment, clone)
+    assert "Nothing to do: all " in again and "Nothing was to be done." in again and "✓ They compute" in again
+    assert "pip install" not in again
+    found = run_python(
+        "import tpu_kit; print(tpu_kit.__file__)", executable=python, env={"PYTHONPATH": ""}, cwd=tmp_path
+    )
+    assert Path(found.stdout.strip()).is_relative_to(tmp_path / "env")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_kernel_whose_python_does_not_fit_is_told_the_ways_out(tmp_path: Path, clone: Path) -> None:
+    """Pip refuses the kit there unless it is told otherwise, and then nothing could be said."""
+    works = "import sys, ensurepip, venv; sys.exit((3, 11) <= sys.version_info < (3, 14))"
+    found = [path for name in ("python3.10", "python3.14") if (path := shutil.which(name))]
+    fit = [path for path in found if not subprocess.run([path, "-c", works], capture_output=True).returncode]
+    if not fit:
+        pytest.skip("needs Python 3.10 or 3.14 with venv, which the kit does not support")
+    run_python(["-m", "venv", str(tmp_path / "env")], executable=fit[0])
+    environment = bare_kernel(tmp_path / "env" / "bin" / "python", tmp_path / "jupyter")
+    said = run_notebook(tmp_path, environment, clone, expect=1)
+    assert "It cannot be installed here:" in said and ": the kit needs 3.11 to 3.13" in said
+    assert "uv venv --python 3.12" in said and f"'{clone / 'requirements-tpu.txt'}' '{clone}'" in said
 
 
 @pytest.mark.slow

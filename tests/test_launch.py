@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import os
 import signal
@@ -114,7 +115,9 @@ def test_result_of_rank_0_twice_and_nothing_initialised_here(tmp_path: Path) -> 
     assert torch_xla is None or not torch_xla._XLAC._xla_runtime_is_initialized()
 
 
-def test_one_cpu_replica_runs_inline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_cpu_replica_runs_inline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pids: list[int] = []
 
     def here(config: TrainConfig) -> tuple[int, int]:  # not even importable
@@ -123,7 +126,11 @@ def test_one_cpu_replica_runs_inline(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     assert launch(here, config_for(tmp_path, "cpu", "launch.num_replicas=1")) == (0, 1)
     assert pids == [os.getpid()]
-    assert capsys.readouterr().err == "tpu_kit: device_type=cpu, 1 replica(s): as asked for\n"
+    said = "tpu_kit: device_type=cpu, 1 replica(s): as asked for\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
+    launch(here, config_for(tmp_path, "cpu", "launch.num_replicas=1"))
+    assert capsys.readouterr().out == said
     with pytest.raises(OSError, match="the disk is full"):
         launch(replica_functions.raise_in_all, config_for(tmp_path, "cpu", "launch.num_replicas=1"))
 
@@ -431,7 +438,8 @@ def test_launch_cell_twice_in_one_kernel(tmp_path: Path, monkeypatch: pytest.Mon
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", allow_errors=True).execute()
     for cell in notebook.cells[1:3]:
         text = "".join(output.get("text", "") for output in cell.outputs if output.get("name") == "stdout")
-        assert text == "line 0 of rank 0\nline 1 of rank 0\nline 2 of rank 0\n(0, 2)\n", cell.outputs
+        device = "tpu_kit: device_type=xla-cpu, 2 replica(s): as asked for\n"  # stderr looks like an error
+        assert text == device + "line 0 of rank 0\nline 1 of rank 0\nline 2 of rank 0\n(0, 2)\n", cell.outputs
     (error,) = [output for output in notebook.cells[3].outputs if output.output_type == "error"]
     assert error.ename == "ValueError" and "mine is defined in a notebook cell" in error.evalue
     assert notebook.cells[4].outputs[0].text == "False\n"

@@ -115,14 +115,17 @@ def loss_and_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -
     return float(loss.detach()), {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
-@pytest.mark.parametrize(("rank", "tile", "error"), [(4, None, 1e-6), (0, None, 1e-6), (4, 7, 1e-5)])
+@pytest.mark.parametrize(
+    ("rank", "tile", "keeps", "error"),
+    [(4, None, False, 1e-6), (0, None, False, 1e-6), (4, 7, False, 1e-5), (4, None, True, 1e-6), (0, None, True, 1e-6)],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_the_unrolled_layers(
-    family: str, rank: int, tile: int | None, error: float
+    family: str, rank: int, tile: int | None, keeps: bool, error: float
 ) -> None:
     unrolled = built(family, LoraConfig(r=rank))
     looped = copy.deepcopy(unrolled)
-    runs = stacking.stack(decoder_of(looped), tile).runs
+    runs = stacking.stack(decoder_of(looped), tile, keeps).runs
     assert [(run.period, run.turns) for run in runs] == FAMILIES[family][1]
     loss, expected = loss_and_gradients(unrolled, packed())
     ours, found = loss_and_gradients(looped, packed())
@@ -157,7 +160,11 @@ def test_updates_are_those_of_the_unrolled_layers() -> None:
             mean = loss_and_gradients(model.eval(), packed())[0]
         parameters = {name: value.detach() for name, value in state.parameters.items()}
         ended.append(
-            (stacking.per_layer(model, parameters), stacking.per_layer(model, state.split(state.average)), mean)
+            (
+                stacking.per_layer(model, parameters),
+                stacking.per_layer(model, state.named(state.average.values())),
+                mean,
+            )
         )
     (unrolled, average, loss), (looped, looped_average, looped_loss) = ended
     assert looped_loss == pytest.approx(loss, rel=1e-5)
@@ -236,11 +243,13 @@ def test_dropout_scales_what_it_keeps_and_rests_in_evaluation() -> None:
     assert dropout.eval()(values) is values
 
 
-@pytest.mark.parametrize("tile", [None, 7])
-def test_recomputed_layers_draw_what_they_drew_before(monkeypatch: pytest.MonkeyPatch, tile: int | None) -> None:
+@pytest.mark.parametrize(("tile", "keeps"), [(None, False), (7, False), (None, True)])
+def test_recomputed_layers_draw_what_they_drew_before(
+    monkeypatch: pytest.MonkeyPatch, tile: int | None, keeps: bool
+) -> None:
     """Against autograd through the same loop, which computes nothing twice."""
     model = built("gemma2", LoraConfig(r=4, dropout=0.5))
-    stacking.stack(decoder_of(model), tile)
+    stacking.stack(decoder_of(model), tile, keeps)
     torch.manual_seed(7)
     loss, found = loss_and_gradients(model, packed())
     plain = copy.deepcopy(model)
@@ -349,12 +358,16 @@ def test_who_decides() -> None:
         decoder = decoder_of(tiny())
         assert stacking.scan_layers(decoder, optim, device_type) is None
         assert isinstance(decoder.layers, layers.ScannedLayers)
+    for device_type, found in (("tpu", None), ("xla-cpu", None), ("cpu", ""), ("cuda", "")):
+        decoder = decoder_of(tiny())
+        assert stacking.scan_layers(decoder, OptimConfig(remat="outputs"), device_type) == found
+        assert isinstance(decoder.layers, layers.ScannedLayers) == (found is None)
     reason = stacking.scan_layers(decoder_of(tiny()), OptimConfig(remat="none"), "tpu")
     assert reason == "optim.remat=none keeps what a loop would compute again"
     phi = decoder_of(built("phi", LoraConfig(r=4)))
     assert "phi is not among llama, " in (stacking.scan_layers(phi, auto, "tpu") or "")
     assert isinstance(phi.layers, torch.nn.ModuleList)
-    with pytest.raises(ConfigError, match=r"optim.scan_layers: 'on' needs optim.remat=full, but it is none"):
+    with pytest.raises(ConfigError, match=r"scan_layers: 'on' needs optim.remat=full or outputs, but it is none"):
         from_dict({"optim.scan_layers": "on", "optim.remat": "none"})
 
 
@@ -400,20 +413,20 @@ def test_layers_of_other_adapters_make_runs_of_their_own() -> None:
 # ------------------------------------------------------------------------------------------------------------- on XLA
 
 
-def at(folder: Path, scan_layers: str, device_type: str, replicas: int = 1) -> TrainConfig:
+def at(folder: Path, scan_layers: str, device_type: str, replicas: int = 1, remat: str = "full") -> TrainConfig:
     config = from_dict({
         "output_dir": str(folder / f"{scan_layers}-{device_type}-{replicas}"), "optim.scan_layers": scan_layers,
-        "launch.device_type": device_type, "launch.num_replicas": replicas,
+        "launch.device_type": device_type, "launch.num_replicas": replicas, "optim.remat": remat,
     })  # fmt: skip
     config.output_path.mkdir(parents=True)
     return config
 
 
 @needs_xla
-@pytest.mark.parametrize("replicas", [1, 4])
-def test_on_xla_it_is_one_program_with_the_same_numbers(tmp_path: Path, replicas: int) -> None:
+@pytest.mark.parametrize(("replicas", "remat"), [(1, "full"), (4, "full"), (2, "outputs")])
+def test_on_xla_it_is_one_program_with_the_same_numbers(tmp_path: Path, replicas: int, remat: str) -> None:
     expected = launch(layer_functions.updates, at(tmp_path, "off", "cpu"))
-    found = launch(layer_functions.updates, at(tmp_path, "on", "xla-cpu", replicas))
+    found = launch(layer_functions.updates, at(tmp_path, "on", "xla-cpu", replicas, remat))
     assert found["alike"]
     counts = found["counts"]
     assert counts["compiles"] == 1
@@ -433,8 +446,10 @@ def test_on_xla_it_is_one_program_with_the_same_numbers(tmp_path: Path, replicas
 def test_on_xla_dropout_is_that_of_the_cpu_and_follows_the_seed(tmp_path: Path) -> None:
     expected = launch(layer_functions.gradients_with_dropout, at(tmp_path, "on", "cpu"))
     found = launch(layer_functions.gradients_with_dropout, at(tmp_path, "on", "xla-cpu"))
-    for tile in ("None", str(layer_functions.TILE)):
-        torch.testing.assert_close(torch.tensor(found[tile]), torch.tensor(expected[tile]), rtol=1e-3, atol=1e-3)
-    first, other, again = map(torch.tensor, found["own"])
+    own = found.pop("own")
+    assert len(found) == 3
+    for case, gradient in found.items():
+        torch.testing.assert_close(torch.tensor(gradient), torch.tensor(expected[case]), rtol=1e-3, atol=1e-3)
+    first, other, again = map(torch.tensor, own)
     assert torch.equal(first, again)
     assert not torch.allclose(first, other, rtol=1e-2)

@@ -4,11 +4,13 @@ import copy
 import importlib.util
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_functions import OPTIM, control
 from transformers import (
     AutoModelForCausalLM,
@@ -208,16 +210,39 @@ def test_family_trains(family, r):
     assert (base.lm_head.weight is base.get_input_embeddings().weight) == (family in TIED)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_remat_gives_the_same_gradients(family):
+def test_remat_gives_the_same_gradients(family, keeps):
     model = scramble_adapters(adapt(fresh(FAMILIES[family]), LORA, "fp32").train())
     loss_of(model).backward()
     kept = {name: parameter.grad.clone() for name, parameter in trainable_parameters(model).items()}
     model.zero_grad()
-    enable_remat(model, "cpu")
+    enable_remat(model, "cpu", keeps)
     loss_of(model).backward()
     for name, parameter in trainable_parameters(model).items():
         torch.testing.assert_close(parameter.grad, kept[name], msg=name)
+
+
+def test_products_and_attention_that_are_kept_are_not_computed_again():
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            for kind in ("aten.mm.", "aten._scaled_dot_product_flash_attention_for_cpu.default"):
+                counts[kind] += str(operation).startswith(kind)
+            return operation(*args, **(kwargs or {}))
+
+    found = {}
+    for remat in ("none", "outputs", "full"):
+        model = adapt(fresh(FAMILIES["llama"]), LoraConfig(r=0), "fp32").train()
+        if remat != "none":
+            enable_remat(model, "cpu", remat == "outputs")
+        counts = Counter()
+        with Counting():
+            loss_of(model).backward()
+        found[remat] = list(counts.values())
+    products, attention = found["none"]
+    layers = FAMILIES["llama"].num_hidden_layers
+    assert found["outputs"] == found["none"] and attention == layers
+    assert found["full"] == [products + 6 * layers, 2 * layers]  # the last product's result is not needed
 
 
 @pytest.fixture(scope="module")

@@ -81,6 +81,7 @@ def test_config_of_parameters() -> None:
     config = notebook.config(namespace, also=["questions"])
     assert config.optim.max_steps == 5
     assert config.sources["optim.max_steps"] == "notebook parameter"
+    assert (config.output_dir, config.sources["output_dir"]) == ("runs/default", "this machine's disk")
     with pytest.raises(ConfigError, match="questions"):
         notebook.config(namespace)
     with pytest.raises(ConfigError) as caught:
@@ -291,6 +292,22 @@ def test_cells_run_again_by_hand(kernel: Any) -> None:
     run_cell(kernel, OWN.replace("max_steps = 5", "max_steps = 9"))  # the typo mended, in the same kernel
     printed, error = run_cell(kernel, CONFIG)
     assert (error, "max_steps=9" in printed) == ("", True)
+
+
+def test_each_cell_of_each_notebook_works_or_says_which_comes_first(kernel: Any) -> None:
+    """Only the imports have run, and the cells are run from the last to the first."""
+    told = []
+    for path in sorted((REPOSITORY / "notebooks").glob("*.ipynb")):
+        cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+        (imports,) = [cell for cell in cells if re.search(r"^from tpu_kit import", cell, re.MULTILINE)]
+        assert not run_cell(kernel, "%reset -f")[1]
+        run_cell(kernel, imports)  # that of some notebooks goes on with the parameters
+        for cell in reversed(cells[1:]):
+            error = run_cell(kernel, cell)[1]
+            told.append(error)
+            says = "is not defined yet: the cell above that sets it", "run the cell that begins with '# Parameters'"
+            assert not error or any(text in error for text in says), (path.name, cell, error)
+    assert sum(bool(error) for error in told) > 25
 
 
 LIVE = """\

@@ -28,7 +28,7 @@ def gradients(count: int, spread: float = 3.0) -> Iterator[torch.Tensor]:
 
 
 def run(name: str, count: int, optim: OptimConfig = OPTIM) -> list[torch.Tensor]:
-    moments, directions = OPTIMIZERS[name].start(SHAPES), []
+    moments, directions = OPTIMIZERS[name].start(torch.Size([NUMBERS]), SHAPES), []
     for step, gradient in enumerate(gradients(count), 1):
         direction, after = OPTIMIZERS[name].direction(gradient, moments, torch.tensor(float(step)), optim, SHAPES)
         assert {k: (v.shape, v.dtype) for k, v in after.items()} == {k: (v.shape, v.dtype) for k, v in moments.items()}
@@ -41,7 +41,7 @@ def test_adafactor_is_torchs() -> None:
     """PyTorch's scales its rate by the parameter's root mean square, which is 1 here."""
     matrix = torch.nn.Parameter(torch.ones(7, 5))
     theirs = torch.optim.Adafactor([matrix], lr=1e-6, beta2_decay=-0.8, eps=(1e-30, 1e-3), d=1.0)
-    moments = OPTIMIZERS["adafactor"].start([matrix.shape])
+    moments = OPTIMIZERS["adafactor"].start(torch.Size([35]), [matrix.shape])
     generator = torch.Generator().manual_seed(1)
     for step in range(1, 8):
         gradient = torch.randn(35, generator=generator) * step
@@ -59,12 +59,14 @@ def test_adafactor_is_torchs() -> None:
 def test_adafactor_takes_each_matrix_of_a_stack_for_itself() -> None:
     stack, single = torch.Size((3, 4, 6)), torch.Size((4, 6))
     gradient = torch.randn(3, 24, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [10.0], [100.0]])
+    start = OPTIMIZERS["adafactor"].start
     whole, _ = OPTIMIZERS["adafactor"].direction(
-        gradient.flatten(), OPTIMIZERS["adafactor"].start([stack]), torch.tensor(1.0), OPTIM, [stack]
+        gradient.view(stack), start(stack, [stack]), torch.tensor(1.0), OPTIM, [stack]
     )
+    assert whole.shape == stack
     for part, direction in zip(gradient, whole.view(3, 24), strict=True):
         alone, _ = OPTIMIZERS["adafactor"].direction(
-            part, OPTIMIZERS["adafactor"].start([single]), torch.tensor(1.0), OPTIM, [single]
+            part, start(part.shape, [single]), torch.tensor(1.0), OPTIM, [single]
         )
         torch.testing.assert_close(direction, alone)
 
@@ -78,8 +80,8 @@ def test_8_bits_are_close_to_32() -> None:
 
 def test_what_the_moments_take() -> None:
     def size(name: str) -> int:
-        shape = [torch.Size((1024, 1024))]
-        return sum(value.numel() * value.element_size() for value in OPTIMIZERS[name].start(shape).values())
+        shape = torch.Size((1024, 1024))
+        return sum(value.numel() * value.element_size() for value in OPTIMIZERS[name].start(shape, [shape]).values())
 
     million = 1024 * 1024
     assert size("adamw") == 8 * million
@@ -92,7 +94,7 @@ def test_it_trains(name: str) -> None:
     """A least-squares problem that a step per number solves: the loss falls by orders of magnitude."""
     generator = torch.Generator().manual_seed(0)
     wanted, values = torch.randn(NUMBERS, generator=generator), torch.zeros(NUMBERS)
-    moments = OPTIMIZERS[name].start(SHAPES)
+    moments = OPTIMIZERS[name].start(torch.Size([NUMBERS]), SHAPES)
     for step in range(1, 401):
         direction, moments = OPTIMIZERS[name].direction(
             values - wanted, moments, torch.tensor(float(step)), OPTIM, SHAPES

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -97,6 +98,16 @@ def test_readme_names_every_module() -> None:
     trees = "\n".join(re.findall(r"```.*?```", readme.read_text(), flags=re.DOTALL))
     missing = [path.name for path in (REPOSITORY / "tpu_kit").glob("*.py") if path.name not in trees]
     assert not missing, f"the file tree of README.md does not name {missing}"
+
+
+def test_hooks_before_a_commit_run_what_is_here() -> None:
+    (group,) = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"]
+    assert {hook["id"] for hook in group["hooks"]} == {"ruff-check", "ruff-format", "notebooks"}
+    for hook in group["hooks"]:
+        program, *arguments = hook["entry"].split()
+        assert program.startswith(".venv/bin/") and (Path(sys.executable).parent / Path(program).name).exists()
+        assert all((REPOSITORY / one).is_file() for one in arguments if one.startswith("tests/"))
+        assert "jupyter" in hook.get("types_or", []) or re.match(hook["files"], "notebooks/4-train-cot-sft.ipynb")
 
 
 def test_continuous_integration_runs_the_one_command() -> None:

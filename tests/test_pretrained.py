@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -56,10 +57,14 @@ def test_fp32_where_asked(saved):
     assert hidden_states(model, {"input_ids": IDS}).dtype == torch.float32
 
 
-def test_a_gguf_file_loads_and_can_be_trained_and_saved(tmp_path):
+def write_gguf(path, config, tensors, sixth_bits=()):
+    """Writes a Llama's GGUF file in fp32; the matrices whose names end so in random blocks of Q6_K, which are returned.
+
+    Returns:
+        What those mean, by name.
+    """
     gguf = pytest.importorskip("gguf")
-    model, config = original(), CONFIG
-    writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -75,27 +80,51 @@ def test_a_gguf_file_loads_and_can_be_trained_and_saved(tmp_path):
         "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     }  # fmt: skip
-    for name, tensor in model.state_dict().items():
+    random, meant = np.random.default_rng(0), {}
+    for full, tensor in tensors.items():
+        name = full
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         if heads:  # llama.cpp keeps the two halves of a rotary pair side by side
             tensor = tensor.reshape(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
         for ours, theirs in names.items():
             name = name.replace(ours, theirs)
-        writer.add_tensor(name, tensor.detach().float().numpy())
+        if full.endswith(tuple(sixth_bits)):
+            blocks = random.integers(0, 256, (tensor.shape[0], tensor.shape[1] // 256, 210), dtype=np.uint8)
+            blocks[..., -2:] = np.array([2e-5], np.float16).view(np.uint8)  # of each block the scale of its scales
+            raw = blocks.reshape(tensor.shape[0], -1)
+            writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.Q6_K)
+            meant[full] = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q6_K).copy())
+        else:
+            writer.add_tensor(name, tensor.detach().float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return meant
 
+
+def test_a_gguf_file_loads_and_can_be_trained_and_saved(tmp_path):
+    model = original()
+    write_gguf(tmp_path / "small.gguf", CONFIG, model.state_dict())
     loaded = load_model(ModelConfig(name=str(tmp_path), gguf_file="small.gguf", base_dtype="fp32"), LORA)
     torch.testing.assert_close(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits, atol=1e-5, rtol=1e-4)
     hidden_states(loaded, {"input_ids": IDS}).sum().backward()
     loaded.get_base_model().save_pretrained(tmp_path / "again")  # transformers refuses this of a "quantised" model
-    integers = load_model(ModelConfig(name=str(tmp_path), gguf_file="small.gguf", base_dtype="int8"), LORA)
-    layer, plain = (each.get_decoder().layers[1].mlp.up_proj.base_layer for each in (integers, loaded))
-    torch.testing.assert_close(layer.dequantized(), plain.weight, atol=0.01 * float(plain.weight.abs().max()), rtol=0)
     with pytest.raises(ValueError, match=r"the folder has no other.gguf \(it holds: again, small.gguf\)"):
         load_model(ModelConfig(name=str(tmp_path), gguf_file="other.gguf"), LORA)
+
+
+@pytest.mark.parametrize(("dtype", "near"), [("fp32", 1e-6), ("int8", 0.01), ("int4", 0.12)])
+def test_a_gguf_file_of_k_quants_is_dequantised_and_rounded_anew(tmp_path, dtype, near):
+    config = LlamaConfig(**CONFIG.to_dict() | {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
+    model = AutoModelForCausalLM.from_config(config)
+    meant = write_gguf(tmp_path / "k.gguf", config, model.state_dict(), ["gate_proj.weight", "down_proj.weight"])
+    loaded = load_model(ModelConfig(name=str(tmp_path), gguf_file="k.gguf", base_dtype=dtype), LORA)
+    assert len(meant) == 4
+    for name, expected in meant.items():
+        layer = loaded.get_base_model().get_submodule(name.removesuffix(".weight")).base_layer
+        found = layer.weight if dtype == "fp32" else layer.dequantized()
+        assert (found - expected).norm() < near * expected.norm(), name
 
 
 def test_a_checkpoint_with_missing_weights_is_refused(saved, tmp_path):

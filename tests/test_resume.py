@@ -69,6 +69,9 @@ def test_resumed_equals_uninterrupted(where: dict[str, Any], tmp_path: Path) -> 
     assert ended(again) == ended(whole)
     assert second.step == first.step == 8 and second.metrics["eval_loss"] == first.metrics["eval_loss"]
     assert second.metrics.get("compiles", 0) <= first.metrics.get("compiles", 0)
+    for record in read_metrics(again):  # the first after the checkpoint, too, has the tokens of its own seconds alone
+        if record["kind"] == "train":
+            assert record["tokens_per_second"] * record["step_seconds"] == pytest.approx(2 * 128)
 
 
 def test_a_finished_run_stays_finished(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

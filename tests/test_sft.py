@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -252,7 +253,8 @@ def test_what_a_run_says_and_writes(configure: Configure) -> None:
     assert load_config(config.output_path / "config.yaml") == config
 
 
-def test_compiled_layers_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("remat", ["full", "outputs"])
+def test_compiled_layers_train_alike(monkeypatch: pytest.MonkeyPatch, remat: str) -> None:
     """As CUDA has it, on the CPU: torch.compile traces all of the layer, once for all layers, without a break."""
     from torch._dynamo.utils import counters
 
@@ -263,7 +265,7 @@ def test_compiled_layers_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     rt = Runtime("cuda", 0, 1, torch.device("cpu"))
     ended = {}
     for compiled in (False, True):
-        config = load_config(None, {"torch_compile": compiled, "remat": "full"})
+        config = load_config(None, {"torch_compile": compiled, "remat": remat})
         model = training_functions.tiny()
         counters.clear()
         state = step.place(model, config, rt)
@@ -281,6 +283,24 @@ def test_a_log_is_read_while_the_next_step_runs(configure: Configure) -> None:
     syncs = [before for before, _ in ended["ranks"][0]["reads"]]
     set_up, last = 1, 7  # the log of the last step cannot wait
     assert syncs[:4] == [set_up + 3, set_up + 5, set_up + 7, set_up + last]
+
+
+def test_a_log_counts_the_time_of_its_own_steps(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is made to take 0.2 s: no log says less, not the last, nor those before an evaluation or a save."""
+    slowly = loop.train_step
+
+    def train_step(*given: Any) -> None:
+        time.sleep(0.2)
+        slowly(*given)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    config = configure(logging_steps=3, max_steps=10, eval_steps=6, save_steps=4)
+    sft.train(config)
+    logged = records(config, "train")
+    assert [record["step"] for record in logged] == [3, 6, 9, 10]
+    assert all(record["step_seconds"] >= 0.2 for record in logged), logged
+    spent = sum(record["step_seconds"] * steps for record, steps in zip(logged, (3, 3, 3, 1), strict=True))
+    assert spent <= logged[-1]["seconds"]
 
 
 def test_a_second_run_in_the_process_begins_anew(configure: Configure) -> None:

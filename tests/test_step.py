@@ -10,11 +10,12 @@ import pytest
 import torch
 from training_functions import OPTIM, contents, control, dealt, rows, split, tiny
 
+from tpu_kit import groups
 from tpu_kit import model as models
 from tpu_kit.config import LaunchConfig, OptimConfig, TrainConfig
 from tpu_kit.launch import launch
 from tpu_kit.runtime import Runtime
-from tpu_kit.step import WINDOW, TrainState, _update, eval_step, token_loss, train_step
+from tpu_kit.step import WINDOW, TrainState, _update, eval_step, restore, token_loss, train_step
 
 CPU = torch.device("cpu")
 AVERAGED = replace(OPTIM, ema_decay=0.9)
@@ -42,9 +43,9 @@ def update(
     state: TrainState, parts: Sequence[torch.Tensor], control: torch.Tensor, optim: OptimConfig, tokens: float = 1.0
 ) -> None:
     """One update from gradients that were summed over `tokens` tokens, with a loss of 2 for each."""
-    flat = torch.cat([part.reshape(-1) for part in parts])
+    named = {name: part * tokens for name, part in zip(state.parameters, parts, strict=True)}
     with torch.no_grad():
-        _update(state, flat * tokens, torch.tensor([2.0 * tokens, tokens]), control, optim)
+        _update(state, [one.join(named) for one in state.groups], torch.tensor([2.0 * tokens, tokens]), control, optim)
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -85,6 +86,30 @@ def test_adamw_is_torchs(most: float, decay: float) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=name)
     assert float(state.applied) == 10
     assert norm > 1
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw8bit"])
+def test_large_parameters_are_updated_by_themselves_and_alike(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 bits share a scale in other blocks then, so those moments are others, too: only that it goes on exactly."""
+    optim = replace(AVERAGED, optimizer=optimizer, weight_decay=0.1)
+    together = TrainState(Net(), CPU, optim)
+    monkeypatch.setattr(groups, "ALONE", 20)
+    apart, again = TrainState(Net(), CPU, optim), None
+    assert [len(state.groups) for state in (together, apart)] == [1, 3]  # of 35 and 21 numbers, and the vectors
+    net = Net()
+    for step in range(1, 9):
+        for state in filter(None, (together, apart, again)):
+            update(state, gradients(net, step), control(1e-2, step), optim)
+        if step == 4:
+            saved = apart.to_host(ALONE)
+            restore(net, saved)
+            again = TrainState(net, CPU, optim, saved)
+    assert again is not None
+    assert_same(contents(again), contents(apart))
+    assert_same(again.to_host(ALONE), apart.to_host(ALONE))
+    if optimizer != "adamw8bit":
+        for name in ("parameters", "average"):
+            torch.testing.assert_close(apart.to_host(ALONE)[name], together.to_host(ALONE)[name])
 
 
 def test_a_frozen_parameter_and_its_decay_are_left_alone() -> None:
@@ -131,13 +156,13 @@ def test_the_average_follows_the_parameters() -> None:
     state = TrainState(net, CPU, AVERAGED)
     assert state.average is not None
     expected = torch.cat([p.detach().reshape(-1) for p in state.parameters.values()]).double()
-    torch.testing.assert_close(state.average.double(), expected)
+    torch.testing.assert_close(state.average[0].double(), expected)
     for step in range(1, 11):
         update(state, gradients(net, step), control(0.1, step), optim)
         now = torch.cat([p.detach().reshape(-1) for p in state.parameters.values()]).double()
         expected = 0.9 * expected + 0.1 * now
-    torch.testing.assert_close(state.average.double(), expected, rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(state.average.double(), now)
+    torch.testing.assert_close(state.average[0].double(), expected, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(state.average[0].double(), now)
 
 
 def test_the_average_stands_in_for_the_parameters() -> None:
@@ -167,7 +192,7 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_counters(poison: s
         parts[1][0] = bad
         totals = torch.tensor([math.nan if poison == "loss" else 6.0, 3.0])
         with torch.no_grad():
-            _update(state, torch.cat([p.reshape(-1) for p in parts]), totals, control(0.1, step), optim)
+            _update(state, [torch.cat([p.reshape(-1) for p in parts])], totals, control(0.1, step), optim)
     assert_same(contents(state), before)
     after = dict(zip(WINDOW, state.window.tolist(), strict=True))
     assert list(after.values())[:3] == window[:3]
@@ -200,7 +225,7 @@ def test_an_exploding_loss_is_skipped_and_counted() -> None:
     def step(number: int, loss: float, optim: OptimConfig = optim) -> None:
         flat = torch.cat([part.reshape(-1) for part in gradients(net, number)])
         with torch.no_grad():
-            _update(state, 4.0 * flat, torch.tensor([4.0 * loss, 4.0]), control(0.1, number), optim)
+            _update(state, [4.0 * flat], torch.tensor([4.0 * loss, 4.0]), control(0.1, number), optim)
 
     step(1, 9.0)  # nothing is usual yet
     for number in range(2, 60):
@@ -213,7 +238,7 @@ def test_an_exploding_loss_is_skipped_and_counted() -> None:
         assert float(state.streak) == number - 59
     assert dict(zip(WINDOW, state.window.tolist(), strict=True))["first_skipped_step"] == 60
     step(62, 4.8)  # a jump, but no explosion
-    assert float(state.streak) == 0 and not torch.equal(contents(state)["first"], before["first"])
+    assert float(state.streak) == 0 and not torch.equal(contents(state)["first.0"], before["first.0"])
     step(63, 50.0, replace(optim, max_loss_rise=None))
     assert float(state.streak) == 0
 
@@ -233,9 +258,7 @@ def test_no_token_with_loss_at_all() -> None:
     optim = replace(OPTIM, weight_decay=0.0)
     before = {name: value.detach().clone() for name, value in net.named_parameters()}
     with torch.no_grad():
-        _update(
-            state, state.flat(map(torch.zeros_like, state.parameters.values())), torch.zeros(2), control(0.1, 1), optim
-        )
+        _update(state, [torch.zeros(state.groups[0].shape)], torch.zeros(2), control(0.1, 1), optim)
     assert_same(dict(net.named_parameters()), before)
 
 
@@ -341,7 +364,7 @@ def test_the_step_is_the_gradient_of_the_mean_over_all_loss_tokens() -> None:
     expected = torch.cat(
         [p.grad.reshape(-1) for p in models.trainable_parameters(other).values() if p.grad is not None]
     )
-    torch.testing.assert_close(state.moments["first"], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(state.moments["first.0"], expected, rtol=1e-4, atol=1e-6)
     assert float(state.window[0] / state.window[1]) == pytest.approx(loss.item(), rel=1e-5)
     # Rows of one loss token and of fifteen: the mean of the rows' means is another number.
     means = [float(torch.div(*token_loss(other, part, optim, smooth=False))) for part in passes]

@@ -110,7 +110,8 @@ def test_a_run_that_fails_does_not_stop_the_others_and_finished_ones_are_skipped
     page_kind = "html" if Machine().version("nbconvert") else "ipynb"
     assert f'href="{best["folder"].replace("=", "%3D")}/notebook.{page_kind}"' in page
     assert "no such rows in &lt;here&gt;" in page
-    assert (folder / best["folder"] / "log.txt").read_text().endswith("at work on 0.31\n")
+    # Not at the end: jupyter_client interrupts a kernel before it shuts it down, and the kernel may log that.
+    assert "\nat work on 0.31\n" in (folder / best["folder"] / "log.txt").read_text()
     assert nbformat.read(folder / failed["folder"] / "notebook.ipynb", as_version=4).cells
 
     # Again: one value mended and one more; what is finished is not touched.

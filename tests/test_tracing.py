@@ -39,7 +39,9 @@ for replicas, *changes in json.loads(sys.argv[2]):
         "hash": fingerprint(program),
         "all_reduces": len(re.findall(r" all-reduce\\(", text)),
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "products": text.count(" dot("),
         "barriers": text.count(" opt-barrier("),
+        "held": max([line.count("[") for line in text.splitlines() if " opt-barrier(" in line], default=0),
         "logits": len(re.findall(r"\\[(?:1024,2048|4,256,2048)\\]", text)),
         "donated": sorted(program.arguments[place] for place in program.donated),
         "arguments": program.arguments,
@@ -54,9 +56,11 @@ def test_traced_programs(tmp_path: Path) -> None:
     cases = [
         [8], [1], [2, "batch_size=4"], [1, "learning_rate=1e-5"], [1, "ema_decay=0.9"], [1, "remat=none"],
         [1, "gradient_accumulation=2"], [1, "lora.r=0"], [1, "optimizer=adamw8bit"], [1, "attention=sdpa"],
+        [1, "remat=outputs"], [1, "remat=outputs", "attention=sdpa"], [1, "mlp_tile=null"], [1, "mlp_tile=512"],
     ]  # fmt: skip
     done = run_python(["-c", TRACED, str(model), json.dumps(cases)], env=_ENVIRONMENT)
-    eight, one, two, slow, average, plain, twice, full, bits, sdpa = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    eight, one, two, slow, average, plain, twice, full, bits, sdpa, kept, kept_sdpa, untiled, tiled = found
 
     assert [case["all_reduces"] for case in (eight, two, one)] == [1, 1, 0]
     assert not any(case["logits"] for case in (eight, one, two, plain, twice, full)), "full logits exist"
@@ -65,14 +69,24 @@ def test_traced_programs(tmp_path: Path) -> None:
     assert twice["barriers"] > 2 * one["barriers"], "one pass may begin before the other has ended"
     assert set(twice["donated"]) == set(one["donated"])
     assert one["hash"] == slow["hash"] and eight["hash"] == two["hash"], "a number of the run is a constant"
-    assert len({case["hash"] for case in (eight, one, average, plain, twice, full, bits, sdpa)}) == 8
+    assert len({case["hash"] for case in (eight, one, average, plain, twice, full, bits, sdpa, kept)}) == 9
 
-    state = {"moments.first", "moments.second", "applied", "window"}
+    # The second tile waits for all of the first: the gradient that it gives, and the sums of six adapter matrices.
+    assert tiled["barriers"] == untiled["barriers"] + 1
+    assert tiled["held"] == 1 + 6 + 2, "the second tile may begin before the first has ended"
+
+    # Once more attention, six of seven products (the last one's result is not needed), and as many second ones of
+    # adapters; sdpa's product of weights and values.
+    assert (one["kernels"], kept["kernels"]) == (3, 2)
+    assert one["products"] - kept["products"] == 6 + 6
+    assert sdpa["products"] - kept_sdpa["products"] == 6 + 6 + 1
+
+    state = {"moments.first.0", "moments.second.0", "applied", "window"}
     adapters = {name for name in one["donated"] if "lora_" in name}
     assert len({tuple(name.split(".")[-4:-2]) for name in adapters}) == 7 * 2  # A and B of each linear layer
     assert set(one["donated"]) - adapters >= state
-    assert set(average["donated"]) - set(one["donated"]) == {"average"}
-    assert {"moments.first", "moments.first_scale"} <= set(bits["donated"])
+    assert set(average["donated"]) - set(one["donated"]) == {"average.0"}
+    assert {"moments.first.0", "moments.first_scale.0"} <= set(bits["donated"])
     names = set(one["arguments"])
     assert {"batch.input_ids", "batch.labels", "batch.position_ids", "batch.segment_ids", "control"} <= names
     assert not any("base_layer" in name for name in one["donated"]), "a frozen weight is given away"

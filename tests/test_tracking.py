@@ -51,6 +51,12 @@ def test_rates_eta_and_mfu(tmp_path: Path) -> None:
             clock.now += 50
             tracker.log_eval(10, loss=1.0, accuracy=0.25)
         second = log(tracker, 20)
+        clock.now += 6.5
+        third = log(tracker, 30, ahead=1.5)  # a step of the next window was sent before this one was read
+        clock.now += 3.5
+        last = log(tracker, 40)
+    assert third["step_seconds"] == last["step_seconds"] == pytest.approx(0.5)
+    assert last["seconds"] == pytest.approx(165)
     assert second["tokens_per_second"] == pytest.approx(200)
     assert second["tokens_per_second_per_chip"] == pytest.approx(100)
     assert second["mfu"] == pytest.approx(200 * 1e12 / (2 * 197e12))  # 197 TFLOP/s: Google's page of the v5e

@@ -73,7 +73,7 @@ def contents(state: TrainState) -> dict[str, torch.Tensor]:
     """Everything an update may change, except the window."""
     kept = {**state.moments, "applied": state.applied, "usual": state.usual, **state.parameters}
     if state.average is not None:
-        kept["average"] = state.average
+        kept |= {f"average.{number}": part for number, part in state.average.items()}
     return {name: value.detach().clone() for name, value in kept.items()}
 
 
@@ -96,7 +96,7 @@ def split(config: TrainConfig) -> dict[str, list[float]]:
     ended = {**{name: value.detach() for name, value in state.parameters.items()}, "window": state.window}
     ended |= {**state.moments, "applied": state.applied}
     assert state.average is not None
-    ended["average"] = state.average
+    ended["average"] = state.average[0]
     return {n: v.reshape(-1).tolist() for n, v in zip(ended, rt.to_host(list(ended.values())), strict=True)}
 
 
@@ -241,7 +241,7 @@ def _dropout_gradient(rt: Runtime, config: TrainConfig, remat: bool) -> list[flo
     optim = replace(OPTIM, beta1=0.0, max_grad_norm=0.0)
     train_step(model, state, [_sent(rt, rows(4))], scalars, optim, rt)
     rt.sync()
-    found: list[float] = rt.to_host([state.moments["first"]])[0].tolist()
+    found: list[float] = rt.to_host([state.moments["first.0"]])[0].tolist()
     return found
 
 

@@ -15,9 +15,6 @@ GIB = 2**30
 RESERVE = 0.08
 """Share of a device's usable memory that a pick by formula leaves: more than the formula was too low by on any step
 that was compiled (tests/recorded_memory.json)."""
-WHOLE_RESERVE = 0.28
-"""The same of full fine-tuning: of Qwen3-0.6B and Gemma-3-1B the compiler updates the moments last and keeps copies of
-the change's parts beside the gradient, which it does not of Llama-3.2-1B: the formula was 22 and 26 % too low."""
 PASSES_RESERVE = 0.10
 """The same with gradient accumulation, of which two were: 2 % too low at most."""
 _RANKS = 4096
@@ -97,9 +94,8 @@ def inference(config: TrainConfig, shape: Shape, limit: float) -> Inference:
 
 def reserve(config: TrainConfig) -> float:
     """The share of a device's memory that a pick by formula leaves."""
-    share = RESERVE if config.lora.r else WHOLE_RESERVE
     passes = config.optim.gradient_accumulation > 1 or config.optim.global_batch_size is not None
-    return max(share, PASSES_RESERVE) if passes else share
+    return PASSES_RESERVE if passes else RESERVE
 
 
 def advise(config: TrainConfig, shape: Shape, replicas: int, limit: float, fits: bool) -> Advice:
@@ -176,6 +172,8 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
     if optim.loss_chunk > 256:
         yield "optim.loss_chunk", 256, free
     if optim.remat == "none":
+        yield "optim.remat", "outputs", "the same training, hardly slower"
+    if optim.remat != "full":
         yield "optim.remat", "full", "the same training, a third more FLOPs"
     if optim.mlp_tile is None or optim.mlp_tile > 512:
         yield "optim.mlp_tile", 512, slower

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tpu_kit.config import TrainConfig, batch_arithmetic
-from tpu_kit.shapes import Shape, trained_tensors
+from tpu_kit.shapes import FEW_TILES, Shape, trained_count, update_groups
 
 LANES, ROWS, VECTOR = 128, 8, 1024
 VECTOR_MEMORY = 112 * 2**20
@@ -63,6 +63,17 @@ def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
     return math.ceil(math.prod(shape[:-2]) * min(orders) * size)
 
 
+def group_bytes(group: Sequence[tuple[int, ...]]) -> int:
+    """Bytes of a group's fp32 tensor (`shapes.update_groups`): a large one in its own shape, or a vector of others."""
+    return padded(group[0], 4, free=True) if len(group) == 1 else padded((sum(map(math.prod, group)),), 4)
+
+
+def rematerialized(config: TrainConfig, shape: Shape) -> str:
+    """`optim.remat` as it works on a TPU, where layers that are no loop cannot keep "outputs" (`step.place`)."""
+    loops = config.optim.scan_layers != "auto" or shape.known.scans  # "off" is how other devices are seen (`rooms`)
+    return "full" if config.optim.remat == "outputs" and not loops else config.optim.remat
+
+
 @dataclass(frozen=True)
 class Moment:
     """What is alive at one.
@@ -94,16 +105,19 @@ class Alive:
         self.whole = not config.lora.r
         self.compute = 4 if config.model.base_dtype == "fp32" else 2
         self.stream = 4 if self.whole else self.compute
-        self.trained = sum(math.prod(tensor) for tensor in trained_tensors(shape, config.lora))
-        optim, attention = config.optim, config.model.attention
-        self.again = optim.remat == "full"
+        self.trained = trained_count(shape, config.lora)
+        optim, attention, remat = config.optim, config.model.attention, rematerialized(config, shape)
+        self.again, self.keeps = remat != "none", remat == "outputs"
         self.scanned = self.again and (optim.scan_layers == "on" or (optim.scan_layers == "auto" and shape.known.scans))
         self.kernel = "splash" if attention == "auto" else attention
         if self.kernel == "flash" and shape.softcap:
             self.kernel = "sdpa"  # what the flash kernel lacks
-        self.tile = min(optim.mlp_tile or self.tokens, self.tokens) if self.scanned else self.tokens
-        self.tiled = self.tile < self.tokens
+        tiles = self.scanned and not self.keeps
+        self.tile = min(optim.mlp_tile or self.tokens, self.tokens) if tiles else self.tokens
+        self.tiles = -(-self.tokens // self.tile)
+        self.tiled = self.tiles > 1
         self.block = max(period for period, _ in shape.runs()) if self.scanned else 1
+        self.groups = update_groups(shape, config.lora, scanned=self.scanned)
 
     def reported(self) -> tuple[Moment, float]:
         """The moment when most is alive, and the bytes that the compiler reports beyond it."""
@@ -129,8 +143,8 @@ class Alive:
         for layer, attention in (self.at_mlp(), self.at_attention()):
             parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled}
             yield Moment("backward", parts, saved + self.hidden(1 + self.tiled) + filled)
-        flat = 4.0 * self.trained
-        yield Moment("update", {"gradients": flat, "all_reduce": padded((self.trained,), 4) * self.flat_vectors()}, 0)
+        flat = sum(group_bytes(group) for group in self.groups if len(group) > 1) * self.flat_vectors()
+        yield Moment("update", {"gradients": 4.0 * self.trained, "all_reduce": flat}, 0)
 
     # -------------------------------------------------------------------------------------------------------- arrays
 
@@ -174,11 +188,26 @@ class Alive:
         """
         layers = self.shape.layers
         if self.again:
-            return layers * self.hidden()
+            return layers * (self.hidden() + (self.results() if self.keeps else 0.0))
         adapted = [linear.path for linear, _ in self.shape.adapted(self.config.lora)]
         attends, ends = (any(path.startswith(part) for path in adapted) for part in ("self_attn", "mlp"))
         wide = (self.gates() - (self.shape.linears[-1].path not in adapted)) * self.wide(self.tokens)
         return layers * (wide + self.kept() + self.hidden(2 + attends + ends))
+
+    def results(self) -> float:
+        """What remat=outputs keeps of a layer: what its linear layers give, T times their outputs, and attention.
+
+        Of the last product only where a norm follows: to what is added to the stream, nothing goes back through the
+        result. Of attention the output, T n d c, and with splash the log of sums, 4 T n; flash keeps nothing (`remat`).
+        """
+        shape, last = self.shape, 1 if self.shape.norms.count(self.shape.hidden) < 4 else 0
+        found = sum(
+            padded((self.tokens, one.outputs), self.compute, free=True)
+            for one in shape.linears[: len(shape.linears) - last]
+        )
+        if self.kernel != "flash":
+            found += padded((self.tokens, shape.heads * shape.head_dim), self.compute, free=True)
+        return found + (padded((self.rows * shape.heads, self.length), 4) if self.kernel == "splash" else 0.0)
 
     def kept(self) -> float:
         """What attention keeps for its backward pass: queries and output, 2 T n D c, keys and values, 2 T m D c.
@@ -247,11 +276,13 @@ class Alive:
         if not self.scanned:
             layer = self.hidden(5) + ((self.gates() if self.again else 0) + self.gates() - 1) * self.wide(self.tokens)
             return layer, self.kept() * self.again
-        arrays = 2 * self.gates() - 1
+        arrays = 2 * self.gates() - 1 + self.keeps * 2 * (self.block - 1)  # gate and product of the next layers too
         wide = self.spilt(arrays * self.wide(self.tile)) if self.tiled else (arrays - 1) * self.wide(self.tokens)
         layer = self.hidden(6 + self.tiled + BLOCK_HIDDEN * (self.block - 1)) + self.slices() + wide
         sums = LOG_SUMS_KEPT * self.lanes() if self.kernel == "splash" else 0.0
-        return layer, self.kept() + sums + self.positions()
+        # Norms of heads, in fp32, which with remat=outputs no product comes before: they are begun early.
+        early = self.keeps and any(size != self.shape.hidden for size in self.shape.norms)
+        return layer, self.kept() + sums + self.positions() + early * self.heads(3, self.shape.heads) * 4 / self.compute
 
     def at_attention(self) -> tuple[float, float]:
         """The same when its attention is: (layer, attention).
@@ -284,22 +315,24 @@ class Alive:
         return 2 * padded((self.tokens, self.shape.head_dim), 4) + 3 * lanes if self.kernel != "sdpa" else 0.0
 
     def slices(self) -> float:
-        """Weights cut out of their stacks: as stored what the MLP's loop over tiles carries, of each layer in a block.
+        """Weights cut out of their stacks: as stored what an MLP's loop over tiles carries, of each layer in a block.
+
+        Few tiles are no loop (`tiles`).
 
         int8 becomes bf16 on its way into a product, but attention's is cut out before. int4 is unpacked before: at a
-        time two matrices of the MLP and two of attention in bf16, and the integers of two.
+        time both halves of a matrix of the MLP in fp32, one also in bf16, and as much of attention.
         """
         dtype = "bf16" if self.whole else self.config.model.base_dtype
         mlp = [one.parameters for one in self.shape.linears if one.path.startswith("mlp")]
         others = [one.parameters for one in self.shape.linears if not one.path.startswith("mlp")]
         size = {"int8": 1, "int4": 0.5}.get(dtype, self.compute)
-        found = sum(mlp) * size * self.block if self.tiled else 0.0
+        found = sum(mlp) * size * self.block if self.tiles > FEW_TILES else 0.0
         if dtype == "int4":
             return found + 4.0 * (max(mlp) + max(others)) + max(mlp)
         return found + (sum(others) if dtype == "int8" else 0.0)
 
     def flat_vectors(self) -> int:
-        """Flat vectors at the update, beside the gradients in their own shapes.
+        """Vectors at the update, beside the gradients in their own shapes, of what is not updated by itself.
 
         The one that is reduced and clipped. AdamW's direction is computed where it is used; Adafactor's is made matrix
         by matrix and then laid flat, two more; the average needs the new parameters laid flat, one more. (With the

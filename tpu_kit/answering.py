@@ -11,7 +11,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from tpu_kit import model as models
 from tpu_kit import runtime
-from tpu_kit.answers import load_for_generation
+from tpu_kit.answers import arrange_for_few_rows, load_for_generation
 from tpu_kit.completions import Completion, Prompt, Texts, from_json, to_json
 from tpu_kit.config import TrainConfig
 from tpu_kit.generator import Generator
@@ -89,6 +89,8 @@ def answer(
             raise ValueError("there are no prompts; give one or more")
         if batch_size < 1 or ask.n < 1:
             raise ValueError(f"batch_size={batch_size} and n={ask.n} must both be 1 or more")
+    if max([len(rows), *(len(ask.prompts) for ask in asks)]) == 1:  # a prompt's samples come from one prefill
+        config = replace(config, launch=replace(config.launch, num_replicas=1))
     with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder, adapter_at_hand(adapter_dir) as adapter:
         launch(_Job(list(asks), list(rows), adapter, batch_size, folder), config)
         parts = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
@@ -184,4 +186,6 @@ def _read(config: TrainConfig, adapter: str | None, rt: Runtime) -> tuple[torch.
     model = load_for_generation(config.model, adapter, "cuda" if rt.device_type == "cuda" else "cpu")
     if rt.device_type == "tpu" and config.model.base_dtype != "fp32":
         model = model.to(torch.bfloat16)  # the fp32 of small models is for CPUs
+    if rt.device_type == "cpu":
+        arrange_for_few_rows(model)
     return model, load_tokenizer(config.model, adapter)

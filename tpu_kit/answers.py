@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from tpu_kit.config import DataConfig, ModelConfig
 from tpu_kit.encoder import Encoder, default_stop
 from tpu_kit.formats import Layout
+from tpu_kit.kvcache import causal
 from tpu_kit.pretrained import load_base
 from tpu_kit.quantized import load_frozen
 
@@ -50,6 +52,22 @@ def load_for_generation(
     return model.to(device).eval()
 
 
+def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
+    """Lay out a model's weights in the CPU's memory as a decode step reads them fastest; their values stay.
+
+    Where a layer has more outputs than inputs, a product with one or two rows takes two thirds of the time if the
+    weights of an input lie side by side, and one with more rows no longer than before (MKL, fp32, AMD EPYC). Not for
+    the head, which takes 1.2 times as long with 4 rows or more, and not for a model that is saved.
+    """
+    head = causal(model).get_output_embeddings()
+    for part in model.modules():
+        if not isinstance(part, torch.nn.Linear) or part is head or part.weight.dtype != torch.float32:
+            continue
+        if part.out_features > part.in_features:
+            part.weight.data = part.weight.data.t().contiguous().t()
+    return model
+
+
 def _read_adapter(folder: Path) -> tuple[Any, dict[str, list[int]]]:
     """Return an adapter's settings, and name -> shape of its tensors from the head of their file."""
     from peft import PeftConfig
@@ -87,10 +105,13 @@ def _with_adapter(
     refusal = f"the adapter in {folder} was trained on another base model than {name}"
     advice = f"set model.name to its own base (it says {settings.base_model_name_or_path})"
     try:
-        # What does not fit is passed over here and told below, by name and in full.
-        adapted = PeftModel.from_pretrained(
-            model, str(folder), config=settings, torch_device="cpu", ignore_mismatched_sizes=True
-        )
+        # What does not fit is passed over here, PEFT's pages of warnings too, and told below.
+        with warnings.catch_warnings():
+            for known in ("Some weights of .* were not initialized", "Found missing adapter keys"):
+                warnings.filterwarnings("ignore", known)
+            adapted = PeftModel.from_pretrained(
+                model, str(folder), config=settings, torch_device="cpu", ignore_mismatched_sizes=True
+            )
     except (ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"{refusal}: {_first_line(error)}; {advice}") from error
     wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)

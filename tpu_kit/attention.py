@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tpu_kit import splash
+from tpu_kit import remat, splash
 
 SDPA = "tpu_kit"
 FLASH = "tpu_kit_pallas"  # with "flash" in the name transformers would look for a CUDA kernel on the hub
@@ -149,7 +149,7 @@ def sdpa_attention(
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:
         output = _capped_attention(query, key, value, attention_mask, scaling, softcap)
-    return output.transpose(1, 2).contiguous(), None
+    return remat.keep(output.transpose(1, 2).contiguous()), None
 
 
 def _capped_attention(

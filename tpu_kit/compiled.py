@@ -57,6 +57,8 @@ class Compiled:
         aliased_bytes: the part of the outputs that is written over arguments.
         temporary_bytes: what is alive only during the step, at its peak.
         code_bytes: the program.
+        peak_bytes: the compiler's own figure of that name, for information: nowhere does it say what it counts, and it
+            is neither the total nor always below it. None of answers that were kept before it was asked for.
         total_bytes: arguments + (outputs - aliased) + temporaries + code; of what did not compile, what the compiler
             says it would use (to 1 %, unaliased outputs not counted).
         flops: floating point operations of a step on one device, loop bodies counted at every trip. Kernels count what
@@ -88,6 +90,7 @@ class Compiled:
     aliased_bytes: int | None = None
     temporary_bytes: int | None = None
     code_bytes: int | None = None
+    peak_bytes: int | None = None
     total_bytes: int
     flops: float | None = None
     bytes_accessed: float | None = None

@@ -40,11 +40,13 @@ CACHE = Path("~/.cache/tpu_kit/compiled")
 
 _NEEDED = ("torch_xla", "jax", "jaxlib", "libtpu")
 _VERSIONS = ("torch", "torch_xla", "transformers", "peft", "jax", "jaxlib")
-# No question to the metadata server, no lock on the chips, no log files; and torch_xla on the CPU, one thread.
+# No question to the metadata server, no lock on the chips, no log files; torch_xla on the CPU, one thread; and kernels
+# without the lines of code that they come from, or the kit in another folder would make another program.
 _ENVIRONMENT = {
     "PJRT_DEVICE": "CPU", "XLA_ALWAYS_ALLREDUCE": "1", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1",
-    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled",
+    "JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+    "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled",
     "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3", "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
 _NOT_INHERITED = ("XLA_", "TPU_", "LIBTPU_", "PJRT_", "JAX_", "CPU_NUM_DEVICES", "LOCAL_RANK", "RANK", "WORLD_SIZE")
@@ -158,6 +160,7 @@ def _compiled(
         bytes_accessed=answer["bytes_accessed"], hbm_bytes=answer["hbm_bytes"], loop_trips=answer["loop_trips"],
         collectives=tuple(Collective(**one) for one in answer["collectives"]),
         largest_buffers=tuple(Buffer(**one) for one in answer["largest_buffers"]),
+        peak_bytes=answer["peak_bytes"],
         **{name: answer[name] for name in parts},
     )  # fmt: skip
 

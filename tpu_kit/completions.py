@@ -99,7 +99,7 @@ class Texts:
             ValueError: there is nothing in it, there is no chat template, or it refuses the chat.
         """
         if isinstance(prompt, str):
-            ids = list(self._tokenizer(prompt)["input_ids"])
+            ids = list(self._tokenizer(prompt, verbose=False)["input_ids"])  # lengths are checked by the Generator
             if ids[-1:] == [self._tokenizer.eos_token_id]:
                 ids.pop()  # some tokenizers end every text
         elif prompt and isinstance(prompt[0], Mapping):
@@ -112,7 +112,7 @@ class Texts:
 
     def plain(self, text: str) -> list[int]:
         """The token ids of a text that goes on from another."""
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _chat(self, messages: list[dict[str, Any]]) -> list[int]:
         if not self._tokenizer.chat_template:

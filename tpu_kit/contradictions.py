@@ -43,8 +43,8 @@ def contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield from _evaluation_contradictions(config)
     yield from _schedule_contradictions(optim)
     yield from _batch_contradictions(optim)
-    if optim.scan_layers == "on" and optim.remat != "full":
-        yield "optim.scan_layers optim.remat", f"needs optim.remat=full, but it is {optim.remat}; set one of them"
+    if optim.scan_layers == "on" and optim.remat == "none":
+        yield "optim.scan_layers optim.remat", "needs optim.remat=full or outputs, but it is none; set one of them"
     if optim.optimizer == "adafactor":
         for leaf in ("beta1", "beta2", "eps"):
             if getattr(optim, leaf) != getattr(type(optim)(), leaf):

@@ -10,6 +10,7 @@ import base64
 import html
 import io
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -162,7 +163,7 @@ def show_example(spans: Iterable[tuple[str, bool]]) -> None:
         marked += f"<mark style='background:#b7e4c7;color:#000'>{safe}</mark>" if carries_loss else safe
         plain += f"[[{text}]]" if carries_loss else text
     # JupyterLab breaks the lines of a <pre> within words.
-    style = "white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
+    style = "font-family:monospace;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
     show({"text/html": f"<pre style='{style}'>{marked}</pre>", "text/plain": plain})
 
 
@@ -177,7 +178,9 @@ def show_lengths(report: DataReport, max_length: int) -> None:
 
     figure = Figure(figsize=(8, 2.5), layout="constrained")
     axes, fill = figure.subplots(1, 2, width_ratios=(3, 1))
-    axes.hist(report.lengths, bins=40)
+    # As many whole tokens in each bar: otherwise some bars have none.
+    step = max(1, math.ceil((max(report.lengths) - min(report.lengths) + 1) / 40))
+    axes.hist(report.lengths, bins=range(min(report.lengths), max(report.lengths) + step + 1, step))
     axes.axvline(max_length, color="tab:red", linestyle="--", label=f"max_length {max_length}")
     axes.set(xlabel="tokens in an example", ylabel="examples")
     axes.legend()
@@ -256,7 +259,9 @@ def picture(figure: Figure, text: str) -> Bundle:
 
 
 def _html_cell(text: str) -> str:
-    wide = ";min-width:18em" if "\n" in text else ""  # or its lines would break where the words beside it are many
+    longest = max(map(len, text.splitlines()), default=0)
+    # Or the lines of a cell of several would break where the words beside it are many.
+    wide = f";min-width:{min(18, longest * 0.6):.0f}em" if "\n" in text else ""
     return f"<td style='{_ROW}{wide}'>{html.escape(text)}</td>"
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -65,7 +66,9 @@ class Exported:
 
     def __str__(self) -> str:
         lines = [f"{self.format} in {self.folder}: {', '.join(self.files)}"]
-        lines += [f"  checked, {check}" for check in self.checks] + [f"  {note}" for note in self.notes]
+        lines += [f"  checked, {check}" for check in self.checks]
+        lines = [textwrap.fill(line, 110, subsequent_indent=" " * 6, break_on_hyphens=False) for line in lines]
+        lines += [f"  {note}" for note in self.notes]  # commands among them
         return "\n".join([*lines, *([f"  pushed to {self.pushed}"] if self.pushed else [])])
 
 

@@ -143,6 +143,7 @@ def main(arguments: Sequence[str]) -> int:
         sampling = Sampling(**{name: own.pop(name) for name in list(own) if name in _SAMPLING})
     except ValueError as error:
         problems.append(str(error))
+    problems += [f"{name}={own[name]}: must be 1 or more" for name in ("n", "rows") if own.get(name, 1) < 1]
     if not prompts and not problems:
         problems.append('prompt: there is none; give prompt="..." or prompts=FILE')
     if problems:

@@ -292,12 +292,12 @@ class Generator:
                 sampling.knobs(self._decoder.vocabulary), self._on_device(table),
                 self._occurred(prompts, n, fillers) if sampling.repetition_penalty != 1 else None,
             )  # fmt: skip
-            look_up, going = table.numpy(), True
+            look_up, going, most = table.numpy(), True, sampling.max_new_tokens
             while going and state.done < steps:
-                output = self._decoder.decode(sampling.kind, state, cache, block)
+                output = self._decoder.decode(sampling.kind, state, cache, min(block, most - state.done))
                 for place, row in enumerate(rows):
-                    _extend(row, output[:, :, place], look_up, sampling.max_new_tokens)
-                going = any(row.state != ENDED and len(row.tokens) < sampling.max_new_tokens for row in rows)
+                    _extend(row, output[:, :, place], look_up, most)
+                going = any(row.state != ENDED and len(row.tokens) < most for row in rows)
                 if self._in_step(world):
                     going = self._any(going)
                 yield rows

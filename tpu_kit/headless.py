@@ -122,6 +122,10 @@ def _engine(log: IO[str], all_of_it: bool) -> Any:
     class Client(PapermillNotebookClient):
         _broken = False  # something was told after the cell's name
 
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._shown: dict[str, str] = {}  # by the display's id
+
         def execute_cell(self, cell: Any, cell_index: int, *args: Any, **options: Any) -> Any:
             if cell.cell_type != "code":
                 return super().execute_cell(cell, cell_index, *args, **options)
@@ -139,11 +143,14 @@ def _engine(log: IO[str], all_of_it: bool) -> Any:
         def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
             kind, content = msg["msg_type"], msg["content"]
             text = content["text"] if kind == "stream" else content.get("data", {}).get("text/plain", "")
+            if display := content.get("transient", {}).get("display_id"):
+                before, self._shown[display] = self._shown.get(display, ""), text
+                text = text.removeprefix(before).lstrip("\n")  # of a table that grows, its new rows
             if text and kind in ("stream", "display_data", "update_display_data", "execute_result"):
                 log.write(text if kind == "stream" else f"{text}\n")
                 log.flush()
-                if kind == "update_display_data":  # progress: what is new stands at its end
-                    self._tell(f"          {text.splitlines()[-1][:150]}\n")
+                if kind == "update_display_data":  # progress
+                    self._tell("".join(f"          {line[:150]}\n" for line in text.splitlines()))
                 elif all_of_it and content.get("name") != "stderr":
                     self._tell(text if kind == "stream" else f"{text}\n")
             return super().process_message(msg, cell, cell_index)

@@ -13,6 +13,7 @@ What ends a launch early, and how a training loop then saves first, is in preemp
 
 from __future__ import annotations
 
+import builtins
 import pickle
 import re
 import sys
@@ -52,7 +53,8 @@ def launch(fn: Callable[[TrainConfig], T], config: TrainConfig) -> T:
             (`preemption.Agreement`) returns its result at the first signal, and is ended at the second.
     """
     backend = runtime.detect(config.launch)
-    print(f"tpu_kit: {backend}", file=sys.stderr, flush=True)
+    # A notebook shows stderr as if it were an error; a command's stdout may be JSON.
+    print(f"tpu_kit: {backend}", file=sys.stdout if hasattr(builtins, "__IPYTHON__") else sys.stderr, flush=True)
     if backend.device_type == "cpu" and backend.num_replicas == 1:
         with Notices(_budget(config)) as notices:
             return _inline(fn, config, notices.board)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tpu_kit import remat
 from tpu_kit.dropout import SeededDropout, mix
 from tpu_kit.scan import Tensors, scan
 from tpu_kit.tiles import autocast_now, is_tiled
@@ -127,10 +128,10 @@ class ScannedLayers(torch.nn.Module):
 class Run(torch.nn.Module):
     """Layers that repeat: `turns` times a block of `period` layers, whose weights are (turns, ...) each."""
 
-    def __init__(self, layers: list[torch.nn.Module], turns: int) -> None:
-        """Takes the layers of one block, their weights stacked, their dropouts seeded."""
+    def __init__(self, layers: list[torch.nn.Module], turns: int, keeps: bool = False) -> None:
+        """Takes the layers of one block, their weights stacked, their dropouts seeded; `keeps` is of `remat`."""
         super().__init__()
-        self.turns, self.period = turns, len(layers)
+        self.turns, self.period, self.keeps = turns, len(layers), keeps
         self.layers = torch.nn.ModuleList(layers)
         self.draws = any(isinstance(part, SeededDropout) for part in self.modules())
 
@@ -140,7 +141,7 @@ class Run(torch.nn.Module):
             assert call.key() == calls[index % self.period].key(), "layers of one run are called alike"
         calls = calls[: self.period]
         constants = list({id(tensor): tensor for call in calls for tensor in call.tensors}.values())
-        block = _Block(self.layers, calls, constants)
+        block = _Block(self.layers, calls, constants, self.keeps)
         constants = [tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in constants]
         inputs = [tensor for layer in self.layers for tensor in tensors_of(layer).values()]
         if self.draws and self.training:
@@ -165,9 +166,10 @@ def _draw(device: torch.device) -> torch.Tensor:
 class _Block:
     """One turn of a loop, forward and backward: functions of a carry (states or gradient, constants) and of slices."""
 
-    def __init__(self, layers: torch.nn.ModuleList, calls: list[Call], constants: Tensors) -> None:
+    def __init__(self, layers: torch.nn.ModuleList, calls: list[Call], constants: Tensors, keeps: bool) -> None:
         places = {id(tensor): place for place, tensor in enumerate(constants)}
-        self.layers, self.calls = layers, calls
+        self.layers, self.calls, self.keeps = layers, calls, keeps
+        self.kept: list[int] = []  # results that each layer keeps, known after a forward pass
         self.places = [[places[id(tensor)] for tensor in call.tensors] for call in calls]
         self.names = [list(tensors_of(layer)) for layer in layers]
         self.trained = [[n for n, tensor in tensors_of(layer).items() if tensor.requires_grad] for layer in layers]
@@ -176,19 +178,23 @@ class _Block:
         self.cast = [_cast_once(layer) for layer in layers]
 
     def forward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-        """The hidden states after the block, and those before each of its layers."""
-        hidden, before = carry[0], []
+        """The hidden states after the block; those before each of its layers, and what these keep."""
+        hidden, before, kept = carry[0], [], []
         for index, tensors in enumerate(self._by_layer(slices)):
             before.append(hidden)
-            hidden = self._layer(index, hidden, carry[1:], tensors)
-        return [hidden, *carry[1:]], before
+            with remat.recording(self.keeps) as found:
+                hidden = self._layer(index, hidden, carry[1:], tensors)
+            kept.append(found)
+        self.kept = [len(found) for found in kept]
+        return [hidden, *carry[1:]], [*before, *(tensor for found in kept for tensor in found)]
 
     def backward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
         """The gradient before the block, and those of the trained tensors; each layer is computed again."""
-        gradient, count = carry[0], len(self.layers)
-        before, gradients = slices[:count], [[]] * count  # type: ignore[var-annotated]
-        for index, tensors in reversed(list(enumerate(self._by_layer(slices[count:])))):
-            with torch.enable_grad():
+        gradient, count, rest = carry[0], len(self.layers), iter(slices)
+        before, gradients = [next(rest) for _ in self.layers], [[]] * count  # type: ignore[var-annotated]
+        kept = [[next(rest) for _ in range(number)] for number in self.kept]
+        for index, tensors in reversed(list(enumerate(self._by_layer(list(rest))))):
+            with torch.enable_grad(), remat.replaying(kept[index], self.keeps):
                 hidden = before[index].detach().requires_grad_()
                 trained = {name: self._leaf(index, name, tensors[name]) for name in self.trained[index]}
                 output = self._layer(index, hidden, carry[1:], {**tensors, **trained})
@@ -246,28 +252,27 @@ def _cast_once(layer: torch.nn.Module) -> set[str]:
 
 
 class _Scanned(torch.autograd.Function):
-    """The loop over a run's blocks; keeps the input of every layer, and loops back from the last block to the first."""
+    """The loop over a run's blocks; keeps what `_Block.forward` gives, and loops back from the last to the first."""
 
     @staticmethod
     def forward(ctx: Any, block: _Block, constants: int, hidden: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.block, ctx.constants, ctx.autocast = block, constants, autocast_now(hidden.device.type)
-        carry, before = scan(block.forward, [hidden, *tensors[:constants]], list(tensors[constants:]))
-        ctx.save_for_backward(*tensors, *before)
+        ctx.given = len(tensors)
+        carry, kept = scan(block.forward, [hidden, *tensors[:constants]], list(tensors[constants:]))
+        ctx.save_for_backward(*tensors, *kept)
         ctx.trained = [tensor.requires_grad for tensor in tensors]
         return carry[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        constants, inputs = ctx.saved_tensors[: ctx.constants], ctx.saved_tensors[ctx.constants :]
-        count = len(ctx.block.layers)
+        saved = ctx.saved_tensors
+        constants, inputs, kept = saved[: ctx.constants], saved[ctx.constants : ctx.given], saved[ctx.given :]
         with torch.autocast(**ctx.autocast):
-            carry, found = scan(
-                ctx.block.backward, [upstream, *constants], [*inputs[-count:], *inputs[:-count]], reverse=True
-            )
+            carry, found = scan(ctx.block.backward, [upstream, *constants], [*kept, *inputs], reverse=True)
         gradients = iter(found)
         turned = (
             next(gradients).to(own.dtype) if own_is_trained else None
-            for own, own_is_trained in zip(ctx.saved_tensors, ctx.trained, strict=False)
+            for own, own_is_trained in zip(saved, ctx.trained, strict=False)
         )
         return (None, None, carry[0], *turned)

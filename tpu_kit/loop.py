@@ -49,6 +49,8 @@ class _Reading:
     rate: float
     before: dict[str, int]
     now: dict[str, int]
+    tokens: int
+    sent: float  # seconds: when its last step was
 
 
 class Loop:
@@ -78,9 +80,8 @@ class Loop:
         self.prepared, self.plan, self.checkpoints = prepared, plan, checkpoints
         self.peaks = Peaks(config, rt)
         self.total = sum(1 for _ in self._updates())
-        self.step = 0
+        self.step, self.skipped = 0, 0
         self.metrics: dict[str, float] = {}
-        self.skipped = 0
         self.best: Tensors | None = None
         self._logged = 0  # the step of the last log
         self._tokens = 0
@@ -131,8 +132,7 @@ class Loop:
         config, rt, optim = self.config, self.rt, self.config.optim
         self.model.train()
         window = list(islice(self._updates(), self._logged, self.step))
-        keep, before = float(bool(window)), rt.counters()
-        start = time.monotonic()
+        keep, before, start = float(bool(window)), rt.counters(), time.monotonic()
         status: Status = "finished"
         for update, tensors in prefetch(self._batches()):
             if not agreement.may_start(update.step):
@@ -146,12 +146,13 @@ class Loop:
             rt.sync()
             keep = 1.0
             window.append(update)
+            self._tokens += update.rows * config.data.max_length
             if self._tracker is not None:
                 self._tracker.tick(step)
             self._log()  # of a step before, while this one runs
             if step % config.tracking.logging_steps == 0 or step == self.total:
                 now = rt.counters()
-                self._due = _Reading(window, self.state.report, rate, before, now)
+                self._due = _Reading(window, self.state.report, rate, before, now, self._tokens, time.monotonic())
                 keep, before, window = 0.0, now, []
             evaluates, saves = self._evaluates(step), self._saves(step)
             if evaluates or saves:
@@ -192,11 +193,11 @@ class Loop:
         """
         if self._due is None:
             return
-        due, self._due = self._due, None
+        due, self._due, asked = self._due, None, time.monotonic()
         (report,) = self.rt.to_host([due.report])
+        ahead = asked - due.sent - (time.monotonic() - asked)  # sending a later step took longer than this one ran
         loss, tokens, norm, skipped, bad = dict(zip(WINDOW, report.tolist(), strict=False)).values()
         steps, good, last = len(due.window), len(due.window) - int(skipped), due.window[-1]
-        self._tokens += sum(update.rows for update in due.window) * self.config.data.max_length
         self._logged = last.step
         self.skipped += int(skipped)
         self.metrics["loss"] = loss / tokens if tokens else float("nan")
@@ -213,11 +214,12 @@ class Loop:
                 loss=self.metrics["loss"],
                 grad_norm=norm / good if good else float("nan"),
                 lr=due.rate,
-                tokens=self._tokens,
+                tokens=due.tokens,
                 compiles=due.now.get("compiles", 0),
                 epoch=last.epoch + (last.first_row + last.rows) / len(self.prepared.train),
                 device_bytes=used,
                 device_limit_bytes=limit,
+                ahead=max(0.0, ahead),
                 skipped=skipped,
                 rows_per_update=last.rows,
                 **rates,
@@ -291,8 +293,7 @@ class Loop:
     def _trained(self) -> Tensors:
         """The weights as they are now, on the CPU: the average where there is one."""
         if self.state.average is not None:
-            (flat,) = self.rt.to_host([self.state.average])
-            return self.state.split(flat)
+            return self.state.named(self.rt.to_host(list(self.state.average.values())))
         names = list(self.state.parameters)
         return dict(zip(names, self.rt.to_host(list(self.state.parameters.values())), strict=True))
 
@@ -318,7 +319,7 @@ class Loop:
             return
         self._saved, self._saved_at = self.step, time.monotonic()
         if self.best is not None:
-            tensors["best"] = self.state.flat(iter(self.best.values()))
+            tensors["best"] = self.state.flat(self.best)
         files = {"training": tensors}
         state = {
             "logged": self._logged, "tokens": self._tokens, "skipped": self.skipped, "worse": self._worse,

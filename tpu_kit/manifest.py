@@ -26,7 +26,7 @@ from tpu_kit.config import ConfigError
 from tpu_kit.storage import is_url, join
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2  # 1: with the moments of all parameters in one vector
 PART, OLD, CORRUPT = ".part", ".old", ".corrupt"  # how the names end that checkpoint.Checkpoints gives to folders
 
 
@@ -172,7 +172,7 @@ def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
 
     Raises:
         DamagedError: it is not what was written.
-        ValueError: a newer tpu_kit has written it.
+        ValueError: a tpu_kit that lays it out otherwise has written it.
     """
     try:
         manifest: dict[str, Any] = json.loads(text)

@@ -17,15 +17,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tpu_kit.alive import Alive, padded
+from tpu_kit.alive import Alive, group_bytes, padded
 from tpu_kit.config import TrainConfig
-from tpu_kit.shapes import Shape, read_shape, stored_tensors, trained_tensors
+from tpu_kit.shapes import FEW_TILES, Shape, read_shape, stored_tensors, trained_tensors
 
 GIB = 2**30
 
 LOOP_CODE = 26 * 2**20
 """Code of a program of loops for each layer in it (one, or those of a block) and each pass: 20 to 31 MiB on v5e, v5p,
 v6e, 23 for each of 2 or 4 passes, 35 for each of Gemma 2's two layers; 7 MiB for a model of 0.8 M parameters."""
+TILE_CODE = 7 * 2**20
+"""Code of each tile of an MLP beyond two, where tiles are no loop (`tiles`): 27 to 32 MiB in all for two (Mistral,
+Qwen2.5, SmolLM2), 39 to 49 for four (Mistral, Llama, Qwen2.5)."""
 SMALLEST_CODE = 7 * 2**20
 """Code beside the layers' of an unrolled program; and of a program of loops of next to nothing."""
 FLAT_CODE = {"full": 22 * 2**20, "none": 14 * 2**20}
@@ -106,7 +109,7 @@ class _Step:
         """What is there before the step, and written over by it: weights, adapters, optimizer, average, batches.
 
         Base weights as `shapes.stored_tensors`; with lora.r=0 they are what is trained, in fp32 (`model.load_model`).
-        Adapters are fp32, moments and the average flat fp32 vectors of P (`step.TrainState`, `optimizer`): AdamW 8
+        Adapters are fp32, moments and the average too, as the groups of parameters lie (`groups`, `optimizer`): AdamW 8
         bytes a parameter; in 8 bits 2 and two scales of 4 for each 256, which pad to 128 each; Adafactor a number for
         each row and column. A batch is three int64 and one int32 array of (B, S) for each pass.
         """
@@ -116,31 +119,38 @@ class _Step:
         rows = sum(padded((self.alive.rows, self.alive.length), one) for one in (8, 8, 8, 4))
         return {
             "base_weights": weights, "adapters": adapters, "optimizer": self._moments(),
-            "ema": padded((self.trained,), 4) if self.config.optim.ema_decay else 0, "batch": rows * self.alive.passes,
+            "ema": sum(map(group_bytes, self.alive.groups)) if self.config.optim.ema_decay else 0,
+            "batch": rows * self.alive.passes,
         }  # fmt: skip
 
     def _moments(self) -> int:
-        kind = self.config.optim.optimizer
+        kind, groups = self.config.optim.optimizer, self.alive.groups
         if kind == "adamw":
-            return 2 * padded((self.trained,), 4)
-        if kind == "adamw8bit":
-            blocks = -(-self.trained // 256)
-            return 2 * (padded((blocks, 256), 1) + padded((blocks, 1), 4, free=True))
-        # Of layers' vectors a stack has two axes, and is no matrix.
-        matrices = [one for one in self.trained_tensors if len(one) == 3 or one[0] == self.shape.vocabulary]
-        rows = sum(math.prod(one[:-1]) for one in matrices)
-        columns = sum(math.prod(one) // one[-2] for one in matrices)
-        vectors = self.trained - sum(map(math.prod, matrices))
-        return sum(padded((count,), 4) for count in (rows, columns, vectors))
+            return 2 * sum(map(group_bytes, groups))
+        found = 0
+        for group in groups:
+            if kind == "adamw8bit":
+                blocks = -(-sum(map(math.prod, group)) // 256)
+                found += 2 * (padded((blocks, 256), 1) + padded((blocks, 1), 4, free=True))
+                continue
+            # Of layers' vectors a stack has two axes, and is no matrix.
+            matrices = [one for one in group if len(one) == 3 or one[0] == self.shape.vocabulary]
+            rows = sum(math.prod(one[:-1]) for one in matrices)
+            columns = sum(math.prod(one) // one[-2] for one in matrices)
+            vectors = sum(map(math.prod, group)) - sum(map(math.prod, matrices))
+            found += sum(padded((count,), 4) for count in (rows, columns, vectors))
+        return found
 
     def code(self) -> int:
         """The program's own size; see `LOOP_CODE`."""
         passes, layers = self.alive.passes, self.shape.layers
         if not self.alive.scanned:
-            return SMALLEST_CODE + passes * layers * FLAT_CODE[self.config.optim.remat]
+            return SMALLEST_CODE + passes * layers * FLAT_CODE["full" if self.alive.again else "none"]
         if self.shape.layer_parameters < 2**21:
             return SMALLEST_CODE * passes
-        return LOOP_CODE * sum(period for period, _ in self.shape.runs()) * passes
+        more = max(0, self.alive.tiles - 2) if self.alive.tiles <= FEW_TILES else 0
+        layer = LOOP_CODE + TILE_CODE * more
+        return layer * sum(period for period, _ in self.shape.runs()) * passes
 
     def memory(self) -> Memory:
         """All of it."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tpu_kit import attention
+from tpu_kit import attention, remat
 from tpu_kit.pretrained import load_base
 from tpu_kit.pretrained import load_tokenizer as load_tokenizer  # re-exported: it goes with load_model
 from tpu_kit.quantize import QuantizedLinear
@@ -194,7 +194,7 @@ def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Mo
     return model
 
 
-def enable_remat(model: torch.nn.Module, device_type: str) -> None:
+def enable_remat(model: torch.nn.Module, device_type: str, keeps: bool = False) -> None:
     """Makes every layer forget its activations and compute them again in the backward pass.
 
     On XLA this must be torch_xla's own checkpoint: it puts a barrier between the first computation and the second,
@@ -203,6 +203,7 @@ def enable_remat(model: torch.nn.Module, device_type: str) -> None:
     Args:
         model: as `load_model` returns it.
         device_type: "tpu", "xla-cpu", "cuda" or "cpu".
+        keeps: whether the results of products and of attention are kept, on "cuda" or "cpu" (see `remat`).
     """
     causal = _causal(model)
     # A random state is worth saving only where something draws from it.
@@ -215,6 +216,8 @@ def enable_remat(model: torch.nn.Module, device_type: str) -> None:
         from torch.utils.checkpoint import checkpoint
 
         function = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
+        if keeps:
+            function = functools.partial(function, context_fn=remat.contexts)
     causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
     # A reentrant checkpoint passes no gradient on if none of its inputs wants one; under LoRA the embedding is frozen.
     causal.enable_input_require_grads()

@@ -47,6 +47,8 @@ __all__ = [
     "show_verdict",
 ]
 
+# Only what takes longer gets a bar of tqdm's, here and in the processes that a cell starts: each state is kept.
+os.environ.setdefault("TQDM_DELAY", "5")
 # Progress bars here are plain text, which a kernel without widgets need not warn of.
 warnings.filterwarnings("ignore", message="IProgress not found")
 explain_missing_names()
@@ -78,7 +80,9 @@ def config(namespace: Mapping[str, Any], path: str | Path | None = None, also: C
         ]
         raise ConfigError(problems) from None
     # Here, so that the notebook looks for the run's files where `train` will put them.
-    return replace(found, output_dir=find_place(found).output_dir, sources=found.sources)
+    place = find_place(found)
+    why = {} if place.output_dir == found.output_dir else {"output_dir": place.reason}
+    return replace(found, output_dir=place.output_dir, sources={**found.sources, **why})
 
 
 def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> TrainConfig:

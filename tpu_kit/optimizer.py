@@ -1,4 +1,4 @@
-"""The optimizers: functions of flat fp32 vectors, which XLA compiles into the training step.
+"""The optimizers: functions of fp32 tensors, which XLA compiles into the training step.
 
 Those of PyTorch cannot be used there: their step count is a number of the host, so that each step (Adafactor), or one
 late step (AdamW, where the bias correction becomes exactly 1), is a program of its own. 8-bit ones need CUDA.
@@ -24,13 +24,14 @@ class Optimizer:
     """What an optimizer remembers, and what it makes of a gradient.
 
     Attributes:
-        start: from the parameters' shapes, the moments before the first update: CPU tensors of zeros.
-        direction: from the gradient (P,), the moments, the number of updates applied with this one, (), the
-            configuration and the shapes: the change (P,) for a learning rate of 1, to be subtracted, and the moments
-            after it.
+        start: from the shape of the gradient and those of the parameters that it joins (`groups.Group`), the moments
+            before the first update: CPU tensors of zeros.
+        direction: from the gradient, the moments, the number of updates applied with this one, (), the configuration
+            and the parameters' shapes: the change for a learning rate of 1, to be subtracted, in the gradient's shape,
+            and the moments after it.
     """
 
-    start: Callable[[Sequence[torch.Size]], Moments]
+    start: Callable[[torch.Size, Sequence[torch.Size]], Moments]
     direction: Callable[
         [torch.Tensor, Moments, torch.Tensor, OptimConfig, Sequence[torch.Size]], tuple[torch.Tensor, Moments]
     ]
@@ -48,8 +49,8 @@ def _correction(beta: float, applied: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------- AdamW
 
 
-def _adamw_start(shapes: Sequence[torch.Size]) -> Moments:
-    return {name: torch.zeros(_numbers(shapes)) for name in ("first", "second")}
+def _adamw_start(shape: torch.Size, _: Sequence[torch.Size]) -> Moments:
+    return {name: torch.zeros(shape) for name in ("first", "second")}
 
 
 def _adamw(
@@ -65,8 +66,8 @@ def _adamw(
 # ---------------------------------------------------------------------------------------------------- AdamW in 8 bits
 
 
-def _adamw8bit_start(shapes: Sequence[torch.Size]) -> Moments:
-    blocks = math.ceil(_numbers(shapes) / _BLOCK)
+def _adamw8bit_start(shape: torch.Size, _: Sequence[torch.Size]) -> Moments:
+    blocks = math.ceil(shape.numel() / _BLOCK)
     return {
         name: value
         for moment in ("first", "root_second")
@@ -92,7 +93,7 @@ def _adamw8bit(
 
 
 def _encode(name: str, values: torch.Tensor) -> Moments:
-    blocks = torch.nn.functional.pad(values, (0, -values.numel() % _BLOCK)).view(-1, _BLOCK)
+    blocks = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % _BLOCK)).view(-1, _BLOCK)
     size = blocks.abs()
     scale = size.amax(1, keepdim=True)
     codes = torch.round((size / scale.clamp(min=1e-38)).sqrt() * _LEVELS)
@@ -104,13 +105,13 @@ def _encode(name: str, values: torch.Tensor) -> Moments:
 def _decode(moments: Moments, name: str, like: torch.Tensor) -> torch.Tensor:
     codes = moments[name].to(torch.float32)
     values = codes * codes.abs() * (moments[f"{name}_scale"] / _LEVELS**2)
-    return values.flatten()[: like.numel()]
+    return values.flatten()[: like.numel()].view_as(like)
 
 
 # ---------------------------------------------------------------------------------------------------------- Adafactor
 
 
-def _adafactor_start(shapes: Sequence[torch.Size]) -> Moments:
+def _adafactor_start(_: torch.Size, shapes: Sequence[torch.Size]) -> Moments:
     matrices = [shape for shape in shapes if len(shape) > 1]
     return {
         "rows": torch.zeros(sum(shape.numel() // shape[-1] for shape in matrices)),
@@ -138,7 +139,7 @@ def _adafactor(
     before = {name: iter(moments[name].split(parts)) for name, parts in sizes.items()}
     after: dict[str, list[torch.Tensor]] = {name: [moments[name][:0]] for name in moments}
     directions = []
-    for shape, part in zip(shapes, gradient.split([shape.numel() for shape in shapes]), strict=True):
+    for shape, part in zip(shapes, gradient.flatten().split([shape.numel() for shape in shapes]), strict=True):
         values = part.view(shape)
         square = values * values + 1e-30
         if len(shape) > 1:
@@ -154,7 +155,7 @@ def _adafactor(
         over = tuple(range(-min(2, len(shape)), 0))
         rms = direction.square().mean(over, keepdim=True).sqrt() if over else direction.abs()
         directions.append((direction / rms.clamp(min=1.0)).flatten())
-    return torch.cat(directions), {name: torch.cat(parts) for name, parts in after.items()}
+    return torch.cat(directions).view_as(gradient), {name: torch.cat(parts) for name, parts in after.items()}
 
 
 OPTIMIZERS = {

@@ -70,7 +70,7 @@ class Outlook:
             f"kept free: {verdict}",
         ]
         if room.device_type != "tpu":
-            lines[0] += ", which was made for TPUs"
+            lines[0] += " for TPUs"
         if self.time is not None:
             tokens = batch_arithmetic(self.config, room.replicas).tokens_per_update / self.time.seconds
             lines.append(

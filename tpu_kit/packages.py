@@ -24,6 +24,7 @@ CHECKED = "2026-11-21"
 Kind = Literal["tpu", "rehearsal", "gpu"]
 """What is installed: with torch_xla, libtpu and jax; with torch_xla alone; without any of them."""
 
+_GIT = "git+https://github.com/tpu-kit/tpu_kit"
 _LINUX, _NEWEST = "Linux x86_64", (3, 13)
 _GIB_NEEDED = {True: 14, False: 4}  # by whether torch brings CUDA's libraries: while pip unpacks, more than stays
 
@@ -273,10 +274,13 @@ def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
     if site.place == "Kaggle":
         ways.append("Settings > Environment: one with Python 3.11 or 3.12; then run all again")
     if site.system == _LINUX:
-        kit = source if source and Path(source).exists() else "tpu_kit"
+        local = Path(source).expanduser()
+        kit = str(local) if source and local.exists() else "tpu_kit" if source == "index" else _GIT
+        file = requirements("gpu" if kind == "gpu" else "tpu", source)  # for the Python there
+        given = shlex.join(["-r", str(file), kit])
         ways.append(
             "an environment with a Python that fits, which uv fetches: pip install uv && uv venv --python 3.12 "
-            f"~/tpu_kit-env && uv pip install --python ~/tpu_kit-env -r {requirements(kind, source)} {kit} && "
+            f"~/tpu_kit-env && uv pip install --python ~/tpu_kit-env {given} && "
             "~/tpu_kit-env/bin/python -m ipykernel install --user --name tpu_kit"
         )
         one_kernel = site.place in ("Colab", "Kaggle")

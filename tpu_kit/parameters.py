@@ -114,12 +114,17 @@ class OptimConfig:
     ema_decay: float = knob(
         0.0, "Keep an average of the trained weights with this decay; 0 = off.", at_least=0, below=1
     )
-    remat: Literal["none", "full"] = knob("full", "full computes each layer again in the backward pass to save memory.")
+    remat: Literal["none", "outputs", "full"] = knob(
+        "full",
+        "full computes each layer again in the backward pass to save memory; outputs all but products and attention.",
+    )
     scan_layers: Literal["auto", "on", "off"] = knob(
-        "auto", "Run the decoder's layers as a loop over stacked weights; auto does so on TPU. Needs remat=full."
+        "auto", "Run the decoder's layers as a loop over stacked weights; auto does so on TPU. Not with remat=none."
     )
     mlp_tile: int | None = knob(
-        2048, "Tokens that go through an MLP at a time where layers are scanned; null = all.", at_least=1
+        2048,
+        "Tokens that go through an MLP at a time where layers are scanned with remat=full; null = all.",
+        at_least=1,
     )
     loss_chunk: int = knob(512, "Tokens per chunk of the loss: the logits of one chunk exist at a time.", at_least=1)
     label_smoothing: float = knob(0.0, "Share of the target spread over all tokens.", at_least=0, below=1)

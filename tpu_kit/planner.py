@@ -216,7 +216,9 @@ def _batches(
 
 def _settings(config: TrainConfig, shape: Shape, where: Where, known: Rows) -> list[Setting]:
     found = []
-    remats: tuple[Literal["full", "none"], ...] = ("full", "none")
+    remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs", "none")
+    if config.optim.scan_layers == "off" or not shape.known.scans:
+        remats = ("full", "none")  # on a TPU a loop alone keeps outputs
     if "optim.remat" in config.sources:
         remats = (config.optim.remat,)
     for remat in remats:

@@ -5,19 +5,20 @@ bf16, so a layer turns its integers into bf16 within the step, in the forward pa
 autograd keeps is the integers and the scales, which are there anyway. PyTorch's own int4 does not exist on XLA, and
 torch_xla's quantised linear layer passes no gradient on.
 
-Storage of a weight W of (O, I), as buffers of a `QuantizedLinear`, the second dimension being the inputs:
+Storage of a weight W of (O, I), as buffers of a `QuantizedLinear`:
 
     int8   weight  int8 (O, I)        W is about weight * scale[:, None]
            scale   bf16 (O,)
-    int4   weight  uint8 (O, I / 2)   a byte holds two values from 0 to 15: the low four bits are column j, the high
-                                      ones column j + I / 2; 2 G divides I
-           scale   bf16 (2, O, I / G) a step and an offset for the columns j with the same j // G; W is about
+    int4   weight  uint8 (I / 2, O)   a byte holds two values from 0 to 15: the low four bits are input j, the high
+                                      ones input j + I / 2; 2 G divides I
+           scale   bf16 (2, I / G, O) a step and an offset for the inputs j with the same j // G; W is about
                                       value * step + offset
 
-So a byte and 2 / I more for a weight in int8, and 1/2 + 4 / G in int4. The halves lie side by side because of the TPU
-compiler: with neighbours in a byte it takes many times the memory, or never ends. GGUF files of 4 bits have groups of
-32 with offsets, too: in groups of 32 they lose next to nothing. Embeddings, norms, biases and the
-output head stay as they are.
+So a byte and 2 / I more for a weight in int8, and 1/2 + 4 / G in int4. How int4 lies is for the TPU compiler. With
+neighbours in a byte it takes many times the memory, or never ends. With the inputs along the lanes, 128 of them, a
+group is no part of a tile, unless the groups come in eights: all layers' integers are then copied into another layout
+(5.8 GiB of Qwen3-14B's). GGUF files of 4 bits have groups of 32 with offsets, too: in groups of 32 they lose next to
+nothing. Embeddings, norms, biases and the output head stay as they are.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Scheme:
         if self.bits == 8:
             return {"weight": ((outputs, inputs), torch.int8), "scale": ((outputs,), torch.bfloat16)}
         return {
-            "weight": ((outputs, inputs // 2), torch.uint8),
-            "scale": ((2, outputs, inputs // self.group), torch.bfloat16),
+            "weight": ((inputs // 2, outputs), torch.uint8),
+            "scale": ((2, inputs // self.group, outputs), torch.bfloat16),
         }
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +78,9 @@ class Scheme:
         rows = max(1, _AT_ONCE // weight.shape[1])
         found = [self._quantize(part.detach().to(torch.float32)) for part in weight.split(rows)]
         integers, scales = zip(*found, strict=True)
-        return torch.cat(integers), torch.cat(scales, dim=0 if self.bits == 8 else 1)
+        if self.bits == 8:
+            return torch.cat(integers), torch.cat(scales)
+        return torch.cat(integers).T.contiguous(), torch.cat(scales, dim=1).mT.contiguous()
 
     def _quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.bits == 8:
@@ -100,9 +103,9 @@ class Scheme:
         """
         if self.bits == 8:
             return [weight.to(dtype) * scale.to(dtype)[:, None]]
-        steps, offsets = (each[..., None].chunk(2, dim=1) for each in scale.to(dtype).unbind())
+        steps, offsets = (each[:, None].chunk(2) for each in scale.to(dtype).unbind())
         return [
-            (part.to(dtype).view(part.shape[0], -1, self.group) * step + offset).flatten(1)
+            (part.to(dtype).view(-1, self.group, part.shape[1]) * step + offset).flatten(0, 1).T
             for part, step, offset in zip((weight & 15, weight >> 4), steps, offsets, strict=True)
         ]
 

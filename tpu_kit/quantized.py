@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tpu_kit.config import ModelConfig
 
 _METHOD = "tpu_kit"  # in config.json, where other methods have their names
-_VERSION = 1  # of what is stored; another one is quantised anew
+_VERSION = 2  # of what is stored; another one is quantised anew
 _FILE_BYTES = 2**30
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

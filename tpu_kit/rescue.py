@@ -132,8 +132,8 @@ def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:
     optim = replace(config.optim, global_batch_size=batch.global_batch_size, gradient_accumulation=1)
     each = batch.global_batch_size // batch.num_replicas
     smaller = [n for n in range(batch.batch_size - 1, 0, -1) if each % n == 0]
-    remats: list[Literal["none", "full"]] = ["none", "full"] if optim.remat == "none" else ["full"]
-    for remat in remats:
+    remats: list[Literal["none", "outputs", "full"]] = ["none", "outputs", "full"]
+    for remat in remats[remats.index(optim.remat) :]:
         for rows in smaller if remat == config.optim.remat else [batch.batch_size, *smaller]:
             yield replace(config, optim=replace(optim, batch_size=rows, remat=remat))
     chunk, tile = min(optim.loss_chunk, 64), min(optim.mlp_tile or 512, 512)

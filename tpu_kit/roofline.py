@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tpu_kit.alive import rematerialized
 from tpu_kit.chips import Chip
 from tpu_kit.config import BatchPlan, TrainConfig
 from tpu_kit.shapes import Shape, trained_count
@@ -24,12 +25,13 @@ ICI_EFFICIENCY = 0.7
 TRAFFIC = 25.0
 """HBM traffic of a layer's activations in a step, over the bytes that go in and out of its linear layers once: they are
 gone through in the forward pass, again, and backward, with norms, rotary angles, adapters and casts between. What the
-compiler counts: 25.0 (Qwen2.5-0.5B, 16 x 1024), 26.5 (Llama-3.1-8B, 2 x 2048), 26.7 (Gemma 2 2B), 22.9 (SmolLM2-135M,
-all weights), 21.1 (Qwen3-0.6B, adapters on two targets), 26.2 (Qwen2.5-0.5B with remat=none)."""
+compiler counts: 24.5 (Qwen2.5-0.5B, 16 x 1024), 27.5 (Llama-3.1-8B, 2 x 2048), 30.1 (Gemma 2 2B), 31.6 (Phi-3 mini),
+19.9 (Qwen2.5-1.5B), 20.5 (Qwen3-0.6B, adapters on two targets), 26.1 (Qwen2.5-0.5B with remat=none)."""
 SCORES_TRAFFIC = 22.0
 """The same of sdpa's scores, over one array of (B, n, S, S): 22 (Qwen2.5-0.5B, 4 x 1024)."""
-UPDATE_TRAFFIC = 25.0
-"""Passes over the trained parameters in fp32 at the update and for their gradients: 27 (Llama-3.2-1B, all weights)."""
+UPDATE_TRAFFIC = 15.0
+"""Passes over the trained parameters in fp32 at the update and for their gradients: 14.9 (Llama-3.2-1B, all weights),
+12.9 (Gemma 3 1B, all weights)."""
 WEIGHT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
 """Of a base weight as it is read: in int8 it becomes bf16 on its way to the product, and all the traffic of four layers
 of Qwen2.5-0.5B at 128 tokens falls by 4.7 bytes a weight."""
@@ -66,18 +68,28 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
 
     A matrix product of N weights takes 2 N FLOPs a token, its gradient to the input as many, to the weight as many
     where that is trained. remat=full adds the forward pass of the layers once more, but for the last product of the
-    MLP, whose result nothing needs. Attention takes 4 S n d a token forward, and 2.5 times that backward (five products
-    for two); a kernel leaves out the half that the causal mask hides.
+    MLP, whose result nothing needs unless a norm follows (then a tiled MLP is even computed twice: for that norm, and
+    tile by tile for its own gradient). remat=outputs adds of it the first product of each adapter, and attention as far
+    as that keeps nothing: flash all of it, sdpa its scores. Attention takes 4 S n d a token forward, and 2.5 times
+    that backward (five products for two); a kernel leaves out the half that the causal mask hides.
     """
     tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
     compute = 4 if config.model.base_dtype == "fp32" else 2
     weights = sum(linear.inputs * linear.outputs for linear in shape.linears)
-    again = 1 if config.optim.remat == "full" else 0
+    remat, attention = rematerialized(config, shape), config.model.attention
+    again = 1 if remat == "full" else 0
     last = shape.linears[-1].inputs * shape.linears[-1].outputs
-    linear = weights * (2 + again + (0 if lora.r else 1)) - again * last
+    linear = weights * (2 + again + (0 if lora.r else 1))
+    if shape.norms.count(shape.hidden) < 4:
+        linear -= again * last
+    elif (config.optim.mlp_tile or tokens) < tokens and config.optim.scan_layers != "off":
+        linear += again * sum(one.inputs * one.outputs for one in shape.linears if one.path.startswith("mlp"))
     adapters = trained_count(shape, lora) / shape.layers * (3 + again) if lora.r else 0.0
-    seen = 1.0 if config.model.attention == "sdpa" else 0.5
-    scores = 2 * length * shape.heads * shape.head_dim * (3.5 + again) * seen
+    if remat == "outputs":
+        adapters += sum(one.inputs * lora.r * count for one, count in shape.adapted(lora)) / shape.layers
+    seen = 1.0 if attention == "sdpa" else 0.5
+    repeated = {"sdpa": 0.5, "flash": 1.0}.get(attention, 0.0) if remat == "outputs" else again
+    scores = 2 * length * shape.heads * shape.head_dim * (3.5 + repeated) * seen
     head = shape.vocabulary * shape.hidden
     flops = 2 * tokens * (shape.layers * (linear + adapters + scores) + head * (2 if lora.r else 3))
 

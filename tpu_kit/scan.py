@@ -39,3 +39,29 @@ def scan(body: Body, carry: Tensors, inputs: Tensors, *, reverse: bool = False) 
     if reverse:
         outputs.reverse()
     return carry, [torch.stack(column) for column in zip(*outputs, strict=True)]
+
+
+def in_turn(body: Body, carry: Tensors, inputs: Tensors) -> tuple[Tensors, Tensors]:
+    """`scan` for a few turns, unrolled: on XLA no turn begins before all of the one before it is done.
+
+    Of what a loop carries the compiler makes copies: of an MLP's weights, three matrices. Unrolled it makes none.
+    """
+    outputs: list[Tensors] = []
+    done: Tensors = []
+    for turn in range(inputs[0].shape[0]):
+        before = carry
+        carry, output = body(carry, _after(done, [tensor[turn] for tensor in inputs]))
+        outputs.append(output)
+        done = [*output, *(new for new, old in zip(carry, before, strict=True) if new is not old)]
+    return carry, [torch.stack(column) for column in zip(*outputs, strict=True)]
+
+
+def _after(done: Tensors, tensors: Tensors) -> Tensors:
+    """The same tensors, which on XLA are not there before all of `done` is."""
+    if not done or tensors[0].device.type != "xla":
+        return tensors
+    import torch_xla.core.xla_model as xm
+
+    later = [tensor.clone() for tensor in tensors]
+    xm.optimization_barrier_([*done, *later])
+    return later

@@ -70,7 +70,11 @@ class TrainResult:
                 "run this again: the same cell, or the same command"
             )
         lines = [f"{self.status} at step {self.step}; adapter in {self.adapter_dir}"]
-        return "\n".join([*lines, *(f"  {name:<18}{value:.6g}" for name, value in self.metrics.items())])
+        return "\n".join([*lines, *(f"  {name:<18}{_figure(name, value)}" for name, value in self.metrics.items())])
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{value / 2**30:.2f} GiB" if name.endswith("_bytes") else f"{value:.6g}"
 
 
 def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:

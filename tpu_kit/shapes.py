@@ -22,6 +22,12 @@ class UnknownFamilyError(ValueError):
     """An architecture that the formula does not know; the compiler may."""
 
 
+ALONE = 2**24
+"""Numbers of a trained tensor from which on it is updated by itself, not as part of a vector; see `groups`. 64 MiB are
+more than a stack of adapters of rank 16, and less than a stack of a whole model's matrices."""
+FEW_TILES = 4
+"""Tiles of an MLP up to which its backward pass has no loop (`tiles`): a loop copies the weights that it carries, and
+of more tiles the program would grow."""
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -203,6 +209,28 @@ def trained_tensors(shape: Shape, lora: LoraConfig) -> list[tuple[int, ...]]:
     return weight_tensors(shape)
 
 
+def update_groups(shape: Shape, lora: LoraConfig, *, scanned: bool) -> list[list[tuple[int, ...]]]:
+    """The trained tensors in the groups in which they are updated: the small ones together, each large one alone.
+
+    Args:
+        shape: of the model.
+        lora: what is trained.
+        scanned: whether layers are stacked: the stacks of a block's layers are tensors, otherwise each layer's are.
+    """
+    small, groups = [], []
+    for tensor in trained_tensors(shape, lora):
+        parts = [tensor]
+        if len(tensor) == 3:
+            turns = [turns for period, turns in shape.runs() for _ in range(period)] if scanned else [1] * tensor[0]
+            parts = [(count, *tensor[1:]) for count in turns]
+        for part in parts:
+            if math.prod(part) < ALONE:
+                small.append(part)
+            else:
+                groups.append([part])
+    return [small, *groups] if small else groups
+
+
 def trained_count(shape: Shape, lora: LoraConfig) -> int:
     """Number of trained parameters."""
     return sum(math.prod(tensor) for tensor in trained_tensors(shape, lora))
@@ -233,9 +261,11 @@ def stored_tensors(shape: Shape, config: TrainConfig) -> list[tuple[tuple[int, .
         return [(tensor, 4 if dtype == "fp32" else 2) for tensor in weight_tensors(shape)]
     found: list[tuple[tuple[int, ...], int]] = [(tensor, 2) for tensor in _other_tensors(shape)]
     for one in shape.linears:
-        stack, groups = (shape.layers, one.outputs), one.inputs // config.model.quant_group
-        found += [((*stack, one.inputs), 1), (stack, 2)] if dtype == "int8" else []
-        found += [((*stack, one.inputs // 2), 1), ((2, *stack, groups), 2)] if dtype == "int4" else []
+        layers, groups = shape.layers, one.inputs // config.model.quant_group
+        if dtype == "int8":
+            found += [((layers, one.outputs, one.inputs), 1), ((layers, one.outputs), 2)]
+        else:
+            found += [((layers, one.inputs // 2, one.outputs), 1), ((layers, 2, groups, one.outputs), 2)]
     return found
 
 

@@ -1,8 +1,6 @@
 """Splash attention, the Pallas kernel of JAX that reads grouped key-value heads as they are, as a torch function.
 
-Beside the flash kernel of torch_xla it takes soft caps and sliding windows, skips blocks that a window masks, and keeps
-one fp32 number a query (the log of the sum of exponents) where that keeps 256. The kernel is lowered for TPU on
-whatever machine: torch_xla's own way to it needs a mesh of devices.
+It takes soft caps and windows, skips the blocks that these mask, and keeps a number a query, of which flash keeps 256.
 """
 
 from __future__ import annotations
@@ -11,6 +9,8 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+
+from tpu_kit import remat
 
 _LARGEST_BLOCK = 1024  # of 2048 the compiler says that a v5e's vector memory overflows at head size 128
 
@@ -58,7 +58,7 @@ class _Splash(torch.autograd.Function):
         segment_ids: torch.Tensor,
         settings: Settings,
     ) -> torch.Tensor:
-        output, log_sums = _call(_forward, settings, query, key, value, segment_ids)
+        output, log_sums = _kept_forward(settings, query, key, value, segment_ids)
         ctx.settings = settings
         ctx.save_for_backward(query, key, value, segment_ids, output, log_sums)
         return output
@@ -68,6 +68,20 @@ class _Splash(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = _call(_backward, ctx.settings, *ctx.saved_tensors, upstream.to(ctx.saved_tensors[0].dtype))
         return (*gradients, None, None)
+
+
+def _kept_forward(settings: Settings, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and logs of the forward kernel; with remat=outputs a second pass takes those of the first (`remat`)."""
+    if not remat.is_open():
+        output, log_sums = _call(_forward, settings, *tensors)
+        return output, log_sums
+
+    def compute() -> list[torch.Tensor]:
+        output, log_sums = _call(_forward, settings, *tensors)
+        return [output.transpose(1, 2).flatten(2), log_sums]  # heads of 64 would each fill 128 lanes
+
+    dense, log_sums = remat.once(2, compute)
+    return dense.unflatten(2, (tensors[0].shape[1], -1)).transpose(1, 2), log_sums
 
 
 def _kernel(heads: int, length: int, head_dim: int, settings: Settings) -> Any:
@@ -125,7 +139,7 @@ _STATIC = (
 
 
 def _call(function: Any, settings: Settings, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Calls a function of JAX with XLA tensors, as part of their program."""
+    """Calls a function of JAX in the program of its tensors; lowered for TPU anywhere: torch_xla's way needs a mesh."""
     import torch_xla
     from torch_xla._internal.jax_workarounds import requires_jax
 

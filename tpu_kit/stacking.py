@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tpu_kit import attention
+from tpu_kit import attention, remat
 from tpu_kit.config import OptimConfig
 from tpu_kit.dropout import SeededDropout
 from tpu_kit.layers import Call, CannotScanError, Run, ScannedLayers, tensors_of
@@ -36,15 +36,17 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> str | Non
     Raises:
         ValueError: they were to be, and cannot.
     """
-    if optim.scan_layers == "off" or (optim.scan_layers == "auto" and device_type != "tpu"):
+    keeps = optim.remat == "outputs"  # on XLA a loop alone can
+    loops = device_type == "tpu" or (keeps and device_type == "xla-cpu")
+    if optim.scan_layers == "off" or (optim.scan_layers == "auto" and not loops):
         return ""
     if optim.scan_layers == "auto":
-        if optim.remat != "full":
+        if optim.remat == "none":
             return f"optim.remat={optim.remat} keeps what a loop would compute again"
         if (family := decoder.config.model_type) not in FAMILIES:
             return f"{family} is not among {', '.join(FAMILIES)}; optim.scan_layers=on tries it"
     try:
-        stack(decoder, optim.mlp_tile)
+        stack(decoder, None if keeps else optim.mlp_tile, keeps)
     except CannotScanError as error:
         if optim.scan_layers == "auto":
             return str(error)
@@ -54,13 +56,14 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> str | Non
     return None
 
 
-def stack(decoder: Any, tile: int | None = None) -> ScannedLayers:
+def stack(decoder: Any, tile: int | None = None, keeps: bool = False) -> ScannedLayers:
     """Makes a decoder run its layers as loops, in place; the layers' weights are stacked on the host, name by name.
 
     Args:
         decoder: a transformers decoder with the segment-aware attention, before its move to a device, with adapters if
             there are to be any. On the meta device nothing is computed.
         tile: tokens that go through an MLP at a time; None for all.
+        keeps: whether results of products and attention are kept (`remat`); the MLP's are, so tiles would save nothing.
 
     Returns:
         What is now `decoder.layers`.
@@ -79,7 +82,7 @@ def stack(decoder: Any, tile: int | None = None) -> ScannedLayers:
     runs, start = [], 0
     for period, turns in _spans(keys):
         ends = range(start, start + period * turns, period)
-        runs.append(_run([list(layers[end : end + period]) for end in ends]))
+        runs.append(_run([list(layers[end : end + period]) for end in ends], keeps))
         start += period * turns
     scanned = ScannedLayers(runs).train(decoder.training)
     if tile is not None:
@@ -156,12 +159,14 @@ def _spans(keys: list[Any]) -> list[tuple[int, int]]:
     return spans
 
 
-def _run(blocks: list[list[torch.nn.Module]]) -> Run:
+def _run(blocks: list[list[torch.nn.Module]], keeps: bool) -> Run:
     """Makes a run of equal blocks; those after the first are emptied as their weights are stacked."""
     for offset, layer in enumerate(blocks[0]):
         _stack_into(layer, [block[offset] for block in blocks[1:]])
     _seed_dropouts(torch.nn.ModuleList(blocks[0]))
-    return Run(blocks[0], len(blocks))
+    if keeps:
+        remat.keep_products(torch.nn.ModuleList(blocks[0]))
+    return Run(blocks[0], len(blocks), keeps)
 
 
 def _stack_into(layer: torch.nn.Module, others: list[torch.nn.Module]) -> None:

@@ -7,13 +7,15 @@ of the batch. The same functions train on every backend and are compiled by the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 
 import torch
 
 from tpu_kit import model as models
 from tpu_kit.config import OptimConfig, TrainConfig
+from tpu_kit.groups import flat, group, parts_of
 from tpu_kit.loss import chunked_nll, shift_labels
 from tpu_kit.optimizer import OPTIMIZERS, Moments
 from tpu_kit.runtime import Runtime
@@ -27,14 +29,15 @@ _USUAL = 0.9  # decay of the running mean of the loss: some ten updates
 class TrainState:
     """What a run changes, besides the parameters: the optimizer's moments, the average, and sums for the log.
 
-    The moments are flat vectors, in the order of `parameters`: a step over hundreds of adapter matrices is then a few
-    operations to trace, and the gradients are one tensor to reduce.
+    Moments, gradients and the average are one tensor for each group of parameters; see `groups`. On the host, and in a
+    checkpoint, parameters and average are flat vectors in the order of the parameters.
 
     Attributes:
         parameters: the trained parameters by name, fp32.
         stacked: the names of those that are stacks of layers' parameters; see `layers.stack`.
-        moments: what the optimizer remembers; see `optimizer.Optimizer`.
-        average: (P,) exponential moving average of the parameters, P being the number of trained values, or None.
+        groups: the parameters as they are updated.
+        moments: what the optimizer remembers, by name and number of the group; see `optimizer.Optimizer`.
+        average: exponential moving average of the parameters, by number of the group, or None.
         applied: () number of updates that were applied (a skipped one does not count).
         usual: () a running mean of the loss per token, which tells an exploding one.
         streak: () updates skipped since the last one that was applied.
@@ -55,13 +58,13 @@ class TrainState:
         wrong = [name for name, parameter in self.parameters.items() if parameter.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
         self.stacked = stacked_names(model)
-        # A stack of vectors has two axes and is no matrix.
-        self.shapes = [
-            _lay(parameter).shape if parameter.ndim - (name in self.stacked) > 1 else torch.Size([parameter.numel()])
-            for name, parameter in self.parameters.items()
-        ]
+        self.groups = group(self.parameters, self.stacked)
         # Zeros made on the host: those made on XLA are constants of the first program, which then is another one.
-        moments = OPTIMIZERS[optim.optimizer].start(self.shapes)
+        moments = {
+            f"{name}.{number}": moment
+            for number, one in enumerate(self.groups)
+            for name, moment in OPTIMIZERS[optim.optimizer].start(one.shape, one.shapes).items()
+        }
         zeros = {name: torch.zeros(()) for name in ("applied", "usual", "streak")}
         zeros["window"] = torch.zeros(len(WINDOW))
         start = {**moments, **zeros} if saved is None else saved
@@ -70,28 +73,33 @@ class TrainState:
         self.report = self.window
         self.average = None
         if optim.ema_decay:
-            now = self.flat(parameter.detach() for parameter in self.parameters.values())
-            self.average = start["average"].to(device) if "average" in start else now
+            now = self.split(start["average"]) if "average" in start else self.parameters
+            parts = [one.join(now).detach().to(device, copy=True) for one in self.groups]
+            self.average = dict(enumerate(parts))
 
     def to_host(self, runtime: Runtime) -> dict[str, torch.Tensor]:
-        """Everything as CPU tensors: "parameters", flat, the moments, and the attributes of this class."""
+        """Everything as CPU tensors: "parameters", the moments with their group's number, and the other attributes."""
         named = self.moments | {name: getattr(self, name) for name in ("applied", "usual", "streak", "window")}
-        if self.average is not None:
-            named["average"] = self.average
-        (*values,) = runtime.to_host([*named.values(), *self.parameters.values()])
-        return {
-            "stacked": torch.tensor(len(self.stacked)),
-            **dict(zip(named, values[: len(named)], strict=True)),
-            "parameters": self.flat(iter(values[len(named) :])),
-        }
+        average = [] if self.average is None else list(self.average.values())
+        values = iter(runtime.to_host([*named.values(), *average, *self.parameters.values()]))
+        found = {"stacked": torch.tensor(len(self.stacked)), **dict(zip(named, values, strict=False))}
+        if average:
+            found["average"] = self.flat(self.named([next(values) for _ in average]))
+        return found | {"parameters": flat(values)}
 
-    def flat(self, tensors: Iterator[torch.Tensor]) -> torch.Tensor:
-        """One fp32 vector of tensors in the order of the parameters."""
-        return torch.cat([_lay(tensor).reshape(-1) for tensor in tensors])
+    def flat(self, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One vector of tensors like the parameters, in their order."""
+        return flat(named[name] for name in self.parameters)
 
-    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    def split(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of such a vector, by name and in the parameters' shapes."""
-        return dict(zip(self.parameters, _split(flat, self.parameters.values()), strict=True))
+        return dict(zip(self.parameters, parts_of(vector, self.parameters.values()), strict=True))
+
+    def named(self, joined: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parts of one tensor for each group, by name and in the parameters' shapes."""
+        return {
+            name: part for one, each in zip(self.groups, joined, strict=True) for name, part in one.split(each).items()
+        }
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -100,7 +108,7 @@ class TrainState:
             yield
             return
         current = {name: parameter.data for name, parameter in self.parameters.items()}
-        for name, part in self.split(self.average).items():
+        for name, part in self.named(self.average.values()).items():
             self.parameters[name].data = part
         try:
             yield
@@ -123,26 +131,8 @@ def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
             f"{'on' if now else 'off'}: the order of the weights is another one. Set it to what it was"
         )
     with torch.no_grad():
-        for parameter, part in zip(parameters, _split(saved["parameters"], parameters), strict=True):
+        for parameter, part in zip(parameters, parts_of(saved["parameters"], parameters), strict=True):
             parameter.copy_(part)
-
-
-def _lay(tensor: torch.Tensor) -> torch.Tensor:
-    """How a matrix lies in a flat vector: the other way round if its rows are short and its columns long.
-
-    Between a vector and (8192, 16) a TPU goes by way of rows of 128, eight times the memory; (16, 8192) is a copy.
-    """
-    return tensor.mT if tensor.ndim > 1 and tensor.shape[-1] < 128 <= tensor.shape[-2] else tensor
-
-
-def _split(flat: torch.Tensor, parameters: Collection[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of a flat vector, each in its parameter's shape."""
-    parts = flat.split([parameter.numel() for parameter in parameters])
-    turned = [_lay(parameter) for parameter in parameters]
-    return [
-        part.view(shape.shape) if shape is parameter else part.view(shape.shape).mT
-        for part, shape, parameter in zip(parts, turned, parameters, strict=True)
-    ]
 
 
 def place(
@@ -159,14 +149,18 @@ def place(
         saved: what `TrainState.to_host` returned, to go on from it.
     """
     models.use_attention(model, config.model.attention, rt.device_type)
+    keeps = config.optim.remat == "outputs"
     if config.tracking.eval_generate_rows:
-        unrolled: str | None = "tracking.eval_generate_rows generates with them" if rt.device_type == "tpu" else ""
+        loops = rt.device_type == "tpu" or (keeps and rt.is_xla)
+        unrolled: str | None = "tracking.eval_generate_rows generates with them" if loops else ""
     else:
         unrolled = scan_layers(model.get_decoder(), config.optim, rt.device_type)  # type: ignore[operator]
+    if unrolled is not None and keeps and rt.is_xla:
+        unrolled = f"{unrolled or 'optim.scan_layers=off'}; without a loop remat=outputs is remat=full"
     if unrolled and rt.rank == 0:
         print(f"layers           unrolled: {unrolled}", flush=True)
-    if unrolled is not None and config.optim.remat == "full":
-        models.enable_remat(model, rt.device_type)
+    if unrolled is not None and config.optim.remat != "none":
+        models.enable_remat(model, rt.device_type, keeps)
     if saved:
         restore(model, saved)
     models.to_device(model, rt.local_device)
@@ -235,55 +229,61 @@ def train_step(
         loss.backward()
         totals = totals + torch.stack([loss.detach(), tokens])
     with torch.no_grad():
-        gradient = state.flat(_gradients(state.parameters))
-        runtime.all_reduce([gradient, totals])
-        _update(state, gradient, totals, control, optim)
+        found = _gradients(state.parameters)
+        gradients = [one.join(found) for one in state.groups]
+        runtime.all_reduce([*gradients, totals])
+        _update(state, gradients, totals, control, optim)
 
 
-def _gradients(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[torch.Tensor]:
-    for parameter in parameters.values():
+def _gradients(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in parameters.items():
         # A parameter that the rows did not use (a branch not taken) has none.
-        yield torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = None
+    return found
 
 
 def _update(
-    state: TrainState, gradient: torch.Tensor, totals: torch.Tensor, control: torch.Tensor, optim: OptimConfig
+    state: TrainState, gradients: list[torch.Tensor], totals: torch.Tensor, control: torch.Tensor, optim: OptimConfig
 ) -> None:
     rate, keep, step = control.unbind()
-    gradient = gradient / totals[1].clamp(min=1)
-    norm = torch.sqrt((gradient * gradient).sum())
+    gradients = [gradient / totals[1].clamp(min=1) for gradient in gradients]
+    norm = torch.sqrt(reduce(torch.add, [(gradient * gradient).sum() for gradient in gradients]))
     loss = totals[0] / totals[1].clamp(min=1)
     good = torch.isfinite(norm) & torch.isfinite(loss)
     if optim.max_loss_rise is not None:
         good = good & ((state.applied == 0) | (loss <= state.usual + optim.max_loss_rise))
     if optim.max_grad_norm:
-        gradient = gradient * (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        gradients = [gradient * scale for gradient in gradients]
 
     applied = state.applied + good
-    direction, moments = OPTIMIZERS[optim.optimizer].direction(gradient, state.moments, applied, optim, state.shapes)
-    change = torch.where(good, rate * direction, torch.zeros_like(direction))
-    decay = torch.where(good, rate * optim.weight_decay, torch.zeros_like(rate))
-    for name, part in state.split(change).items():
-        parameter = state.parameters[name]
-        if optim.weight_decay and parameter.ndim - (name in state.stacked) > 1:
-            parameter.mul_(1.0 - decay)
-        parameter.sub_(part)
-    for name, moment in state.moments.items():
-        moment.copy_(torch.where(good, moments[name], moment))
+    for number, (one, gradient) in enumerate(zip(state.groups, gradients, strict=True)):
+        moments = {name.partition(".")[0]: m for name, m in state.moments.items() if name.endswith(f".{number}")}
+        direction, news = OPTIMIZERS[optim.optimizer].direction(gradient, moments, applied, optim, one.shapes)
+        change = torch.where(good, rate * direction, torch.zeros_like(direction))
+        decay = torch.where(good, rate * optim.weight_decay, torch.zeros_like(rate))
+        for name, part in one.split(change).items():
+            parameter = state.parameters[name]
+            if optim.weight_decay and parameter.ndim - (name in state.stacked) > 1:
+                parameter.mul_(1.0 - decay)
+            parameter.sub_(part)
+        for name, moment in moments.items():
+            moment.copy_(torch.where(good, news[name], moment))
     usual = torch.where(state.applied == 0, loss, torch.lerp(loss, state.usual, _USUAL))
     state.usual.copy_(torch.where(good, usual, state.usual))
     state.streak.copy_(torch.where(good, torch.zeros_like(rate), state.streak + 1))
     state.applied.copy_(applied)
     if state.average is not None:
-        now = state.flat(parameter.detach() for parameter in state.parameters.values())
-        state.average.lerp_(now, good * (1.0 - optim.ema_decay))
+        for number, one in enumerate(state.groups):
+            state.average[number].lerp_(one.join(state.parameters).detach(), good * (1.0 - optim.ema_decay))
 
     sums = state.window * keep
     bad = torch.where((sums[4] == 0) & ~good, step, sums[4])
     zero = torch.zeros_like(norm)
-    news = [torch.where(good, value, zero) for value in (totals[0], totals[1], norm)]
-    state.window.copy_(torch.stack([*(sums[:3] + torch.stack(news)).unbind(), sums[3] + ~good, bad]))
+    added = [torch.where(good, value, zero) for value in (totals[0], totals[1], norm)]
+    state.window.copy_(torch.stack([*(sums[:3] + torch.stack(added)).unbind(), sums[3] + ~good, bad]))
     state.report = torch.cat([state.window, torch.stack([state.usual, state.streak])])
 
 

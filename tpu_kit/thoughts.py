@@ -98,8 +98,8 @@ class SearchResult:
             )
             return f"<ul style='font-weight:normal'>{items}</ul>" if items else ""
 
-        answer = f"{html.escape(self.answer)} ({self.nodes} steps, {self.tokens} tokens, {self.stopped})"
-        return f"<div><b>{html.escape(self.root.text)}</b>{draw(self.root)}<p>answer: <b>{answer}</b></p></div>"
+        answer = f"<b>{html.escape(self.answer)}</b> ({self.nodes} steps, {self.tokens} tokens, {self.stopped})"
+        return f"<div><b>{html.escape(self.root.text)}</b>{draw(self.root)}<p>answer: {answer}</p></div>"
 
 
 def _line(node: Thought) -> str:

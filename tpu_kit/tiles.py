@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tpu_kit.dropout import SeededDropout, mix
-from tpu_kit.scan import Tensors, scan
+from tpu_kit.scan import Tensors, in_turn, scan
+from tpu_kit.shapes import FEW_TILES
 
 
 def autocast_now(device_type: str) -> dict[str, Any]:
@@ -104,7 +105,8 @@ class _Tile:
             return [*carry[:count], *(a + b for a, b in zip(carry[count:], found, strict=True))], [gradient]
 
         sums = [torch.zeros_like(tensors[self.names.index(name)]) for name in self.trained]
-        carry, (gradient,) = scan(body, [*tensors, *sums], [upstream, *inputs])
+        loop = in_turn if upstream.shape[0] <= FEW_TILES else scan
+        carry, (gradient,) = loop(body, [*tensors, *sums], [upstream, *inputs])
         return gradient, carry[count:]
 
     def _call(self, slices: Tensors, named: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -178,6 +178,7 @@ class Tracker:
         compiles: int,
         epoch: float,
         device_bytes: int | None = None,
+        ahead: float = 0.0,
         **extra: float | None,
     ) -> dict[str, Any]:
         """Write one training record and return it.
@@ -193,10 +194,10 @@ class Tracker:
             compiles: programs compiled by this process so far.
             epoch: passes over the data, a fraction.
             device_bytes: memory in use on the device of rank 0.
+            ahead: seconds of later steps' work until now; they count for the next record.
             extra: further numbers, written as they are.
         """
-        now = self._clock()
-        steps = step - self._window_step
+        now, steps = self._clock() - ahead, step - self._window_step
         assert steps > 0, f"step {step} was logged after step {self._window_step}"
         seconds = max(now - self._window_start - self._untimed, 1e-9)
         rate = (tokens - self._window_tokens) / seconds

@@ -101,7 +101,7 @@ def _figures(records: list[dict[str, Any]]) -> dict[str, str]:
     train = [record for record in records if record["kind"] == "train"]
     if not train:
         return {}
-    # The first window holds the compilation, and the last may be shorter than its steps: neither is the speed.
+    # The first window holds the compilation, which is not the speed.
     rates = [rate for record in train[1:] or train if (rate := record.get("tokens_per_second_per_chip")) is not None]
     shares = [share for record in train[1:] or train if (share := record.get("mfu")) is not None]
     last = train[-1]
@@ -127,7 +127,8 @@ def _progress(output_dir: str | Path, started: bool) -> Bundle:
         figures["newest checkpoint"] = str(saved[-1].parent)
     shown = table([{"what": name, "value": value} for name, value in figures.items()])["text/html"]
     plain = "; ".join(f"{name} {value}" for name, value in figures.items())
-    return {"text/html": f"<pre>{html.escape(bar)}</pre>{shown}", "text/plain": f"{bar}; {plain}"}
+    drawn = f"<pre style='font-family:monospace;color:#15803d'>{html.escape(bar)}</pre>"
+    return {"text/html": f"{drawn}{shown}", "text/plain": f"{bar}; {plain}"}
 
 
 def _curves(output_dir: str | Path) -> Bundle:

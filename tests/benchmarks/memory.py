@@ -46,6 +46,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "all: scan, splash, chunks, tiles": BEST,
     "all, chunks of 512": BEST | {"loss_chunk": 512},
     "all, tiles of 1024": BEST | {"mlp_tile": 1024},
+    "all, results kept": BEST | {"remat": "outputs"},
 }
 PLAIN_ROW, NONE_ROW, BEST_ROW = "plain checkpointing", "nothing computed again", "all: scan, splash, chunks, tiles"
 QUICK = ("scan, splash", BEST_ROW)

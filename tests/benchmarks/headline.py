@@ -1,0 +1,78 @@
+"""What shipped configurations take of the chip they name, by the TPU compiler: `python -m tests.benchmarks.headline`.
+
+Every row is a configuration as `train` takes it, compiled at full effort, which is a minute or two each; what the
+compiler has said of a program before is taken from its cache. Nothing is run: speed and cost follow by `roofline` from
+the FLOPs and bytes that the compiler counts. --readme puts the table into README.md, as `make test-slow` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from tpu_kit import chips
+from tpu_kit.compiler import compile_step
+from tpu_kit.config import TrainConfig, load_config
+from tpu_kit.roofline import Work, step_time
+from tpu_kit.testing import REPOSITORY
+
+GIB = 2**30
+ROWS = (
+    "llama-8b-v5e", "llama-8b-v5e batch_size=1", "llama-8b-v5e batch_size=1 max_length=2048",
+    "llama-8b-v5e batch_size=1 max_length=8192", "llama-8b-v5e batch_size=1 base_dtype=int4", "llama-3b-8k-v5e",
+    "qwen-14b-v5e", "llama-8b-v6e", "qwen-14b-v6e",
+)  # fmt: skip
+"""A configuration's name, which ends in its chip's, and what is changed in it."""
+COLUMNS = (
+    "configuration", "base", "rows x tokens", "GiB", "TFLOP a step", "GB accessed", "tokens/s", "$ a million tokens"
+)  # fmt: skip
+HEADER = f"| {' | '.join(COLUMNS)} |\n|---|---|---|---|{'---:|' * 4}\n"
+
+
+def configuration(row: str) -> TrainConfig:
+    """The run that a row is about."""
+    name, *settings = row.split()
+    return load_config(name, ["device_type=tpu", *settings])
+
+
+def known(row: str) -> str:
+    """What a line begins with, and what needs no compiler."""
+    config = configuration(row)
+    assert isinstance(config.optim.batch_size, int)
+    return f"| `{row}` | {config.model.base_dtype} | {config.optim.batch_size} x {config.data.max_length:,} | "
+
+
+def line(row: str) -> str:
+    """A line of the table."""
+    config, chip = configuration(row), chips.chip(row.split()[0].rpartition("-")[2])
+    found = compile_step(config, f"{chip.name}:1x1")
+    assert found.fits, f"{row}: {found}"
+    assert found.flops and found.bytes_accessed and chip.price and isinstance(config.optim.batch_size, int)
+    seconds = step_time(Work(found.flops, found.bytes_accessed, 0.0), chip, 1).seconds
+    speed = config.optim.batch_size * config.data.max_length / seconds
+    return known(row) + (
+        f"{found.total_bytes / GIB:.2f} of {found.limit_bytes / GIB:.2f} | {found.flops / 1e12:.0f} | "
+        f"{found.bytes_accessed / 1e9:.0f} | {speed:,.0f} | {chip.price.on_demand / speed / 3600 * 1e6:.2f} |\n"
+    )
+
+
+def publish(lines: list[str]) -> None:
+    """Puts the table into README.md, in the place of the one that is there."""
+    path = REPOSITORY / "README.md"
+    before, header, rest = path.read_text().partition(HEADER)
+    assert header, "README.md has no such table"
+    path.write_text(before + header + "".join(lines) + "\n" + rest.partition("\n\n")[2])
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--readme", action="store_true", help="put the table into README.md")
+    options = parser.parse_args()
+    lines = [line(row) for row in ROWS]
+    print(HEADER + "".join(lines), end="")
+    if options.readme:
+        publish(lines)
+
+
+if __name__ == "__main__":
+    main()
