@@ -17,7 +17,8 @@ from tpu_kit.advice import reserve
 from tpu_kit.compiler import compile_step
 from tpu_kit.config import TrainConfig, load_config
 from tpu_kit.memory import Memory, estimate, padded
-from tpu_kit.shapes import FAMILIES, read_shape, stored_tensors, trained_tensors
+from tpu_kit.shapes import FAMILIES, read_shape
+from tpu_kit.tensors import stored_tensors, trained_tensors
 from tpu_kit.testing import REPOSITORY, run_python
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_memory.json").read_text())

@@ -15,14 +15,13 @@ step is said to fit by the reported figure, and that is predicted.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tpu_kit.config import TrainConfig, batch_arithmetic
-from tpu_kit.shapes import FEW_TILES, Shape, trained_count, update_groups
+from tpu_kit.shapes import FEW_TILES, Shape
+from tpu_kit.tensors import LANES, group_bytes, padded, trained_count, update_groups
 
-LANES, ROWS, VECTOR = 128, 8, 1024
 VECTOR_MEMORY = 112 * 2**20
 """What of a layer's work takes the chip's vector memory instead of HBM, of 128 MiB on v5e and v6e: the tiles of the
 MLP, and what the attention kernels read and write."""
@@ -37,35 +36,6 @@ remat=none with splash, full with sdpa)."""
 BLOCK_HIDDEN = 3
 """Arrays of (T, H) alive for each layer of a block beyond the first: their layers' inputs, and what the compiler begins
 of the next layer before the last is done (blocks of two in Gemma 2, of six in Gemma 3)."""
-
-
-def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
-    """Bytes of an array in HBM, its tiles filled up.
-
-    An array lies in tiles of 8 rows of 128 for every dtype (bf16 as T(8,128)(2,1), int8 as T(8,128)(4,1): rows are
-    interleaved within a tile), fewer rows where the array has fewer; a vector in tiles of 1024.
-
-    Args:
-        shape: its axes.
-        size: bytes of an element.
-        free: whether the compiler may lay out the last two axes the other way round, as it may of arguments.
-    """
-    if not shape:
-        return 512
-    if len(shape) == 1:
-        return math.ceil(-(-shape[0] // VECTOR) * VECTOR * size)
-
-    def lay(rows: int, lanes: int) -> int:
-        tile = min(ROWS, 1 << (rows - 1).bit_length())
-        return -(-rows // tile) * tile * -(-lanes // LANES) * LANES
-
-    orders = [lay(shape[-2], shape[-1])] + ([lay(shape[-1], shape[-2])] if free else [])
-    return math.ceil(math.prod(shape[:-2]) * min(orders) * size)
-
-
-def group_bytes(group: Sequence[tuple[int, ...]]) -> int:
-    """Bytes of a group's fp32 tensor (`shapes.update_groups`): a large one in its own shape, or a vector of others."""
-    return padded(group[0], 4, free=True) if len(group) == 1 else padded((sum(map(math.prod, group)),), 4)
 
 
 def rematerialized(config: TrainConfig, shape: Shape) -> str:

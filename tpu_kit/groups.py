@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tpu_kit.shapes import ALONE
+from tpu_kit.tensors import ALONE
 
 
 @dataclass(frozen=True)

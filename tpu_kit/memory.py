@@ -17,9 +17,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tpu_kit.alive import Alive, group_bytes, padded
+from tpu_kit.alive import Alive
 from tpu_kit.config import TrainConfig
-from tpu_kit.shapes import FEW_TILES, Shape, read_shape, stored_tensors, trained_tensors
+from tpu_kit.shapes import FEW_TILES, Shape, read_shape
+from tpu_kit.tensors import group_bytes, padded, stored_tensors, trained_tensors
 
 GIB = 2**30
 
@@ -108,7 +109,7 @@ class _Step:
     def arguments(self) -> dict[str, int]:
         """What is there before the step, and written over by it: weights, adapters, optimizer, average, batches.
 
-        Base weights as `shapes.stored_tensors`; with lora.r=0 they are what is trained, in fp32 (`model.load_model`).
+        Base weights as `tensors.stored_tensors`; with lora.r=0 they are what is trained, in fp32 (`model.load_model`).
         Adapters are fp32, moments and the average too, as the groups of parameters lie (`groups`, `optimizer`): AdamW 8
         bytes a parameter; in 8 bits 2 and two scales of 4 for each 256, which pad to 128 each; Adafactor a number for
         each row and column. A batch is three int64 and one int32 array of (B, S) for each pass.

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from tpu_kit.alive import rematerialized
 from tpu_kit.chips import Chip
 from tpu_kit.config import BatchPlan, TrainConfig
-from tpu_kit.shapes import Shape, trained_count
+from tpu_kit.shapes import Shape
+from tpu_kit.tensors import trained_count
 
 MXU_EFFICIENCY = 0.6
 """Share of the peak FLOP/s that matrix products reach: an assumption; published trainings of dense models on TPU report

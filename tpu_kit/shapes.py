@@ -6,7 +6,6 @@ One picture for all families, so that `memory` and `roofline` know none. No torc
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.config import LoraConfig, ModelConfig, TrainConfig
+from tpu_kit.config import LoraConfig, ModelConfig
 from tpu_kit.shipped import shipped_shape
 
 
@@ -22,9 +21,6 @@ class UnknownFamilyError(ValueError):
     """An architecture that the formula does not know; the compiler may."""
 
 
-ALONE = 2**24
-"""Numbers of a trained tensor from which on it is updated by itself, not as part of a vector; see `groups`. 64 MiB are
-more than a stack of adapters of rank 16, and less than a stack of a whole model's matrices."""
 FEW_TILES = 4
 """Tiles of an MLP up to which its backward pass has no loop (`tiles`): a loop copies the weights that it carries, and
 of more tiles the program would grow."""
@@ -196,77 +192,6 @@ class Shape:
         hits = [key for key, path in paths.items() if any(path.endswith(f".{one}") for one in wanted)]
         counts = {linear: sum(1 for other, _ in hits if other is linear) for linear in self.linears}
         return [(linear, count) for linear, count in counts.items() if count]
-
-
-def trained_tensors(shape: Shape, lora: LoraConfig) -> list[tuple[int, ...]]:
-    """The trained tensors, layers stacked: adapters (layers, r, in), (layers, out, r), DoRA's (layers, out); or all."""
-    if lora.r:
-        found: list[tuple[int, ...]] = []
-        for linear, count in shape.adapted(lora):
-            found += [(count, lora.r, linear.inputs), (count, linear.outputs, lora.r)]
-            found += [(count, linear.outputs)] if lora.dora else []
-        return found
-    return weight_tensors(shape)
-
-
-def update_groups(shape: Shape, lora: LoraConfig, *, scanned: bool) -> list[list[tuple[int, ...]]]:
-    """The trained tensors in the groups in which they are updated: the small ones together, each large one alone.
-
-    Args:
-        shape: of the model.
-        lora: what is trained.
-        scanned: whether layers are stacked: the stacks of a block's layers are tensors, otherwise each layer's are.
-    """
-    small, groups = [], []
-    for tensor in trained_tensors(shape, lora):
-        parts = [tensor]
-        if len(tensor) == 3:
-            turns = [turns for period, turns in shape.runs() for _ in range(period)] if scanned else [1] * tensor[0]
-            parts = [(count, *tensor[1:]) for count in turns]
-        for part in parts:
-            if math.prod(part) < ALONE:
-                small.append(part)
-            else:
-                groups.append([part])
-    return [small, *groups] if small else groups
-
-
-def trained_count(shape: Shape, lora: LoraConfig) -> int:
-    """Number of trained parameters."""
-    return sum(math.prod(tensor) for tensor in trained_tensors(shape, lora))
-
-
-def weight_tensors(shape: Shape) -> list[tuple[int, ...]]:
-    """The shapes of a model's weights, layers stacked."""
-    return _other_tensors(shape) + [(shape.layers, linear.outputs, linear.inputs) for linear in shape.linears]
-
-
-def _other_tensors(shape: Shape) -> list[tuple[int, ...]]:
-    """All but the matrices of linear layers, which alone are quantised."""
-    embedding = (shape.vocabulary, shape.hidden)
-    found: list[tuple[int, ...]] = [embedding] if shape.tied else [embedding, embedding]
-    found += [(shape.vocabulary,)] if shape.known.head_bias else []
-    found += [(shape.layers, linear.outputs) for linear in shape.linears if linear.bias]
-    return found + [(shape.layers, size) for size in shape.norms] + [(size,) for size in shape.last_norms]
-
-
-def stored_tensors(shape: Shape, config: TrainConfig) -> list[tuple[tuple[int, ...], int]]:
-    """What base weights are stored as: shapes and bytes of an element, layers stacked.
-
-    fp32 where they are trained, else model.base_dtype. Of linear layers in int8 with a scale for each output, in int4
-    two in a byte, a step and an offset for each group of inputs (`quantize.Scheme.stored`); these and the rest in bf16.
-    """
-    dtype = config.model.base_dtype if config.lora.r else "fp32"
-    if dtype in ("fp32", "bf16"):
-        return [(tensor, 4 if dtype == "fp32" else 2) for tensor in weight_tensors(shape)]
-    found: list[tuple[tuple[int, ...], int]] = [(tensor, 2) for tensor in _other_tensors(shape)]
-    for one in shape.linears:
-        layers, groups = shape.layers, one.inputs // config.model.quant_group
-        if dtype == "int8":
-            found += [((layers, one.outputs, one.inputs), 1), ((layers, one.outputs), 2)]
-        else:
-            found += [((layers, one.inputs // 2, one.outputs), 1), ((layers, 2, groups, one.outputs), 2)]
-    return found
 
 
 def read_shape(model: ModelConfig) -> Shape:
