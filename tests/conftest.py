@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.object_store import bucket, object_store  # noqa: F401  fixtures
-from tpu_kit.testing import REPOSITORY, run_python
+from tpu_kit.testing import QUICK_XLA_FLAGS, REPOSITORY, run_python
 
 # Before any test module imports the libraries that read them.
 os.environ |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
@@ -39,3 +39,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_python(["-m", "pip", "wheel", *options, str(source)])
     (path,) = built.glob("tpu_kit-*.whl")
     return path
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models so small that more threads of torch's are slower, and many times slower on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def quick_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas compile quickly, and the launch alone says where they run."""
+    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
+    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
+        monkeypatch.delenv(name, raising=False)

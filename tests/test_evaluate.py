@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,16 +33,9 @@ from tpu_kit.evaluate import (
 )
 from tpu_kit.model import hidden_states, load_model, load_tokenizer, output_embedding
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXACT = ModelConfig(base_dtype="fp32")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    # For so small a model more threads are slower, and many times slower on a busy machine.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # -------------------------------------------------------------------------------------------------------- statistics

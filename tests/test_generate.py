@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,19 +52,11 @@ from tpu_kit.runtime import Runtime
 from tpu_kit.sampling import ENDED, START, Sampling, choose, stop_table, token_bytes
 from tpu_kit.testing import QUICK_XLA_FLAGS, REPOSITORY, run_python
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 CPU = Runtime("cpu", 0, 1, torch.device("cpu"))
 GREEDY = Sampling(max_new_tokens=NEW)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    # For so small models more threads are slower, and many times slower on a busy machine.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ----------------------------------------------------------------------------------------------------------- sampling

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +17,11 @@ from tpu_kit.embedded import cot_rows
 from tpu_kit.harness import Requests, harness_model, windows
 from tpu_kit.pretrained import load_base, load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Request(NamedTuple):
     args: tuple[Any, ...]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import training_functions
 from test_resume import SETTINGS, ended, run_config
 
@@ -38,13 +36,9 @@ begun: dict[str, float] = {}  # the newest start of the command, by output folde
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # so that sums are made in one order, here and in child processes
+def sums_in_one_order(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # here and in child processes
     monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:

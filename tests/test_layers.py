@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,9 @@ from tpu_kit.machine import Machine
 from tpu_kit.runtime import Runtime
 from tpu_kit.scan import scan
 from tpu_kit.step import TrainState, restore, token_loss, train_step
-from tpu_kit.testing import QUICK_XLA_FLAGS
 from tpu_kit.tiles import tile_mlp, tiles_of
 
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 CPU = torch.device("cpu")
 ALONE = Runtime("cpu", 0, 1, CPU)
@@ -70,22 +69,6 @@ FAMILIES = {
     "phi": (PhiConfig(**SHARP), [(1, 4)]),
 }  # fmt: skip
 SEGMENTS = torch.tensor([[1] * 7 + [2] * 11 + [0] * 2] * 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from more, and lose much where tests share the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
-    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def packed() -> dict[str, torch.Tensor]:

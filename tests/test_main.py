@@ -30,16 +30,17 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[TrainConfi
 
     def install(outcome: str | Exception) -> list[TrainConfig]:
         received = []
+        asked: list[bool] = []
 
         def train(config: TrainConfig, *, exact: bool) -> Result:
             received.append(config)
-            assert not exact
+            asked.append(exact)
             if isinstance(outcome, Exception):
                 raise outcome
             return Result(outcome)
 
         launch, sft = types.ModuleType("tpu_kit.launch"), types.ModuleType("tpu_kit.sft")
-        launch.LaunchError, sft.train = LaunchError, train  # type: ignore[attr-defined]
+        launch.LaunchError, sft.train, sft.asked = LaunchError, train, asked  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "tpu_kit.launch", launch)
         monkeypatch.setitem(sys.modules, "tpu_kit.sft", sft)
         return received
@@ -64,6 +65,14 @@ def test_train_without_arguments_is_the_default_run(training: Any) -> None:
     received = training("finished")
     assert main(["train"]) == 0
     assert received == [TrainConfig()]
+    assert sys.modules["tpu_kit.sft"].asked == [False]
+
+
+def test_train_exact_asks_the_compiler(training: Any) -> None:
+    received = training("finished")
+    assert main(["train", "embedded-cot", "--exact", "batch_size=auto"]) == 0
+    assert received[0].optim.batch_size == "auto"
+    assert sys.modules["tpu_kit.sft"].asked == [True]
 
 
 def test_launch_error_is_told_once(training: Any, capsys: pytest.CaptureFixture[str]) -> None:

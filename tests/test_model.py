@@ -47,6 +47,8 @@ from tpu_kit.runtime import Runtime
 from tpu_kit.step import TrainState, train_step
 from tpu_kit.testing import run_python
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 67, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
@@ -92,15 +94,6 @@ POSITIONS = torch.tensor([[*range(7), *range(11), 0, 0]] * 2)
 IDS = torch.randint(3, 67, (2, 20), generator=torch.Generator().manual_seed(3))
 BATCH = {"input_ids": IDS, "segment_ids": SEGMENTS, "position_ids": POSITIONS}
 LORA = LoraConfig(r=4, alpha=8.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small gain nothing from more, and lose much where tests share the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def fresh(config, implementation="eager", dtype=torch.float32):

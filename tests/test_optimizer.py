@@ -11,7 +11,6 @@ from tpu_kit.config import OptimConfig, load_config
 from tpu_kit.launch import launch
 from tpu_kit.machine import Machine
 from tpu_kit.optimizer import OPTIMIZERS
-from tpu_kit.testing import QUICK_XLA_FLAGS
 
 SHAPES = [torch.Size(shape) for shape in ((7, 5), (7,), (3, 4, 6), (3, 7))]
 NUMBERS = sum(shape.numel() for shape in SHAPES)
@@ -105,9 +104,7 @@ def test_it_trains(name: str) -> None:
 
 @pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_program_however_late_the_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+def test_one_program_however_late_the_step(name: str, quick_xla: None) -> None:
     ended = launch(
         training_functions.late_steps,
         load_config(None, {"device_type": "xla-cpu", "num_replicas": 1, "optimizer": name}),

@@ -26,7 +26,7 @@ from tpu_kit.launch import LaunchError, launch
 from tpu_kit.machine import TESTED, Machine, check_packages
 from tpu_kit.slowness import Slowness
 from tpu_kit.symptoms import advice
-from tpu_kit.testing import QUICK_XLA_FLAGS, REPOSITORY, child_environment
+from tpu_kit.testing import REPOSITORY, child_environment
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 README = (REPOSITORY / "README.md").read_text()
@@ -75,8 +75,7 @@ def test_messages_of_the_table_are_those_of_the_code() -> None:
 
 
 @needs_xla
-def test_mistakes_on_the_device_are_met_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
+def test_mistakes_on_the_device_are_met_with_advice(tmp_path: Path, quick_xla: None) -> None:
     config = load_config(None, [f"output_dir={tmp_path}/out", "device_type=xla-cpu", "num_replicas=1"])
     found: dict[str, Any] = launch(problem_functions.provoke, config)
     assert "module 'torch' has no attribute 'xla'" in found["checkpointing"]

@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,10 @@ from tpu_kit.quantized import load_frozen
 from tpu_kit.runtime import Runtime
 from tpu_kit.sft import train
 from tpu_kit.step import TrainState, token_loss, train_step
-from tpu_kit.testing import QUICK_XLA_FLAGS, REPOSITORY, run_python
+from tpu_kit.testing import REPOSITORY, run_python
 from tpu_kit.tracing import empty_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 CPU = torch.device("cpu")
@@ -44,15 +44,6 @@ INT8, INT4 = Scheme(8), Scheme(4, 32)
 LORA = LoraConfig(r=4, alpha=8.0)
 GIB = 2**30
 README = REPOSITORY / "README.md"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from more, and lose much where tests share the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def weight(outputs: int = 40, inputs: int = 256) -> torch.Tensor:
@@ -326,9 +317,8 @@ def run_config(folder: Path, output: Path, **changes: Any) -> TrainConfig:
 
 @needs_xla
 def test_replicas_on_xla_one_program_no_reading_and_bit_for_bit_the_same(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path, tmp_path: Path, quick_xla: None
 ) -> None:
-    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
     config = run_config(
         saved, tmp_path / "run", device_type="xla-cpu", num_replicas=2, scan_layers="on", save_steps=1000, eval_rows=0
     )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tpu_kit import sft
 from tpu_kit.config import TrainConfig, load_config
 from tpu_kit.machine import Machine
 from tpu_kit.tracking import read_metrics
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Neither the log (3) nor the epoch ends where the checkpoint (4) is written; dropout, the average and warm-up are on.
 SETTINGS = {
@@ -27,14 +27,6 @@ SETTINGS = {
 def run_config(folder: Path, **changes: Any) -> TrainConfig:
     values = {"device_type": "cpu", **SETTINGS, **changes, "output_dir": str(folder)}
     return load_config("embedded-cot", values)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # so that sums are made in one order
-    yield
-    torch.set_num_threads(before)
 
 
 def ended(folder: Path) -> tuple[str, list[tuple[Any, ...]]]:

@@ -13,7 +13,7 @@ from tpu_kit.config import LaunchConfig, load_config
 from tpu_kit.launch import launch
 from tpu_kit.machine import Machine
 from tpu_kit.runtime import detect
-from tpu_kit.testing import QUICK_XLA_FLAGS, run_python
+from tpu_kit.testing import run_python
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
@@ -143,12 +143,7 @@ def test_no_replica_here() -> None:
 @pytest.mark.parametrize(
     ("device_type", "replicas"), [pytest.param("xla-cpu", 4, marks=needs_xla), ("cpu", 2), ("cpu", 1)]
 )
-def test_collectives_on_real_replicas(
-    device_type: str, replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
-    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
+def test_collectives_on_real_replicas(device_type: str, replicas: int, tmp_path: Path, quick_xla: None) -> None:
     config = load_config(
         overrides=[f"launch.device_type={device_type}", f"launch.num_replicas={replicas}", f"output_dir={tmp_path}"]
     )

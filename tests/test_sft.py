@@ -24,28 +24,13 @@ from tpu_kit.launch import launch
 from tpu_kit.machine import Machine
 from tpu_kit.model import load_tokenizer
 from tpu_kit.runtime import Runtime
-from tpu_kit.testing import QUICK_XLA_FLAGS, run_python
+from tpu_kit.testing import run_python
 
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
 Configure = Callable[..., TrainConfig]
 ROWS, LENGTH = 48, 96
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
-    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from more, and lose much where tests share the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
