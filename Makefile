@@ -48,6 +48,7 @@ test: lint types
 test-slow: $(VENV)/installed-slow
 	@$(BIN)/python -m tests.benchmarks.headline --readme
 	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m tests.benchmarks.formula --readme
 
 lint: $(VENV)/installed
 	@$(BIN)/ruff check

@@ -455,7 +455,8 @@ def test_an_8b_model_on_one_v5e(settings: str, most: float) -> None:
     assert result.fits and result.total_bytes <= most * GIB
     saved = f"bf16[32,1,{config.data.max_length},4096]"  # the inputs of the layers
     large = [one for one in result.largest_buffers if one.kind == "temporary" and one.bytes > 100 * 2**20]
-    stacks = [one for one in large if "[32," in one.shape and one.shape != saved]
+    # There are 32 heads, too: splash has a number for each of them and each query, in 128 lanes.
+    stacks = [one for one in large if "[32," in one.shape and one.shape != saved and "splash" not in one.operation]
     assert not stacks
 
 

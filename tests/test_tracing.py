@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,23 @@ os._exit(0)
 """
 
 
+def traced(model: Path, cases: list[list[Any]]) -> list[dict[str, Any]]:
+    done = run_python(["-c", TRACED, str(model), json.dumps(cases)], env=_ENVIRONMENT)
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_in_a_block_no_layer_goes_back_before_the_one_after_it_has(tmp_path: Path) -> None:
+    # Layers of two kinds in turn make blocks of two; one of which XLA would compute again while it is at the other.
+    gemma = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4}
+    model = write_config(tmp_path / "model", TINY, **gemma)
+    full, outputs = traced(model, [[1, "mlp_tile=null"], [1, "mlp_tile=null", "remat=outputs"]])
+    (alone,) = traced(write_config(tmp_path / "other", TINY), [[1, "mlp_tile=null"]])
+    assert full["barriers"] == alone["barriers"] + 1
+    assert full["held"] == 1 + 2 * 7 + 1  # the gradient, those of seven layers' adapters; the layer's input
+    assert outputs["held"] > full["held"] + 7  # and all that it has kept
+
+
 def test_traced_programs(tmp_path: Path) -> None:
     model = write_config(tmp_path / "model", TINY)
     cases = [
@@ -58,8 +76,7 @@ def test_traced_programs(tmp_path: Path) -> None:
         [1, "gradient_accumulation=2"], [1, "lora.r=0"], [1, "optimizer=adamw8bit"], [1, "attention=sdpa"],
         [1, "remat=outputs"], [1, "remat=outputs", "attention=sdpa"], [1, "mlp_tile=null"], [1, "mlp_tile=512"],
     ]  # fmt: skip
-    done = run_python(["-c", TRACED, str(model), json.dumps(cases)], env=_ENVIRONMENT)
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = traced(model, cases)
     eight, one, two, slow, average, plain, twice, full, bits, sdpa, kept, kept_sdpa, untiled, tiled = found
 
     assert [case["all_reduces"] for case in (eight, two, one)] == [1, 1, 0]

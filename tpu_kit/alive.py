@@ -33,9 +33,9 @@ SPLASH_BLOCK = 1024
 FLAT_HEAP = 1.05
 """What is reported of an unrolled program over the buffers alive at its peak: 1.05 and 1.06 (4 layers of Qwen2.5-0.5B,
 remat=none with splash, full with sdpa)."""
-BLOCK_HIDDEN = 3
-"""Arrays of (T, H) alive for each layer of a block beyond the first: their layers' inputs, and what the compiler begins
-of the next layer before the last is done (blocks of two in Gemma 2, of six in Gemma 3)."""
+BLOCK_HIDDEN = 1
+"""Arrays of (T, H) alive for each layer of a block beyond the first: their inputs, cut out of the stack (blocks of two
+in Gemma 2, of six in Gemma 3)."""
 
 
 def rematerialized(config: TrainConfig, shape: Shape) -> str:
@@ -106,9 +106,8 @@ class Alive:
         yield Moment("start", {**lasting, "weight_copies": lasting["weight_copies"] + self.table()}, 0)
         loss, head = self.loss()
         before = gradients if self.passes > 1 else 0.0
-        yield Moment(
-            "loss", {**lasting, "loss_chunk": loss + head, "gradients": before}, saved + self.hidden() + head + before
-        )
+        parts = {**lasting, "loss_chunk": loss + head, "gradients": before}
+        yield Moment("loss", parts, saved + self.hidden() + head + before)
         filled = gradients + before  # a pass fills stacks of its own, which are then added
         for layer, attention in (self.at_mlp(), self.at_attention()):
             parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled}
@@ -150,7 +149,7 @@ class Alive:
     def saved(self) -> float:
         """Saved activations: the input of every layer, L T H c (`layers._Scanned`, or torch_xla's checkpoint).
 
-        Of one pass of gradient accumulation: `Runtime.after` keeps the next one from beginning before it has ended.
+        Of one pass of gradient accumulation: `scan.after` keeps the next one from beginning before it has ended.
 
         With remat=none all that the backward pass of a layer reads: the MLP's `gates`; `kept`; the inputs of its two
         halves, 2 T H c; and normed, as far as adapters read them. What none reads (a product without an adapter on what
@@ -170,7 +169,7 @@ class Alive:
         Of the last product only where a norm follows: to what is added to the stream, nothing goes back through the
         result. Of attention the output, T n d c, and with splash the log of sums, 4 T n; flash keeps nothing (`remat`).
         """
-        shape, last = self.shape, 1 if self.shape.norms.count(self.shape.hidden) < 4 else 0
+        shape, last = self.shape, 0 if self.shape.norm_follows else 1
         found = sum(
             padded((self.tokens, one.outputs), self.compute, free=True)
             for one in shape.linears[: len(shape.linears) - last]
@@ -246,7 +245,7 @@ class Alive:
         if not self.scanned:
             layer = self.hidden(5) + ((self.gates() if self.again else 0) + self.gates() - 1) * self.wide(self.tokens)
             return layer, self.kept() * self.again
-        arrays = 2 * self.gates() - 1 + self.keeps * 2 * (self.block - 1)  # gate and product of the next layers too
+        arrays = 2 * self.gates() - 1
         wide = self.spilt(arrays * self.wide(self.tile)) if self.tiled else (arrays - 1) * self.wide(self.tokens)
         layer = self.hidden(6 + self.tiled + BLOCK_HIDDEN * (self.block - 1)) + self.slices() + wide
         sums = LOG_SUMS_KEPT * self.lanes() if self.kernel == "splash" else 0.0
@@ -285,9 +284,9 @@ class Alive:
         return 2 * padded((self.tokens, self.shape.head_dim), 4) + 3 * lanes if self.kernel != "sdpa" else 0.0
 
     def slices(self) -> float:
-        """Weights cut out of their stacks: as stored what an MLP's loop over tiles carries, of each layer in a block.
+        """Weights cut out of their stacks: as stored, an MLP's that a loop over tiles carries.
 
-        Few tiles are no loop (`tiles`).
+        Few tiles are no loop (`tiles`), but where a norm follows each weight is read for all tiles twice.
 
         int8 becomes bf16 on its way into a product, but attention's is cut out before. int4 is unpacked before: at a
         time both halves of a matrix of the MLP in fp32, one also in bf16, and as much of attention.
@@ -296,7 +295,7 @@ class Alive:
         mlp = [one.parameters for one in self.shape.linears if one.path.startswith("mlp")]
         others = [one.parameters for one in self.shape.linears if not one.path.startswith("mlp")]
         size = {"int8": 1, "int4": 0.5}.get(dtype, self.compute)
-        found = sum(mlp) * size * self.block if self.tiles > FEW_TILES else 0.0
+        found = sum(mlp) * size if self.tiles > FEW_TILES or (self.tiled and self.shape.norm_follows) else 0.0
         if dtype == "int4":
             return found + 4.0 * (max(mlp) + max(others)) + max(mlp)
         return found + (sum(others) if dtype == "int8" else 0.0)

@@ -1,6 +1,6 @@
 """A plan as the TPU compiler sees it: the pick compiled, and where that does not fit, another one that does.
 
-`planner` asks for it with `exact`. The compiler is slow, so it is asked little: mostly for the pick alone.
+`planner` asks for it with `exact`. As the compiler is slow, it is asked for little: the pick, the largest batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tpu_kit.compiled import Compiled, Effort
 from tpu_kit.config import TrainConfig, batch_arithmetic
 from tpu_kit.epochs import Rows, count_updates
 from tpu_kit.memory import estimate
-from tpu_kit.planner import Plan, Setting
+from tpu_kit.planner import MOST_TOKENS, Plan, Setting
 from tpu_kit.roofline import Work, step_time, work
 from tpu_kit.shapes import Shape
 from tpu_kit.slices import Where
@@ -56,6 +56,29 @@ def _most(settings: Sequence[Setting], where: Where, limit: float) -> int:
         fits = _compile(settings[middle - 1].config, where, "low").total_bytes <= limit
         low, high = (middle, high) if fits else (low, middle)
     return low
+
+
+def with_largest_batch(found: Plan) -> Plan:
+    """The plan with the largest batch that was compiled and fits.
+
+    Of three: the pick, what the formula names, and where the line through both meets the limit. All at full effort, as
+    near the limit a few per cent decide.
+    """
+    picked, where, config = found.config.optim.batch_size, found.where, found.config
+    if found.compiled is None or found.advice is None:
+        return found
+    assert isinstance(picked, int)
+    limit, guess = where.limit * (1 - EXACT_RESERVE), found.advice.largest_batch
+    totals = {picked: found.compiled.total_bytes}
+    for _ in range(2):
+        if guess < 1 or guess in totals:
+            break
+        optim = replace(config.optim, batch_size=guess, global_batch_size=None)
+        totals[guess] = _compile(replace(config, optim=optim), where, "full").total_bytes
+        each = max(1.0, (totals[guess] - totals[picked]) / (guess - picked))
+        guess = min(picked + int((limit - totals[picked]) // each), MOST_TOKENS // config.data.max_length)
+    most = max((rows for rows, total in totals.items() if total <= limit), default=0)
+    return replace(found, advice=replace(found.advice, largest_batch=most))
 
 
 def by_compiler_alone(config: TrainConfig, where: Where, rows: Rows) -> Plan:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit import remat
 from tpu_kit.dropout import SeededDropout, mix
-from tpu_kit.scan import Tensors, scan
+from tpu_kit.scan import Tensors, after, scan
 from tpu_kit.tiles import autocast_now, is_tiled
 
 
@@ -189,19 +189,25 @@ class _Block:
         return [hidden, *carry[1:]], [*before, *(tensor for found in kept for tensor in found)]
 
     def backward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-        """The gradient before the block, and those of the trained tensors; each layer is computed again."""
+        """The gradient before the block, and those of the trained tensors; each layer is computed again.
+
+        But not before the one after it is done: nothing else keeps XLA from having all of a block's at a time.
+        """
         gradient, count, rest = carry[0], len(self.layers), iter(slices)
         before, gradients = [next(rest) for _ in self.layers], [[]] * count  # type: ignore[var-annotated]
         kept = [[next(rest) for _ in range(number)] for number in self.kept]
+        done: Tensors = []
         for index, tensors in reversed(list(enumerate(self._by_layer(list(rest))))):
-            with torch.enable_grad(), remat.replaying(kept[index], self.keeps):
-                hidden = before[index].detach().requires_grad_()
+            given, *results = after(done, [before[index], *kept[index]])
+            with torch.enable_grad(), remat.replaying(results, self.keeps):
+                hidden = given.detach().requires_grad_()
                 trained = {name: self._leaf(index, name, tensors[name]) for name in self.trained[index]}
                 output = self._layer(index, hidden, carry[1:], {**tensors, **trained})
                 gradient, *found = torch.autograd.grad(
                     output, [hidden, *trained.values()], gradient, allow_unused=True, materialize_grads=True
                 )
             gradients[index] = found
+            done = [gradient, *found]
         return [gradient, *carry[1:]], [part for found in gradients for part in found]
 
     def _leaf(self, index: int, name: str, tensor: torch.Tensor) -> torch.Tensor:

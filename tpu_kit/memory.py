@@ -149,7 +149,8 @@ class _Step:
             return SMALLEST_CODE + passes * layers * FLAT_CODE["full" if self.alive.again else "none"]
         if self.shape.layer_parameters < 2**21:
             return SMALLEST_CODE * passes
-        more = max(0, self.alive.tiles - 2) if self.alive.tiles <= FEW_TILES else 0
+        tiles = self.alive.tiles * (2 if self.alive.tiled and self.shape.norm_follows else 1)  # computed twice
+        more = max(0, tiles - 2) if self.alive.tiles <= FEW_TILES else 0
         layer = LOOP_CODE + TILE_CODE * more
         return layer * sum(period for period, _ in self.shape.runs()) * passes
 

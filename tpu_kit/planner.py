@@ -130,12 +130,12 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
     Args:
         config: the run, with `launch.num_replicas`, and the rows of an update in `optim.global_batch_size`.
         chips: names as `slices.find_slice` takes them.
-        exact: whether to ask the TPU compiler, which takes a minute or some for each chip.
+        exact: whether to ask the TPU compiler, which takes some minutes for each chip.
 
     Raises:
         ValueError: of `slices.find_slice`, `shapes.read_shape` or `memory.estimate`; the global batch cannot be split.
     """
-    from tpu_kit.exact import by_compiler_alone, verified
+    from tpu_kit.exact import by_compiler_alone, verified, with_largest_batch
 
     places = [find_slice(name, config.launch.num_replicas) for name in chips]
     try:
@@ -148,7 +148,7 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
     if shape is None:
         return [by_compiler_alone(config, where, rows) for where in places]
     found = [by_formula(config, shape, where, rows) for where in places]
-    return [verified(one, shape, rows) for one in found] if exact else found
+    return [with_largest_batch(verified(one, shape, rows)) for one in found] if exact else found
 
 
 def choose_batch(config: TrainConfig, chip: str, replicas: int, exact: bool = False, rows: Rows | None = None) -> int:

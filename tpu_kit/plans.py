@@ -17,7 +17,7 @@ MOST_SETTINGS = 8
 USAGE = (
     "Exit codes: 0 the plans are printed (of what does not fit, too), 2 bad arguments.\n\n"
     "  --chip NAME[,NAME...]  chips (v5e), slices (v5litepod-8) or topologies (v5e:2x4) to plan for; default v5e\n"
-    "  --exact                ask the real TPU compiler; a minute or more for each chip\n"
+    "  --exact                ask the real TPU compiler; some minutes for each chip\n"
     "  --json                 print a list with one object per chip, and nothing else\n\n"
     "batch_size and remat are kept where they are given and chosen where not. The rest is as for `train`, whose\n"
     "--help lists the parameters. A folder with only a config.json is a model."

@@ -81,7 +81,7 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     again = 1 if remat == "full" else 0
     last = shape.linears[-1].inputs * shape.linears[-1].outputs
     linear = weights * (2 + again + (0 if lora.r else 1))
-    if shape.norms.count(shape.hidden) < 4:
+    if not shape.norm_follows:
         linear -= again * last
     elif (config.optim.mlp_tile or tokens) < tokens and config.optim.scan_layers != "off":
         linear += again * sum(one.inputs * one.outputs for one in shape.linears if one.path.startswith("mlp"))

@@ -191,16 +191,6 @@ class Runtime:
         sent: list[dict[str, torch.Tensor]] = xm.send_cpu_data_to_device(batches, self.local_device)
         return sent
 
-    def after(self, done: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The same tensors, which on XLA are not there before all of `done` is; elsewhere things happen in order."""
-        if not self.is_xla or not tensors:
-            return tensors
-        import torch_xla.core.xla_model as xm
-
-        later = {name: tensor.clone() for name, tensor in tensors.items()}
-        xm.optimization_barrier_([*done, *later.values()])
-        return later
-
     def seed(self, number: int) -> None:
         """Sets the random numbers of this replica's device from here on (threads of XLA:CPU each have their own)."""
         if self.is_xla:

@@ -50,14 +50,14 @@ def in_turn(body: Body, carry: Tensors, inputs: Tensors) -> tuple[Tensors, Tenso
     done: Tensors = []
     for turn in range(inputs[0].shape[0]):
         before = carry
-        carry, output = body(carry, _after(done, [tensor[turn] for tensor in inputs]))
+        carry, output = body(carry, after(done, [tensor[turn] for tensor in inputs]))
         outputs.append(output)
         done = [*output, *(new for new, old in zip(carry, before, strict=True) if new is not old)]
     return carry, [torch.stack(column) for column in zip(*outputs, strict=True)]
 
 
-def _after(done: Tensors, tensors: Tensors) -> Tensors:
-    """The same tensors, which on XLA are not there before all of `done` is."""
+def after(done: Tensors, tensors: Tensors) -> Tensors:
+    """The same tensors, which on XLA are not there before all of `done` is; elsewhere things happen in order."""
     if not done or tensors[0].device.type != "xla":
         return tensors
     import torch_xla.core.xla_model as xm

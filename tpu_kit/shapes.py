@@ -139,6 +139,11 @@ class Shape:
         """The family's ways."""
         return FAMILIES[self.family]
 
+    @property
+    def norm_follows(self) -> bool:
+        """Whether what attention and MLP give goes through a norm before it is added to the stream."""
+        return self.norms.count(self.hidden) >= 4
+
     @cached_property
     def layer_parameters(self) -> int:
         """Parameters of one layer."""

@@ -19,6 +19,7 @@ from tpu_kit.groups import flat, group, parts_of
 from tpu_kit.loss import chunked_nll, shift_labels
 from tpu_kit.optimizer import OPTIMIZERS, Moments
 from tpu_kit.runtime import Runtime
+from tpu_kit.scan import after
 from tpu_kit.stacking import scan_layers, stacked_names
 
 # What `TrainState.window` sums up between two readings.
@@ -224,7 +225,7 @@ def train_step(
         if number:
             # Otherwise XLA may begin a pass before the one before it has ended, and keep the activations of both.
             done = [parameter.grad for parameter in state.parameters.values() if parameter.grad is not None]
-            batch = runtime.after(done, batch)
+            batch = dict(zip(batch, after(done, list(batch.values())), strict=True))
         loss, tokens = token_loss(model, batch, optim, smooth=True)
         loss.backward()
         totals = totals + torch.stack([loss.detach(), tokens])
