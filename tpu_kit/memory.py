@@ -26,10 +26,11 @@ GIB = 2**30
 
 LOOP_CODE = 26 * 2**20
 """Code of a program of loops for each layer in it (one, or those of a block) and each pass: 20 to 31 MiB on v5e, v5p,
-v6e, 23 for each of 2 or 4 passes, 35 for each of Gemma 2's two layers; 7 MiB for a model of 0.8 M parameters."""
+v6e, 23 for each of 2 or 4 passes, 26 for each of Gemma 2's two layers; 7 MiB for a model of 0.8 M parameters."""
 TILE_CODE = 7 * 2**20
 """Code of each tile of an MLP beyond two, where tiles are no loop (`tiles`): 27 to 32 MiB in all for two (Mistral,
-Qwen2.5, SmolLM2), 39 to 49 for four (Mistral, Llama, Qwen2.5)."""
+Qwen2.5, SmolLM2), 39 to 49 for four (Mistral, Llama, Qwen2.5). Where a norm follows they are computed twice: with two
+32 (Gemma 3) and 43 (Gemma 2) for each layer."""
 SMALLEST_CODE = 7 * 2**20
 """Code beside the layers' of an unrolled program; and of a program of loops of next to nothing."""
 FLAT_CODE = {"full": 22 * 2**20, "none": 14 * 2**20}
