@@ -1,7 +1,7 @@
 # make train      the main job, rehearsed on this machine: the notebook that tunes a small model to reason, on 4 replicas
 # make notebooks  all five notebooks in order, as a batch job; executed ones and HTML go to runs/notebooks
 # make test       lint, types and the quick tests, the notebooks among them
-# All make their own environment in .venv first, from nothing but a Python 3.11 or 3.12 (PYTHON=... chooses another one).
+# All make their own environment in .venv first, from nothing but a Python 3.11 to 3.13 (PYTHON=... chooses another one).
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -79,18 +79,18 @@ $(VENV)/installed-slow: $(VENV)/installed-real
 # A candidate is run, not just looked up: a pyenv shim of a version that is not active is there and fails, and a
 # Debian python3 may come without venv.
 $(VENV)/bin/python:
-	@works() { "$$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; }; \
-	for python in $(or $(PYTHON),python3.12 python3.11 python3); do \
+	@works() { "$$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; }; \
+	for python in $(or $(PYTHON),python3.12 python3.11 python3.13 python3); do \
 	    if works "$$python"; then exec "$$python" -m venv $(VENV); fi; \
 	done; \
 	if [ -n "$(PYTHON)" ]; then \
-	    echo "PYTHON=$(PYTHON) is not a working Python 3.11 or 3.12 with the venv module. Choose another one." >&2; exit 1; \
+	    echo "PYTHON=$(PYTHON) is not a working Python 3.11 to 3.13 with the venv module. Choose another one." >&2; exit 1; \
 	fi; \
 	uv=$$(command -v uv || true); \
 	if [ -z "$$uv" ] && command -v python3 >/dev/null && python3 -m pip install --quiet --target $(VENV)/uv uv; then \
 	    uv=$(VENV)/uv/bin/uv; \
 	fi; \
 	if [ -n "$$uv" ] && "$$uv" venv --quiet --seed --allow-existing --python 3.12 $(VENV); then exit; fi; \
-	echo "No Python 3.11 or 3.12 with the venv module was found, and uv could not fetch one." >&2; \
+	echo "No Python 3.11 to 3.13 with the venv module was found, and uv could not fetch one." >&2; \
 	echo "Install one (Debian, Ubuntu: apt install python3.12 python3.12-venv), or uv (pip install uv), and run make again." >&2; \
 	exit 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,19 +19,27 @@ import nbformat
 import pytest
 
 from tpu_kit import install
+from tpu_kit.compatibility import CHECKED, PAIRINGS
 from tpu_kit.fields import ConfigError
-from tpu_kit.machine import PINS, Check, Machine
-from tpu_kit.packages import CHECKED, Decision, Site, decide, installed, look, matrix, requirements
+from tpu_kit.machine import Check, Machine
+from tpu_kit.packages import REPOSITORY as ADDRESS
+from tpu_kit.packages import Decision, Site, decide, installed, look, matrix, requirements
 from tpu_kit.testing import REPOSITORY, run_python
 
 PINNED = """\
 torch==2.9.0
-torch_xla[tpu,pallas]==2.9.0  # the pair
+torch_xla==2.9.0  # the pair
+libtpu==0.0.21; python_version < "3.13"
 
 transformers==5.23.0
+peft==0.21.2
+omegaconf==2.4.0
 """
-RIGHT = {"torch": "2.9.0+cpu", "torch-xla": "2.9.0", "transformers": "5.23.0", "libtpu": "0.0.21", "jax": "0.7.1",
-         "jaxlib": "0.7.1"}  # fmt: skip
+PAIR = {"torch": "2.9.0+cpu", "torch-xla": "2.9.0", "libtpu": "0.0.21", "jax": "0.7.1", "jaxlib": "0.7.1"}
+KAGGLE = {"torch": "2.8.0+cpu", "torch-xla": "2.8.0", "libtpu": "0.0.17", "jax": "0.7.2", "jaxlib": "0.7.2"}
+RIGHT = PAIR | {
+    "transformers": "5.23.0", "peft": "0.21.2", "omegaconf": "2.4.0", "datasets": "5.2.0", "matplotlib": "3.11.2",
+}  # fmt: skip
 LAPTOP = Site("computer without an accelerator", "", "Linux x86_64", (3, 12), RIGHT, 100.0, "", True)
 COLAB = replace(LAPTOP, place="Colab", accelerator="1 x v5e")
 WITHOUT: dict[str, str] = {}
@@ -39,23 +48,58 @@ WITHOUT: dict[str, str] = {}
 def test_where_all_is_right_nothing_is_done(capsys: pytest.CaptureFixture[str]) -> None:
     decision = decide(LAPTOP, pins=PINNED)
     assert (decision.action, decision.kind, decision.commands) == ("nothing", "tpu", ())
-    assert str(decision) == "Nothing to do: all 6 packages of requirements-tpu.txt are there and pair"
+    pair = "torch 2.9.0+cpu, torch_xla 2.9.0, libtpu 0.0.21, jax 0.7.1, jaxlib 0.7.1 pair"
+    assert str(decision) == f"Nothing to do: all 10 packages are there, and {pair}"
     install.carry_out(decision)
     assert capsys.readouterr().out == "Nothing was to be done.\n"
 
 
 def test_one_line_installs_all() -> None:
     decision = decide(replace(LAPTOP, versions=WITHOUT), pins=PINNED)
-    assert decision.why == ("not installed: torch, torch_xla, transformers, libtpu, jax, jaxlib",)
-    file = str(requirements("tpu"))
-    assert decision.commands == ((sys.executable, "-m", "pip", "install", "--quiet", "-r", file),)
+    names = "torch, torch_xla, libtpu, jax, jaxlib, datasets, matplotlib, omegaconf, peft, transformers"
+    assert decision.why == (f"not installed: {names}",)
+    wanted = (
+        "torch==2.9.0", "torch_xla==2.9.0", "libtpu==0.0.21", "jax==0.7.1", "jaxlib==0.7.1", "datasets>=4.8",
+        "matplotlib>=3.10", "omegaconf==2.4.0", "peft==0.21.2", "transformers==5.23.0",
+    )  # fmt: skip
+    assert decision.commands == ((sys.executable, "-m", "pip", "install", "--quiet", *wanted),)
     with_uv = decide(
         replace(LAPTOP, versions=WITHOUT, uv="/bin/uv", pip=False), torch_index="https://a.b/cpu", pins=PINNED
     )
     assert with_uv.commands == (
-        ("/bin/uv", "pip", "install", "--python", sys.executable, "--quiet", "-r", file,
-         "--extra-index-url", "https://a.b/cpu", "--index-strategy", "unsafe-best-match"),
+        ("/bin/uv", "pip", "install", "--python", sys.executable, "--quiet",
+         "--extra-index-url", "https://a.b/cpu", "--index-strategy", "unsafe-best-match", *wanted),
     )  # fmt: skip
+
+
+def test_what_pairs_is_left_alone_and_what_is_missing_is_added() -> None:
+    """Another libtpu and jax than the pins, as Colab has them: neither is touched."""
+    image = RIGHT | {"libtpu": "0.0.21.1", "jax": "0.7.2", "jaxlib": "0.7.2", "transformers": "5.15.0"}
+    there = {name: version for name, version in image.items() if name not in ("peft", "omegaconf")}
+    decision = decide(replace(COLAB, python=(3, 13), versions=there), pins=PINNED)
+    assert decision.add == ("omegaconf==2.4.0", "peft==0.21.2")
+    assert decision.commands == ((sys.executable, "-m", "pip", "install", "--quiet", *decision.add),)
+    assert set(decision.keep) == {f"{name}=={version}" for name, version in there.items()}
+    assert "Left as they are: 8 packages" in str(decision)
+
+
+def test_extras_are_installed_when_asked_for() -> None:
+    assert decide(LAPTOP, extras=["notebooks"], pins="papermill==2.7.0").add == ("ipykernel>=6.17", "papermill==2.7.0")
+    assert decide(replace(LAPTOP, versions=RIGHT | {"gcsfs": "2026.1"}), extras=["gcs"]).action == "nothing"
+
+
+def test_a_folder_of_wheels_is_the_only_place_to_look(tmp_path: Path) -> None:
+    (tmp_path / "tpu_kit-0.1.0-py3-none-any.whl").touch()
+    decision = decide(replace(LAPTOP, versions=PAIR), source=str(tmp_path), pins=PINNED)
+    line = decision.commands[0]
+    assert line[5:8] == ("--no-index", "--find-links", str(tmp_path))
+
+
+def test_a_torch_that_is_used_alone_is_left_alone() -> None:
+    there = {name: version for name, version in RIGHT.items() if name not in PAIR} | {"torch": "2.13.0+cpu"}
+    decision = decide(replace(LAPTOP, versions=there))
+    assert (decision.action, decision.kind) == ("nothing", "gpu")
+    assert decide(replace(COLAB, versions=there)).add[:2] == ("torch==2.9.0", "torch_xla==2.9.0")
 
 
 @pytest.mark.parametrize(
@@ -63,8 +107,8 @@ def test_one_line_installs_all() -> None:
     [
         ("torch-xla", "2.8.0", "torch_xla is 2.8.0, and must be 2.9.0"),
         ("torch", "2.9.1", "torch is 2.9.1, and must be 2.9.0"),
-        ("libtpu", "0.0.20", "libtpu is 0.0.20, and must be 0.0.21"),
-        ("transformers", "4.57.0", "transformers is 4.57.0, and must be 5.23.0"),
+        ("libtpu", "0.0.20", "libtpu is 0.0.20, and must be 0.0.21 or 0.0.21.1"),
+        ("transformers", "4.57.0", "transformers is 4.57.0, and must be >=5.15"),
         ("torchvision", "0.20.0", "torchvision 0.20.0 is built for another torch: 0.24.0"),
     ],
 )
@@ -72,6 +116,7 @@ def test_what_is_wrong_is_named_and_mended(name: str, version: str, why: str) ->
     decision = decide(replace(COLAB, versions={**RIGHT, name: version}), pins=PINNED)
     assert (decision.action, decision.why, len(decision.commands)) == ("install", (why,), 1)
     assert ("torchvision==0.24.0" in decision.commands[0]) == (name == "torchvision")
+    assert len(decision.add) == 1 and decision.keep == ()
 
 
 def test_torch_tpu_is_removed_first() -> None:
@@ -87,7 +132,7 @@ def test_torch_tpu_is_removed_first() -> None:
         (LAPTOP, "auto", "tpu"),
         (LAPTOP, "gpu", "gpu"),
         (replace(LAPTOP, place="GPU machine", accelerator="NVIDIA GPU"), "auto", "gpu"),
-        (replace(LAPTOP, python=(3, 13)), "auto", "rehearsal"),
+        (replace(LAPTOP, python=(3, 13)), "auto", "tpu"),
         (replace(LAPTOP, system="Darwin arm64", python=(3, 13)), "auto", "gpu"),
         (replace(LAPTOP, system="Linux aarch64"), "auto", "gpu"),
     ],
@@ -95,15 +140,14 @@ def test_torch_tpu_is_removed_first() -> None:
 def test_what_is_installed_for(site: Site, hardware: str, kind: str) -> None:
     decision = decide(replace(site, versions=WITHOUT), hardware)
     assert (decision.action, decision.kind) == ("install", kind)
-    line = decision.commands[0]
-    assert Path(line[line.index("-r") + 1]).name == f"requirements-{'tpu' if kind == 'tpu' else 'gpu'}.txt"
-    assert ("torch_xla==2.9.0" in line) == (kind == "rehearsal")
+    assert ("torch_xla==2.9.0" in decision.add) == (kind == "tpu")
+    assert ("libtpu==0.0.21.1" in decision.add) == (kind == "tpu" and site.python == (3, 13))
 
 
 @pytest.mark.parametrize(
     ("site", "hardware", "why", "way"),
     [
-        (replace(COLAB, python=(3, 13)), "auto", "libtpu 0.0.21 has no wheel for it", "Runtime version"),
+        (replace(COLAB, python=(3, 14)), "auto", "Python 3.14: the kit needs 3.11 to 3.13", "Runtime version"),
         (replace(COLAB, place="Kaggle", python=(3, 10)), "auto", "Python 3.10: the kit needs 3.11", "Environment"),
         (replace(LAPTOP, python=(3, 14)), "auto", "Python 3.14: the kit needs 3.11 to 3.13", "uv venv --python 3.12"),
         (replace(LAPTOP, system="Darwin arm64"), "tpu", "torch_xla has wheels for Linux x86_64", "hardware='gpu'"),
@@ -121,11 +165,11 @@ def test_where_no_wheel_fits_the_ways_out_are_named(site: Site, hardware: str, w
 
 @pytest.mark.parametrize(
     ("source", "kit"),
-    [("git", "git+https://github.com/tpu-kit/tpu_kit"), ("index", "tpu_kit"), ("~", str(Path.home()))],
+    [("git", f"git+{ADDRESS}"), ("index", "tpu_kit"), ("~", str(Path.home()))],
 )
 def test_a_way_out_installs_for_a_tpu_from_where_the_kit_came_from(source: str, kit: str) -> None:
     old = decide(replace(LAPTOP, versions=WITHOUT, python=(3, 10)), source=source)
-    assert (old.action, old.kind) == ("impossible", "rehearsal")
+    assert (old.action, old.kind) == ("impossible", "tpu")
     assert f"-r {requirements('tpu')} {kit} && " in str(old)
 
 
@@ -136,26 +180,26 @@ def test_a_full_disk_is_foreseen() -> None:
 
 
 def test_the_matrix_marks_this_machine() -> None:
-    assert [
-        [row["Python"] for row in matrix(site) if row["here"]] for site in (LAPTOP, replace(LAPTOP, python=(3, 13)))
-    ] == [
-        ["3.11, 3.12"],
-        ["3.13"],
+    marked = [
+        [(row["Python"], row["libtpu"]) for row in matrix(site) if row["here"]]
+        for site in (LAPTOP, replace(LAPTOP, python=(3, 13)), replace(LAPTOP, versions=KAGGLE))
     ]
+    assert marked == [[("3.11, 3.12", "0.0.21")], [("3.13", "0.0.21.1")], [("3.11, 3.12, 3.13", "0.0.17")]]
     (other,) = [row for row in matrix(replace(LAPTOP, system="Darwin arm64")) if row["here"]]
-    assert other["system"] == "others" and other["torch_xla"] == "no wheel"
+    assert other["system"] == "others" and other["libtpu"] == "no wheel"
     assert any(CHECKED in column for column in other)
 
 
 def test_pins_come_from_the_folder_that_the_kit_came_from(tmp_path: Path) -> None:
     assert requirements("tpu").read_text() == (REPOSITORY / "requirements-tpu.txt").read_text()
     assert requirements("gpu", str(tmp_path)) == requirements("gpu")
-    (tmp_path / "requirements-gpu.txt").write_text("torch>=2.9,<3\n")
+    (tmp_path / "requirements-gpu.txt").write_text("transformers==5.22.0\n")
     assert requirements("gpu", str(tmp_path)) == tmp_path / "requirements-gpu.txt"
-    site = replace(LAPTOP, versions={"torch": "2.13.0"})
-    assert decide(site, "gpu", source=str(tmp_path)).action == "nothing"
-    newer = decide(replace(site, versions={"torch": "3.0"}), "gpu", source=str(tmp_path))
-    assert newer.why == ("torch is 3.0, and must be >=2.9,<3",)
+    versions = {name: version for name, version in RIGHT.items() if name not in (*PAIR, "transformers")}
+    site = replace(LAPTOP, versions=versions | {"torch": "2.13.0"})
+    assert decide(site, "gpu", source=str(tmp_path)).add == ("transformers==5.22.0",)
+    newer = decide(replace(site, versions=site.versions | {"torch": "3.0", "transformers": "5.23.0"}), "gpu")
+    assert newer.why == ("torch is 3.0, and must be >=2.8,<3",)
 
 
 def machine(tmp_path: Path, **environ: str) -> Machine:
@@ -184,19 +228,28 @@ def test_options_of_the_notebook() -> None:
     def given(cell: str) -> dict[str, Any]:
         return install.options({"In": ["", f"# Parameters: mine\n{cell}"], **eval(f"dict({cell})")})
 
-    assert given("source='git'") == {"source": "git"}
+    assert given("kit_source='git'") == {"kit_source": "git"}
     with pytest.raises(ConfigError, match="did you mean torch_index"):
         given("torch_inde='x'")
-    with pytest.raises(ConfigError, match="hardware='cpu': there are auto, tpu, rehearsal and gpu"):
+    with pytest.raises(ConfigError, match="hardware='cpu': there are auto, tpu and gpu"):
         given("hardware='cpu'")
 
 
 def test_a_failing_line_ends_with_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
     code = "print('Collecting torch'); print('OSError: No space left on device'); raise SystemExit(1)"
     with pytest.raises(ValueError, match=r"failed \(the disk is full: .* torch_index(.|\n)*No space left") as caught:
-        install.carry_out(Decision("install", "tpu", ("a",), ((sys.executable, "-c", code),)))
+        install.carry_out(Decision("install", "tpu", ("a",), commands=((sys.executable, "-c", code),)))
     assert str(caught.value).endswith("Collecting torch\nOSError: No space left on device")
     assert "Collecting torch" in capsys.readouterr().out
+
+
+def test_the_address_of_the_repository_stands_in_one_place() -> None:
+    """Notebooks and README.md repeat it, because they are read without the kit; each repetition is compared."""
+    texts = [path.read_text() for path in (REPOSITORY / "notebooks").glob("*.ipynb")]
+    texts += [(REPOSITORY / name).read_text() for name in ("README.md", "pyproject.toml")]
+    for text in texts:
+        found = {f"https://github.com/{name}" for name in re.findall(r"github(?:\.com)?/(tpu-kit/\w+)", text)}
+        assert found == {ADDRESS}
 
 
 def test_a_replaced_package_needs_a_new_kernel(
@@ -234,12 +287,13 @@ def test_another_index_is_where_torch_comes_from(tool: str, tmp_path: Path, monk
         pytest.skip("needs uv: pip install uv")
     default, cpu = write_index(tmp_path / "a", "2.9.0", "cuda"), write_index(tmp_path / "b", "2.9.0+cpu", "cpu")
     (tmp_path / "requirements-gpu.txt").write_text("torch==2.9.0\n")
+    there = {name: version for name, version in RIGHT.items() if name not in PAIR}
     for name, value in {"INDEX_URL": default, "TARGET": str(tmp_path / "got"), "CONFIG_FILE": os.devnull}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("UV_DEFAULT_INDEX", default)
-    site = replace(LAPTOP, versions=WITHOUT, uv=uv)
+    site = replace(LAPTOP, versions=there, uv=uv)
     decision = decide(site, "gpu", cpu, str(tmp_path))
     if uv:  # which has no variable for it
         decision = replace(decision, commands=((*decision.commands[0], "--target", str(tmp_path / "got")),))
@@ -309,7 +363,7 @@ def bare_kernel(python: Path, folder: Path) -> dict[str, str]:
 def run_notebook(folder: Path, environment: dict[str, str], source: Path, expect: int = 0) -> str:
     """All that notebook 1 shows where it is given a clone as the kit's source; the error, too."""
     notebook = REPOSITORY / "notebooks" / "1-install.ipynb"
-    arguments = ["-m", "papermill", str(notebook), "out.ipynb", "-k", "bare", "-p", "source", str(source)]
+    arguments = ["-m", "papermill", str(notebook), "out.ipynb", "-k", "bare", "-p", "kit_source", str(source)]
     run_python([*arguments, "--no-progress-bar"], cwd=folder, env=environment, timeout=3000, expect=expect)
     cells = [cell for cell in nbformat.read(folder / "out.ipynb", as_version=4).cells if cell.cell_type == "code"]
     outputs = [output for cell in cells for output in cell.outputs]
@@ -338,8 +392,8 @@ def test_from_nothing_in_a_bare_kernel_as_a_service_has_it(tmp_path: Path, clone
     python = fresh(tmp_path / "env")
     environment = bare_kernel(python, tmp_path / "jupyter")
     said = run_notebook(tmp_path, environment, clone)
-    assert "not installed: torch, torch_xla, transformers" in said and "Installed." in said
-    assert f"They pair torch {PINS['torch']}" in " ".join(said.split()) and "✓ They compute" in said
+    assert "not installed: torch, torch_xla, libtpu" in said and "Installed in" in said
+    assert f"They pair torch {PAIRINGS[0].torch}" in " ".join(said.split()) and "✓ They compute" in said
     assert "The kernel can stay as it is." in said
     again = run_notebook(tmp_path, environment, clone)
     assert "Nothing to do: all " in again and "Nothing was to be done." in again and "✓ They compute" in again
@@ -380,6 +434,6 @@ def test_a_pair_that_does_not_load_is_a_failure(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "torch_xla.py").write_text("raise ImportError('_XLAC.so: undefined symbol: _ZN5torch4lazy13MetricFn')")
     (tmp_path / "torch.py").write_text("__version__ = '2.9.1'")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (check,) = install.check(Decision("nothing", "rehearsal", ()))
+    (check,) = install.check(Decision("nothing", "tpu", ()))
     assert isinstance(check, Check) and check.status == "failure"
     assert "undefined symbol" in check.found and check.found.endswith("torch and torch_xla do not pair")

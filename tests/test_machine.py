@@ -16,11 +16,15 @@ from pathlib import Path
 import pytest
 
 from tpu_kit import machine
+from tpu_kit.compatibility import PAIRINGS, install_line
 from tpu_kit.config import TrainConfig, load_config
-from tpu_kit.machine import INSTALL, PINS, Check, Machine
+from tpu_kit.machine import Check, Machine
 from tpu_kit.testing import REPOSITORY, run_python
 
-PAIRED = PINS | {"torch": "2.9.0+cpu"}
+PYTHON = sys.version_info[:2]
+PAIRED = PAIRINGS[0].versions((3, 11)) | {"torch": "2.9.0+cpu"}
+KAGGLE = {"torch": "2.8.0+cpu", "torch_xla": "2.8.0", "libtpu": "0.0.17", "jax": "0.7.2", "jaxlib": "0.7.2"}
+INSTALL = install_line(PYTHON)
 
 
 def fake(root: Path, *pci: tuple[str, str, str], environ: dict[str, str] | None = None) -> Machine:
@@ -91,33 +95,36 @@ def server(status: int, body: str = "", seen: list[tuple[str, str | None]] | Non
         http.server_close()
 
 
-def test_pins_are_those_that_are_installed() -> None:
+def test_the_newest_pairing_is_what_is_installed() -> None:
+    """Of the extras of torch_xla the libtpu and the jax, so that a change of theirs is noticed."""
+    newest = PAIRINGS[0]
     lines = (REPOSITORY / "requirements-tpu.txt").read_text().splitlines()
-    assert {"torch==2.9.0", "torch_xla[tpu,pallas]==2.9.0"} <= set(lines)
-    assert INSTALL == 'pip install "torch==2.9.0" "torch_xla[tpu,pallas]==2.9.0"'
-    from importlib.metadata import PackageNotFoundError, requires
+    pinned = {line.split(";")[0].strip() for line in lines}
+    for python in ((3, 11), (3, 12), (3, 13)):
+        assert {f"{name}=={pin}" for name, pin in newest.versions(python).items()} <= pinned
+    from importlib.metadata import PackageNotFoundError, requires, version
 
     try:
-        extras = requires("torch_xla") or []
+        pairing = next(one for one in PAIRINGS if one.torch == version("torch_xla"))
     except PackageNotFoundError:
         pytest.skip("torch_xla is not installed")
-    named = {line.split(";")[0].strip() for line in extras if "extra ==" in line}
-    assert {f"{name}=={PINS[name]}" for name in ("libtpu", "jax", "jaxlib")} <= named
+    named = [line.split(";")[0].strip() for line in requires("torch_xla") or [] if "extra ==" in line]
+    assert f"libtpu=={next(iter(pairing.libtpu))}" in named
+    assert pairing is not newest or f"jax=={pairing.jax[0]}" in named
 
 
 @pytest.mark.parametrize(
-    ("python", "on_tpu", "status", "text"),
+    ("python", "status", "text"),
     [
-        ((3, 11), True, "ok", "Python 3.11"),
-        ((3, 12), True, "ok", "Python 3.12"),
-        ((3, 13), False, "warning", "libtpu has no wheel for it"),
-        ((3, 13), True, "failure", "so no TPU and no TPU compiler"),
-        ((3, 14), False, "failure", "Python 3.14: the kit and torch_xla need 3.11 to 3.13, a TPU 3.11 or 3.12"),
-        ((3, 10), True, "failure", "need 3.11 to 3.13"),
+        ((3, 11), "ok", "Python 3.11"),
+        ((3, 12), "ok", "Python 3.12"),
+        ((3, 13), "ok", "Python 3.13"),
+        ((3, 14), "failure", "Python 3.14: the kit and torch_xla need 3.11 to 3.13"),
+        ((3, 10), "failure", "need 3.11 to 3.13"),
     ],
 )
-def test_python(python: tuple[int, int], on_tpu: bool, status: str, text: str) -> None:
-    check = machine.check_python(Machine(python=python), on_tpu)
+def test_python(python: tuple[int, int], status: str, text: str) -> None:
+    check = machine.check_python(Machine(python=python))
     assert check.status == status
     assert text in check.found
     assert ("python3.12 -m venv" in check.fix) == (status != "ok")
@@ -128,14 +135,23 @@ def test_python(python: tuple[int, int], on_tpu: bool, status: str, text: str) -
     [
         ({}, True, "ok", "torch 2.9.0+cpu torch_xla 2.9.0 libtpu 0.0.21 jax 0.7.1 jaxlib 0.7.1", ""),
         ({"torch": None}, True, "failure", "torch_xla 2.9.0", "pip install -r requirements-gpu.txt"),
-        ({"torch": "2.11.0"}, False, "failure", "torch must be 2.9.0", f"{INSTALL}, then restart the kernel"),
-        ({"torch_xla": "2.8.1"}, False, "failure", "torch_xla must be 2.9.0", INSTALL),
-        ({"libtpu": None}, True, "failure", "libtpu must be 0.0.21", INSTALL),
+        ({"torch": "2.11.0"}, False, "failure", "torch must be 2.9.0", 'pip install "torch==2.9.0", then restart'),
+        ({"torch_xla": "2.8.1"}, False, "failure", "torch_xla must be 2.9.0", 'pip install "torch_xla==2.9.0", then'),
+        ({"libtpu": None}, True, "failure", "libtpu must be 0.0.21 or 0.0.21.1", 'pip install "libtpu==0.0.21'),
         ({"libtpu": None}, False, "ok", "torch_xla 2.9.0", ""),
-        ({"jaxlib": "0.8.0"}, False, "failure", "jaxlib must be 0.7.1", INSTALL),
+        ({"libtpu": "0.0.21.1"}, True, "ok", "libtpu 0.0.21.1", ""),
+        ({"jax": "0.7.2", "jaxlib": "0.7.2", "libtpu": "0.0.21.1"}, True, "ok", "jax 0.7.2", ""),
+        (KAGGLE, True, "ok", "torch 2.8.0+cpu torch_xla 2.8.0 libtpu 0.0.17", ""),
+        (KAGGLE | {"libtpu": "0.0.23"}, True, "failure", "libtpu must be 0.0.17", 'pip install "libtpu==0.0.17"'),
+        ({"jaxlib": "0.8.0"}, False, "failure", "jaxlib must be 0.7.1 or 0.7.2", 'pip install "jax==0.7.1" "jaxlib'),
+        ({"jaxlib": "0.7.2"}, False, "failure", "jax must be", 'pip install "jax==0.7.1" "jaxlib==0.7.1"'),
         ({"torch_xla": None}, False, "skipped", "no TPU and no rehearsal of one", "only for TPU and its rehearsal"),
         ({"torch_xla": None}, True, "failure", "torch_xla is not installed", INSTALL),
-        ({"torch_tpu": "0.2.0"}, False, "failure", "torch_tpu 0.2.0 beside it", "pip uninstall -y torch_tpu && "),
+        ({"torch_tpu": "0.2.0"}, False, "failure", "a TPU needs torch_xla", "pip uninstall -y torch_tpu && "),
+        ({"torch_tpu": "0.2.0", "torch": "2.13.0", "torch_xla": None}, False, "warning", "trains on CPU", "pip unins"),
+        ({"torch_tpu": "0.2.0", "torch": "2.13.0", "torch_xla": None}, True, "failure", "TPU needs", "tpu_kit-env"),
+        ({"transformers": "5.15.0"}, True, "ok", "jaxlib", ""),
+        ({"transformers": "5.14.0"}, True, "warning", "tested with 5.15 to 5.23", 'pip install "transformers==5.23.*"'),
         ({"torchvision": "0.24.0+cpu", "torchaudio": "2.9.0"}, True, "ok", "jaxlib 0.7.1", ""),
         (
             {"torchvision": "0.26.0"},

@@ -16,39 +16,48 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tpu_kit.compatibility import PACKAGES, PAIRINGS
 from tpu_kit.testing import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
-# Used without an import of ours: what peft stands on, what runs the notebooks and their kernel, and the writer
-# behind torch.utils.tensorboard.
-USED_WITHOUT_IMPORT = {"accelerate", "papermill", "ipykernel", "tensorboard"}
+# Used without an import of ours: what peft stands on, the TPU's driver and compiler, what runs the notebooks and their
+# kernel, and the writer behind torch.utils.tensorboard.
+USED_WITHOUT_IMPORT = {"accelerate", "papermill", "ipykernel", "tensorboard", "libtpu"}
 
 
 def read_requirements(name: str) -> dict[str, Requirement]:
     lines = [line.split("#")[0].strip() for line in (REPOSITORY / name).read_text().splitlines()]
     requirements = [Requirement(line) for line in lines if line]
-    return {canonicalize_name(requirement.name): requirement for requirement in requirements}
+    here = [one for one in requirements if one.marker is None or one.marker.evaluate()]
+    return {canonicalize_name(requirement.name): requirement for requirement in here}
 
 
 TPU, GPU = read_requirements("requirements-tpu.txt"), read_requirements("requirements-gpu.txt")
 
 
-def test_the_pair_is_pinned() -> None:
-    assert str(TPU["torch"]) == "torch==2.9.0"
-    assert TPU["torch-xla"].extras == {"tpu", "pallas"}
-    assert TPU["torch-xla"].specifier == TPU["torch"].specifier
-    assert [str(Requirement(text)) for text in PROJECT["optional-dependencies"]["tpu"]] == [
-        str(TPU["torch"]),
-        str(TPU["torch-xla"]),
-    ]
+def test_the_pairing_is_pinned() -> None:
+    python = sys.version_info[:2]
+    pairing = {canonicalize_name(name): f"=={pin}" for name, pin in PAIRINGS[0].versions(python).items()}
+    assert {name: str(TPU[name].specifier) for name in pairing} == pairing
+    extra = [Requirement(text) for text in PROJECT["optional-dependencies"]["tpu"]]
+    here = {canonicalize_name(one.name): one for one in extra if one.marker is None or one.marker.evaluate()}
+    assert {name: str(one.specifier) for name, one in here.items()} == pairing
 
 
 def test_requirements_are_pinned_and_agree() -> None:
     for requirement in [*TPU.values(), *(value for name, value in GPU.items() if name != "torch")]:
         assert re.fullmatch(r"==[0-9.]+", str(requirement.specifier)), f"{requirement} is not pinned"
-    shared = {name: str(value) for name, value in TPU.items() if name not in ("torch", "torch-xla")}
+    paired = {canonicalize_name(name) for name in PACKAGES}
+    shared = {name: str(value) for name, value in TPU.items() if name not in paired}
     assert shared == {name: str(value) for name, value in GPU.items() if name != "torch"}
+
+
+def test_extras_are_pinned_in_the_requirements() -> None:
+    for extra in ("trackers", "notebooks", "gcs"):
+        for requirement in map(Requirement, PROJECT["optional-dependencies"][extra]):
+            (pin,) = TPU[canonicalize_name(requirement.name)].specifier
+            assert pin.version in requirement.specifier, f"{requirement} excludes the tested {pin.version}"
 
 
 def test_package_ranges_contain_the_pins() -> None:

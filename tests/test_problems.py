@@ -20,10 +20,10 @@ import pytest
 from jupyter_client.manager import KernelManager
 from packaging.requirements import Requirement
 
-from tpu_kit import machine
+from tpu_kit.compatibility import PAIRINGS, TESTED, is_tested
 from tpu_kit.config import ConfigError, load_config
 from tpu_kit.launch import LaunchError, launch
-from tpu_kit.machine import TESTED, Machine, check_packages
+from tpu_kit.machine import Machine, check_packages
 from tpu_kit.slowness import Slowness
 from tpu_kit.symptoms import advice
 from tpu_kit.testing import REPOSITORY, child_environment
@@ -136,15 +136,14 @@ def test_tools_of_cuda_alone_are_refused_with_what_works(given: str, told: str) 
 
 def test_an_upgrade_of_the_hugging_face_stack_is_told() -> None:
     pins = [Requirement(line.split("#")[0]) for line in requirement_lines() if line.split("#")[0].strip()]
-    assert {one.name: f"=={TESTED[one.name]}" for one in pins if one.name in TESTED} == {
-        one.name: str(one.specifier) for one in pins if one.name in TESTED
-    }
-    have = {**machine.PINS, **TESTED}
+    pinned = {one.name: next(iter(one.specifier)).version for one in pins if one.name in TESTED}
+    assert set(pinned) == set(TESTED) and all(is_tested(name, version) for name, version in pinned.items())
+    have = {**PAIRINGS[0].versions((3, 11)), **pinned}
     assert check_packages(Machine(version=have.get), False).status == "ok"
     moved = check_packages(Machine(version={**have, "transformers": "5.31.0"}.get), False)
     assert moved.status == "warning"
-    assert "transformers 5.31.0, tested with 5.23.0: its releases have broken TPU before" in moved.found
-    assert moved.fix.startswith("pip install transformers==5.23.0, then restart the kernel")
+    assert "transformers 5.31.0, tested with 5.15 to 5.23: its releases have broken TPU before" in moved.found
+    assert moved.fix.startswith('pip install "transformers==5.23.*", then restart the kernel')
 
 
 def requirement_lines() -> list[str]:

@@ -29,12 +29,10 @@ from typing import Any
 
 from tpu_kit import chips
 from tpu_kit.chips import Chip, Topology
+from tpu_kit.compatibility import PAIRINGS
 from tpu_kit.compiled import Buffer, Collective, Compiled, Effort
 from tpu_kit.config import BatchPlan, TrainConfig, batch_arithmetic
 from tpu_kit.shipped import shipped_shape
-
-LIBTPU = "0.0.21"
-"""The version whose texts and limits are known; it belongs to torch_xla 2.9.0."""
 
 CACHE = Path("~/.cache/tpu_kit/compiled")
 
@@ -176,7 +174,7 @@ def find_topology(chip: str, num_replicas: int) -> tuple[Chip, Topology]:
     known = sorted(kind.topologies.values(), key=lambda one: one.chips)
     names = [one.name for one in known]
     if not known:
-        raise ValueError(f"libtpu {LIBTPU} cannot compile for {kind.name}; it can for {', '.join(_compilable())}")
+        raise ValueError(f"libtpu cannot compile for {kind.name}; it can for {', '.join(_compilable())}")
     if shape and f"{kind.name}:{shape}" not in names:
         near = difflib.get_close_matches(f"{kind.name}:{shape}", names, n=1, cutoff=0.0)
         raise ValueError(f"there is no topology {chip}: did you mean {near[0]}? Known: {', '.join(names)}")
@@ -202,12 +200,13 @@ def check_available() -> str:
     if missing:
         raise CompilerUnavailable(
             f"the TPU compiler needs {', '.join(missing)}, not installed here: pip install -r requirements-tpu.txt "
-            "(Linux, Python 3.11 or 3.12)"
+            "(Linux, Python 3.11 to 3.13)"
         )
-    found = version("libtpu")
-    if found != LIBTPU:
+    found, known = version("libtpu"), [one for pairing in PAIRINGS for one in pairing.libtpu]
+    if found not in known:
         raise CompilerUnavailable(
-            f"libtpu is {found}, and what it says is understood of {LIBTPU} only: pip install libtpu=={LIBTPU}"
+            f"libtpu is {found}; the kit reads the answers of {', '.join(known)}: "
+            f"pip install libtpu=={PAIRINGS[0].libtpu_for(sys.version_info[:2])}"
         )
     return found
 

@@ -74,7 +74,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
 def _accelerator(config: TrainConfig, at: Machine) -> Iterator[Check]:
     asked = config.launch.device_type
     on_tpu = asked == "tpu" or (asked == "auto" and bool(at.tpus()))
-    yield machine.check_python(at, on_tpu)
+    yield machine.check_python(at)
     yield machine.check_packages(at, on_tpu)
     yield machine.check_process(at)
     yield machine.check_tpu(at, asked == "tpu")

@@ -19,19 +19,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tpu_kit import chips
+from tpu_kit.compatibility import (
+    PACKAGES,
+    PAIRINGS,
+    PYTHONS,
+    TESTED,
+    bare,
+    find_pairing,
+    install_line,
+    is_tested,
+    mismatches,
+)
 
 if TYPE_CHECKING:  # only Python itself is needed here, so that `install` can look around where nothing is installed yet
     from tpu_kit.config import TrainConfig
 
 Status = Literal["ok", "warning", "failure", "skipped"]
 MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001
-
-# torch_xla 2.9.0 is the last release and is compiled against this torch; its extras name the others.
-PINS = {"torch": "2.9.0", "torch_xla": "2.9.0", "libtpu": "0.0.21", "jax": "0.7.1", "jaxlib": "0.7.1"}
-BESIDE = {"torchvision": "0.24.0", "torchaudio": "2.9.0"}  # not needed; notebook images bring them, for their torch
-TESTED = {"transformers": "5.23.0", "peft": "0.21.2"}  # by the tests; another minor version of them is told
-INSTALL = 'pip install "torch==2.9.0" "torch_xla[tpu,pallas]==2.9.0"'
-TPU_PYTHONS = ((3, 11), (3, 12))  # libtpu has wheels for 3.10 to 3.12; transformers 5 needs 3.11
 
 # As in torch_xla._internal.tpu and tpu-info: v2 and v3 share a device id and differ in the subsystem's.
 _GOOGLE = "0x1ae0"
@@ -133,48 +137,45 @@ def _link(path: Path) -> str:
         return ""
 
 
-def check_python(machine: Machine, on_tpu: bool) -> Check:
+def check_python(machine: Machine) -> Check:
     """Whether wheels of torch_xla and libtpu exist for this Python."""
     found = "Python " + ".".join(map(str, machine.python))
-    fix = "python3.12 -m venv .venv && .venv/bin/pip install -r requirements-tpu.txt"
-    if machine.python in TPU_PYTHONS:
+    if machine.python in PYTHONS:
         return Check("Python", "ok", found)
-    if machine.python == (3, 13):
-        found += ": rehearses on the CPU or a GPU, but libtpu has no wheel for it, so no TPU and no TPU compiler"
-        return Check("Python", "failure" if on_tpu else "warning", found, fix)
-    return Check("Python", "failure", f"{found}: the kit and torch_xla need 3.11 to 3.13, a TPU 3.11 or 3.12", fix)
+    fix = "python3.12 -m venv .venv && .venv/bin/pip install -r requirements-tpu.txt"
+    return Check("Python", "failure", f"{found}: the kit and torch_xla need 3.11 to 3.13", fix)
 
 
 def check_packages(machine: Machine, on_tpu: bool) -> Check:
     """Whether torch, torch_xla, libtpu and jax pair, by their metadata: a wrong pair fails when it is imported."""
-    have = {name: version for name in PINS if (version := machine.version(name))}
+    have = {name: version for name in PACKAGES if (version := machine.version(name))}
     found = " ".join(f"{name} {version}" for name, version in have.items()) or "torch is not installed"
-    then = ", then restart the kernel"
+    then, install = ", then restart the kernel", install_line(machine.python)
     if "torch" not in have:
         return Check("Packages", "failure", found, "pip install -r requirements-gpu.txt (requirements-tpu.txt for TPU)")
+    if beside := machine.version("torch_tpu"):
+        return _torch_tpu(found, beside, on_tpu or "torch_xla" in have, install + then)
     if "torch_xla" not in have:
         found += "; torch_xla is not installed, so there is no TPU and no rehearsal of one"
-        fix = INSTALL + then if on_tpu else f"{INSTALL} (only for TPU and its rehearsal)"
+        fix = install + then if on_tpu else f"{install} (only for TPU and its rehearsal)"
         return Check("Packages", "failure" if on_tpu else "skipped", found, fix)
-    if beside := machine.version("torch_tpu"):
-        found += f"; torch_tpu {beside} beside it: both claim the TPU, and it needs torch 2.11 or later"
-        return Check("Packages", "failure", found, f"pip uninstall -y torch_tpu && {INSTALL}{then}")
-    needed = PINS if on_tpu else {name: pin for name, pin in PINS.items() if name in have}
-    wrong = [f"{name} must be {pin}" for name, pin in needed.items() if have.get(name, "").split("+")[0] != pin]
-    if wrong:
-        return Check("Packages", "failure", f"{found}: {', '.join(wrong)}", INSTALL + then)
-    if strange := [name for name, pin in BESIDE.items() if (machine.version(name) or pin).split("+")[0] != pin]:
-        found += f"; {' and '.join(strange)} built for another torch: importing transformers may fail"
-        return Check("Packages", "warning", found, f"pip uninstall -y {' '.join(strange)}{then}")
-    moved = {
-        name: now
-        for name, pin in TESTED.items()
-        if (now := machine.version(name)) and now.split(".")[:2] != pin.split(".")[:2]
-    }
+    if wrong := mismatches(machine.version, machine.python, with_tpu=on_tpu):
+        pairing = find_pairing(machine.version)
+        must = ", ".join(f"{name} must be {_either((pairing or PAIRINGS[0]).allowed(name))}" for name in wrong)
+        line = "pip install " + " ".join(f'"{name}=={pin}"' for name, pin in wrong.items())
+        return Check("Packages", "failure", f"{found}: {must}", line + then)
+    pairing = find_pairing(machine.version)
+    assert pairing is not None, "nothing mismatches"
+    built = {name: pin for name, pin in pairing.beside.items() if bare(machine.version(name) or pin) != pin}
+    if built:
+        found += f"; {' and '.join(built)} built for another torch: importing transformers may fail"
+        return Check("Packages", "warning", found, f"pip uninstall -y {' '.join(built)}{then}")
+    moved = {name: now for name in TESTED if (now := machine.version(name)) and not is_tested(name, now)}
     if moved:
-        found += "".join(f"; {name} {now}, tested with {TESTED[name]}" for name, now in moved.items())
+        for name, now in moved.items():
+            found += f"; {name} {now}, tested with {' to '.join(dict.fromkeys(TESTED[name]))}"
         found += ": its releases have broken TPU before"
-        pins = " ".join(f"{name}=={TESTED[name]}" for name in moved)
+        pins = " ".join(f'"{name}=={TESTED[name][1]}.*"' for name in moved)
         return Check("Packages", "warning", found, f"pip install {pins}{then}; or a short rehearsal, if you need it")
     if machine.version("tensorflow"):
         found += "; tensorflow beside them loads a TPU driver of its own and may take the chip"
@@ -182,11 +183,22 @@ def check_packages(machine: Machine, on_tpu: bool) -> Check:
     return Check("Packages", "ok", found)
 
 
+def _either(versions: Sequence[str]) -> str:
+    return " or ".join(versions)
+
+
+def _torch_tpu(found: str, version: str, failure: bool, install: str) -> Check:
+    """torch-tpu (TorchTPU) is torch_xla's successor: it needs torch 2.11 or later, which no torch_xla pairs with."""
+    found += f"; torch_tpu {version}: with it the kit trains on CPU and GPU; a TPU needs torch_xla"
+    fix = f"pip uninstall -y torch_tpu && {install}; or a new environment: python3.12 -m venv ~/tpu_kit-env"
+    return Check("Packages", "failure" if failure else "warning", found, fix)
+
+
 def check_process(machine: Machine) -> Check:
     """Whether this process (a notebook's kernel) still can launch: packages as loaded, runtime untouched."""
     for name in ("torch", "torch_xla"):
         loaded, installed = getattr(sys.modules.get(name), "__version__", None), machine.version(name)
-        if loaded and installed and loaded.split("+")[0] != installed.split("+")[0]:
+        if loaded and installed and bare(loaded) != bare(installed):
             found = f"{name} {loaded} is loaded, {installed} is installed: pip replaced it under this process"
             return Check("This process", "failure", found, restart())
     # Asked of a module that is already there, which initialises nothing.
@@ -296,7 +308,7 @@ def check_lock(machine: Machine) -> Check:
     if os.geteuid() not in (0, status.st_uid):
         text = f"{path} was left behind by a killed process of another user: libtpu cannot open it"
         return Check(name, "failure", text, f"sudo rm {path}")
-    text = f"{path} was left behind by a process that was killed; libtpu 0.0.21 takes it over"
+    text = f"{path} was left behind by a process that was killed; libtpu takes it over"
     return Check(name, "warning", text, f"rm {path}")
 
 

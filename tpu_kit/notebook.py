@@ -68,6 +68,7 @@ def config(namespace: Mapping[str, Any], path: str | Path | None = None, also: C
         ConfigError: all that is wrong at once: names that are no parameter (with the nearest that are) and values
             that do not fit.
     """
+    also = (*also, "kit_source")  # of the cell that installs the kit, in every notebook
     given = {name: value for name, value in parameters(namespace).items() if name not in also}
     try:
         found = load_config(path, parameters=given)

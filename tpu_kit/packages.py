@@ -13,20 +13,20 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import distributions
+from importlib.metadata import distributions, requires
 from pathlib import Path
 from typing import Literal
 
-from tpu_kit.machine import BESIDE, PINS, TPU_PYTHONS, Machine
+from tpu_kit.compatibility import CHECKED, PACKAGES, PAIRINGS, PYTHONS, Pairing, bare, find_pairing, mismatches
+from tpu_kit.machine import Machine
 
-CHECKED = "2026-11-21"
-"""When the wheels of the matrix were looked up."""
-Kind = Literal["tpu", "rehearsal", "gpu"]
-"""What is installed: with torch_xla, libtpu and jax; with torch_xla alone; without any of them."""
+Kind = Literal["tpu", "gpu"]
+"""What is installed: torch with torch_xla, libtpu and jax, for a TPU or its rehearsal on a CPU; or torch alone."""
 
-_GIT = "git+https://github.com/tpu-kit/tpu_kit"
-_LINUX, _NEWEST = "Linux x86_64", (3, 13)
-_GIB_NEEDED = {True: 14, False: 4}  # by whether torch brings CUDA's libraries: while pip unpacks, more than stays
+REPOSITORY = "https://github.com/tpu-kit/tpu_kit"
+"""Where the kit is developed; tests/test_install.py compares the notebooks, README.md and pyproject.toml with it."""
+_LINUX = "Linux x86_64"
+_GIB_NEEDED = 14  # while pip unpacks torch with CUDA's libraries, which is more than stays
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,13 @@ class Site:
         """Whether TPU chips are attached."""
         return self.accelerator != "" and "GPU" not in self.accelerator
 
+    def version(self, package: str) -> str | None:
+        """The installed version of a package."""
+        return self.versions.get(normal(package))
+
     def rows(self) -> list[dict[str, str]]:
         """For a table: what was found."""
-        names = ("torch", "torch_xla", "libtpu", "jax", "transformers")
-        have = {name: self.versions.get(normal(name)) for name in names}
+        have = {name: self.version(name) for name in (*PACKAGES, "transformers", "peft")}
         return [
             {"what": "runs on", "found": self.place},
             {"what": "accelerator", "found": self.accelerator or "none: the CPU rehearses the TPU's path"},
@@ -81,6 +84,8 @@ class Decision:
         action: "nothing", "install", or "impossible" with this Python on this machine.
         kind: what is installed.
         why: one line for each thing that is missing or wrong, or stands in the way.
+        add: the requirements that are installed.
+        keep: "name==version" of what is there and must not be replaced; empty where something has to be.
         commands: one line of pip or uv; one that removes something may come before it.
         ways_out: where it is impossible.
     """
@@ -88,6 +93,8 @@ class Decision:
     action: Literal["nothing", "install", "impossible"]
     kind: Kind
     why: tuple[str, ...]
+    add: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
     commands: tuple[tuple[str, ...], ...] = ()
     ways_out: tuple[str, ...] = ()
 
@@ -95,7 +102,8 @@ class Decision:
         if self.action == "nothing":
             return "Nothing to do: " + "; ".join(self.why)
         if self.action == "install":
-            return "\n".join(["To install, because:", *_list(self.why), *map(shlex.join, self.commands)])
+            kept = [f"Left as they are: {len(self.keep)} packages"] if self.keep else []
+            return "\n".join(["To install, because:", *_list(self.why), *kept, *map(shlex.join, self.commands)])
         return "\n".join(["It cannot be installed here:", *_list(self.why), "Ways out:", *_list(self.ways_out)])
 
 
@@ -133,136 +141,182 @@ def look(at: Machine | None = None) -> Site:
 
 def matrix(site: Site) -> list[dict[str, str]]:
     """Which wheels there are for which system and Python; the line of this machine is marked."""
-    torch_xla, libtpu = PINS["torch_xla"], PINS["libtpu"]
-    lines = [
-        (_LINUX, "3.11, 3.12", torch_xla, libtpu, "TPU, its compiler, the rehearsal on a CPU; GPU"),
-        (_LINUX, "3.13", torch_xla, "no wheel", "the rehearsal on a CPU; GPU"),
-        (_LINUX, "3.10", torch_xla, libtpu, "nothing: the kit's transformers needs 3.11"),
-        (_LINUX, "3.14", "no wheel", "no wheel", "nothing"),
-        ("others", "3.11 to 3.13", "no wheel", "no wheel", "GPU or CPU, by torch alone: no TPU, no rehearsal"),
-    ]
-    mine = ".".join(map(str, site.python))
-    first, last = (3, 11), (3, 13)
+    lines: list[tuple[str, tuple[tuple[int, int], ...], str, str, str]] = []
+    for pairing in PAIRINGS:
+        runs = "TPU, its compiler, the rehearsal on a CPU; GPU"
+        picks = {python: pairing.libtpu_for(python) for python in PYTHONS}
+        for driver in pairing.libtpu:
+            fit = tuple(python for python, pick in picks.items() if pick == driver)
+            lines.append((_LINUX, fit, pairing.torch, driver, runs))
+    lines.append(("others", PYTHONS, "no wheel", "no wheel", "GPU or CPU, by torch alone: no TPU, no rehearsal"))
+    have = find_pairing(site.version) or PAIRINGS[0]
     found = []
     for system, pythons, xla, driver, runs in lines:
-        here = mine in pythons.split(", ") if system == _LINUX else first <= site.python <= last
-        here = here and (system == site.system or (system == "others" and site.system != _LINUX))
+        here = site.python in pythons and (site.system == _LINUX) == (system == _LINUX)
+        mine = here and (system == "others" or xla == have.torch)
         found.append(
-            {"here": "→" if here else "", "system": system, "Python": pythons, "torch_xla": xla, "libtpu": driver,
-             f"what runs (wheels looked up {CHECKED})": runs}
+            {"here": "→" if mine else "", "system": system, "Python": ", ".join(map(_dotted, pythons)),
+             "torch and torch_xla": xla, "libtpu": driver, f"what runs (wheels looked up {CHECKED})": runs}
         )  # fmt: skip
     return found
 
 
+def _dotted(python: tuple[int, int]) -> str:
+    return ".".join(map(str, python))
+
+
 def requirements(kind: Kind, source: str = "") -> Path:
-    """The file with the pins: of the folder that the kit is installed from, or the one that came with the kit."""
-    name = f"requirements-{'tpu' if kind == 'tpu' else 'gpu'}.txt"
+    """The file with the tested versions: of the folder that the kit is installed from, or the one that came with it."""
+    name = f"requirements-{kind}.txt"
     beside = Path(source).expanduser() / name
     return beside if source and beside.is_file() else Path(__file__).with_name(name)
 
 
 def decide(
-    site: Site, hardware: str = "auto", torch_index: str = "", source: str = "", pins: str | None = None
+    site: Site,
+    hardware: str = "auto",
+    torch_index: str = "",
+    source: str = "",
+    extras: Sequence[str] = (),
+    pins: str | None = None,
 ) -> Decision:
-    """What has to be done there.
+    """What has to be installed there. What is there and fits is left as it is.
 
     Args:
         site: what there is.
-        hardware: "tpu", "rehearsal", "gpu", or "auto": the TPU's packages wherever their wheels fit, because a CPU
-            rehearses with them, except on a machine with a GPU.
+        hardware: "tpu", "gpu", or "auto": the TPU's packages wherever their wheels fit, because a CPU rehearses with
+            them, except on a machine with a GPU and where torch is there without torch_xla.
         torch_index: address of an index with other wheels of torch.
-        source: where the kit came from, for a folder the file of pins in it.
-        pins: text of the requirements file; read by default.
+        source: where the kit came from: a folder of wheels is the only place where packages are looked for.
+        extras: of the kit's extras, those that are to be installed too, such as "trackers".
+        pins: text of the requirements file with the tested versions; read by default.
     """
     kind, against = _kind(site, hardware)
     if against:
-        return Decision("impossible", kind, tuple(against), (), _ways_out(site, kind, source))
-    file = requirements(kind, source)
-    needed = _needed(kind, pins if pins is not None else file.read_text())
-    wrong = _wrong(site, needed)
-    extra = [f"{name}=={PINS[name]}" for name in ("torch", "torch_xla")] if kind == "rehearsal" else []
-    if kind != "gpu":  # built for one torch: where an image brings another, importing transformers fails
-        beside = {name: pin for name, pin in BESIDE.items() if (have := site.versions.get(name)) and bare(have) != pin}
-        wrong += [f"{name} {site.versions[name]} is built for another torch: {pin}" for name, pin in beside.items()]
-        extra += [f"{name}=={pin}" for name, pin in beside.items()]
+        return Decision("impossible", kind, tuple(against), ways_out=_ways_out(site, kind, source))
+    tested = _pins(pins if pins is not None else requirements(kind, source).read_text())
+    add, wrong, names = {}, [], list(PACKAGES) if kind == "tpu" else []
+    if kind == "tpu":
+        add = mismatches(site.version, site.python, with_tpu=True)
+        pairing = find_pairing(site.version) or PAIRINGS[0]
+        wrong = [_must(site, name, pairing) for name in add if site.version(name)]
+        # Built for one torch: where an image brings another, importing transformers fails.
+        beside = {name: pin for name, pin in pairing.beside.items() if bare(site.version(name) or pin) != pin}
+        wrong += [f"{name} {site.version(name)} is built for another torch: {pin}" for name, pin in beside.items()]
+        add |= beside
+    add = {name: f"=={pin}" for name, pin in add.items()}
+    for name, bounds in _needed(extras).items():
+        if name in names:
+            continue
+        names.append(name)
+        have = site.version(name)
+        if have is not None and not _within(have, bounds):
+            wrong.append(f"{name} is {have}, and must be {bounds}")
+        if have is None or not _within(have, bounds):
+            add[name] = tested.get(normal(name), bounds)
+    absent = [name for name in add if site.version(name) is None]
+    wrong = [f"not installed: {', '.join(absent)}"] * bool(absent) + wrong
     remove: list[str] = []
-    if kind != "gpu" and (other := site.versions.get("torch-tpu")):
+    if kind == "tpu" and (other := site.version("torch_tpu")):
         wrong.append(f"torch_tpu {other} claims the TPU too, and needs another torch")
         remove = ["torch_tpu"]
     if not wrong:
-        return Decision("nothing", kind, (f"all {len(needed)} packages of {file.name} are there and pair",))
+        pair = ", ".join(f"{name} {site.version(name)}" for name in (PACKAGES if kind == "tpu" else ("torch",)))
+        return Decision("nothing", kind, (f"all {len(names)} packages are there, and {pair} pair",))
     if not site.uv and not site.pip:
         why = "this Python has no pip, and there is no uv: run `python -m ensurepip`, or install uv, and look again"
-        return Decision("impossible", kind, (why,), (), (why,))
+        return Decision("impossible", kind, (why,), ways_out=(why,))
     tool = [site.uv, "pip"] if site.uv else [sys.executable, "-m", "pip"]
     of_this = ["--python", sys.executable] if site.uv else []
-    line = [*tool, "install", *of_this, "--quiet", "-r", str(file), *extra]
-    if torch_index:
+    line = [*tool, "install", *of_this, "--quiet"]
+    if wheels := wheel_folder(source):
+        line += ["--no-index", "--find-links", wheels]
+    if torch_index and "torch" in add:
         line += ["--extra-index-url", torch_index, *(["--index-strategy", "unsafe-best-match"] if site.uv else [])]
-    elif "torch" not in site.versions and site.free_gib < _GIB_NEEDED[True]:
+    elif "torch" in absent and site.free_gib < _GIB_NEEDED:
         wrong.append(
             f"warning: {site.free_gib:.0f} GiB are free, and torch's default wheels bring CUDA: up to "
-            f"{_GIB_NEEDED[True]} GiB while they are unpacked. Without a GPU set torch_index to an index without CUDA"
+            f"{_GIB_NEEDED} GiB while they are unpacked. Without a GPU set torch_index to an index without CUDA"
         )
+    wanted = tuple(f"{name}{bounds}" for name, bounds in add.items())
     quiet = [] if site.uv else ["--yes"]
     first = [(*tool, "uninstall", *of_this, *quiet, *remove)] if remove else []
-    return Decision("install", kind, tuple(wrong), (*first, tuple(line)))
+    keep = _all_of(site) if len(absent) == len(add) and not remove else ()
+    return Decision("install", kind, tuple(wrong), wanted, keep, (*first, (*line, *wanted)))
+
+
+def _must(site: Site, name: str, pairing: Pairing) -> str:
+    return f"{name} is {site.version(name)}, and must be {' or '.join(pairing.allowed(name))}"
+
+
+def _all_of(site: Site) -> tuple[str, ...]:
+    """What is there, as constraints; versions that pip could not read are left out."""
+    return tuple(f"{name}=={one}" for name, one in sorted(site.versions.items()) if re.fullmatch(r"\d[\w.+!-]*", one))
+
+
+def wheel_folder(source: str) -> str:
+    """The folder, where `source` is one that holds wheels, such as a Kaggle dataset; else empty."""
+    folder = Path(source).expanduser()
+    return str(folder) if source and folder.is_dir() and any(folder.glob("*.whl")) else ""
 
 
 def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
     """What is to be installed, and what stands against it."""
-    version = "Python " + ".".join(map(str, site.python))
-    on_linux, supported = site.system == _LINUX, (3, 11) <= site.python <= _NEWEST
+    on_linux = site.system == _LINUX
     kind: Kind
     if hardware != "auto":
         kind = hardware  # type: ignore[assignment]
-    elif "GPU" in site.accelerator or not on_linux:
-        kind = "gpu"
     else:
-        kind = "tpu" if site.has_tpu or site.python in TPU_PYTHONS else "rehearsal"
+        # Where torch is used without torch_xla, and no TPU is attached, it stays as it is.
+        alone = site.version("torch") is not None and site.version("torch_xla") is None and not site.has_tpu
+        kind = "gpu" if "GPU" in site.accelerator or not on_linux or alone else "tpu"
     against = []
-    if not supported:
-        against.append(f"{version}: the kit needs 3.11 to 3.13" + (", a TPU 3.11 or 3.12" if kind == "tpu" else ""))
-    elif kind == "tpu" and site.python not in TPU_PYTHONS:
-        against.append(f"{version}: libtpu {PINS['libtpu']} has no wheel for it; a TPU needs 3.11 or 3.12")
+    if site.python not in PYTHONS:
+        against.append(f"Python {_dotted(site.python)}: the kit needs 3.11 to 3.13")
     if kind != "gpu" and not on_linux:
         against.append(f"{site.system}: torch_xla has wheels for {_LINUX} alone; hardware='gpu' installs torch alone")
     return kind, against
 
 
-def _needed(kind: Kind, text: str) -> dict[str, str]:
-    """Package to specifier; for a TPU also of the packages that the extras of torch_xla bring."""
-    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+_LINE = re.compile(r"([\w.-]+)(?:\[[^\]]*\])?\s*([^;]*?)\s*(?:;\s*(.*))?")
+
+
+def _needed(extras: Sequence[str]) -> dict[str, str]:
+    """What the kit, and those extras of it, need: package to bounds such as ">=5.15"."""
+    project_file = Path(__file__).parent.parent / "pyproject.toml"
+    if project_file.is_file():  # a clone: newer than what an editable installation noted of it
+        import tomllib
+
+        project = tomllib.loads(project_file.read_text())["project"]
+        lines = list(project["dependencies"])
+        for extra, needs in project["optional-dependencies"].items():
+            lines += [f'{line}; extra == "{extra}"' for line in needs]
+    else:
+        lines = requires("tpu_kit") or []
     found = {}
-    for line in filter(None, lines):
-        name, specifier = re.fullmatch(r"([\w.-]+)(?:\[[^\]]*\])?\s*(.*)", line).groups()  # type: ignore[union-attr]
-        found[name] = specifier
-    if kind == "tpu":
-        found |= {name: f"=={pin}" for name, pin in PINS.items()}
-    elif kind == "rehearsal":
-        found |= {name: f"=={PINS[name]}" for name in ("torch", "torch_xla")}
+    for line in lines:
+        name, bounds, marker = _LINE.fullmatch(line).groups()  # type: ignore[union-attr]
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker or "")
+        if extra is None or extra[1] in extras:
+            found[name] = bounds.replace(" ", "")
     return found
 
 
-def _wrong(site: Site, needed: Mapping[str, str]) -> list[str]:
-    absent = [name for name in needed if normal(name) not in site.versions]
-    wrong = [f"not installed: {', '.join(absent)}"] if absent else []
-    for name, specifier in needed.items():
-        have = site.versions.get(normal(name))
-        if have is not None and not all(_meets(have, part) for part in specifier.split(",") if part):
-            wrong.append(f"{name} is {have}, and must be {specifier.removeprefix('==')}")
-    return wrong
+def _pins(text: str) -> dict[str, str]:
+    """The tested versions of a requirements file: normalised name to bounds."""
+    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+    matches = [_LINE.fullmatch(line) for line in lines if line]
+    return {normal(match[1]): match[2].replace(" ", "") for match in matches if match}
 
 
-def bare(version: str) -> str:
-    """The version without a build's label such as +cpu."""
-    return version.split("+")[0]
+def _within(version: str, bounds: str) -> bool:
+    return all(_meets(version, part) for part in bounds.split(",") if part)
 
 
 def _meets(version: str, specifier: str) -> bool:
-    sign, wanted = re.fullmatch(r"\s*(==|>=|<=|<|>)\s*([\w.]+)\s*", specifier).groups()  # type: ignore[union-attr]
-    if sign == "==":
-        return bare(version) == wanted
+    sign, wanted = re.fullmatch(r"\s*(==|>=|<=|!=|<|>)\s*([\w.]+)\s*", specifier).groups()  # type: ignore[union-attr]
+    if sign in ("==", "!="):
+        return (bare(version) == wanted) == (sign == "==")
     have, want = ([int(number) for number in re.findall(r"\d+", text)] for text in (bare(version), wanted))
     return {">=": have >= want, "<=": have <= want, "<": have < want, ">": have > want}[sign]
 
@@ -270,13 +324,13 @@ def _meets(version: str, specifier: str) -> bool:
 def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
     ways = []
     if site.place == "Colab":
-        ways.append("Runtime > Change runtime type > Runtime version: one with Python 3.11 or 3.12; then run all again")
+        ways.append("Runtime > Change runtime type > Runtime version: one with Python 3.11 to 3.13; then run all again")
     if site.place == "Kaggle":
-        ways.append("Settings > Environment: one with Python 3.11 or 3.12; then run all again")
+        ways.append("Settings > Environment: one with Python 3.11 to 3.13; then run all again")
     if site.system == _LINUX:
         local = Path(source).expanduser()
-        kit = str(local) if source and local.exists() else "tpu_kit" if source == "index" else _GIT
-        file = requirements("gpu" if kind == "gpu" else "tpu", source)  # for the Python there
+        kit = str(local) if source and local.exists() else "tpu_kit" if source == "index" else f"git+{REPOSITORY}"
+        file = requirements(kind, source)
         given = shlex.join(["-r", str(file), kit])
         ways.append(
             "an environment with a Python that fits, which uv fetches: pip install uv && uv venv --python 3.12 "
