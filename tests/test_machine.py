@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tpu_kit import machine
+from tpu_kit import machine, supervisor
 from tpu_kit.compatibility import PAIRINGS, install_line
 from tpu_kit.config import TrainConfig, load_config
 from tpu_kit.machine import Check, Machine
+from tpu_kit.runtime import Backend
 from tpu_kit.testing import REPOSITORY, run_python
 
 PYTHON = sys.version_info[:2]
@@ -385,9 +386,9 @@ def config(*overrides: str) -> TrainConfig:
         ([V3] * 4, ["num_replicas=8"], {}, "ok", "8 for 8 TPU devices", ""),
         ([V5E] * 4, ["num_replicas=8"], {}, "failure", "num_replicas=8 with 4 TPU devices: torch_xla starts one",
          "num_replicas=4, or leave it out"),
-        ([V5E] * 8, [], {"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0"}, "warning",
-         "CLOUD_TPU_TASK_ID, TPU_PROCESS_ADDRESSES set before the launch",
-         "unset CLOUD_TPU_TASK_ID TPU_PROCESS_ADDRESSES"),
+        # As Kaggle's image sets it.
+        ([V5E] * 8, [], {"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0"}, "ok",
+         "CLOUD_TPU_TASK_ID, TPU_PROCESS_ADDRESSES of the environment left out", ""),
     ],
 )  # fmt: skip
 def test_replicas(
@@ -397,6 +398,19 @@ def test_replicas(
     check = machine.check_replicas(fake(tmp_path, *pci, environ=environ), config(*overrides))
     assert (check.status, check.fix) == (status, fix)
     assert text in check.found
+
+
+def test_replicas_do_not_inherit_what_kaggles_image_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With TPU_PROCESS_ADDRESSES=local in each of eight processes none would find the others."""
+    monkeypatch.setenv("TPU_PROCESS_ADDRESSES", "local")
+    monkeypatch.setenv("ISTPUVM", "1")
+    for chips, replicas, inherits in ((8, None, False), (8, 8, False), (8, 1, True), (1, None, True)):
+        at = fake(tmp_path / f"{chips}-{replicas}", *[V5E] * chips, environ=dict(os.environ))
+        monkeypatch.setattr(supervisor, "Machine", lambda at=at: at)
+        environment = supervisor._inherited(Backend("tpu", replicas, "a test"))
+        assert ("TPU_PROCESS_ADDRESSES" in environment) == inherits and environment["ISTPUVM"] == "1"
+    at = fake(tmp_path / "pod", *[V5E] * 4, environ={**os.environ, "TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2"})
+    assert machine.preset_per_process(at) == []
 
 
 @pytest.mark.parametrize(

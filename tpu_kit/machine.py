@@ -43,8 +43,7 @@ _PCI = {"0x005e": "v4", "0x0063": "v5e", "0x0062": "v5p", "0x006f": "v6e", "0x00
 _PCI_SUBSYSTEM = {"0x004e": "v2", "0x004f": "v3"}
 _METADATA = "/computeMetadata/v1/instance/attributes/tpu-env"  # the key that torch_xla reads
 
-# Each process of a launch gets its own values of these; torch_xla keeps a value that is already there, so a preset one
-# gives all processes the same chip (or makes one process of many).
+# Each process of a launch gets its own values of these; see `preset_per_process`.
 PER_PROCESS = (
     "CLOUD_TPU_TASK_ID", "TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_PROCESS_ADDRESSES", "TPU_PROCESS_BOUNDS",
     "TPU_PROCESS_PORT", "TPU_VISIBLE_CHIPS",
@@ -321,11 +320,22 @@ def check_replicas(machine: Machine, config: TrainConfig) -> Check:
     if asked not in (None, 1, devices):
         text = f"num_replicas={asked} with {devices} TPU devices: torch_xla starts one process, or one for each"
         return Check("Replicas", "failure", text, f"num_replicas={devices}, or leave it out")
-    preset = [name for name in PER_PROCESS if name in machine.environ]
-    if devices > 1 and asked != 1 and preset and "," not in machine.environ.get("TPU_WORKER_HOSTNAMES", ""):
-        text = f"{', '.join(preset)} set before the launch: the processes would not get a chip each"
-        return Check("Replicas", "warning", text, unset(preset))
-    return Check("Replicas", "ok", f"{asked or devices} for {devices} TPU devices")
+    preset = preset_per_process(machine) if asked != 1 else []
+    note = f"; {', '.join(preset)} of the environment left out, as each process gets its own" if preset else ""
+    return Check("Replicas", "ok", f"{asked or devices} for {devices} TPU devices{note}")
+
+
+def preset_per_process(machine: Machine) -> list[str]:
+    """Variables of the environment that the replicas of a launch must not inherit.
+
+    torch_xla keeps a value that is set, so one that is the same for all processes would give them the same chip.
+    Kaggle's image sets TPU_PROCESS_ADDRESSES=local (tpu/Dockerfile of Kaggle/docker-python). On several hosts such
+    values are the cluster's, and stay.
+    """
+    devices = sum(chips.chip(name).devices_per_chip for name in machine.tpus())
+    if devices < 2 or "," in machine.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        return []
+    return [name for name in PER_PROCESS if name in machine.environ]
 
 
 def unset(names: Sequence[str]) -> str:

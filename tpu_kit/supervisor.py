@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tpu_kit.host import compile_cache
-from tpu_kit.machine import Machine
+from tpu_kit.machine import Machine, preset_per_process
 from tpu_kit.preemption import Board, Notices
 from tpu_kit.replica import LAUNCHER
 from tpu_kit.runtime import Backend
@@ -89,7 +89,7 @@ class Supervisor:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tpu_kit.replica"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                env={**os.environ, **_environment(self._backend), **settings},
+                env={**_inherited(self._backend), **_environment(self._backend), **settings},
             )  # fmt: skip
             streams: list[threading.Thread] = []
             try:
@@ -275,6 +275,13 @@ def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
+
+
+def _inherited(backend: Backend) -> dict[str, str]:
+    """This process's environment, without what would give several TPU processes the same chip."""
+    several = backend.device_type == "tpu" and backend.num_replicas != 1
+    left_out = preset_per_process(Machine()) if several else []
+    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def _environment(backend: Backend) -> dict[str, str]:
