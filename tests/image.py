@@ -1,5 +1,7 @@
 """Tests the kit in the environment of a notebook service: `python -m tests.image colab-tpu` (`make test-image`).
 
+`python -m tests.image moved` compares tests/images with the images' public repositories; it exits 1 where they moved.
+
 It makes an environment with the image's minor version of Python and its packages (tests/images/NAME.txt), runs each
 notebook alone there, from a wheel, in an empty folder and without the kit, and then the quick tests. No package of the
 image may be replaced on the way.
@@ -15,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -43,6 +47,48 @@ def read(image: str) -> tuple[str, dict[str, str | None]]:
     (python,) = re.findall(r"^# python (\d+\.\d+)$", text, flags=re.MULTILINE)
     lines = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
     return python, {canonicalize_name(one.name): next((part.version for part in one.specifier), None) for one in lines}
+
+
+SOURCES = {
+    "colab-tpu": (
+        "https://raw.githubusercontent.com/googlecolab/backend-info/main/pip-freeze.tpu.txt",
+        "https://raw.githubusercontent.com/googlecolab/backend-info/main/os-info-tpu.txt",
+    ),
+    "kaggle-tpu": (
+        "https://raw.githubusercontent.com/Kaggle/docker-python/main/tpu/config.txt",
+        "https://raw.githubusercontent.com/Kaggle/docker-python/main/tpu/Dockerfile",
+    ),
+}
+"""The files that name an image's versions, which tests/images repeats."""
+
+
+def upstream(image: str, texts: Sequence[str]) -> dict[str, str]:
+    """The versions that an image's files name: "python", and packages by normalised name."""
+    text = "\n".join(texts)
+    found = {canonicalize_name(name): version for name, version in re.findall(r"([\w.-]+)==(\d[\w.]*)", text)}
+    for name, version in re.findall(r"(torch(?:_xla|-xla|vision)?) @ \S*?-(\d+\.\d+\.\d+)", text):
+        found[canonicalize_name(name)] = version
+    for name, variable in (
+        ("torch", "TORCH_VERSION"),
+        ("torch-xla", "TORCH_VERSION"),
+        ("torchvision", "TORCHVISION_VERSION"),
+    ):
+        if value := re.search(rf"^{variable}=(\S+)$", text, flags=re.MULTILINE):
+            found[name] = value[1]
+    if python := re.search(r"^(?:Python |BASE_IMAGE=python:)(\d+\.\d+)", text, flags=re.MULTILINE):
+        found["python"] = python[1]
+    return found
+
+
+def moved(image: str, texts: Sequence[str]) -> list[str]:
+    """What an image has in another version than tests/images says; one line each."""
+    python, listed = read(image)
+    now = upstream(image, texts)
+    assert len(now) > 3, f"the files of {image} are written another way now: {SOURCES[image]}"
+    known = {"python": python} | {name: version for name, version in listed.items() if version}
+    return [
+        f"{image}: {name} {known[name]} -> {now[name]}" for name in known if now.get(name, known[name]) != known[name]
+    ]
 
 
 def find_python(minor: str) -> str:
@@ -160,7 +206,15 @@ def test(image: str, python: Path, folder: Path, pristine: dict[str, str]) -> No
     raise SystemExit(done.returncode)
 
 
+def _fetch(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=60) as answer:
+        return answer.read().decode()
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["moved"]:
+        found = [line for image in IMAGES for line in moved(image, list(map(_fetch, SOURCES[image])))]
+        raise SystemExit("\n".join(found))
     if sys.argv[1:] not in [[one] for one in IMAGES]:
-        raise SystemExit(f"python -m tests.image IMAGE, where IMAGE is one of {', '.join(IMAGES)}")
+        raise SystemExit(f"python -m tests.image moved, or IMAGE: one of {', '.join(IMAGES)}")
     main(sys.argv[1])

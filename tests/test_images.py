@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.image import IMAGES, read
+from tests.image import IMAGES, moved, read
 from tpu_kit.compatibility import find_pairing, is_tested
 from tpu_kit.packages import Site, decide
 from tpu_kit.testing import REPOSITORY
@@ -44,6 +44,40 @@ def test_installing_there_adds_what_is_missing_and_replaces_nothing(image: str) 
     assert decision.action == "install" and decision.kind == "tpu"
     assert {Requirement(line).name for line in decision.add} == ABSENT[image]
     assert len(decision.keep) == len(versions)
+
+
+COLAB_FREEZE = """
+accelerate==1.14.0
+jax==0.7.2
+libtpu==0.0.21.1
+torch @ https://download.pytorch.org/whl/cpu/torch-2.9.0%2Bcpu-cp313-cp313-manylinux_2_28_x86_64.whl
+torch-xla @ https://storage.googleapis.com/wheels/tpuvm/torch_xla-2.9.0-cp313-cp313-manylinux_2_28_x86_64.whl
+transformers==5.15.0
+"""
+KAGGLE_BUILD = """
+BASE_IMAGE=python:3.12
+TORCH_VERSION=2.8.0
+TORCHVISION_VERSION=0.23.0
+    uv pip install --system --force-reinstall libtpu==0.0.17 && \\
+"""
+
+
+def test_an_image_that_moved_is_noticed() -> None:
+    """The texts are excerpts of the files of `tests.image.SOURCES`, as they were when tests/images was written."""
+    assert moved("colab-tpu", [COLAB_FREEZE, "Ubuntu 22.04.5 LTS\nPython 3.13.15\n"]) == []
+    newer = COLAB_FREEZE.replace("torch-2.9.0", "torch-2.11.0").replace("5.15.0", "5.16.0")
+    assert moved("colab-tpu", [newer, "Python 3.14.1\n"]) == [
+        "colab-tpu: python 3.13 -> 3.14",
+        "colab-tpu: torch 2.9.0 -> 2.11.0",
+        "colab-tpu: transformers 5.15.0 -> 5.16.0",
+    ]
+    assert moved("kaggle-tpu", [KAGGLE_BUILD]) == []
+    newer = KAGGLE_BUILD.replace("2.8.0", "2.9.0").replace("python:3.12", "python:3.13")
+    assert moved("kaggle-tpu", [newer]) == [
+        "kaggle-tpu: python 3.12 -> 3.13", "kaggle-tpu: torch 2.8.0 -> 2.9.0", "kaggle-tpu: torch-xla 2.8.0 -> 2.9.0",
+    ]  # fmt: skip
+    with pytest.raises(AssertionError, match="written another way now"):
+        moved("kaggle-tpu", ["nothing"])
 
 
 @pytest.mark.slow

@@ -47,6 +47,8 @@ __all__ = [
     "show_verdict",
 ]
 
+# A kernel must not touch the TPU, which torch-tpu, where it is installed, would open when torch is imported.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # Only what takes longer gets a bar of tqdm's, here and in the processes that a cell starts: each state is kept.
 os.environ.setdefault("TQDM_DELAY", "5")
 # Progress bars here are plain text, which a kernel without widgets need not warn of.

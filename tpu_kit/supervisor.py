@@ -85,7 +85,10 @@ class Supervisor:
         """
         with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder, self._listen(folder) as (address, key):
             path = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
-            settings = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1"}
+            settings = {
+                "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1",
+                "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch-tpu, where it is installed, would open the TPU
+            }  # fmt: skip
             process = subprocess.Popen(
                 [sys.executable, "-m", "tpu_kit.replica"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
