@@ -229,7 +229,7 @@ def test_a_run_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.yaml").write_text("run_name: mine\nlora: {r: 3}\n")
-    with pytest.raises(ConfigError, match=r"run 4-train-cot-sft.ipynb first. Runs beside it: mine"):
+    with pytest.raises(ConfigError, match=r"run 4-train-cot-sft.ipynb first, .*\(Kaggle\), .* Runs beside it: mine"):
         notebook.run_config(cells_ran("# Parameters: mine\nrun_name = 'other'"))
     found = notebook.run_config(cells_ran("# Parameters: mine\nrun_name = 'mine'\nrows = 3"), also=["rows"])
     assert (found.lora.r, str(found.output_path)) == (3, "runs/mine")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,35 @@ def test_kaggle(tmp_path: Path) -> None:
     assert "Persistence" in interactive.warning and "Save & Run All" in interactive.warning
     outside = find_place(run("/tmp/x"), Machine(tmp_path, BATCH))
     assert outside.output_dir == "/tmp/x" and f"Kaggle keeps {working} alone" in outside.warning
+
+
+def test_a_run_attached_to_a_kaggle_notebook_is_copied_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The output of another notebook's version, as Kaggle mounts it: read-only, below the version's name."""
+    at = Machine(tmp_path, BATCH)
+    for number, version in enumerate(("train-v1", "notebooks/someone/train-v2")):
+        attached = tmp_path / "kaggle/input" / version / "runs/mine"
+        (attached / "checkpoints/step-00000040").mkdir(parents=True)
+        (attached / "config.yaml").write_text(version)
+        os.utime(attached / "config.yaml", (number, number))
+    settled = settle(run(), at)
+    folder = tmp_path / "kaggle/working/runs/mine"
+    assert settled.output_dir == str(folder) and (folder / "checkpoints/step-00000040").is_dir()
+    assert (folder / "config.yaml").read_text() == "notebooks/someone/train-v2", "the newest"
+    assert "an input of this notebook" in capsys.readouterr().out
+    (folder / "config.yaml").write_text("went on")
+    settle(run(), at)
+    assert (folder / "config.yaml").read_text() == "went on"
+    assert "copies" not in capsys.readouterr().out
+
+
+def test_nothing_is_copied_elsewhere_or_where_a_run_starts_anew(tmp_path: Path) -> None:
+    attached = tmp_path / "kaggle/input/v1/runs/mine"
+    attached.mkdir(parents=True)
+    (attached / "config.yaml").touch()
+    settle(run(), Machine(tmp_path, COLAB))
+    settle(load_config(None, {"run_name": "mine", "resume": "never"}), Machine(tmp_path, BATCH))
+    settle(load_config(None, {"run_name": "other"}), Machine(tmp_path, BATCH))
+    assert not (tmp_path / "kaggle/working").exists()
 
 
 def test_a_tpu_vm_may_be_deleted_with_its_disk(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tpu_kit.displays import (
     show_verdict,
 )
 from tpu_kit.fields import closest
-from tpu_kit.persistence import find_place
+from tpu_kit.persistence import fetch_run, find_place
 from tpu_kit.watch import live, show_curves, show_run
 
 __all__ = [
@@ -70,7 +70,6 @@ def config(namespace: Mapping[str, Any], path: str | Path | None = None, also: C
         ConfigError: all that is wrong at once: names that are no parameter (with the nearest that are) and values
             that do not fit.
     """
-    also = (*also, "kit_source")  # of the cell that installs the kit, in every notebook
     given = {name: value for name, value in parameters(namespace).items() if name not in also}
     try:
         found = load_config(path, parameters=given)
@@ -101,11 +100,17 @@ def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> Trai
     names = ("run_name", "output_dir")
     given = {name: value for name, value in parameters(namespace).items() if name in names}
     wanted = load_config(parameters=given)
-    folder = replace(wanted, output_dir=find_place(wanted).output_dir).output_path
+    place = find_place(wanted)
+    fetch_run(place, wanted.run_name)
+    folder = replace(wanted, output_dir=place.output_dir).output_path
     if not (folder / "config.yaml").is_file():
         others = ", ".join(sorted(path.parent.name for path in folder.parent.glob("*/config.yaml"))) or "none yet"
         raise ConfigError(
-            [f"run_name: there is no run in {folder}: run 4-train-cot-sft.ipynb first. Runs beside it: {others}"]
+            [
+                f"run_name: there is no run in {folder}: run 4-train-cot-sft.ipynb first, mount the Drive that has it "
+                "(Colab), add the output that has it as an input (Kaggle), or set output_dir to it. Runs beside it: "
+                f"{others}"
+            ]
         )
     return config(namespace, folder / "config.yaml", [*also])
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tpu_kit.config import TrainConfig
 from tpu_kit.machine import Machine
 
-_DRIVE, _WORKING = "content/drive/MyDrive", "kaggle/working"
+_DRIVE, _WORKING, _INPUT = "content/drive/MyDrive", "kaggle/working", "kaggle/input"
 _BUCKET = "output_dir=gs://your-bucket/run"
 
 
@@ -78,10 +80,38 @@ def _on_kaggle(given: str | None, run_name: str, at: Machine) -> Place:
     return Place(place, f"{working} is what Kaggle can keep", warning)
 
 
+def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
+    """Copies a run that is attached as an input of a Kaggle notebook to where the run writes, if nothing is there.
+
+    The output of a notebook's version, added as an input, is below /kaggle/input, which cannot be written to.
+
+    Args:
+        place: where the run writes.
+        run_name: the run.
+        at: the machine; this one by default.
+    """
+    at = at or Machine()
+    target = Path(place.output_dir)
+    if "KAGGLE_KERNEL_RUN_TYPE" not in at.environ or "://" in place.output_dir or target.exists():
+        return
+    inputs, depths = at.root / _INPUT, ("*", "*/*", "*/*/*", "*/*/*/*")
+    found = [path for depth in depths for path in inputs.glob(f"{depth}/{run_name}/config.yaml")]
+    if not found:
+        return
+    newest = max(found, key=lambda path: path.stat().st_mtime).parent
+    print(f"copies           {newest}, an input of this notebook, to {target}", flush=True)
+    partial = target.with_name(f"{target.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(newest, partial)
+    partial.rename(target)
+
+
 def settle(config: TrainConfig, at: Machine | None = None) -> TrainConfig:
     """The run with `output_dir` set; says where it writes, why, and what ends that."""
     place = find_place(config, at)
     print(f"writes to        {place.output_dir}: {place.reason}", flush=True)
+    if config.checkpoint.resume != "never":
+        fetch_run(place, config.run_name, at)
     if place.warning:
         print(f"warning: {place.warning}", file=sys.stderr, flush=True)
     return replace(config, output_dir=place.output_dir)
