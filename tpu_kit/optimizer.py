@@ -7,38 +7,77 @@ late step (AdamW, where the bias correction becomes exactly 1), is a program of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from tpu_kit.config import OptimConfig
+from tpu_kit.dropout import mix
+from tpu_kit.groups import Group, Slot
 
 Moments = dict[str, torch.Tensor]
-_BLOCK = 256  # values that share a scale in 8 bits
-_LEVELS = 127
+Named = dict[str, Moments]  # by name of the parameter, and what it is
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one parameter has of a group's moment.
+
+    Attributes:
+        moment: the group's.
+        size: numbers of it.
+        lay: a vector of them, from the tensor that is stored.
+        take: that tensor, from the vector.
+    """
+
+    moment: str
+    size: int
+    lay: Callable[[torch.Tensor], torch.Tensor]
+    take: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """What an optimizer remembers, and what it makes of a gradient.
 
+    On the device a moment is one tensor for a group of parameters. Stored, it is a tensor for each parameter, in an
+    order of axes that is the parameter's, so that a slice of a stack's is what the layer alone would have.
+
     Attributes:
-        start: from the shape of the gradient and those of the parameters that it joins (`groups.Group`), the moments
-            before the first update: CPU tensors of zeros.
-        direction: from the gradient, the moments, the number of updates applied with this one, (), the configuration
-            and the parameters' shapes: the change for a learning rate of 1, to be subtracted, in the gradient's shape,
-            and the moments after it.
+        start: from a group, the moments before the first update: CPU tensors of zeros.
+        direction: from the gradient (as of `Group.join`), the moments, the number of updates applied with this one,
+            (), the configuration, the group and, of one that draws, `Group.seeds`: the change for a learning rate of 1,
+            to be subtracted, in the gradient's shape, and the moments after it.
+        parts: what is stored of a parameter, by name.
+        block: numbers that share a scale; rows are padded to a multiple of it in a group's vector.
     """
 
-    start: Callable[[torch.Size, Sequence[torch.Size]], Moments]
+    start: Callable[[Group], Moments]
     direction: Callable[
-        [torch.Tensor, Moments, torch.Tensor, OptimConfig, Sequence[torch.Size]], tuple[torch.Tensor, Moments]
+        [torch.Tensor, Moments, torch.Tensor, OptimConfig, Group, torch.Tensor | None], tuple[torch.Tensor, Moments]
     ]
+    parts: Callable[[Slot], dict[str, Part]]
+    block: int = 1
 
+    def split(self, moments: Moments, group: Group) -> Named:
+        """The moments of a group as they are stored."""
+        found: Named = {name: {} for name in group.slots}
+        rest = {name: tensor.reshape(-1) for name, tensor in moments.items()}
+        for name, slot in group.slots.items():
+            for stored, part in self.parts(slot).items():
+                own, rest[part.moment] = rest[part.moment].tensor_split([part.size])
+                found[name][stored] = part.take(own)
+        return found
 
-def _numbers(shapes: Sequence[torch.Size]) -> int:
-    return sum(shape.numel() for shape in shapes)
+    def join(self, stored: Mapping[str, Mapping[str, torch.Tensor]], group: Group) -> Moments:
+        """What `split` was given."""
+        found = self.start(group)
+        laid: dict[str, list[torch.Tensor]] = {moment: [tensor.reshape(-1)[:0]] for moment, tensor in found.items()}
+        for name, slot in group.slots.items():
+            for own, part in self.parts(slot).items():
+                laid[part.moment].append(part.lay(stored[name][own]))
+        return {moment: torch.cat(laid[moment]).view_as(tensor) for moment, tensor in found.items()}
 
 
 def _correction(beta: float, applied: torch.Tensor) -> torch.Tensor:
@@ -49,12 +88,16 @@ def _correction(beta: float, applied: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------- AdamW
 
 
-def _adamw_start(shape: torch.Size, _: Sequence[torch.Size]) -> Moments:
-    return {name: torch.zeros(shape) for name in ("first", "second")}
+def _adamw_start(group: Group) -> Moments:
+    return {name: torch.zeros(group.shape) for name in ("first", "second")}
+
+
+def _adamw_parts(slot: Slot) -> dict[str, Part]:
+    return {name: Part(name, slot.size, slot.lay, slot.take) for name in ("first", "second")}
 
 
 def _adamw(
-    gradient: torch.Tensor, moments: Moments, applied: torch.Tensor, optim: OptimConfig, _: Sequence[torch.Size]
+    gradient: torch.Tensor, moments: Moments, applied: torch.Tensor, optim: OptimConfig, *_: object
 ) -> tuple[torch.Tensor, Moments]:
     """Loshchilov and Hutter, arXiv:1711.05101; the decay of weights is the step's."""
     first = optim.beta1 * moments["first"] + (1 - optim.beta1) * gradient
@@ -66,100 +109,196 @@ def _adamw(
 # ---------------------------------------------------------------------------------------------------- AdamW in 8 bits
 
 
-def _adamw8bit_start(shape: torch.Size, _: Sequence[torch.Size]) -> Moments:
-    blocks = math.ceil(shape.numel() / _BLOCK)
+@dataclass(frozen=True)
+class _Code:
+    """How the numbers of a block are coded: share of the largest = (code / levels) ** power, with their sign.
+
+    Codes next to each other are `power` / code apart, relative to the number. A gradient of a hundredth of the block's
+    largest has a first moment on a grid of 10 %, a second one of 10 %, a root of that of 5 %.
+
+    Attributes:
+        dtype: of the codes.
+        levels: the largest code.
+        power: a power of 2.
+        least: the smallest code of what is not zero.
+    """
+
+    dtype: torch.dtype
+    levels: int
+    power: int
+    least: int
+
+    def encode(self, values: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales, (B, 1), of fp32 blocks (B, 256).
+
+        Rounded up where `draws`, (B, 256) in [0, 1), is less than the way to the next code: the expectation of what
+        is decoded is the value. Rounded to the nearest, a change of less than half a step would never add up.
+        """
+        size = values.abs()
+        scale = size.amax(1, keepdim=True)
+        share = root = size / scale.clamp(min=torch.finfo(torch.float32).tiny)
+        for _ in range(self.power.bit_length() - 1):
+            root = root.sqrt()
+        low = (root * self.levels).floor().clamp(max=self.levels - 1)
+        below, above = self._share(low), self._share(low + 1)
+        codes = low + (draws * (above - below) < share - below)
+        codes = torch.where(size > 0, codes.clamp(min=self.least), codes)
+        return (torch.sign(values) * codes).to(self.dtype), scale
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The fp32 values of codes."""
+        values = codes.to(torch.float32)
+        return torch.sign(values) * self._share(values) * scale
+
+    def _share(self, codes: torch.Tensor) -> torch.Tensor:
+        share = codes / self.levels
+        for _ in range(self.power.bit_length() - 1):
+            share = share * share
+        return share
+
+
+_BLOCK = 256
+# A second moment of zero would let eps alone divide, so it keeps a code; a first one may end.
+_CODES = {"first": _Code(torch.int8, 127, 4, 0), "second": _Code(torch.uint8, 255, 8, 1)}
+
+
+def _adamw8bit_start(group: Group) -> Moments:
+    blocks = sum(slot.blocked.numel() for slot in group.slots.values())
     return {
         name: value
-        for moment in ("first", "root_second")
+        for moment, code in _CODES.items()
         for name, value in (
-            (moment, torch.zeros(blocks, _BLOCK, dtype=torch.int8)),
+            (f"{moment}_code", torch.zeros(blocks, _BLOCK, dtype=code.dtype)),
             (f"{moment}_scale", torch.zeros(blocks, 1)),
         )
     }
 
 
+def _adamw8bit_parts(slot: Slot) -> dict[str, Part]:
+    def lay(scale: torch.Tensor) -> torch.Tensor:
+        return (scale.mT if slot.turned else scale).reshape(-1)
+
+    def take(vector: torch.Tensor) -> torch.Tensor:
+        return vector.view(slot.blocked).mT if slot.turned else vector.view(slot.blocked)
+
+    codes = {name: Part(name, slot.size, slot.lay, slot.take) for name in ("first_code", "second_code")}
+    return codes | {name: Part(name, slot.blocked.numel(), lay, take) for name in ("first_scale", "second_scale")}
+
+
 def _adamw8bit(
-    gradient: torch.Tensor, moments: Moments, applied: torch.Tensor, optim: OptimConfig, shapes: Sequence[torch.Size]
+    gradient: torch.Tensor,
+    moments: Moments,
+    applied: torch.Tensor,
+    optim: OptimConfig,
+    group: Group,
+    seeds: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Moments]:
-    """AdamW whose moments are 8-bit between updates, in blocks of 256 with a scale each.
+    """AdamW whose moments are 8-bit between updates, in blocks of 256 of a row with a scale each.
 
-    After Dettmers et al., arXiv:2110.02861, with a code that needs no table: the square root of a value's share of the
-    block's largest, in 127 levels, so that a value of 1/16,000 of the largest is still told from zero. Of the second
-    moment the root is coded, which is what divides.
+    After Dettmers et al., arXiv:2110.02861, with a code that needs no table and stochastic rounding: at beta2=0.999 the
+    second moment changes by 0.1 % an update. What is drawn depends on the update, the layer's name and the place in it.
     """
-    before = {"first": _decode(moments, "first", gradient), "second": _decode(moments, "root_second", gradient) ** 2}
-    direction, after = _adamw(gradient, before, applied, optim, shapes)
-    return direction, _encode("first", after["first"]) | _encode("root_second", after["second"].sqrt())
+    assert seeds is not None
+    before = {name: code.decode(moments[f"{name}_code"], moments[f"{name}_scale"]) for name, code in _CODES.items()}
+    values = (group.lay(group.split(gradient)) if group.alone else gradient).view(-1, _BLOCK)
+    direction, after = _adamw(values, before, applied, optim)
+    coded = {}
+    rows = mix(seeds + mix(applied.to(torch.int32)))
+    bits = rows[:, None] + torch.arange(_BLOCK, device=rows.device, dtype=torch.int32)
+    for name, code in _CODES.items():
+        bits = mix(bits)
+        draws = (bits & 0xFFFFFF).to(torch.float32) * 2.0**-24
+        coded[f"{name}_code"], coded[f"{name}_scale"] = code.encode(after[name], draws)
+    if group.alone:
+        (slot,) = group.slots.values()
+        return slot.take(direction.view(-1)), coded
+    return direction.view_as(gradient), coded
 
 
-def _encode(name: str, values: torch.Tensor) -> Moments:
-    blocks = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % _BLOCK)).view(-1, _BLOCK)
-    size = blocks.abs()
-    scale = size.amax(1, keepdim=True)
-    codes = torch.round((size / scale.clamp(min=1e-38)).sqrt() * _LEVELS)
-    # What is not zero must not become it: a direction would be divided by eps alone.
-    codes = torch.where(size > 0, codes.clamp(min=1), codes)
-    return {name: (torch.sign(blocks) * codes).to(torch.int8), f"{name}_scale": scale}
+def from_flat_blocks(old: Moments, group: Group) -> Moments:
+    """The moments of `adamw8bit` from those that it kept before blocks lay within a parameter.
 
+    Args:
+        old: first, root_second (blocks, 256) int8 and first_scale, root_second_scale (blocks, 1) fp32: blocks of the
+            group's vector, which ran across parameters, and the root of the second moment.
+        group: as it is updated now.
 
-def _decode(moments: Moments, name: str, like: torch.Tensor) -> torch.Tensor:
-    codes = moments[name].to(torch.float32)
-    values = codes * codes.abs() * (moments[f"{name}_scale"] / _LEVELS**2)
-    return values.flatten()[: like.numel()].view_as(like)
+    Returns:
+        The moments as `start` gives them, rounded to the nearest codes.
+    """
+    slots = {name: replace(slot, block=1, turned=slot.turned and not group.alone) for name, slot in group.slots.items()}
+    unpadded, found = replace(group, slots=slots), {}
+    for name, code in _CODES.items():
+        kept = {"first": "first", "second": "root_second"}[name]
+        values = old[kept].to(torch.float32)
+        values = values * values.abs() * (old[f"{kept}_scale"] / 127**2)
+        values = values.flatten()[: unpadded.shape.numel()].view(unpadded.shape)
+        laid = group.lay(unpadded.split(values if name == "first" else values.square())).view(-1, _BLOCK)
+        found[f"{name}_code"], found[f"{name}_scale"] = code.encode(laid, torch.full_like(laid, 0.5))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- Adafactor
 
 
-def _adafactor_start(_: torch.Size, shapes: Sequence[torch.Size]) -> Moments:
-    matrices = [shape for shape in shapes if len(shape) > 1]
+def _adafactor_start(group: Group) -> Moments:
+    parts = [part for slot in group.slots.values() for part in _adafactor_parts(slot).values()]
     return {
-        "rows": torch.zeros(sum(shape.numel() // shape[-1] for shape in matrices)),
-        "columns": torch.zeros(sum(shape.numel() // shape[-2] for shape in matrices)),
-        "vectors": torch.zeros(_numbers([shape for shape in shapes if len(shape) < 2])),
+        name: torch.zeros(sum(part.size for part in parts if part.moment == name))
+        for name in ("rows", "columns", "vectors")
     }
 
 
+def _adafactor_parts(slot: Slot) -> dict[str, Part]:
+    def part(moment: str, shape: torch.Size) -> Part:
+        return Part(moment, shape.numel(), lambda tensor: tensor.reshape(-1), lambda vector: vector.view(shape))
+
+    if not slot.matrix:
+        return {"second": part("vectors", slot.shape)}
+    names = ("columns", "rows") if slot.turned else ("rows", "columns")
+    shapes = slot.laid[:-1], slot.laid[:-2] + slot.laid[-1:]
+    return {name: part(moment, shape) for name, moment, shape in zip(names, ("rows", "columns"), shapes, strict=True)}
+
+
 def _adafactor(
-    gradient: torch.Tensor, moments: Moments, applied: torch.Tensor, optim: OptimConfig, shapes: Sequence[torch.Size]
+    gradient: torch.Tensor, moments: Moments, applied: torch.Tensor, _: OptimConfig, group: Group, *__: object
 ) -> tuple[torch.Tensor, Moments]:
     """Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5, with a learning rate from outside and no momentum.
 
     The second moment of a matrix is the product of its means over columns and over rows; of a stack of matrices, for
-    each of them. The decay is 1 - t ** -0.8, and a direction of a root mean square above 1 is scaled down to it.
+    each of them. The decay is 1 - t ** -0.8, and a direction of a root mean square above 1 is scaled down to it: that
+    of each matrix, and of each vector of a stack.
     """
     decay = 1 - applied.clamp(min=1) ** -0.8
-    sizes = {"rows": [], "columns": [], "vectors": []}  # type: dict[str, list[int]]
-    for shape in shapes:
-        if len(shape) > 1:
-            sizes["rows"].append(shape.numel() // shape[-1])
-            sizes["columns"].append(shape.numel() // shape[-2])
-        else:
-            sizes["vectors"].append(shape.numel())
+    slots = list(group.slots.values())
+    sizes: dict[str, list[int]] = {name: [] for name in moments}
+    for slot in slots:
+        for part in _adafactor_parts(slot).values():
+            sizes[part.moment].append(part.size)
     before = {name: iter(moments[name].split(parts)) for name, parts in sizes.items()}
     after: dict[str, list[torch.Tensor]] = {name: [moments[name][:0]] for name in moments}
     directions = []
-    for shape, part in zip(shapes, gradient.flatten().split([shape.numel() for shape in shapes]), strict=True):
-        values = part.view(shape)
+    for slot, own in zip(slots, gradient.flatten().split([slot.size for slot in slots]), strict=True):
+        values = own.view(slot.laid)
         square = values * values + 1e-30
-        if len(shape) > 1:
-            rows = torch.lerp(square.mean(-1), next(before["rows"]).view(shape[:-1]), decay)
-            columns = torch.lerp(square.mean(-2), next(before["columns"]).view(*shape[:-2], shape[-1]), decay)
+        if slot.matrix:
+            rows = torch.lerp(square.mean(-1), next(before["rows"]).view(slot.laid[:-1]), decay)
+            means = square.mean(-2)
+            columns = torch.lerp(means, next(before["columns"]).view_as(means), decay)
             estimate = (rows / rows.mean(-1, keepdim=True)).unsqueeze(-1) * columns.unsqueeze(-2)
             after["rows"].append(rows.flatten())
             after["columns"].append(columns.flatten())
         else:
-            estimate = torch.lerp(square, next(before["vectors"]).view(shape), decay)
+            estimate = torch.lerp(square, next(before["vectors"]).view(slot.laid), decay)
             after["vectors"].append(estimate.flatten())
         direction = values * torch.rsqrt(estimate)
-        over = tuple(range(-min(2, len(shape)), 0))
-        rms = direction.square().mean(over, keepdim=True).sqrt() if over else direction.abs()
+        rms = direction.square().mean((-2, -1) if slot.matrix else -1, keepdim=True).sqrt()
         directions.append((direction / rms.clamp(min=1.0)).flatten())
     return torch.cat(directions).view_as(gradient), {name: torch.cat(parts) for name, parts in after.items()}
 
 
 OPTIMIZERS = {
-    "adamw": Optimizer(_adamw_start, _adamw),
-    "adamw8bit": Optimizer(_adamw8bit_start, _adamw8bit),
-    "adafactor": Optimizer(_adafactor_start, _adafactor),
+    "adamw": Optimizer(_adamw_start, _adamw, _adamw_parts),
+    "adamw8bit": Optimizer(_adamw8bit_start, _adamw8bit, _adamw8bit_parts, _BLOCK),
+    "adafactor": Optimizer(_adafactor_start, _adafactor, _adafactor_parts),
 }

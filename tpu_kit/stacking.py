@@ -217,10 +217,14 @@ def per_layer(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict
     return found
 
 
-def stacked_names(model: torch.nn.Module) -> frozenset[str]:
-    """The names of a model's trained parameters that are stacks."""
-    starts = tuple(_places(model))
-    return frozenset(name for name, part in model.named_parameters() if part.requires_grad and name.startswith(starts))
+def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Of each of a model's trained parameters that is a stack, the names of its slices; see `per_layer`."""
+    found = {}
+    for stack, starts in _places(model).items():
+        for name, part in model.named_parameters():
+            if part.requires_grad and name.startswith(stack):
+                found[name] = [start + name.removeprefix(stack) for start in starts]
+    return found
 
 
 def _places(model: torch.nn.Module) -> dict[str, list[str]]:

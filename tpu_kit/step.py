@@ -38,6 +38,7 @@ class TrainState:
         stacked: the names of those that are stacks of layers' parameters; see `layers.stack`.
         groups: the parameters as they are updated.
         moments: what the optimizer remembers, by name and number of the group; see `optimizer.Optimizer`.
+        seeds: by number of the group, of an optimizer that draws; see `groups.Slot.seeds`. It never changes.
         average: exponential moving average of the parameters, by number of the group, or None.
         applied: () number of updates that were applied (a skipped one does not count).
         usual: () a running mean of the loss per token, which tells an exploding one.
@@ -58,18 +59,22 @@ class TrainState:
         self.parameters = models.trainable_parameters(model)
         wrong = [name for name, parameter in self.parameters.items() if parameter.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
-        self.stacked = stacked_names(model)
-        self.groups = group(self.parameters, self.stacked)
+        stacks = stacked_names(model)
+        self.stacked = frozenset(stacks)
+        kind = OPTIMIZERS[optim.optimizer]
+        self.groups = group(self.parameters, stacks, kind.block)
         # Zeros made on the host: those made on XLA are constants of the first program, which then is another one.
         moments = {
             f"{name}.{number}": moment
             for number, one in enumerate(self.groups)
-            for name, moment in OPTIMIZERS[optim.optimizer].start(one.shape, one.shapes).items()
+            for name, moment in kind.start(one).items()
         }
         zeros = {name: torch.zeros(()) for name in ("applied", "usual", "streak")}
         zeros["window"] = torch.zeros(len(WINDOW))
         start = {**moments, **zeros} if saved is None else saved
         self.moments: Moments = {name: start[name].to(device) for name in moments}
+        coded = enumerate(self.groups) if kind.block > 1 else ()
+        self.seeds = {str(number): one.seeds().to(device) for number, one in coded}
         self.applied, self.usual, self.streak, self.window = (start[name].to(device) for name in zeros)
         self.report = self.window
         self.average = None
@@ -262,7 +267,8 @@ def _update(
     applied = state.applied + good
     for number, (one, gradient) in enumerate(zip(state.groups, gradients, strict=True)):
         moments = {name.partition(".")[0]: m for name, m in state.moments.items() if name.endswith(f".{number}")}
-        direction, news = OPTIMIZERS[optim.optimizer].direction(gradient, moments, applied, optim, one.shapes)
+        seeds = state.seeds.get(str(number))
+        direction, news = OPTIMIZERS[optim.optimizer].direction(gradient, moments, applied, optim, one, seeds)
         change = torch.where(good, rate * direction, torch.zeros_like(direction))
         decay = torch.where(good, rate * optim.weight_decay, torch.zeros_like(rate))
         for name, part in one.split(change).items():
