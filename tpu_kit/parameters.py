@@ -197,7 +197,7 @@ class TrackingConfig:
     )  # fmt: skip
     generate_tokens: int = knob(256, "The most tokens of such an answer.", at_least=1)
     verifier: str = knob(
-        "auto", "What judges it: auto, exact, numeric, choice, regex:PATTERN, reasoning_gym or module:function."
+        "auto", "What judges it: auto, exact, numeric, choice, math, regex:PATTERN, reasoning_gym or module:function."
     )
 
 
