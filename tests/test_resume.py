@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
-from tpu_kit import sft
-from tpu_kit.config import TrainConfig, load_config
+from tpu_kit import embedded, sft
+from tpu_kit.config import ConfigError, TrainConfig, load_config
 from tpu_kit.machine import Machine
 from tpu_kit.tracking import read_metrics
 
@@ -92,6 +94,46 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path, capfd: pytest.
     assert "optim.max_steps is 6, was 4" in capfd.readouterr().out
     anew = sft.train(run_config(folder, max_steps=4, r=8, resume="never"))
     assert anew.step == 4 and (folder / "checkpoints.previous" / "step-00000006").is_dir()
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_refused_run_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
+    """config.yaml, too: export and notebook 5 read which run it is from there."""
+    rows = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": f"{row['question']}\n", "completion": row["answer"]})
+             for row in embedded.cot_rows("train", 24)]  # fmt: skip
+    rows.write_text("\n".join(lines[:20]))
+    folder = tmp_path / "run"
+    common = {"source": str(rows), "max_steps": 2, "warmup_steps": 0, "ema_decay": 0, "eval_steps": None}
+    config = run_config(folder, **common)
+    sft.train(config)
+    before = everything(folder)
+    assert {"config.yaml", "metrics.jsonl"} < before.keys()
+
+    with pytest.raises(ValueError, match=r"lora.r: 16 there, 8 now"):  # by its configuration
+        sft.train(run_config(folder, **common, r=8))
+    assert everything(folder) == before
+    with pytest.raises(ValueError, match=r"data.source: .*rows.jsonl' there, .*run/data/"):  # by rows in memory
+        sft.train(config, Dataset.from_list([json.loads(line) for line in lines]))
+    assert everything(folder) == before and not (folder / "data").exists()
+    with pytest.raises(ConfigError, match=r"optim.global_batch_size"):  # before anything is looked at
+        sft.train(run_config(folder, **common, global_batch_size=5))
+    assert everything(folder) == before
+    rows.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="the data: other rows, tokens or packing than there"):  # by what the rows are
+        sft.train(run_config(folder, **{**common, "max_steps": 3}))
+    assert everything(folder) == before
+    rows.write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        sft.train(run_config(folder, **{**common, "max_steps": 3}))
+    assert everything(folder) == before
+
+    rows.write_text("\n".join(lines[:20]))
+    assert sft.train(run_config(folder, **{**common, "max_steps": 3})).step == 3  # nothing was in the way
+    assert load_config(folder / "config.yaml").optim.max_steps == 3
 
 
 def test_resume_must_have_something(tmp_path: Path) -> None:

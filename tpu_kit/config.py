@@ -60,14 +60,15 @@ _SHARED = {"seed"}
 
 
 def load_config(
-    path: str | Path | None = None,
+    path: str | Path | Mapping[str, Any] | None = None,
     overrides: str | Sequence[str] | Mapping[str, Any] = (),
     parameters: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
     """Read a configuration; each value's source is kept in `config.sources`.
 
     Args:
-        path: a YAML file, the bare name of a shipped one (`embedded-cot`), or None for the defaults.
+        path: a YAML file, the bare name of a shipped one (`embedded-cot`), the values of a file (see
+            `migration.stored_values`), or None for the defaults.
         overrides: `key=value` texts of the command line (the value as in YAML, null included; the last of a key wins),
             one such text, or a mapping.
         parameters: a notebook's parameters by leaf name, such as `{"batch_size": 2}`.
@@ -77,7 +78,7 @@ def load_config(
     """
     reader = _Reader()
     if path is not None:
-        reader.mapping(_read_file(path), "file")
+        reader.mapping(path if isinstance(path, Mapping) else _read_file(path), "file")
     if parameters is not None:
         reader.mapping(parameters, "notebook parameter")
     if isinstance(overrides, Mapping):

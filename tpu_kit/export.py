@@ -25,8 +25,9 @@ import torch
 from tpu_kit import exporters, folders, gguf
 from tpu_kit.answers import ADAPTER_FILES, load_for_generation
 from tpu_kit.card import hub_id, model_card
-from tpu_kit.config import ConfigError, TrainConfig, load_config
+from tpu_kit.config import ConfigError, TrainConfig
 from tpu_kit.fidelity import Check, logits, mean_difference
+from tpu_kit.migration import load_stored
 from tpu_kit.pretrained import load_base, load_tokenizer
 from tpu_kit.storage import at_hand, is_url
 
@@ -153,7 +154,7 @@ def _check_choices(format: str, dtype: str, push: str | None, out: str | Path | 
 def _read_config(folder: Path) -> TrainConfig:
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} has no config.yaml: give the folder that a run wrote (its output_dir)")
-    return load_config(folder / "config.yaml")
+    return load_stored(folder / "config.yaml")
 
 
 def _load(config: TrainConfig, folder: Path, part: Path, dtype: str, base: str | None) -> exporters.Work:

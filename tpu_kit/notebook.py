@@ -24,6 +24,7 @@ from tpu_kit.displays import (
     show_verdict,
 )
 from tpu_kit.fields import closest
+from tpu_kit.migration import stored_values
 from tpu_kit.persistence import fetch_run, find_place
 from tpu_kit.watch import live, show_curves, show_run
 
@@ -58,12 +59,14 @@ explain_missing_names()
 os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
 
 
-def config(namespace: Mapping[str, Any], path: str | Path | None = None, also: Collection[str] = ()) -> TrainConfig:
+def config(
+    namespace: Mapping[str, Any], path: str | Path | Mapping[str, Any] | None = None, also: Collection[str] = ()
+) -> TrainConfig:
     """Build the configuration from the notebook's parameters, named by the leaf names of TrainConfig.
 
     Args:
         namespace: ``globals()`` of the notebook; see `parameters`.
-        path: YAML file or shipped config to start from.
+        path: YAML file, shipped config, or values of a file to start from.
         also: parameters that the notebook itself uses and the configuration does not know.
 
     Raises:
@@ -112,7 +115,7 @@ def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> Trai
                 f"{others}"
             ]
         )
-    return config(namespace, folder / "config.yaml", [*also])
+    return config(namespace, stored_values(folder / "config.yaml"), [*also])
 
 
 def secrets(*names: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from tpu_kit.epochs import Rows, count_rows
 from tpu_kit.machine import Machine
 from tpu_kit.manifest import scan
 from tpu_kit.memory import Memory, estimate
+from tpu_kit.migration import migrate
 from tpu_kit.planner import LEAST_UPDATES, best_batch
 from tpu_kit.roofline import StepTime, step_time, work
 from tpu_kit.rooms import MOST_ROWS, Room, find_room
@@ -185,7 +186,7 @@ def _before(config: TrainConfig) -> tuple[int, int] | None:
         return None
     if not found:
         return None
-    rows = found[-1].document("config")["optim"]["batch_size"]
+    rows = migrate(found[-1].document("config"))[0]["optim.batch_size"]
     return (rows, found[-1].document("state")["global_batch_size"]) if isinstance(rows, int) else None
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from tpu_kit.checkpoint import Checkpoints
-from tpu_kit.config import TrainConfig, from_dict
-from tpu_kit.manifest import Checkpoint, scan
-from tpu_kit.parameters import parameters
-
-# What may differ: how long to train, when to look, where to run. How rows are split over replicas and passes is
-# compared by the global batch, and the data by its hash.
-_FREE = {
-    "optim.max_steps", "optim.epochs", "optim.eval_steps", "optim.early_stop_patience", "optim.batch_size",
-    "optim.gradient_accumulation", "optim.global_batch_size", "optim.on_nan", "optim.loss_chunk", "optim.remat",
-    "optim.max_loss_rise", "optim.mlp_tile", "model.attention", "model.quant_cache",
-    "data.num_proc", "output_dir", "run_name",
-}  # fmt: skip
-_FREE_SECTIONS = ("checkpoint", "launch", "tracking")
+from tpu_kit.config import TrainConfig, batch_arithmetic
+from tpu_kit.identity import ANEW, changes, plain
+from tpu_kit.manifest import Checkpoint, DamagedError, scan
+from tpu_kit.migration import migrate
+from tpu_kit.rooms import find_room
 
 
 def find_checkpoint(config: TrainConfig, owned: Checkpoints | None) -> Checkpoint | None:
@@ -46,6 +41,31 @@ def find_checkpoint(config: TrainConfig, owned: Checkpoints | None) -> Checkpoin
     return found
 
 
+def refuse_early(config: TrainConfig) -> None:
+    """Refuses a run whose configuration is not that of the checkpoint it would go on from; before anything is written.
+
+    Only `check_resume` knows the data. What cannot be read is left to it, too.
+
+    Raises:
+        ValueError: as `check_resume`.
+    """
+    if config.checkpoint.resume == "never":
+        return
+    try:
+        found = scan(config.checkpoints_place)[0]
+        if not found:
+            return
+        state, problems = found[-1].document("state"), _other_parameters(found[-1].document("config"), config)
+    except (OSError, DamagedError):
+        return
+    if problems:
+        with contextlib.suppress(ValueError):  # of a batch that is "auto" or does not divide
+            room = find_room(config)
+            if room is not None:
+                problems += _other_rows(state, batch_arithmetic(config, room.replicas).global_batch_size)
+        _refuse(found[-1], problems)
+
+
 def check_resume(found: Checkpoint, config: TrainConfig, global_batch: int, fingerprint: str, quiet: bool) -> None:
     """Makes sure that the run is the one that wrote the checkpoint; prints what differs and does no harm.
 
@@ -59,22 +79,34 @@ def check_resume(found: Checkpoint, config: TrainConfig, global_batch: int, fing
     Raises:
         ValueError: something differs that makes it another run; all of it is named.
     """
-    state, before = found.document("state"), from_dict(found.document("config"), source="checkpoint")
-    changed = [name for name in parameters() if before[name] != config[name]]
-    free = [name for name in changed if name in _FREE or name.split(".")[0] in _FREE_SECTIONS]
-    problems = [f"{name}: {before[name]!r} there, {config[name]!r} now" for name in changed if name not in free]
-    if state["global_batch_size"] != global_batch:
-        problems.append(f"rows per update: {state['global_batch_size']} there, {global_batch} now")
+    state, stored = found.document("state"), found.document("config")
+    problems = [*_other_parameters(stored, config), *_other_rows(state, global_batch)]
     if state["fingerprint"] != fingerprint and not any(problem.startswith("data.") for problem in problems):
         problems.append("the data: other rows, tokens or packing than there, though its parameters are the same")
+    _refuse(found, problems)
+    if not quiet:
+        (before, notes), now = migrate(stored), plain(config)
+        differ = "".join(f"; {name} is {now[name]!r}, was {before[name]!r}" for name in changes(before, now)[0])
+        print(f"resumed          from step {found.step}, {found.path}{differ}", file=sys.stdout, flush=True)
+        for note in notes:
+            print(f"note: {found.path}: {note}", file=sys.stderr, flush=True)
+
+
+def _other_parameters(stored: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    before, now = migrate(stored)[0], plain(config)
+    return [f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]]
+
+
+def _other_rows(state: Mapping[str, Any], now: int) -> list[str]:
+    before = state["global_batch_size"]
+    return [f"rows per update: {before} there, {now} now"] if before != now else []
+
+
+def _refuse(found: Checkpoint, problems: list[str]) -> None:
     if problems:
         raise ValueError(
-            f"{found.path} is of another run:\n  " + "\n  ".join(problems) + "\nSet these back, or start anew: another "
-            "output_dir, or checkpoint.resume=never (which moves the old checkpoints aside)"
+            f"{found.path} is of another run:\n  " + "\n  ".join(problems) + f"\nSet these back, or start anew: {ANEW}"
         )
-    if not quiet:
-        differ = "".join(f"; {name} is {config[name]!r}, was {before[name]!r}" for name in free)
-        print(f"resumed          from step {found.step}, {found.path}{differ}", file=sys.stdout, flush=True)
 
 
 def versions() -> dict[str, str]:

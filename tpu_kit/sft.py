@@ -28,9 +28,9 @@ from tpu_kit.outlook import look_ahead
 from tpu_kit.persistence import settle
 from tpu_kit.preemption import Agreement
 from tpu_kit.rescue import out_of_memory, suggestion
-from tpu_kit.resume import check_resume, find_checkpoint
+from tpu_kit.resume import check_resume, find_checkpoint, refuse_early
 from tpu_kit.runtime import Runtime
-from tpu_kit.sources import keep_rows
+from tpu_kit.sources import keep_rows, kept_place
 from tpu_kit.step import place
 from tpu_kit.storage import ObjectFolder, upload
 from tpu_kit.tracking import check_tracking
@@ -99,13 +99,15 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
     config = settle(config)
     folder = _output_folder(config)
     if dataset is not None:
-        config = replace(config, data=replace(config.data, source=keep_rows(dataset, folder / "data")))
+        config = replace(config, data=replace(config.data, source=str(kept_place(dataset, folder / "data"))))
+    refuse_early(config)
+    if dataset is not None:
+        keep_rows(dataset, folder / "data")
     outlook = look_ahead(config, exact)
     config = outlook.config
     print(outlook, flush=True)
     if warning := suggestion(outlook):
         print(warning, file=sys.stderr, flush=True)
-    (folder / "config.yaml").write_text(config.to_yaml())
     try:
         result = launch(fine_tune, config)
     except (RuntimeError, MemoryError) as error:
@@ -216,6 +218,7 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
         if found and saved:
             loop.resume(found, saved)
         if rt.rank == 0:
+            _write_config(config)  # not before: that of a run which was refused stays
             print(prepared.report)
             if held := prepared.eval_report:
                 cut = f"{held.dropped_too_long:,} dropped, {held.truncated:,} truncated"
@@ -227,6 +230,14 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
         status = loop.run(agreement)
         peaks = loop.peaks.end()
         return _finish(loop, status, agreement.reason or "", tokenizer, peaks) if rt.rank == 0 else None
+
+
+def _write_config(config: TrainConfig) -> None:
+    """Writes config.yaml whole: killed in between, the one before stays."""
+    path = config.output_path / "config.yaml"
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(config.to_yaml())
+    part.replace(path)
 
 
 def _finish(loop: Loop, status: Status, reason: str, tokenizer: Any, peaks: dict[str, float]) -> TrainResult:

@@ -245,8 +245,8 @@ def pick_split(data: Dataset | DatasetDict, split: str) -> Dataset:
     return data
 
 
-def keep_rows(data: Dataset | DatasetDict, folder: Path) -> str:
-    """Write a data set that is in memory where other processes find it; return the source to give them.
+def kept_place(data: Dataset | DatasetDict, folder: Path) -> Path:
+    """Where `keep_rows` writes a data set, by its content; writes nothing.
 
     Raises:
         ValueError: it is no `Dataset` or `DatasetDict`, or has no rows.
@@ -256,9 +256,18 @@ def keep_rows(data: Dataset | DatasetDict, folder: Path) -> str:
         raise ValueError(f"the data must be a datasets.Dataset, not {type(data).__name__}")
     if not all(len(part) for part in parts):
         raise ValueError("the data set given has no rows")
-    name = hashlib.blake2b(" ".join(part._fingerprint for part in parts).encode(), digest_size=8).hexdigest()
-    target, made = folder / name, folder / f"{name}.part"
+    return folder / hashlib.blake2b(" ".join(part._fingerprint for part in parts).encode(), digest_size=8).hexdigest()
+
+
+def keep_rows(data: Dataset | DatasetDict, folder: Path) -> str:
+    """Write a data set that is in memory where other processes find it; return the source to give them.
+
+    Raises:
+        ValueError: as `kept_place`.
+    """
+    target = kept_place(data, folder)
     if not target.exists():  # a run that is started again finds its rows there
+        made = target.with_name(f"{target.name}.part")
         data.save_to_disk(made)
         made.rename(target)
     return str(target)
