@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import layer_functions
 import pytest
 import torch
-from training_functions import OPTIM, contents, control, rows, tiny
+from training_functions import OPTIM, control, rows, tiny
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -313,24 +315,34 @@ def test_an_adapter_is_saved_as_ever() -> None:
         assert torch.equal(files[1][name], value)
 
 
-def test_going_on_from_a_checkpoint() -> None:
-    model, batch = layer_functions.scanned(), rows(2)
-    state = TrainState(model, CPU, OPTIM)
-    train_step(model, state, [batch], control(1e-2, 1, 0.0), OPTIM, ALONE)
-    saved = state.to_host(ALONE)
-    train_step(model, state, [batch], control(1e-2, 2), OPTIM, ALONE)
-    again = layer_functions.scanned()
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
+@pytest.mark.parametrize("now", [layer_functions.scanned, tiny], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("before", [layer_functions.scanned, tiny], ids=["was-scanned", "was-unrolled"])
+def test_going_on_from_a_checkpoint(
+    before: Callable[[], torch.nn.Module], now: Callable[[], torch.nn.Module], optimizer: Any
+) -> None:
+    """Scanned or not, all that is saved is bit for bit the same after it was read; then to rounding."""
+    optim, batch = replace(OPTIM, optimizer=optimizer, ema_decay=0.9), rows(2)
+    model = before()
+    state = TrainState(model, CPU, optim)
+    train_step(model, state, [batch], control(1e-2, 1, 0.0), optim, ALONE)
+    saved = {name: tensor.clone() for name, tensor in state.to_host(ALONE).items()}
+    assert not any(".runs." in name for name in saved)
+    train_step(model, state, [batch], control(1e-2, 2), optim, ALONE)
+    again = now()
     restore(again, saved)
-    other = TrainState(again, CPU, OPTIM, saved)
-    train_step(again, other, [batch], control(1e-2, 2), OPTIM, ALONE)
-    for name, value in contents(state).items():
-        assert torch.equal(value, contents(other)[name]), name
-    with pytest.raises(
-        ValueError, match=r"made with optim.scan_layers=on, and this run has it off.*Set it to what it was"
-    ):
-        restore(tiny(), saved)
-    with pytest.raises(ValueError, match=r"made with optim.scan_layers=off, and this run has it on"):
-        restore(again, TrainState(tiny(), CPU, OPTIM).to_host(ALONE))
+    other = TrainState(again, CPU, optim, saved)
+    read = other.to_host(ALONE)
+    assert read.keys() == saved.keys()
+    for name, value in saved.items():
+        assert value.shape == read[name].shape and torch.equal(value, read[name]), name
+    train_step(again, other, [batch], control(1e-2, 2), optim, ALONE)
+    ended = other.to_host(ALONE)
+    for name, value in state.to_host(ALONE).items():
+        if before is now:
+            assert torch.equal(value, ended[name]), name
+        elif not name.startswith("moments/") or optimizer != "adamw8bit":  # codes may differ by one
+            torch.testing.assert_close(ended[name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_who_decides() -> None:

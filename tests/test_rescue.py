@@ -10,6 +10,7 @@ from training_functions import OUT_OF_MEMORY
 
 from tests.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tpu_kit import runtime
+from tpu_kit.checkpoint import Checkpoints
 from tpu_kit.config import load_config
 from tpu_kit.launch import LaunchError
 from tpu_kit.outlook import Outlook, look_ahead
@@ -82,6 +83,7 @@ def test_the_host_of_a_tpu_is_another_matter(eight: Outlook) -> None:
     found = out_of_memory(LaunchError("rank 2 (process 7) was ended by SIGKILL: often the kernel"), eight)
     assert found is not None and not found.overrides
     assert "It is the host's memory that ran out, not the device's" in str(found)
+    assert "(launch.num_replicas) with global_batch_size=768 gradient_accumulation=1, which" in str(found)
 
 
 def test_when_nothing_is_left_to_lower(tmp_path: Path) -> None:
@@ -98,12 +100,30 @@ def test_when_nothing_is_left_to_lower(tmp_path: Path) -> None:
     assert next_setting(outlook) == ({}, "")
     text = str(out_of_memory(LaunchError(OUT_OF_MEMORY), outlook))
     assert "No setting of the batch helps any more" in text and "model.base_dtype=int8" in text
+    assert "It cannot go on from a checkpoint of this run: give it another output_dir, or checkpoint.resume" in text
     tight = look_ahead(load_config(None, [*settings[:3], "batch_size=2"]), at=fake(tmp_path / "other", V5E))
     overrides, why = next_setting(tight)
     assert overrides["batch_size"] == 1 and why.startswith("It may still be too much. Predicted is ")
     warned = "warning: it may run out of memory. "
     assert suggestion(tight).startswith(f"{warned}The same training takes less with batch_size=1 ")
     assert suggestion(outlook).startswith(f"{warned}No setting of the batch helps any more")
+
+
+def test_a_run_that_began_anew_is_not_to_begin_anew_again(tmp_path: Path) -> None:
+    """With resume=never once more, what it has saved would be moved aside."""
+    model = write_config(tmp_path / "qwen", QWEN2_500M)
+    settings = {"model.name": str(model), "max_steps": 10, "device_type": "tpu", "batch_size": 96, "resume": "never",
+                "output_dir": str(tmp_path / "run")}  # fmt: skip
+    outlook = look_ahead(load_config(None, settings), at=fake(tmp_path / "root", V5E))
+    error = LaunchError(f"rank 0 failed:\nRuntimeError: {OUT_OF_MEMORY}", 0)
+    nothing = out_of_memory(error, outlook)
+    assert nothing is not None and "resume" not in nothing.overrides and "it begins anew" in str(nothing)
+    for step, changes, goes_on in ((3, {}, True), (4, {"r": 4}, False)):  # the newest is of another run, then
+        with Checkpoints(tmp_path / "run" / "checkpoints", keep=9) as writer:
+            writer.save(step, {}, {"config": load_config(None, {**settings, **changes}).to_dict()}, {})
+        found = out_of_memory(error, outlook)
+        assert found is not None and (found.overrides.get("resume") == "auto") is goes_on
+        assert ("the run goes on from step 3" in str(found)) is goes_on
 
 
 def test_without_a_prediction_the_next_smaller_batch(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tpu_kit import model as models
 from tpu_kit.config import LaunchConfig, OptimConfig, TrainConfig
 from tpu_kit.launch import launch
 from tpu_kit.runtime import Runtime
-from tpu_kit.step import WINDOW, TrainState, _update, eval_step, restore, token_loss, train_step
+from tpu_kit.step import WINDOW, TrainState, _update, eval_step, restore, sections, token_loss, train_step
 
 CPU = torch.device("cpu")
 AVERAGED = replace(OPTIM, ema_decay=0.9)
@@ -103,11 +103,42 @@ def test_large_parameters_are_updated_by_themselves_and_alike(optimizer: Any, mo
             saved = apart.to_host(ALONE)
             restore(net, saved)
             again = TrainState(net, CPU, optim, saved)
+            with monkeypatch.context() as patch:  # a checkpoint does not know how its parameters were grouped
+                patch.setattr(groups, "ALONE", 2**24)
+                regrouped = TrainState(net, CPU, optim, saved)
+            assert len(regrouped.groups) == 1
+            assert_same(regrouped.to_host(ALONE), saved)
     assert again is not None
     assert_same(contents(again), contents(apart))
     assert_same(again.to_host(ALONE), apart.to_host(ALONE))
+    ended = sections(together.to_host(ALONE))
     for name in ("parameters", "average"):
-        torch.testing.assert_close(apart.to_host(ALONE)[name], together.to_host(ALONE)[name])
+        torch.testing.assert_close(sections(apart.to_host(ALONE))[name], ended[name])
+
+
+def test_what_a_checkpoint_holds() -> None:
+    """A tensor for each parameter, in its own shape and under its own name; one transfer for all of them."""
+    reads = []
+
+    class Counting(Runtime):
+        def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            reads.append(len(tensors))
+            return super().to_host(tensors)
+
+    net = Net()
+    found = TrainState(net, CPU, AVERAGED).to_host(Counting("cpu", 0, 1, CPU))
+    assert len(reads) == 1
+    shapes = {name: one.shape for name, one in net.named_parameters() if one.requires_grad}
+    held = sections(found)
+    assert held.keys() == {"", "parameters", "average", "moments/first", "moments/second"}
+    assert held.pop("").keys() == {"applied", "usual", "streak", "window"}
+    for named in held.values():
+        assert {name: tensor.shape for name, tensor in named.items()} == shapes
+    del found["parameters/last.weight"]
+    with pytest.raises(
+        ValueError, match=r"1 of 5 differ, such as last.weight: none there, \(3, 7\) now. Use the model"
+    ):
+        restore(Net(), found)
 
 
 def test_a_frozen_parameter_and_its_decay_are_left_alone() -> None:

@@ -184,7 +184,8 @@ def late_steps(config: TrainConfig) -> dict[str, Any]:
         rt.sync()
         compiled.append(rt.counters()["compiles"] - before)
         applied.append(float(rt.to_host([state.applied])[0]))
-    return {"compiled": compiled, "applied": applied, "parameters": state.to_host(rt)["parameters"].tolist()}
+    ended = torch.cat([part.flatten() for part in step.sections(state.to_host(rt))["parameters"].values()])
+    return {"compiled": compiled, "applied": applied, "parameters": ended.tolist()}
 
 
 def shapes_of_step(config: TrainConfig) -> dict[str, list[list[int]]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tpu_kit.chips import CHIPS
 from tpu_kit.config import LoraConfig, TrainConfig
+from tpu_kit.identity import ANEW, is_another
 from tpu_kit.memory import estimate
 from tpu_kit.shapes import Shape
 
@@ -22,10 +23,19 @@ _RANKS = 4096
 
 @dataclass(frozen=True)
 class Knob:
-    """A change, such as "optim.loss_chunk=128", what it costs, and the peak with it and all those before it."""
+    """A change, such as "optim.loss_chunk=128", what it costs, and the peak with it and all those before it.
+
+    Attributes:
+        change: as it is given on the command line.
+        harm: what it costs.
+        anew: whether a run that has begun cannot go on with it.
+        peak_bytes: see above.
+        fits: whether it does then.
+    """
 
     change: str
     harm: str
+    anew: bool
     peak_bytes: int
     fits: bool
 
@@ -57,6 +67,8 @@ class Advice:
             f"{knob.change} ({knob.harm}): {knob.peak_bytes / GIB:.2f} GiB{', fits' if knob.fits else ''}"
             for knob in self.knobs
         ]
+        if any(knob.anew for knob in self.knobs):
+            lines.append(f"another training cannot go on from a checkpoint of this run: give it {ANEW}")
         return "; ".join([*lines, f"as it is it fits {self.smallest_slice or 'no slice that is known'}"])
 
 
@@ -118,7 +130,7 @@ def advise(config: TrainConfig, shape: Shape, replicas: int, limit: float, fits:
     rank = largest(lambda r: within("lora", "r", r), _RANKS) if config.lora.r else None
     length = largest(lambda blocks: within("data", "max_length", 128 * blocks), shape.positions // 128)
     return Advice(
-        knobs=() if fits else tuple(_knobs(config, shape, peak, limit)),
+        knobs=() if fits else tuple(_knobs(config, shape, replicas, peak, limit)),
         smallest_slice=None if fits else _smallest_slice(peak(config), reserve(config)),
         largest_batch=largest(lambda rows: within("optim", "batch_size", rows), 2**31 // config.data.max_length),
         longest_sequence=128 * length,
@@ -146,7 +158,9 @@ def _with(config: TrainConfig, name: str, value: Any) -> TrainConfig:
     return replace(config, **{section: replace(getattr(config, section), **changes)})
 
 
-def _knobs(config: TrainConfig, shape: Shape, peak: Callable[[TrainConfig], int], limit: float) -> Iterator[Knob]:
+def _knobs(
+    config: TrainConfig, shape: Shape, replicas: int, peak: Callable[[TrainConfig], int], limit: float
+) -> Iterator[Knob]:
     """The changes that help, one on top of the other, until it fits."""
     now, before = config, peak(config)
     for name, value, harm in _changes(config, shape):
@@ -158,28 +172,30 @@ def _knobs(config: TrainConfig, shape: Shape, peak: Callable[[TrainConfig], int]
         size = peak(changed)
         if size >= before:
             continue
+        anew = is_another(now, changed, replicas)
         now, before = changed, size
-        yield Knob(f"{name}={value}", harm, size, size <= limit)
+        harm = f"{harm}, another training" if anew else f"the same training, {harm}"
+        yield Knob(f"{name}={value}", harm, anew, size, size <= limit)
         if size <= limit:
             return
 
 
 def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]]:
     optim, model, lora = config.optim, config.model, config.lora
-    free, slower, other = "the same training, no slower", "the same training, slower", "another training"
+    free, slower = "no slower", "slower"
     if model.attention != "auto":
         yield "model.attention", "auto", free
     if optim.loss_chunk > 256:
         yield "optim.loss_chunk", 256, free
     if optim.remat == "none":
-        yield "optim.remat", "outputs", "the same training, hardly slower"
+        yield "optim.remat", "outputs", "hardly slower"
     if optim.remat != "full":
-        yield "optim.remat", "full", "the same training, a third more FLOPs"
+        yield "optim.remat", "full", "a third more FLOPs"
     if optim.mlp_tile is None or optim.mlp_tile > 512:
         yield "optim.mlp_tile", 512, slower
     if optim.loss_chunk > 64:
         yield "optim.loss_chunk", 64, slower
-    yield "optim.batch_size", 1, f"fewer rows an update, {other}"
+    yield "optim.batch_size", 1, "fewer rows an update"
     if model.base_dtype == "fp32":
         yield "model.base_dtype", "bf16", "base weights and products in bf16"
     if optim.optimizer == "adamw":
@@ -187,19 +203,19 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
     if optim.ema_decay:
         yield "optim.ema_decay", 0.0, "no average of the weights"
     if not lora.r:
-        yield "lora.r", 16, f"adapters in place of all weights, {other}"
+        yield "lora.r", 16, "adapters in place of all weights"
     if lora.r > 8:
-        yield "lora.r", 8, f"smaller adapters, {other}"
+        yield "lora.r", 8, "smaller adapters"
     for length in (2048, 1024):
         if length < config.data.max_length:
-            yield "data.max_length", length, f"shorter rows, {other}"
+            yield "data.max_length", length, "shorter rows"
     if lora.r and model.base_dtype in ("bf16", "fp32"):  # of what is trained, no weights are frozen
         yield "model.base_dtype", "int8", "base weights in int8, products in bf16"
     if lora.r and model.base_dtype != "int4" and all(one.inputs // 2 % model.quant_group == 0 for one in shape.linears):
         yield "model.base_dtype", "int4", "base weights in int4, products in bf16"
     for length in (512, 256):
         if length < config.data.max_length:
-            yield "data.max_length", length, f"shorter rows, {other}"
+            yield "data.max_length", length, "shorter rows"
 
 
 def _smallest_slice(peak: int, free: float) -> str | None:

@@ -8,7 +8,7 @@ two more copies of all gradients, as a TPU lays rows out in tiles that a vector 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,25 +132,6 @@ def group(parameters: Mapping[str, torch.Tensor], stacks: Mapping[str, Sequence[
     assert all(slot.matrix for slot in large.values()), "a vector of 64 MiB"
     together = [Group(small, alone=False)] if small else []
     return together + [Group({name: slot}, alone=True) for name, slot in large.items()]
-
-
-def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """One vector of tensors, one behind another."""
-    return torch.cat([_lay(tensor).reshape(-1) for tensor in tensors])
-
-
-def parts_of(vector: torch.Tensor, like: Collection[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of such a vector, in the shapes of `like`."""
-    parts = vector.split([tensor.numel() for tensor in like])
-    turned = [_lay(tensor) for tensor in like]
-    return [
-        part.view(shape.shape) if shape is tensor else part.view(shape.shape).mT
-        for part, shape, tensor in zip(parts, turned, like, strict=True)
-    ]
-
-
-def _lay(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.mT if tensor.ndim > 1 and _turned(tensor) else tensor
 
 
 def _turned(matrix: torch.Tensor) -> bool:

@@ -31,7 +31,8 @@ from tpu_kit.resume import versions
 from tpu_kit.runtime import Runtime
 from tpu_kit.schedule import Update, deal, learning_rate, rows_of, updates
 from tpu_kit.slowness import Slowness
-from tpu_kit.step import WINDOW, TrainState, train_step
+from tpu_kit.stacking import unstacked
+from tpu_kit.step import WINDOW, TrainState, sections, train_step
 from tpu_kit.tracking import Tracker, model_flops_per_token
 from tpu_kit.validation import held_out_accuracy, held_out_loss
 
@@ -62,7 +63,8 @@ class Loop:
         step: updates done.
         metrics: the newest loss and eval_loss (nats per loss token), and train_seconds.
         skipped: updates that were skipped.
-        best: the weights of the best evaluation, on the CPU; None where only the last ones count.
+        best: the weights of the best evaluation, on the CPU, by their names where layers are not stacked; None where
+            only the last ones count.
         peaks: the memory that was measured.
     """
 
@@ -112,16 +114,26 @@ class Loop:
             self._tracker.close(failed=error is not None)
 
     def resume(self, found: Checkpoint, saved: Tensors) -> None:
-        """Goes on from a checkpoint whose tensors the state has already."""
+        """Goes on from a checkpoint whose tensors the state has already.
+
+        Raises:
+            ValueError: the updates before it had other rows, so that rows would be left out or repeated.
+        """
         state = found.document("state")
+        tokens = sum(update.rows for update in islice(self._updates(), found.step)) * self.config.data.max_length
+        if found.step <= self.total and tokens != state["tokens"]:
+            raise ValueError(
+                f"{found.path} is of another run: its {found.step} updates took {state['tokens']:,} tokens, and those "
+                f"of this configuration take {tokens:,}. As the batch grows (optim.batch_growth_factor), rows per pass "
+                "x replicas must stay what they were: set optim.batch_size and launch.num_replicas back"
+            )
         self.step = self._saved = found.step
         self._logged, self._tokens = state["logged"], state["tokens"]
         self._best_loss, self._worse = state["best_loss"] or math.inf, state["worse"]
         self.skipped = state["skipped"]
         self.metrics = {name: math.nan if value is None else value for name, value in state["metrics"].items()}
         self._history = found.document("history")
-        if "best" in saved:
-            self.best = self.state.split(saved["best"])
+        self.best = sections(saved).get("best")
 
     def run(self, agreement: Agreement) -> Status:
         """Makes the updates that are left; the steps between two logs only trace and send.
@@ -291,11 +303,13 @@ class Loop:
         return self.best, {**metrics, "eval_loss": self._best_loss}
 
     def _trained(self) -> Tensors:
-        """The weights as they are now, on the CPU: the average where there is one."""
+        """The weights as they are now, on the CPU, layer by layer: the average where there is one."""
         if self.state.average is not None:
-            return self.state.named(self.rt.to_host(list(self.state.average.values())))
-        names = list(self.state.parameters)
-        return dict(zip(names, self.rt.to_host(list(self.state.parameters.values())), strict=True))
+            named = self.state.named(self.rt.to_host(list(self.state.average.values())))
+        else:
+            values = self.rt.to_host(list(self.state.parameters.values()))
+            named = dict(zip(self.state.parameters, values, strict=True))
+        return unstacked(self.state.stacks, named)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
@@ -318,8 +332,8 @@ class Loop:
         if self._postponed:  # the weights may be what makes the loss explode: wait for an update that is applied
             return
         self._saved, self._saved_at = self.step, time.monotonic()
-        if self.best is not None:
-            tensors["best"] = self.state.flat(self.best)
+        stored = sections(tensors)
+        tensors |= {f"best/{name}": tensor for name, tensor in (self.best or {}).items()}
         files = {"training": tensors}
         state = {
             "logged": self._logged, "tokens": self._tokens, "skipped": self.skipped, "worse": self._worse,
@@ -330,8 +344,7 @@ class Loop:
         }  # fmt: skip
         documents: dict[str, Any] = {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
         if hasattr(self.model, "peft_config"):
-            trained = self.state.split(tensors.get("average", tensors["parameters"]))
-            files["adapter_model"] = adapter_tensors(self.model, trained)
+            files["adapter_model"] = adapter_tensors(self.model, stored.get("average", stored["parameters"]))
             documents["adapter_config"] = adapter_settings(self.model, self.config)
         best = self.metrics.get("eval_loss") == self._best_loss
         self.checkpoints.save(self.step, files, documents, self.metrics, best=best)

@@ -26,7 +26,8 @@ from tpu_kit.config import ConfigError
 from tpu_kit.storage import is_url, join
 
 MANIFEST = "manifest.json"
-FORMAT = 2  # 1: with the moments of all parameters in one vector
+FORMAT = 3  # a tensor for each parameter of each layer; 2: vectors of many, see legacy_checkpoint
+READABLE = (2, FORMAT)
 PART, OLD, CORRUPT = ".part", ".old", ".corrupt"  # how the names end that checkpoint.Checkpoints gives to folders
 
 
@@ -39,6 +40,7 @@ class Checkpoint:
     """One complete checkpoint.
 
     Attributes:
+        format: how its tensors are laid out.
         step: updates done.
         path: where it is, as told to users: its folder, or its URL.
         created: seconds since the epoch, by the writer's clock; the order is by step.
@@ -47,6 +49,7 @@ class Checkpoint:
         files: name to (bytes, SHA-256), the manifest left out.
     """
 
+    format: int
     step: int
     path: Path | str
     created: float
@@ -181,9 +184,10 @@ def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
         raise DamagedError(f"{file} is no manifest") from error
     if not sealed:
         raise DamagedError(f"{file} is not what was written: its SHA-256 is another")
-    if manifest["format"] != FORMAT:
+    if manifest["format"] not in READABLE:
+        reads = " and ".join(map(str, READABLE))
         raise ValueError(
-            f"{place} has format {manifest['format']}, and this tpu_kit reads {FORMAT}: use the tpu_kit that wrote it, "
+            f"{place} has format {manifest['format']}, and this tpu_kit reads {reads}: use the tpu_kit that wrote it, "
             "or set another output_dir"
         )
     return manifest
@@ -192,7 +196,7 @@ def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
 def fields_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """What a `Checkpoint` takes from its manifest."""
     files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-    return {"files": files} | {name: manifest[name] for name in ("step", "created", "metrics", "best")}
+    return {"files": files} | {name: manifest[name] for name in ("format", "step", "created", "metrics", "best")}
 
 
 def check_size(path: Path | str, now: int, then: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -215,25 +215,11 @@ def _adamw8bit(
     return direction.view_as(gradient), coded
 
 
-def from_flat_blocks(old: Moments, group: Group) -> Moments:
-    """The moments of `adamw8bit` from those that it kept before blocks lay within a parameter.
-
-    Args:
-        old: first, root_second (blocks, 256) int8 and first_scale, root_second_scale (blocks, 1) fp32: blocks of the
-            group's vector, which ran across parameters, and the root of the second moment.
-        group: as it is updated now.
-
-    Returns:
-        The moments as `start` gives them, rounded to the nearest codes.
-    """
-    slots = {name: replace(slot, block=1, turned=slot.turned and not group.alone) for name, slot in group.slots.items()}
-    unpadded, found = replace(group, slots=slots), {}
-    for name, code in _CODES.items():
-        kept = {"first": "first", "second": "root_second"}[name]
-        values = old[kept].to(torch.float32)
-        values = values * values.abs() * (old[f"{kept}_scale"] / 127**2)
-        values = values.flatten()[: unpadded.shape.numel()].view(unpadded.shape)
-        laid = group.lay(unpadded.split(values if name == "first" else values.square())).view(-1, _BLOCK)
+def encode_adamw(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], group: Group) -> Moments:
+    """The moments of `adamw8bit`, rounded to the nearest codes, from AdamW's: fp32, by name, like the parameters."""
+    found = {}
+    for (name, code), values in zip(_CODES.items(), (first, second), strict=True):
+        laid = group.lay(values).view(-1, _BLOCK)
         found[f"{name}_code"], found[f"{name}_scale"] = code.encode(laid, torch.full_like(laid, 0.5))
     return found
 

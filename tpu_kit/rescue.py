@@ -11,10 +11,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from tpu_kit.buffers import parse_out_of_memory
-from tpu_kit.config import BatchPlan, TrainConfig, batch_arithmetic
+from tpu_kit.config import BatchPlan, OptimConfig, TrainConfig, batch_arithmetic
+from tpu_kit.identity import ANEW, changes, plain
 from tpu_kit.launch import LaunchError
 from tpu_kit.manifest import scan
 from tpu_kit.memory import estimate
+from tpu_kit.migration import migrate
 from tpu_kit.outlook import Outlook
 from tpu_kit.roofline import step_time, work
 
@@ -31,7 +33,8 @@ _HOST = re.compile(
 )
 _NO_MORE = (
     "No setting of the batch helps any more. Another training would take less: a smaller data.max_length, lora.r or "
-    "model, or model.base_dtype=int8; `python -m tpu_kit plan` says how much"
+    "model, or model.base_dtype=int8; `python -m tpu_kit plan` says how much. It cannot go on from a checkpoint of "
+    f"this run: give it {ANEW}"
 )
 _NAMES = ("batch_size", "global_batch_size", "gradient_accumulation", "remat", "loss_chunk", "mlp_tile")
 
@@ -62,14 +65,20 @@ def out_of_memory(error: BaseException, outlook: Outlook) -> OutOfMemory | None:
     ending = getattr(error, "rank", None), getattr(error, "traceback", "")
     own = outlook.room is not None and outlook.room.device_type in ("tpu", "cuda")
     if own and not device:
+        assert outlook.room is not None
+        rows = batch_arithmetic(outlook.config, outlook.room.replicas).global_batch_size
         advice = (
             "It is the host's memory that ran out, not the device's: other settings of the batch do not change that. "
-            "Use fewer replicas (launch.num_replicas), or a host with more memory"
+            f"Use fewer replicas (launch.num_replicas) with global_batch_size={rows} gradient_accumulation=1, which "
+            "keeps the rows of an update, so that the run goes on; or a host with more memory"
         )
         return OutOfMemory(f"{text.rstrip()}\n\n{advice}", {}, *ending)
     used = parse_out_of_memory(text)
     overrides, why = next_setting(outlook, used["used_bytes"] if used else None)
-    return OutOfMemory(f"{text.rstrip()}\n\n{_advice(outlook.config, overrides, why)}", overrides, *ending)
+    saved = _saved(outlook.config) if overrides else None
+    if saved is not None and outlook.config.checkpoint.resume == "never":  # once was enough
+        overrides["resume"] = "auto"
+    return OutOfMemory(f"{text.rstrip()}\n\n{_advice(overrides, why, saved)}", overrides, *ending)
 
 
 def suggestion(outlook: Outlook) -> str:
@@ -131,14 +140,22 @@ def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:
     """Settings of the same training that take less, in the order of least harm."""
     optim = replace(config.optim, global_batch_size=batch.global_batch_size, gradient_accumulation=1)
     each = batch.global_batch_size // batch.num_replicas
-    smaller = [n for n in range(batch.batch_size - 1, 0, -1) if each % n == 0]
+    smaller = [n for n in range(batch.batch_size - 1, 0, -1) if each % n == 0 and _grows_alike(optim, batch)]
     remats: list[Literal["none", "outputs", "full"]] = ["none", "outputs", "full"]
     for remat in remats[remats.index(optim.remat) :]:
         for rows in smaller if remat == config.optim.remat else [batch.batch_size, *smaller]:
             yield replace(config, optim=replace(optim, batch_size=rows, remat=remat))
     chunk, tile = min(optim.loss_chunk, 64), min(optim.mlp_tile or 512, 512)
     if (chunk, tile) != (optim.loss_chunk, optim.mlp_tile):
-        yield replace(config, optim=replace(optim, batch_size=1, remat="full", loss_chunk=chunk, mlp_tile=tile))
+        rows = (smaller or [batch.batch_size])[-1]
+        yield replace(config, optim=replace(optim, batch_size=rows, remat="full", loss_chunk=chunk, mlp_tile=tile))
+
+
+def _grows_alike(optim: OptimConfig, batch: BatchPlan) -> bool:
+    """Whether later updates, too, have the same rows in passes of fewer: growth rounds passes down to whole ones."""
+    most = optim.batch_growth_max or 0
+    exact = optim.batch_growth_factor.is_integer() and most % (batch.batch_size * batch.num_replicas) == 0
+    return optim.batch_growth_steps is None or exact
 
 
 def _changes(config: TrainConfig, best: TrainConfig) -> dict[str, Any]:
@@ -146,14 +163,20 @@ def _changes(config: TrainConfig, best: TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in changed.items() if value != getattr(config.optim, name)}
 
 
-def _advice(config: TrainConfig, overrides: dict[str, Any], why: str) -> str:
+def _saved(config: TrainConfig) -> int | None:
+    """The step of the checkpoint that the run goes on from; None if it has saved nothing yet."""
+    try:
+        found = scan(config.checkpoints_place)[0]
+        stored = migrate(found[-1].document("config"))[0] if found else {}
+    except (OSError, ValueError):  # an object store that does not answer, a damaged file: the run will say so
+        return None
+    return found[-1].step if found and not changes(stored, plain(config))[1] else None
+
+
+def _advice(overrides: dict[str, Any], why: str, saved: int | None) -> str:
     if not overrides:
         return _NO_MORE
-    try:
-        saved = scan(config.checkpoints_place)[0]
-    except OSError:  # of an object store
-        saved = []
-    goes_on = f"the run goes on from step {saved[-1].step}" if saved else "it begins anew, as nothing was saved yet"
+    goes_on = "it begins anew, as nothing was saved yet" if saved is None else f"the run goes on from step {saved}"
     pairs = " ".join(f"{name}={value}" for name, value in overrides.items())
     lines = "\n".join(f"  {name} = {value!r}" for name, value in overrides.items())
     return (

@@ -8,12 +8,19 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from tpu_kit import legacy_checkpoint
 from tpu_kit.checkpoint import Checkpoints
 from tpu_kit.config import TrainConfig, batch_arithmetic
+from tpu_kit.groups import group
 from tpu_kit.identity import ANEW, changes, plain
-from tpu_kit.manifest import Checkpoint, DamagedError, scan
+from tpu_kit.manifest import FORMAT, Checkpoint, DamagedError, scan
 from tpu_kit.migration import migrate
+from tpu_kit.model import trainable_parameters
+from tpu_kit.optimizer import OPTIMIZERS, encode_adamw
 from tpu_kit.rooms import find_room
+from tpu_kit.step import sections
 
 
 def find_checkpoint(config: TrainConfig, owned: Checkpoints | None) -> Checkpoint | None:
@@ -90,6 +97,30 @@ def check_resume(found: Checkpoint, config: TrainConfig, global_batch: int, fing
         print(f"resumed          from step {found.step}, {found.path}{differ}", file=sys.stdout, flush=True)
         for note in notes:
             print(f"note: {found.path}: {note}", file=sys.stderr, flush=True)
+
+
+def training_tensors(found: Checkpoint, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of training.safetensors, as `TrainState.to_host` has them.
+
+    Args:
+        found: the checkpoint, of any format that can be read.
+        model: of the run, as it was loaded: its layers are not stacked.
+
+    Raises:
+        ValueError: they are of another model; or as `Checkpoint.tensors`.
+    """
+    saved = found.tensors("training")
+    if found.format == FORMAT:
+        return saved
+    optimizer = migrate(found.document("config"))[0]["optim.optimizer"]
+    tensors = legacy_checkpoint.convert(saved, model, optimizer)
+    if optimizer == "adamw8bit":  # in other blocks since then
+        stored, kept = sections(tensors), OPTIMIZERS[optimizer]
+        for one in group(trainable_parameters(model), {}, kept.block):
+            moments = encode_adamw(stored["moments/first"], stored["moments/second"], one)
+            for name, kinds in kept.split(moments, one).items():
+                tensors |= {f"moments/{kind}/{name}": tensor for kind, tensor in kinds.items()}
+    return tensors
 
 
 def _other_parameters(stored: Mapping[str, Any], config: TrainConfig) -> list[str]:

@@ -28,7 +28,7 @@ from tpu_kit.outlook import look_ahead
 from tpu_kit.persistence import settle
 from tpu_kit.preemption import Agreement
 from tpu_kit.rescue import out_of_memory, suggestion
-from tpu_kit.resume import check_resume, find_checkpoint, refuse_early
+from tpu_kit.resume import check_resume, find_checkpoint, refuse_early, training_tensors
 from tpu_kit.runtime import Runtime
 from tpu_kit.sources import keep_rows, kept_place
 from tpu_kit.step import place
@@ -207,9 +207,10 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
         found = find_checkpoint(config, checkpoints)
         rt.barrier()  # rank 0 has set damaged ones aside
         found = found if checkpoints else find_checkpoint(config, None)
-        saved = found.tensors("training") if found else None
-        if found and saved:
+        saved = None
+        if found:
             check_resume(found, config, plan.global_batch_size, prepared.fingerprint, quiet=rt.rank != 0)
+            saved = training_tensors(found, model)
         state = place(model, config, rt, saved)
         rt.sync()
         rt.barrier()

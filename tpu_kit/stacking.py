@@ -227,6 +227,24 @@ def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
     return found
 
 
+def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by the names that parameters have without stacks: views of the stacks' slices, and the others.
+
+    Args:
+        stacks: as `stacked_names` gives them.
+        named: by names of the model's parameters, (G, ...) those of stacks.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in named.items():
+        found |= dict(zip(stacks[name], tensor.unbind(), strict=True)) if name in stacks else {name: tensor}
+    return found
+
+
+def restacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The tensor of one of the model's parameters, from those that `unstacked` gave."""
+    return torch.stack([named[one] for one in stacks[name]]) if name in stacks else named[name]
+
+
 def _places(model: torch.nn.Module) -> dict[str, list[str]]:
     """For the beginning of each stack's full name those of its slices."""
     found: dict[str, list[str]] = {}

@@ -15,12 +15,12 @@ import torch
 
 from tpu_kit import model as models
 from tpu_kit.config import OptimConfig, TrainConfig
-from tpu_kit.groups import flat, group, parts_of
+from tpu_kit.groups import Group, group
 from tpu_kit.loss import chunked_nll, shift_labels
 from tpu_kit.optimizer import OPTIMIZERS, Moments
 from tpu_kit.runtime import Runtime
 from tpu_kit.scan import after
-from tpu_kit.stacking import scan_layers, stacked_names
+from tpu_kit.stacking import restacked, scan_layers, stacked_names, unstacked
 
 # What `TrainState.window` sums up between two readings.
 WINDOW = ("loss_sum", "tokens", "grad_norm_sum", "skipped", "first_skipped_step")
@@ -31,11 +31,12 @@ class TrainState:
     """What a run changes, besides the parameters: the optimizer's moments, the average, and sums for the log.
 
     Moments, gradients and the average are one tensor for each group of parameters; see `groups`. On the host, and in a
-    checkpoint, parameters and average are flat vectors in the order of the parameters.
+    checkpoint, there is one for each parameter of each layer, so that neither stacks nor groups matter there.
 
     Attributes:
         parameters: the trained parameters by name, fp32.
-        stacked: the names of those that are stacks of layers' parameters; see `layers.stack`.
+        stacks: of those that are stacks of layers' parameters, the names of the slices; see `stacking.stacked_names`.
+        optimizer: of `optimizer.OPTIMIZERS`.
         groups: the parameters as they are updated.
         moments: what the optimizer remembers, by name and number of the group; see `optimizer.Optimizer`.
         seeds: by number of the group, of an optimizer that draws; see `groups.Slot.seeds`. It never changes.
@@ -59,47 +60,63 @@ class TrainState:
         self.parameters = models.trainable_parameters(model)
         wrong = [name for name, parameter in self.parameters.items() if parameter.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
-        stacks = stacked_names(model)
-        self.stacked = frozenset(stacks)
-        kind = OPTIMIZERS[optim.optimizer]
-        self.groups = group(self.parameters, stacks, kind.block)
+        self.stacks = stacked_names(model)
+        self.optimizer = OPTIMIZERS[optim.optimizer]
+        self.groups = group(self.parameters, self.stacks, self.optimizer.block)
         # Zeros made on the host: those made on XLA are constants of the first program, which then is another one.
-        moments = {
-            f"{name}.{number}": moment
-            for number, one in enumerate(self.groups)
-            for name, moment in kind.start(one).items()
-        }
         zeros = {name: torch.zeros(()) for name in ("applied", "usual", "streak")}
         zeros["window"] = torch.zeros(len(WINDOW))
-        start = {**moments, **zeros} if saved is None else saved
-        self.moments: Moments = {name: start[name].to(device) for name in moments}
-        coded = enumerate(self.groups) if kind.block > 1 else ()
+        stored = None if saved is None else sections(saved)
+        self.moments: Moments = {
+            f"{name}.{number}": moment.to(device)
+            for number, one in enumerate(self.groups)
+            for name, moment in self._start(one, stored).items()
+        }
+        coded = enumerate(self.groups) if self.optimizer.block > 1 else ()
         self.seeds = {str(number): one.seeds().to(device) for number, one in coded}
+        start = zeros if saved is None else saved
         self.applied, self.usual, self.streak, self.window = (start[name].to(device) for name in zeros)
         self.report = self.window
         self.average = None
         if optim.ema_decay:
-            now = self.split(start["average"]) if "average" in start else self.parameters
+            now: Mapping[str, torch.Tensor] = self.parameters
+            if stored is not None and "average" in stored:
+                now = {name: restacked(self.stacks, stored["average"], name) for name in self.parameters}
             parts = [one.join(now).detach().to(device, copy=True) for one in self.groups]
             self.average = dict(enumerate(parts))
 
+    def _start(self, one: Group, stored: Mapping[str, Mapping[str, torch.Tensor]] | None) -> Moments:
+        """A group's moments on the host: zeros, or those of a checkpoint."""
+        if stored is None:
+            return self.optimizer.start(one)
+        own = {
+            name: {kind: restacked(self.stacks, stored[f"moments/{kind}"], name) for kind in self.optimizer.parts(slot)}
+            for name, slot in one.slots.items()
+        }
+        return self.optimizer.join(own, one)
+
     def to_host(self, runtime: Runtime) -> dict[str, torch.Tensor]:
-        """Everything as CPU tensors: "parameters", the moments with their group's number, and the other attributes."""
-        named = self.moments | {name: getattr(self, name) for name in ("applied", "usual", "streak", "window")}
+        """Everything as CPU tensors.
+
+        Returns:
+            "parameters/NAME", "average/NAME" where there is one, and "moments/KIND/NAME" for each parameter of each
+            layer, by the name that it has where layers are not stacked, in its own shape (KIND and its shape are of
+            `Optimizer.parts`); and the other attributes.
+        """
+        scalars = {name: getattr(self, name) for name in ("applied", "usual", "streak", "window")}
         average = [] if self.average is None else list(self.average.values())
-        values = iter(runtime.to_host([*named.values(), *average, *self.parameters.values()]))
-        found = {"stacked": torch.tensor(len(self.stacked)), **dict(zip(named, values, strict=False))}
-        if average:
-            found["average"] = self.flat(self.named([next(values) for _ in average]))
-        return found | {"parameters": flat(values)}
-
-    def flat(self, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One vector of tensors like the parameters, in their order."""
-        return flat(named[name] for name in self.parameters)
-
-    def split(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of such a vector, by name and in the parameters' shapes."""
-        return dict(zip(self.parameters, parts_of(vector, self.parameters.values()), strict=True))
+        sent = [*scalars.values(), *self.moments.values(), *average, *self.parameters.values()]
+        values = iter(runtime.to_host(sent))
+        found, moments = dict(zip(scalars, values, strict=False)), dict(zip(self.moments, values, strict=False))
+        stored = {"average": self.named([next(values) for _ in average])} if average else {}
+        stored["parameters"] = dict(zip(self.parameters, values, strict=True))
+        for number, one in enumerate(self.groups):
+            for name, kinds in self.optimizer.split(_of_group(moments, number), one).items():
+                for kind, tensor in kinds.items():
+                    stored.setdefault(f"moments/{kind}", {})[name] = tensor
+        for section, named in stored.items():
+            found |= {f"{section}/{name}": tensor for name, tensor in unstacked(self.stacks, named).items()}
+        return found
 
     def named(self, joined: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parts of one tensor for each group, by name and in the parameters' shapes."""
@@ -123,22 +140,38 @@ class TrainState:
                 parameter.data = current[name]
 
 
+def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """What `TrainState.to_host` returned, or a checkpoint has, by section ("parameters", "moments/first") and name."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in saved.items():
+        section, _, name = key.rpartition("/")
+        found.setdefault(section, {})[name] = tensor
+    return found
+
+
 def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Gives a model on the CPU the parameters that `TrainState.to_host` returned.
+    """Gives a model on the CPU the parameters that `TrainState.to_host` returned, its layers stacked or not.
 
     Raises:
-        ValueError: its layers are stacked and those of the checkpoint's model were not, or the other way round.
+        ValueError: they are not those of this model.
     """
-    parameters = models.trainable_parameters(model).values()
-    before, now = (int(saved["stacked"]) if "stacked" in saved else 0), len(stacked_names(model))
-    if before != now:
+    parameters, stacks, there = models.trainable_parameters(model), stacked_names(model), sections(saved)["parameters"]
+    wanted = {name: one.shape for name, one in unstacked(stacks, parameters).items()}
+    found = {name: one.shape for name, one in there.items()}
+    if differ := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
+        shapes = [tuple(one[differ[0]]) if differ[0] in one else "none" for one in (found, wanted)]
         raise ValueError(
-            f"the checkpoint was made with optim.scan_layers={'on' if before else 'off'}, and this run has it "
-            f"{'on' if now else 'off'}: the order of the weights is another one. Set it to what it was"
+            f"the checkpoint's weights are not those of this model: {len(differ)} of {len(wanted)} differ, such as "
+            f"{differ[0]}: {shapes[0]} there, {shapes[1]} now. Use the model and the versions of transformers and peft "
+            "that it was trained with (state.json in the checkpoint names these)"
         )
     with torch.no_grad():
-        for parameter, part in zip(parameters, parts_of(saved["parameters"], parameters), strict=True):
-            parameter.copy_(part)
+        for name, parameter in parameters.items():
+            parameter.copy_(restacked(stacks, there, name))
+
+
+def _of_group(moments: Moments, number: int) -> Moments:
+    return {name.partition(".")[0]: moment for name, moment in moments.items() if name.endswith(f".{number}")}
 
 
 def place(
@@ -266,14 +299,14 @@ def _update(
 
     applied = state.applied + good
     for number, (one, gradient) in enumerate(zip(state.groups, gradients, strict=True)):
-        moments = {name.partition(".")[0]: m for name, m in state.moments.items() if name.endswith(f".{number}")}
+        moments = _of_group(state.moments, number)
         seeds = state.seeds.get(str(number))
-        direction, news = OPTIMIZERS[optim.optimizer].direction(gradient, moments, applied, optim, one, seeds)
+        direction, news = state.optimizer.direction(gradient, moments, applied, optim, one, seeds)
         change = torch.where(good, rate * direction, torch.zeros_like(direction))
         decay = torch.where(good, rate * optim.weight_decay, torch.zeros_like(rate))
         for name, part in one.split(change).items():
             parameter = state.parameters[name]
-            if optim.weight_decay and parameter.ndim - (name in state.stacked) > 1:
+            if optim.weight_decay and parameter.ndim - (name in state.stacks) > 1:
                 parameter.mul_(1.0 - decay)
             parameter.sub_(part)
         for name, moment in moments.items():
