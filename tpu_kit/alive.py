@@ -30,7 +30,7 @@ LOG_SUMS_KEPT = 0.5
 of it (Llama-8B, SmolLM2, Phi-3), in others the numbers are cut out at once (Llama-1B, Mistral, Qwen2.5 of 4 layers)."""
 SPLASH_BLOCK = 1024
 """Tokens of a block of `splash`; half of it for heads of more than 128."""
-FLAT_HEAP = 1.05
+FLAT_HEAP = 1.075
 """What is reported of an unrolled program over the buffers alive at its peak: 1.05 and 1.06 (4 layers of Qwen2.5-0.5B,
 remat=none with splash, full with sdpa)."""
 BLOCK_HIDDEN = 1
@@ -99,27 +99,37 @@ class Alive:
 
     def moments(self) -> Iterator[Moment]:
         """Those that compete for the peak."""
-        saved, gradients = self.saved(), self.gradients()
+        saved, gradients, head = self.saved(), self.gradients(), self.head_gradient()
         lasting = {"saved_activations": saved, "weight_copies": self.copies(), "rotary": self.rotary()}
         if self.kernel == "sdpa" and self.again:
             lasting["mask"] = self.scores()  # as a bias of the scores' shape, made once for all layers
-        yield Moment("start", {**lasting, "weight_copies": lasting["weight_copies"] + self.table()}, 0)
-        loss, head = self.loss()
+        if self.scanned:  # the stack that the first loop fills is there before it; what is unrolled saves as it goes
+            yield Moment("start", {**lasting, "weight_copies": lasting["weight_copies"] + self.table()}, 0)
         before = gradients if self.passes > 1 else 0.0
-        parts = {**lasting, "loss_chunk": loss + head, "gradients": before}
+        chunk, rest = self.loss()
+        parts = {**lasting, "loss_chunk": chunk + rest + head, "gradients": before}
         yield Moment("loss", parts, saved + self.hidden() + head + before)
-        filled = gradients + before  # a pass fills stacks of its own, which are then added
+        yield Moment("loss", {**parts, "loss_chunk": rest + head}, saved + self.hidden() + before)
+        filled = self.layer_gradients() + head
         for layer, attention in (self.at_mlp(), self.at_attention()):
-            parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled}
-            yield Moment("backward", parts, saved + self.hidden(1 + self.tiled) + filled)
+            parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled + before}
+            yield Moment("backward", parts, saved + self.hidden(1 + self.tiled) + filled + before)
+        parts = {**lasting, "layer": self.hidden(), "gradients": filled + before}
+        yield Moment("backward", parts, saved + head + before)
         flat = sum(group_bytes(group) for group in self.groups if len(group) > 1) * self.flat_vectors()
-        yield Moment("update", {"gradients": 4.0 * self.trained, "all_reduce": flat}, 0)
+        unseen = self.scanned * (self.layer_gradients() + (0.0 if self.shape.tied else head))
+        parts = {"weight_copies": self.tables(), "gradients": gradients, "all_reduce": flat}
+        yield Moment("update", parts, unseen)
 
     # -------------------------------------------------------------------------------------------------------- arrays
 
     def hidden(self, count: float = 1) -> float:
         """`count` arrays of (T, H): in the compute dtype, or in fp32 where the weights are, as in full fine-tuning."""
         return count * padded((self.tokens, self.shape.hidden), self.stream, free=True)
+
+    def states(self, count: float) -> float:
+        """`count` arrays of (T, H) in the compute dtype: of a layer's work, in which few are fp32 at a time."""
+        return count * padded((self.tokens, self.shape.hidden), self.compute, free=True)
 
     def heads(self, count: float, heads: int) -> float:
         """`count` arrays of (B, heads, S, d): a head fills 128 lanes where a kernel takes it, else is dense."""
@@ -161,7 +171,9 @@ class Alive:
         adapted = [linear.path for linear, _ in self.shape.adapted(self.config.lora)]
         attends, ends = (any(path.startswith(part) for path in adapted) for part in ("self_attn", "mlp"))
         wide = (self.gates() - (self.shape.linears[-1].path not in adapted)) * self.wide(self.tokens)
-        return layers * (wide + self.kept() + self.hidden(2 + attends + ends))
+        reads = self.kernel != "sdpa" and {"self_attn.o_proj", "self_attn.dense"} & {*adapted}
+        output = self.output() if reads else 0.0
+        return layers * (wide + self.kept() + output + self.hidden(2 + attends + ends))
 
     def results(self) -> float:
         """What remat=outputs keeps of a layer: what its linear layers give, T times their outputs, and attention.
@@ -175,8 +187,12 @@ class Alive:
             for one in shape.linears[: len(shape.linears) - last]
         )
         if self.kernel != "flash":
-            found += padded((self.tokens, shape.heads * shape.head_dim), self.compute, free=True)
+            found += self.output()
         return found + (padded((self.rows * shape.heads, self.length), 4) if self.kernel == "splash" else 0.0)
+
+    def output(self) -> float:
+        """What attention gives, T n d c: its heads side by side, as the next product takes it."""
+        return padded((self.tokens, self.shape.heads * self.shape.head_dim), self.compute, free=True)
 
     def kept(self) -> float:
         """What attention keeps for its backward pass: queries and output, 2 T n D c, keys and values, 2 T m D c.
@@ -200,10 +216,10 @@ class Alive:
         bf16; and of stacks that lie the other way round as arguments, where that pads less (`padded`; H = 576 of
         SmolLM2). The embedding that is laid out anew stays until the last pass has looked it up.
         """
-        relaid = self.relaid() + (self.table() if self.passes > 1 else 0.0)
-        if not self.whole and self.compute == 2:
-            return 2.0 * self.trained + relaid
-        return 2.0 * self.shape.layers * self.shape.layer_parameters + relaid if self.scanned else relaid
+        table = self.table() if self.passes > 1 or self.whole else 0.0
+        if self.whole or self.compute == 4:
+            return 2.0 * self.shape.layers * self.shape.layer_parameters * self.scanned + table
+        return 2.0 * self.trained + self.relaid() + table
 
     def relaid(self) -> float:
         """Stacks of linear layers' weights in another layout than as arguments, in the compute dtype."""
@@ -215,23 +231,40 @@ class Alive:
         one, size = (self.shape.vocabulary, self.shape.hidden), 4 if self.whole else self.compute
         return padded(one, size) if padded(one, size, free=True) < padded(one, size) else 0.0
 
+    def tables(self) -> float:
+        """The embedding's update lays out anew AdamW's moments and the average, too; and what its gradient pads."""
+        table, optim = self.whole * self.table(), self.config.optim
+        more = table - padded((self.shape.vocabulary, self.shape.hidden), 4, free=True) if table else 0.0
+        return table * (1 + 2 * (optim.optimizer == "adamw") + bool(optim.ema_decay)) + more
+
     def gradients(self) -> float:
-        """Gradients in fp32, 4 P: stacks that the backward loop fills."""
+        """Gradients in fp32, 4 P."""
         return 4.0 * self.trained
+
+    def layer_gradients(self) -> float:
+        """Of them the stacks that the backward loop fills: all but the embedding's and the output layer's."""
+        return 4.0 * (self.shape.layers * self.shape.layer_parameters if self.whole else self.trained)
+
+    def head_gradient(self) -> float:
+        """The output layer's, in fp32: from the loss on, in full fine-tuning. The embedding's comes after the layers.
+
+        Where the embedding is laid out anew (`table`) and is the output layer too, it lies in the argument's place.
+        """
+        if not self.whole or (self.shape.tied and self.table()):
+            return 0.0
+        return float(padded((self.shape.vocabulary, self.shape.hidden), 4, free=True))
 
     # ---------------------------------------------------------------------------------------------- the moments' own
 
     def loss(self) -> tuple[float, float]:
         """The loss: logits of one chunk in the compute dtype; hidden states and gradients as they are cut, 3 T H c.
 
-        Unrolled, 6. In full fine-tuning also the output layer's gradient in fp32, the second number; of a weight in
-        fp32 a copy in bf16.
+        Unrolled, 6. Of an output layer in fp32 a copy in bf16.
         """
         chunk, shape = min(self.config.optim.loss_chunk, self.tokens), self.shape
-        found = self.in_hbm(padded((chunk, shape.vocabulary), self.compute)) + self.hidden(3 if self.scanned else 6)
-        head = (shape.vocabulary, shape.hidden)
-        copied = self.whole or self.compute == 4
-        return found + copied * padded(head, 2), self.whole * float(padded(head, 4))
+        copied = padded((shape.vocabulary, shape.hidden), 2) if self.whole or self.compute == 4 else 0
+        logits = self.in_hbm(padded((chunk, shape.vocabulary), self.compute))
+        return logits, self.hidden(3 if self.scanned else 2) + copied
 
     def at_mlp(self) -> tuple[float, float]:
         """The layer that is computed again, when its MLP is: (layer, attention).
@@ -243,11 +276,13 @@ class Alive:
         128 lanes.
         """
         if not self.scanned:
-            layer = self.hidden(5) + ((self.gates() if self.again else 0) + self.gates() - 1) * self.wide(self.tokens)
-            return layer, self.kept() * self.again
+            if not self.again:
+                return self.spilt(self.hidden(5) + (self.gates() - 1) * self.wide(self.tokens)), 0.0
+            return self.hidden(5) + (2 * self.gates() - 1) * self.wide(self.tokens), self.kept()
         arrays = 2 * self.gates() - 1
         wide = self.spilt(arrays * self.wide(self.tile)) if self.tiled else (arrays - 1) * self.wide(self.tokens)
-        layer = self.hidden(6 + self.tiled + BLOCK_HIDDEN * (self.block - 1)) + self.slices() + wide
+        layer = self.states(6 + self.tiled + BLOCK_HIDDEN * (self.block - 1)) + self.slices() + wide
+        layer += self.whole * 4.0 * sum(one.parameters for one in self.shape.linears if one.path.startswith("mlp"))
         sums = LOG_SUMS_KEPT * self.lanes() if self.kernel == "splash" else 0.0
         # Norms of heads, in fp32, which with remat=outputs no product comes before: they are begun early.
         early = self.keeps and any(size != self.shape.hidden for size in self.shape.norms)
@@ -272,7 +307,7 @@ class Alive:
             block = SPLASH_BLOCK // (1 if self.shape.head_dim <= LANES else 2)
             blocks = max(1, self.length // block)
             read = self.heads(3, self.shape.heads) + self.heads(4, self.shape.kv_heads)
-            return self.hidden(7) + extra, self.spilt(read) + self.heads(blocks, self.shape.heads) + self.positions()
+            return self.states(7) + extra, self.spilt(read) + self.heads(blocks, self.shape.heads) + self.positions()
         if self.again:
             return extra, found
         # What attention keeps is among the saved, and what the MLP did is no longer.
@@ -312,7 +347,7 @@ class Alive:
 
     def vector_memory(self) -> float:
         """What there is of it for a layer's work. Chips without kernels, which take sdpa, have next to none."""
-        return 0.0 if self.kernel == "sdpa" or not self.scanned else VECTOR_MEMORY
+        return 0.0 if self.kernel == "sdpa" else VECTOR_MEMORY
 
     def spilt(self, size: float) -> float:
         """What of several arrays does not find room in the vector memory."""

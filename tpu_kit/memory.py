@@ -33,8 +33,9 @@ Qwen2.5, SmolLM2), 39 to 49 for four (Mistral, Llama, Qwen2.5). Where a norm fol
 32 (Gemma 3) and 43 (Gemma 2) for each layer."""
 SMALLEST_CODE = 7 * 2**20
 """Code beside the layers' of an unrolled program; and of a program of loops of next to nothing."""
-FLAT_CODE = {"full": 22 * 2**20, "none": 14 * 2**20}
-"""Code of each unrolled layer: 22 MiB with remat=full (Qwen2.5-0.5B, 4 and 24 layers), 14 with none (the same, 4)."""
+FLAT_CODE = {"full": 22 * 2**20, "none": 16 * 2**20, "whole": 21 * 2**20}
+"""Code of each unrolled layer: 22 MiB with remat=full (Qwen2.5-0.5B, 4 and 24 layers), 14 to 17 with none (the same, 4;
+SmolLM2-360M, 4 and 12), 21 with none in full fine-tuning (SmolLM2-135M, 4)."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ class _Step:
         """The program's own size; see `LOOP_CODE`."""
         passes, layers = self.alive.passes, self.shape.layers
         if not self.alive.scanned:
-            return SMALLEST_CODE + passes * layers * FLAT_CODE["full" if self.alive.again else "none"]
+            kind = "full" if self.alive.again else "whole" if self.alive.whole else "none"
+            return SMALLEST_CODE + passes * layers * FLAT_CODE[kind]
         if self.shape.layer_parameters < 2**21:
             return SMALLEST_CODE * passes
         tiles = self.alive.tiles * (2 if self.alive.tiled and self.shape.norm_follows else 1)  # computed twice
