@@ -6,33 +6,36 @@ read off the buffers that `compiler.compile_step` lists, and off libtpu's own al
 tests/recorded_memory.json has its answers.
 
 What it reports as temporaries is the heap and what it calls fragmentation: the heap less the most that it saw alive. A
-buffer that a loop carries on (the saved inputs of layers, gradients) it loses sight of where the loop begins. So with
-"heap" the most that is alive at a moment, and "seen" the most that is alive without what loops carry, it reports
-2 heap - seen. Of Qwen2.5-0.5B, 4 rows of 1024, the text of a failed allocation says so: a heap of 328.8 MiB, 187.1 of
-which seen (168 are saved inputs), "fragmentation 141.8M", where 470.6 would be reported. So the true peak is lower; a
-step is said to fit by the reported figure, and that is predicted.
+buffer that a loop has been given and changes (the saved inputs of layers, gradients) it does not see until the turn
+writes it, nor after the loop. So with "heap" the most that is alive at a moment, and "seen" the most that is alive
+without what loops carry, it reports 2 heap - seen. Of Qwen2.5-0.5B, 4 rows of 1024, the text of a failed allocation
+says so: a heap of 328.8 MiB, 187.1 of which seen (168 are saved inputs), "fragmentation 141.8M", where 470.6 would be
+reported. The buffer assignment that XLA writes where `debug_options.xla_dump_to` is set has each buffer's place and
+life: of SmolLM2-360M in full, 8 rows, a heap of 3266.4 MiB, 2060 of which seen, and 4472.3 reported. So the true peak
+is lower; a step is said to fit by the reported figure, and that is predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tpu_kit.config import TrainConfig, batch_arithmetic
 from tpu_kit.shapes import FEW_TILES, Shape
-from tpu_kit.tensors import LANES, group_bytes, padded, trained_count, update_groups
+from tpu_kit.tensors import BLOCK, LANES, group_bytes, padded, trained_count, update_groups
 
 VECTOR_MEMORY = 112 * 2**20
 """What of a layer's work takes the chip's vector memory instead of HBM, of 128 MiB on v5e and v6e: the tiles of the
 MLP, and what the attention kernels read and write."""
 LOG_SUMS_KEPT = 0.5
 """Share of splash's log sums, one number in 128 lanes, that lies in HBM until its backward kernel: in some programs all
-of it (Llama-8B, SmolLM2, Phi-3), in others the numbers are cut out at once (Llama-1B, Mistral, Qwen2.5 of 4 layers)."""
+of it (Llama-8B, SmolLM2, Phi-3; in full fine-tuning TinyLlama and SmolLM2-360M, so there all is counted), in others the
+numbers are cut out at once (Llama-1B, Mistral, Qwen2.5 of 4 layers)."""
 SPLASH_BLOCK = 1024
 """Tokens of a block of `splash`; half of it for heads of more than 128."""
 FLAT_HEAP = 1.075
 """What is reported of an unrolled program over the buffers alive at its peak: 1.05 and 1.06 (4 layers of Qwen2.5-0.5B,
-remat=none with splash, full with sdpa)."""
+remat=none with splash, full with sdpa), 1.075 (SmolLM2-360M, 4 and 12 layers, remat=none)."""
 BLOCK_HIDDEN = 1
 """Arrays of (T, H) alive for each layer of a block beyond the first: their inputs, cut out of the stack (blocks of two
 in Gemma 2, of six in Gemma 3)."""
@@ -114,12 +117,18 @@ class Alive:
         for layer, attention in (self.at_mlp(), self.at_attention()):
             parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled + before}
             yield Moment("backward", parts, saved + self.hidden(1 + self.tiled) + filled + before)
-        parts = {**lasting, "layer": self.hidden(), "gradients": filled + before}
-        yield Moment("backward", parts, saved + head + before)
-        flat = sum(group_bytes(group) for group in self.groups if len(group) > 1) * self.flat_vectors()
+        if self.scanned and self.kernel != "sdpa":
+            parts |= {"layer": self.states(3), "attention": self.turned_back()}
+            yield Moment("backward", parts, saved + self.layer_gradients("self_attn") + head + before)
+        yield Moment("backward", parts | {"layer": self.hidden(), "attention": 0.0}, saved + head + before)
+        flat = sum(self.group_bytes(group) for group in self.groups if len(group) > 1) * self.flat_vectors()
         unseen = self.scanned * (self.layer_gradients() + (0.0 if self.shape.tied else head))
-        parts = {"weight_copies": self.tables(), "gradients": gradients, "all_reduce": flat}
+        parts = {"weight_copies": self.tables(), "gradients": gradients, "all_reduce": flat, "update": self.updated()}
         yield Moment("update", parts, unseen)
+
+    def group_bytes(self, group: Sequence[tuple[int, ...]]) -> int:
+        """Bytes of the fp32 tensor in which a group is updated."""
+        return group_bytes(group, BLOCK if self.config.optim.optimizer == "adamw8bit" else 1)
 
     # -------------------------------------------------------------------------------------------------------- arrays
 
@@ -162,8 +171,8 @@ class Alive:
         Of one pass of gradient accumulation: `scan.after` keeps the next one from beginning before it has ended.
 
         With remat=none all that the backward pass of a layer reads: the MLP's `gates`; `kept`; the inputs of its two
-        halves, 2 T H c; and normed, as far as adapters read them. What none reads (a product without an adapter on what
-        follows; all in full fine-tuning) is computed again where it is used.
+        halves, 2 T H c; and normed, and attention's output once more, as far as adapters read them. What none reads (a
+        product without an adapter on what follows; all in full fine-tuning) is computed again where it is used.
         """
         layers = self.shape.layers
         if self.again:
@@ -182,10 +191,8 @@ class Alive:
         result. Of attention the output, T n d c, and with splash the log of sums, 4 T n; flash keeps nothing (`remat`).
         """
         shape, last = self.shape, 0 if self.shape.norm_follows else 1
-        found = sum(
-            padded((self.tokens, one.outputs), self.compute, free=True)
-            for one in shape.linears[: len(shape.linears) - last]
-        )
+        kept = shape.linears[: len(shape.linears) - last]
+        found = 0.0 + sum(padded((self.tokens, one.outputs), self.compute, free=True) for one in kept)
         if self.kernel != "flash":
             found += self.output()
         return found + (padded((self.rows * shape.heads, self.length), 4) if self.kernel == "splash" else 0.0)
@@ -214,7 +221,8 @@ class Alive:
 
         Autocast makes them of what is trained, 2 P in bf16; the compiler of fp32 weights, as a TPU's products take
         bf16; and of stacks that lie the other way round as arguments, where that pads less (`padded`; H = 576 of
-        SmolLM2). The embedding that is laid out anew stays until the last pass has looked it up.
+        SmolLM2; a bf16 copy of fp32 weights lies so at once). The embedding that is laid out anew stays until the last
+        pass has looked it up, in full fine-tuning until it is updated.
         """
         table = self.table() if self.passes > 1 or self.whole else 0.0
         if self.whole or self.compute == 4:
@@ -237,13 +245,27 @@ class Alive:
         more = table - padded((self.shape.vocabulary, self.shape.hidden), 4, free=True) if table else 0.0
         return table * (1 + 2 * (optim.optimizer == "adamw") + bool(optim.ema_decay)) + more
 
+    def updated(self) -> float:
+        """What the largest stack's update gives before it is copied into the arguments: of AdamW its moments, too.
+
+        All gradients are alive then. An embedding is updated in place.
+        """
+        stacks = [one for one in self.groups if len(one[0]) == 3 and len(one) == 1]
+        largest = max(map(self.group_bytes, stacks), default=0)
+        return largest * (3.0 if self.config.optim.optimizer == "adamw" else 1.0)
+
     def gradients(self) -> float:
         """Gradients in fp32, 4 P."""
         return 4.0 * self.trained
 
-    def layer_gradients(self) -> float:
-        """Of them the stacks that the backward loop fills: all but the embedding's and the output layer's."""
-        return 4.0 * (self.shape.layers * self.shape.layer_parameters if self.whole else self.trained)
+    def layer_gradients(self, module: str = "") -> float:
+        """Of them the stacks that the backward loop fills, or those of a module: not embedding nor output layer."""
+        if self.whole:
+            linears = sum(one.parameters for one in self.shape.linears if one.path.startswith(module))
+            return 4.0 * self.shape.layers * (linears if module else self.shape.layer_parameters)
+        r, adapted = self.config.lora.r, self.shape.adapted(self.config.lora)
+        found = sum(count * r * (one.inputs + one.outputs) for one, count in adapted if one.path.startswith(module))
+        return 4.0 * (found if module else self.trained)
 
     def head_gradient(self) -> float:
         """The output layer's, in fp32: from the loss on, in full fine-tuning. The embedding's comes after the layers.
@@ -257,9 +279,10 @@ class Alive:
     # ---------------------------------------------------------------------------------------------- the moments' own
 
     def loss(self) -> tuple[float, float]:
-        """The loss: logits of one chunk in the compute dtype; hidden states and gradients as they are cut, 3 T H c.
+        """The loss: logits of one chunk in the compute dtype; and what is there for all chunks.
 
-        Unrolled, 6. Of an output layer in fp32 a copy in bf16.
+        These are hidden states and gradients as they are cut, 3 T H c (unrolled, 2: the others are in the vector
+        memory), and of an output layer in fp32 a copy in bf16.
         """
         chunk, shape = min(self.config.optim.loss_chunk, self.tokens), self.shape
         copied = padded((shape.vocabulary, shape.hidden), 2) if self.whole or self.compute == 4 else 0
@@ -273,7 +296,7 @@ class Alive:
         that came and, of a loop over tiles, the one that it fills. The MLP: gate, up, product and two gradients, 5 T I
         c (ungated 3), one of which is in the vector memory; in a loop over tiles of t tokens 5 t I c, as far as that
         has no room, and the weights it carries. What attention keeps; and its positions, documents and log sums over
-        128 lanes.
+        128 lanes. In full fine-tuning the layer's gradients of the MLP in fp32, before they are put into their stacks.
         """
         if not self.scanned:
             if not self.again:
@@ -283,7 +306,7 @@ class Alive:
         wide = self.spilt(arrays * self.wide(self.tile)) if self.tiled else (arrays - 1) * self.wide(self.tokens)
         layer = self.states(6 + self.tiled + BLOCK_HIDDEN * (self.block - 1)) + self.slices() + wide
         layer += self.whole * 4.0 * sum(one.parameters for one in self.shape.linears if one.path.startswith("mlp"))
-        sums = LOG_SUMS_KEPT * self.lanes() if self.kernel == "splash" else 0.0
+        sums = (1.0 if self.whole else LOG_SUMS_KEPT) * self.lanes() if self.kernel == "splash" else 0.0
         # Norms of heads, in fp32, which with remat=outputs no product comes before: they are begun early.
         early = self.keeps and any(size != self.shape.hidden for size in self.shape.norms)
         return layer, self.kept() + sums + self.positions() + early * self.heads(3, self.shape.heads) * 4 / self.compute
@@ -312,6 +335,14 @@ class Alive:
             return extra, found
         # What attention keeps is among the saved, and what the MLP did is no longer.
         return -self.gates() * self.wide(self.tokens), found - self.kept()
+
+    def turned_back(self) -> float:
+        """After a kernel's backward pass, when rotary positions are undone: (4 n + 6 m) T D c.
+
+        Gradients of queries, keys and values; of the first two both halves, each of which fills 128 lanes as well; and
+        all three with the heads behind the tokens.
+        """
+        return self.heads(4, self.shape.heads) + self.heads(6, self.shape.kv_heads)
 
     def positions(self) -> float:
         """In a loop: cosines and sines in fp32, documents and two of the kernel's scratch numbers, over lanes."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from tpu_kit.alive import Alive
 from tpu_kit.config import TrainConfig
 from tpu_kit.shapes import FEW_TILES, Shape, read_shape
-from tpu_kit.tensors import group_bytes, padded, stored_tensors, trained_tensors
+from tpu_kit.tensors import BLOCK, blocks, group_bytes, padded, stored_tensors, trained_tensors
 
 GIB = 2**30
 
@@ -113,8 +113,8 @@ class _Step:
 
         Base weights as `tensors.stored_tensors`; with lora.r=0 they are what is trained, in fp32 (`model.load_model`).
         Adapters are fp32, moments and the average too, as the groups of parameters lie (`groups`, `optimizer`): AdamW 8
-        bytes a parameter; in 8 bits 2 and two scales of 4 for each 256, which pad to 128 each; Adafactor a number for
-        each row and column. A batch is three int64 and one int32 array of (B, S) for each pass.
+        bytes a parameter; in 8 bits 2, and for each block of 256 in a row two scales and a seed of 4; Adafactor a
+        number for each row and column. A batch is three int64 and one int32 array of (B, S) for each pass.
         """
         lora = self.config.lora
         weights = sum(padded(tensor, size, free=True) for tensor, size in stored_tensors(self.shape, self.config))
@@ -122,7 +122,7 @@ class _Step:
         rows = sum(padded((self.alive.rows, self.alive.length), one) for one in (8, 8, 8, 4))
         return {
             "base_weights": weights, "adapters": adapters, "optimizer": self._moments(),
-            "ema": sum(map(group_bytes, self.alive.groups)) if self.config.optim.ema_decay else 0,
+            "ema": sum(map(self.alive.group_bytes, self.alive.groups)) if self.config.optim.ema_decay else 0,
             "batch": rows * self.alive.passes,
         }  # fmt: skip
 
@@ -133,8 +133,8 @@ class _Step:
         found = 0
         for group in groups:
             if kind == "adamw8bit":
-                blocks = -(-sum(map(math.prod, group)) // 256)
-                found += 2 * (padded((blocks, 256), 1) + padded((blocks, 1), 4, free=True))
+                count = sum(blocks(tensor, BLOCK) for tensor in group)
+                found += 2 * (padded((count, BLOCK), 1) + padded((count, 1), 4, free=True)) + padded((count,), 4)
                 continue
             # Of layers' vectors a stack has two axes, and is no matrix.
             matrices = [one for one in group if len(one) == 3 or one[0] == self.shape.vocabulary]

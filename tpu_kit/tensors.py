@@ -15,6 +15,8 @@ LANES, ROWS, VECTOR = 128, 8, 1024
 ALONE = 2**24
 """Numbers of a trained tensor from which on it is updated by itself, not as part of a vector; see `groups`. 64 MiB are
 more than a stack of adapters of rank 16, and less than a stack of a whole model's matrices."""
+BLOCK = 256
+"""Numbers that share a scale where an optimizer keeps 8 bits of each; see `optimizer`."""
 
 
 def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
@@ -112,6 +114,20 @@ def stored_tensors(shape: Shape, config: TrainConfig) -> list[tuple[tuple[int, .
     return found
 
 
-def group_bytes(group: Sequence[tuple[int, ...]]) -> int:
-    """Bytes of a group's fp32 tensor of `update_groups`: a large one in its own shape, or a vector of others."""
-    return padded(group[0], 4, free=True) if len(group) == 1 else padded((sum(map(math.prod, group)),), 4)
+def group_bytes(group: Sequence[tuple[int, ...]], block: int = 1) -> int:
+    """Bytes of a group's fp32 tensor of `update_groups`: a large one in its own shape, or a vector of others.
+
+    Args:
+        group: shapes of its tensors.
+        block: numbers in a block of the optimizer, to which the rows of a vector are filled up.
+    """
+    if len(group) == 1 and math.prod(group[0]) >= ALONE:
+        return padded(group[0], 4, free=True)
+    return padded((sum(blocks(one, block) for one in group) * block,), 4)
+
+
+def blocks(tensor: Sequence[int], block: int) -> int:
+    """Blocks of a trained tensor: each row, or column where those are longer, begins one (`groups.Slot`)."""
+    turned = len(tensor) > 1 and tensor[-1] < LANES <= tensor[-2]
+    width = tensor[-2] if turned else tensor[-1]
+    return math.prod(tensor) // width * -(-width // block)
