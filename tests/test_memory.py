@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.compiler_models import LLAMA_8B, QWEN2_500M, TINY, write_config
+from tests.compiler_models import LLAMA_8B, QWEN2_500M, SMOLLM2_135M, TINY, write_config
 from tpu_kit.advice import reserve
 from tpu_kit.compiler import compile_step
 from tpu_kit.config import TrainConfig, load_config
@@ -23,6 +23,7 @@ from tpu_kit.testing import REPOSITORY, run_python
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_memory.json").read_text())
 ANSWERS: list[dict[str, Any]] = [one for one in RECORDED["answers"] if "total_bytes" in one]
+LLAMA_1B: dict[str, Any] = RECORDED["models"]["llama-1b"]
 STILL = 0.02  # what a compile today may differ by from the recorded one
 GIB = 2**30
 
@@ -54,12 +55,18 @@ def of(folder: Path, shape: dict[str, Any], *settings: str, **changes: Any) -> M
 def test_the_formula_is_near_the_compiler(answer: dict[str, Any], tmp_path: Path) -> None:
     off = error(answer, tmp_path)
     assert off >= -reserve(configuration(answer, tmp_path)), "at the suggested reserve this would end out of memory"
-    assert abs(off) <= 0.10
+    assert abs(off) <= 0.06
 
 
 def test_its_median_error(tmp_path: Path) -> None:
-    assert len(ANSWERS) >= 30
-    assert statistics.median(abs(error(answer, tmp_path)) for answer in ANSWERS) <= 0.03
+    assert len(ANSWERS) >= 50
+    assert statistics.median(abs(error(answer, tmp_path)) for answer in ANSWERS) <= 0.02
+
+
+@pytest.mark.parametrize("answer", [one for one in ANSWERS if one.get("held_out")], ids=name_of)
+def test_what_it_had_not_seen(answer: dict[str, Any], tmp_path: Path) -> None:
+    """Too low is worse than too high: a step that does not fit ends, one that is thought larger than it is runs."""
+    assert -0.03 <= error(answer, tmp_path) <= 0.05
 
 
 def test_what_is_published_is_what_was_recorded(tmp_path: Path) -> None:
@@ -149,6 +156,37 @@ def test_optimizers_and_the_average(tmp_path: Path) -> None:
     assert 2 * trained < sizes["adamw8bit"] < 3 * trained
     assert sizes["adafactor"] < trained
     assert of(tmp_path, QWEN2_500M, "ema_decay=0.99").parts["ema"] == pytest.approx(4 * trained, rel=1e-3)
+
+
+@pytest.mark.parametrize("settings", [("lora.r=16",), ("lora.r=0",)])
+def test_8_bit_state_is_counted_as_it_is_held(settings: tuple[str, ...], tmp_path: Path) -> None:
+    """Of a hidden size that is no multiple of a block, so that rows are filled up."""
+    torch = pytest.importorskip("torch")
+    from tpu_kit.groups import group
+    from tpu_kit.optimizer import OPTIMIZERS
+    from tpu_kit.tensors import update_groups
+
+    model = write_config(tmp_path / "model", SMOLLM2_135M, num_hidden_layers=4)
+    config = load_config(None, [f"model.name={model}", "optimizer=adamw8bit", *settings])
+    shape, kind = read_shape(config.model), OPTIMIZERS["adamw8bit"]
+    tensors = [tensor for one in update_groups(shape, config.lora, scanned=True) for tensor in one]
+    named = {str(place): torch.empty(one, device="meta") for place, one in enumerate(tensors)}
+    stacks = {name: [name] * 4 for name, one in named.items() if one.ndim == 3 or one.shape[0] == 4}
+    groups = group(named, stacks, kind.block)
+    held = sum(padded(tuple(moment.shape), moment.itemsize, free=True)
+               for one in groups for moment in kind.start(one).values())  # fmt: skip
+    seeds = sum(4 * one.seeds().numel() for one in groups)
+    assert estimate(config).parts["optimizer"] == pytest.approx(held + seeds, rel=1e-3)
+
+
+def test_the_largest_stack_is_written_beside_the_arguments(tmp_path: Path) -> None:
+    """By AdamW with both moments, while all gradients are alive; by Adafactor alone."""
+    adamw, adafactor = (
+        of(tmp_path, LLAMA_1B, "lora.r=0", "batch_size=1", f"optimizer={name}") for name in ("adamw", "adafactor")
+    )
+    largest = 4 * 16 * 2048 * 8192
+    assert adamw.moment == "update" and adamw.parts["update"] == 3 * largest
+    assert adafactor.moment == "backward" and adamw.parts["gradients"] == 4 * adamw.trained
 
 
 def test_what_saves_memory_does(tmp_path: Path) -> None:

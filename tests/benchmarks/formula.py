@@ -3,7 +3,7 @@
 The compiler's answers are those of tests/recorded_memory.json. With --missing those that it lacks are asked for and
 recorded, with --compile all of them; each is written when it comes, and what the compiler has said of a program before
 is taken from its cache, so either goes on where it was interrupted. --readme puts the table into README.md. "held out"
-are configurations that were compiled only after the formula was done with.
+are configurations that were named before they were compiled, and that had no part in making the formula as it is.
 """
 
 from __future__ import annotations
