@@ -12,6 +12,7 @@ FIGURES = (
     "hbm_bytes",
     "usable_hbm_bytes",
     "reserved_hbm_bytes",
+    "vector_memory_bytes",
     "bf16_flops",
     "hbm_bandwidth",
     "ici_bandwidth",

@@ -11,6 +11,7 @@ from tpu_kit.config import LoraConfig, TrainConfig
 from tpu_kit.identity import ANEW, is_another
 from tpu_kit.memory import estimate
 from tpu_kit.shapes import Shape
+from tpu_kit.slices import Where
 
 GIB = 2**30
 RESERVE = 0.08
@@ -110,19 +111,19 @@ def reserve(config: TrainConfig) -> float:
     return PASSES_RESERVE if passes else RESERVE
 
 
-def advise(config: TrainConfig, shape: Shape, replicas: int, limit: float, fits: bool) -> Advice:
+def advise(config: TrainConfig, shape: Shape, where: Where, limit: float, fits: bool) -> Advice:
     """The advice for a run whose settings were picked.
 
     Args:
         config: the run, its batch size a number.
         shape: of its model.
-        replicas: data-parallel replicas.
+        where: its chip and its data-parallel replicas.
         limit: bytes of a device that it may take.
         fits: whether it does.
     """
 
     def peak(changed: TrainConfig) -> int:
-        return estimate(changed, num_replicas=replicas, shape=shape).total_bytes
+        return estimate(changed, num_replicas=where.replicas, shape=shape, chip=where.chip).total_bytes
 
     def within(section: str, name: str, value: Any) -> bool:
         return peak(_with(config, f"{section}.{name}", value)) <= limit

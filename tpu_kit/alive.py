@@ -20,13 +20,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tpu_kit.chips import Chip
 from tpu_kit.config import TrainConfig, batch_arithmetic
 from tpu_kit.shapes import FEW_TILES, Shape
 from tpu_kit.tensors import BLOCK, LANES, group_bytes, padded, trained_count, update_groups
 
 VECTOR_MEMORY = 112 * 2**20
-"""What of a layer's work takes the chip's vector memory instead of HBM, of 128 MiB on v5e and v6e: the tiles of the
-MLP, and what the attention kernels read and write."""
+"""What of a layer's work takes the chip's vector memory instead of HBM, where the chip is not given: of 128 MiB on v5e
+and v6e. There are the tiles of the MLP, and what the attention kernels read and write."""
 LOG_SUMS_KEPT = 0.5
 """Share of splash's log sums, one number in 128 lanes, that lies in HBM until its backward kernel: in some programs all
 of it (Llama-8B, SmolLM2, Phi-3; in full fine-tuning TinyLlama and SmolLM2-360M, so there all is counted), in others the
@@ -70,9 +71,10 @@ class Moment:
 class Alive:
     """The terms, one method each."""
 
-    def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int) -> None:
+    def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int, chip: Chip | None = None) -> None:
         plan = batch_arithmetic(config, num_replicas)
         self.config, self.shape = config, shape
+        self.on_chip = (chip.vector_memory_bytes if chip else None) or VECTOR_MEMORY
         self.passes, self.rows, self.length = plan.gradient_accumulation, plan.batch_size, config.data.max_length
         self.tokens = self.rows * self.length
         self.whole = not config.lora.r
@@ -378,7 +380,7 @@ class Alive:
 
     def vector_memory(self) -> float:
         """What there is of it for a layer's work. Chips without kernels, which take sdpa, have next to none."""
-        return 0.0 if self.kernel == "sdpa" else VECTOR_MEMORY
+        return 0.0 if self.kernel == "sdpa" else self.on_chip
 
     def spilt(self, size: float) -> float:
         """What of several arrays does not find room in the vector memory."""

@@ -67,7 +67,8 @@ def _bars(plan: Plan, settings: Sequence[Setting]) -> Figure:
     from matplotlib.figure import Figure
 
     shape = read_shape(plan.config.model)
-    found = [dict(estimate(one.config, num_replicas=one.replicas, shape=shape).parts) for one in settings]
+    chip = plan.where.chip
+    found = [dict(estimate(one.config, num_replicas=one.replicas, shape=shape, chip=chip).parts) for one in settings]
     figure = Figure(figsize=(10, 1.7 + 0.36 * max(3, len(settings))), layout="constrained")
     axes = figure.add_subplot()
     left = [0.0] * len(settings)

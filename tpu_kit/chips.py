@@ -71,6 +71,8 @@ class Chip:
     """Per device: the largest program arguments that libtpu 0.0.21 accepted; for a GPU, CUDA's total memory."""
     reserved_hbm_bytes: int | None = None
     """Per device: what the TPU compiler keeps for itself, on top of the usable bytes."""
+    vector_memory_bytes: int | None = None
+    """Per device: the most that libtpu 0.0.21 gave to arrays in memory on the chip; on v4 its common memory."""
     bf16_flops: float | None
     """Peak dense bf16 FLOP/s."""
     hbm_bandwidth: float
@@ -186,23 +188,27 @@ _CHIPS = (
     Chip(
         name="v4", aliases=("TPU v4",), hbm_bytes=32 * GIB, usable_hbm_bytes=33014218752,
         reserved_hbm_bytes=1280 * MIB, bf16_flops=275e12, hbm_bandwidth=1200e9, ici_bandwidth=540e9, cores=2,
-        chips_per_host=4, single_host_chips=4, accelerator_prefix="v4", name_counts_cores=True,
+        vector_memory_bytes=128 * MIB, chips_per_host=4, single_host_chips=4, accelerator_prefix="v4",
+        name_counts_cores=True,
         slice_sizes=(4, 8, 16, 32, *range(64, 4097, 64)), topologies=_topologies("v4", _CUBES, config="megacore"),
         price=Price(12.88 / 4, 3.686 / 4, "us-central2", _CATALOG + "tpu-v4-8, over 4 chips"),
         sources=_sources({
             "hbm_bytes bf16_flops hbm_bandwidth": f"{_DOCS}v4; {_JAX} says 1.23e12 bytes/s",
             "usable_hbm_bytes reserved_hbm_bytes": f"{_LIBTPU}, megacore: limit 30.75G, reserved 1.25G",
+            "vector_memory_bytes": f"{_LIBTPU}: buffer assignment of SmolLM2-1.7B in full",
             "ici_bandwidth": f"{_BOOK}: 6 links of 90e9, both directions; its links of v5e to v6e are 10 % low",
             "cores devices_per_chip chips_per_host": f"{_DOCS}v4; {_XPK}; {_LIBTPU}: v4:2x2x1 is 4 devices"})),
     Chip(
         name="v5e", aliases=("TPU v5 lite", "TPU v5e", "v5litepod", "v5lite"), hbm_bytes=16 * GIB,
         usable_hbm_bytes=16909238272, reserved_hbm_bytes=258 * MIB, bf16_flops=197e12, hbm_bandwidth=819e9,
         ici_bandwidth=400e9, cores=1, chips_per_host=4, single_host_chips=8, accelerator_prefix="v5litepod",
+        vector_memory_bytes=112 * MIB,
         slice_sizes=(1, 4, 8, 16, 32, 64, 128, 256), topologies=_topologies("v5e", _FLAT, one_host=8),
         price=Price(1.20, 0.24493, "us-central1", _CATALOG + "tpu-v5litepod-1 (spot is 0.48 in us-west4)"),
         sources=_sources({
             "hbm_bytes cores": f"{_DOCS}v5e",
             "usable_hbm_bytes reserved_hbm_bytes": f"{_LIBTPU}: limit 15.75G, reserved 258M",
+            "vector_memory_bytes": f"{_LIBTPU}: buffer assignment of SmolLM2-360M in full",
             "bf16_flops": f"{_DOCS}v5e (393 TOP/s is int8); {_JAX} agrees",
             "hbm_bandwidth": f"{_DOCS}v5e: 819 GB/s, later 800 GiB/s; {_JAX} says 820e9; {_BOOK} 8.1e11",
             "ici_bandwidth": f"{_DOCS}v5e: 400 GB/s both ways, earlier 1600 Gbit/s one way; {_BOOK} makes it 360e9",
@@ -210,12 +216,14 @@ _CHIPS = (
     Chip(
         name="v5p", aliases=("TPU v5", "TPU v5p"), hbm_bytes=96 * GIB, usable_hbm_bytes=102802882560,
         reserved_hbm_bytes=263 * MIB, bf16_flops=459e12, hbm_bandwidth=2765e9, ici_bandwidth=1200e9, cores=2,
-        chips_per_host=4, single_host_chips=4, accelerator_prefix="v5p", name_counts_cores=True,
+        vector_memory_bytes=46 * MIB, chips_per_host=4, single_host_chips=4, accelerator_prefix="v5p",
+        name_counts_cores=True,
         slice_sizes=(4, 8, 16, 32, *range(64, 6145, 64)), topologies=_topologies("v5p", _CUBES),
         price=Price(4.20, 0.83570, "us-central1", _CATALOG + "tpu-v5p-12288, over 6144 chips (spot 1.68 in us-east5)"),
         sources=_sources({
             "hbm_bytes": f"{_JAX}: 103e9; {_BOOK}: 96 GB; {_DOCS}v5p says 95, less than the compiler gives a program",
             "usable_hbm_bytes reserved_hbm_bytes": f"{_LIBTPU}: limit 95.74G, reserved 263M",
+            "vector_memory_bytes": f"{_LIBTPU}: buffer assignment of TinyLlama-1.1B in full (Llama-3.2-1B: 44)",
             "bf16_flops hbm_bandwidth": f"{_DOCS}v5p; {_JAX} agrees on FLOP/s, says 2.46e12 bytes/s",
             "ici_bandwidth": f"{_TPU7X}: 1200 GB/s both ways; {_DOCS}v5p: 4800 Gbit/s one way; {_BOOK} makes it 1080e9",
             "cores devices_per_chip chips_per_host": f"{_DOCS}v5p; {_XPK}; {_LIBTPU}: v5p:2x2x1 is 4 devices"})),

@@ -113,13 +113,13 @@ def _with(found: Plan, compiled: Compiled, shape: Shape | None, rows: Rows) -> P
     fits = compiled.fits and compiled.total_bytes <= limit
     if shape is not None:
         # What would fit besides is the formula's to say, put right by what the compiler says of the pick.
-        formula = estimate(config, num_replicas=where.replicas, shape=shape)
+        formula = estimate(config, num_replicas=where.replicas, shape=shape, chip=where.chip)
         held = compiled.argument_bytes or 0
         scale = (formula.total_bytes - formula.argument_bytes) / max(1, compiled.total_bytes - held)
         room = formula.argument_bytes + (limit - held) * scale
         found = replace(
             found,
-            advice=advise(config, shape, where.replicas, room, fits),
+            advice=advise(config, shape, where, room, fits),
             inference=inference(config, shape, where.limit * (1 - RESERVE)),
         )
     return replace(

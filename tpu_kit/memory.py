@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tpu_kit.alive import Alive
+from tpu_kit.chips import Chip
 from tpu_kit.config import TrainConfig
 from tpu_kit.shapes import FEW_TILES, Shape, read_shape
 from tpu_kit.tensors import BLOCK, blocks, group_bytes, padded, stored_tensors, trained_tensors
@@ -44,8 +45,8 @@ class Memory:
 
     Attributes:
         parts: bytes by name, of the moment when most is taken: base_weights, adapters, optimizer, ema, batch,
-            saved_activations, mask, gradients, weight_copies, layer, attention, loss_chunk, all_reduce, heap,
-            code.
+            saved_activations, mask, gradients, weight_copies, layer, attention, loss_chunk, all_reduce, update,
+            heap, code.
         argument_bytes: what is there before the step.
         temporary_bytes: what comes and goes within it.
         code_bytes: the program.
@@ -73,7 +74,12 @@ class Memory:
 
 
 def estimate(
-    config: TrainConfig, *, num_replicas: int = 1, batch_size: int | None = None, shape: Shape | None = None
+    config: TrainConfig,
+    *,
+    num_replicas: int = 1,
+    batch_size: int | None = None,
+    shape: Shape | None = None,
+    chip: Chip | None = None,
 ) -> Memory:
     """The memory of a training step on a TPU.
 
@@ -82,6 +88,7 @@ def estimate(
         num_replicas: data-parallel replicas; each holds everything.
         batch_size: rows per replica in a pass, in place of `config.optim.batch_size`.
         shape: the model's shape, if it was read before.
+        chip: the TPU; without one what v5e has of vector memory is reckoned with.
 
     Raises:
         ValueError: as `shapes.read_shape` and `batch_arithmetic`; a sequence longer than the model's positions.
@@ -94,15 +101,15 @@ def estimate(
             f"data.max_length={config.data.max_length} is longer than the {shape.positions} positions of the model; "
             f"set it to {shape.positions} or less"
         )
-    return _Step(config, shape, num_replicas).memory()
+    return _Step(config, shape, num_replicas, chip).memory()
 
 
 class _Step:
     """Arguments, temporaries and code."""
 
-    def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int) -> None:
+    def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int, chip: Chip | None) -> None:
         self.config, self.shape = config, shape
-        self.alive = Alive(config, shape, num_replicas)
+        self.alive = Alive(config, shape, num_replicas, chip)
         self.trained_tensors = trained_tensors(shape, config.lora)
         self.trained = self.alive.trained
 

@@ -112,7 +112,7 @@ def look_ahead(config: TrainConfig, exact: bool = False, at: Machine | None = No
     if room is None or shape is None:
         return Outlook(config, room, shape, notes=(*notes, *([f"memory not known: {problem}"] if problem else [])))
     try:
-        memory = estimate(room.seen(config), num_replicas=room.replicas, shape=shape)
+        memory = estimate(room.seen(config), num_replicas=room.replicas, shape=shape, chip=room.chip)
     except ValueError as error:  # which the run will say, too
         return Outlook(config, room, shape, notes=(*notes, f"memory not known: {error}"))
     time = None
@@ -210,7 +210,7 @@ def _host_rows(config: TrainConfig, room: Room, shape: Shape, known: Rows) -> in
 
     def fits(place: int) -> bool:
         one = replace(config, optim=replace(optim, batch_size=choices[place - 1]))
-        return estimate(room.seen(one), num_replicas=room.replicas, shape=shape).total_bytes <= limit
+        return estimate(room.seen(one), num_replicas=room.replicas, shape=shape, chip=room.chip).total_bytes <= limit
 
     found = largest(fits, len(choices))
     if not found:

@@ -234,7 +234,7 @@ def _settings(config: TrainConfig, shape: Shape, where: Where, known: Rows) -> l
             passes = config.optim.gradient_accumulation if whole is None else 1
             optim = replace(base.optim, batch_size=rows, global_batch_size=whole, gradient_accumulation=passes)
             one = replace(base, optim=optim)
-            peak = estimate(one, num_replicas=where.replicas, shape=shape).total_bytes
+            peak = estimate(one, num_replicas=where.replicas, shape=shape, chip=where.chip).total_bytes
             found.append(Setting(one, where.replicas, peak, _time(one, shape, where)))
     return found
 
@@ -245,7 +245,12 @@ def _most(config: TrainConfig, shape: Shape, where: Where) -> int:
 
     def fits(rows: int) -> bool:
         optim = replace(config.optim, batch_size=rows, global_batch_size=None)
-        return estimate(replace(config, optim=optim), num_replicas=where.replicas, shape=shape).total_bytes <= limit
+        return (
+            estimate(
+                replace(config, optim=optim), num_replicas=where.replicas, shape=shape, chip=where.chip
+            ).total_bytes
+            <= limit
+        )
 
     return largest(fits, MOST_TOKENS // config.data.max_length)
 
@@ -275,13 +280,13 @@ def by_formula(config: TrainConfig, shape: Shape, where: Where, rows: Rows) -> P
     fitting = [one for one in settings if one.peak <= limit]
     near = [one for one in fitting if _speed(one) > (1 - TIE) * _speed(fitting[0])]
     picked = min(near, key=_ease) if near else min(settings, key=lambda one: one.peak)
-    memory = estimate(picked.config, num_replicas=where.replicas, shape=shape)
+    memory = estimate(picked.config, num_replicas=where.replicas, shape=shape, chip=where.chip)
     held = memory.parts["optimizer"] + memory.parts["ema"] + 4 * memory.trained
     updates, unknown = count_updates(picked.config, where.replicas, rows)
     return Plan(
         where=where, config=picked.config, settings=tuple(settings), fits=bool(fitting), peak_bytes=memory.total_bytes,
         parts=dict(memory.parts), source="formula", time=picked.time, checkpoint_bytes=held,
         run=time_plan(where.chip, where.chips, where.name, picked.time.seconds, updates, held),
-        advice=advise(picked.config, shape, where.replicas, limit, bool(fitting)), note=note,
+        advice=advise(picked.config, shape, where, limit, bool(fitting)), note=note,
         inference=inference(config, shape, where.limit * (1 - RESERVE)), updates=updates, unknown=unknown,
     )  # fmt: skip

@@ -116,7 +116,7 @@ def next_setting(outlook: Outlook, used: int | None = None) -> tuple[dict[str, A
     found: list[tuple[float, int, TrainConfig]] = []
     for place, one in enumerate(candidates):
         seen = room.seen(one)
-        peak = estimate(seen, num_replicas=replicas, shape=outlook.shape).total_bytes
+        peak = estimate(seen, num_replicas=replicas, shape=outlook.shape, chip=room.chip).total_bytes
         order = float(place)
         if room.where is not None:
             done = work(seen, outlook.shape, batch_arithmetic(one, replicas))

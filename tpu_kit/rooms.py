@@ -41,6 +41,11 @@ class Room:
     free: float = 0.0
     where: Where | None = None
 
+    @property
+    def chip(self) -> Chip | None:
+        """What each replica runs on, where it is known."""
+        return self.where.chip if self.where else None
+
     def seen(self, config: TrainConfig) -> TrainConfig:
         """The run as the formula is to see it here; see `seen_on`."""
         return seen_on(self.device_type, config)

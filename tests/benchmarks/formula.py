@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.test_memory import RECORDED, configuration
+from tpu_kit.chips import chip
 from tpu_kit.compiler import compile_step
 from tpu_kit.memory import estimate
 from tpu_kit.testing import REPOSITORY
@@ -31,7 +32,8 @@ def table(folder: Path) -> str:
     lines.append("|---|---:|---|---:|---|---:|---:|---:|")
     errors, unseen = [], []
     for one in (answer for answer in RECORDED["answers"] if "total_bytes" in answer):
-        found = estimate(configuration(one, folder), num_replicas=one["replicas"]).total_bytes
+        on = chip(one["topology"].partition(":")[0])
+        found = estimate(configuration(one, folder), num_replicas=one["replicas"], chip=on).total_bytes
         errors.append(found / one["total_bytes"] - 1)
         unseen += [errors[-1]] if one.get("held_out") else []
         lines.append(
