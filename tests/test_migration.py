@@ -102,13 +102,13 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(
     found = checkpoint(tmp_path, values)
     config = load_config(None, {"r": 3, "max_steps": 6, "output_dir": str(tmp_path)})
     refuse_early(config)
-    check_resume(found, config, 4, "f", quiet=False)
+    check_resume(found, config, 4, "f", total=6, quiet=False)
     said = capsys.readouterr()
     assert said.out == (
         f"resumed          from step 4, {found.path}; optim.max_steps is 6, was 5; optim.mlp_tile is 2048, was 77\n"
     )
     assert said.err.startswith(f"note: {found.path}: optim.unheard_of=1 is left out")
     other = load_config(None, {"r": 4, "max_steps": 6, "output_dir": str(tmp_path)})
-    for refuse in (lambda: refuse_early(other), lambda: check_resume(found, other, 4, "f", quiet=True)):
+    for refuse in (lambda: refuse_early(other), lambda: check_resume(found, other, 4, "f", total=6, quiet=True)):
         with pytest.raises(ValueError, match=r"is of another run:\n  lora.r: 3 there, 4 now\nSet these back"):
             refuse()

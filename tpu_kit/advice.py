@@ -131,7 +131,7 @@ def advise(config: TrainConfig, shape: Shape, where: Where, limit: float, fits: 
     rank = largest(lambda r: within("lora", "r", r), _RANKS) if config.lora.r else None
     length = largest(lambda blocks: within("data", "max_length", 128 * blocks), shape.positions // 128)
     return Advice(
-        knobs=() if fits else tuple(_knobs(config, shape, replicas, peak, limit)),
+        knobs=() if fits else tuple(_knobs(config, shape, where.replicas, peak, limit)),
         smallest_slice=None if fits else _smallest_slice(peak(config), reserve(config)),
         largest_batch=largest(lambda rows: within("optim", "batch_size", rows), 2**31 // config.data.max_length),
         longest_sequence=128 * length,

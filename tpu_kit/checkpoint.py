@@ -21,7 +21,7 @@ from torch import Tensor
 from tpu_kit.bucket_store import BucketStore
 from tpu_kit.folder_store import FolderStore
 from tpu_kit.lease import holder_name
-from tpu_kit.manifest import FORMAT, MANIFEST, Checkpoint, DamagedError, Rejected, error_number
+from tpu_kit.manifest import FORMAT, MANIFEST, Checkpoint, DamagedError, Rejected, best_of, error_number
 from tpu_kit.storage import is_url
 
 
@@ -199,9 +199,10 @@ class Checkpoints:
             self._error = error
 
     def _surplus(self, keep: int) -> list[Checkpoint]:
-        """The complete ones that may go: all but the `keep` newest, the last that was the best, and every M-th."""
+        """The complete ones that may go: all but the `keep` newest, the best, and every M-th."""
         complete = self.complete()
-        stay = [checkpoint.step for checkpoint in complete if checkpoint.best][-1:]
+        best = best_of(complete)
+        stay = [best.step] if best is not None else []
         if self.keep_every is not None:
             stay += [checkpoint.step for checkpoint in complete if checkpoint.step % self.keep_every == 0]
         return [checkpoint for checkpoint in complete[:-keep] if checkpoint.step not in stay]

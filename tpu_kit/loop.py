@@ -33,7 +33,7 @@ from tpu_kit.schedule import Update, deal, learning_rate, rows_of, updates
 from tpu_kit.slowness import Slowness
 from tpu_kit.stacking import unstacked
 from tpu_kit.step import WINDOW, TrainState, sections, train_step
-from tpu_kit.tracking import Tracker, model_flops_per_token
+from tpu_kit.tracking import Tracker, best_evaluation, model_flops_per_token
 from tpu_kit.validation import held_out_accuracy, held_out_loss
 
 Tensors = dict[str, torch.Tensor]
@@ -61,7 +61,7 @@ class Loop:
 
     Attributes:
         step: updates done.
-        metrics: the newest loss and eval_loss (nats per loss token), and train_seconds.
+        metrics: the newest loss, nats per loss token.
         skipped: updates that were skipped.
         best: the weights of the best evaluation, on the CPU, by their names where layers are not stacked; None where
             only the last ones count.
@@ -86,8 +86,10 @@ class Loop:
         self.metrics: dict[str, float] = {}
         self.best: Tensors | None = None
         self._logged = 0  # the step of the last log
-        self._tokens = 0
-        self._best_loss, self._worse = float("inf"), 0  # evaluations since the best one
+        self._tokens = 0  # without padding
+        self._seconds = 0.0  # of `run`, in earlier launches
+        self._started = time.monotonic()
+        self._evaluations: list[dict[str, Any]] = []  # as `Tracker.log_eval` returns them
         self._due: _Reading | None = None
         self._saved, self._saved_at = 0, time.monotonic()  # the step of the last checkpoint
         self._postponed, self._slowness = False, Slowness()
@@ -129,24 +131,34 @@ class Loop:
             )
         self.step = self._saved = found.step
         self._logged, self._tokens = state["logged"], state["tokens"]
-        self._best_loss, self._worse = state["best_loss"] or math.inf, state["worse"]
+        self._seconds = state.get("train_seconds", 0.0)  # an earlier tpu_kit did not keep it
         self.skipped = state["skipped"]
-        self.metrics = {name: math.nan if value is None else value for name, value in state["metrics"].items()}
+        logged = {name: value for name, value in state["metrics"].items() if name == "loss"}
+        self.metrics = {name: math.nan if value is None else value for name, value in logged.items()}
         self._history = found.document("history")
+        self._evaluations = [record for record in self._history or () if record["kind"] == "eval"]
         self.best = sections(saved).get("best")
+        chooses = self.config.optim.eval_steps is not None and self.rt.rank == 0
+        if self.best is None and chooses and self._best_step == found.step:
+            self.best = self._trained()  # evaluated at what was the end, by a run that kept no best weights
 
     def run(self, agreement: Agreement) -> Status:
         """Makes the updates that are left; the steps between two logs only trace and send.
 
         Args:
             agreement: asked before each step; where it says no, the run saves and ends as preempted.
+
+        Returns:
+            How it ended: "stopped" at once where the run that is resumed was stopped early.
         """
+        if self.stopped:
+            return "stopped"
         config, rt, optim = self.config, self.rt, self.config.optim
         self.model.train()
         window = list(islice(self._updates(), self._logged, self.step))
-        keep, before, start = float(bool(window)), rt.counters(), time.monotonic()
+        keep, before, self._started = float(bool(window)), rt.counters(), time.monotonic()
         status: Status = "finished"
-        for update, tensors in prefetch(self._batches()):
+        for update, tokens, tensors in prefetch(self._batches()):
             if not agreement.may_start(update.step):
                 status = "preempted"
                 break
@@ -158,7 +170,7 @@ class Loop:
             rt.sync()
             keep = 1.0
             window.append(update)
-            self._tokens += update.rows * config.data.max_length
+            self._tokens += tokens
             if self._tracker is not None:
                 self._tracker.tick(step)
             self._log()  # of a step before, while this one runs
@@ -170,9 +182,10 @@ class Loop:
             if evaluates or saves:
                 self._log()
                 with self._tracker.untimed() if self._tracker else contextlib.nullcontext():
-                    if evaluates and self._evaluate(step):
-                        status = "stopped"
-                    if saves or status == "stopped":
+                    if evaluates:
+                        self._evaluate(step)
+                        status = "stopped" if self.stopped else status
+                    if saves or self._is_kept:
                         self._save()
                 before = before if window else rt.counters()
             if self.checkpoints is not None:
@@ -182,18 +195,24 @@ class Loop:
         self._log()
         if status == "preempted" and self._saved < self.step:
             self._save()
-        self.metrics["train_seconds"] = self.metrics.get("train_seconds", 0.0) + time.monotonic() - start
+        if self._saved < self.step:
+            self._seconds = self._train_seconds()
         return status
+
+    def _train_seconds(self) -> float:
+        """Seconds of `run` until now, those of the launches before included."""
+        return self._seconds + time.monotonic() - self._started
 
     def _updates(self) -> Iterator[Update]:
         return updates(len(self.prepared.train), self.plan, self.config.optim)
 
-    def _batches(self) -> Iterator[tuple[Update, list[Tensors]]]:
-        """This replica's tensors of every update; made ahead by a thread."""
+    def _batches(self) -> Iterator[tuple[Update, int, list[Tensors]]]:
+        """Every update, its tokens on all replicas without padding, this replica's tensors; made ahead by a thread."""
         rows = self.prepared.train
         for update in islice(self._updates(), self.step, None):
-            mine = deal(rows_of(update, len(rows), self.config.data), update, self.plan, self.rt.rank)
-            yield update, [rows.tensors(part) for part in mine]
+            taken = rows_of(update, len(rows), self.config.data)
+            mine = deal(taken, update, self.plan, self.rt.rank)
+            yield update, int(rows.row_tokens[taken].sum()), [rows.tensors(part) for part in mine]
 
     # ----------------------------------------------------------------------------------------------------------- logs
 
@@ -277,30 +296,53 @@ class Loop:
         every = self.config.optim.eval_steps
         return step == self.total or (every is not None and step % every == 0)
 
-    def _evaluate(self, step: int) -> bool:
-        """Measures the loss of the held-out rows; keeps the best weights; says whether to stop early."""
+    def _evaluate(self, step: int) -> None:
+        """Measures the loss of the held-out rows; keeps the best weights."""
         about = (self.model, self.state, self.prepared)
         loss = held_out_loss(*about, self.plan.batch_size, self.config, self.rt)
-        self.metrics["eval_loss"], accuracy = loss, None
+        accuracy = None
         if self.config.tracking.eval_generate_rows:
-            accuracy = self.metrics["eval_accuracy"] = held_out_accuracy(*about, self.config, self.rt)
+            accuracy = held_out_accuracy(*about, self.config, self.rt)
         if self._tracker is not None:
             self._tracker.log_eval(step, loss=loss, accuracy=accuracy)
-        if loss < self._best_loss:
-            self._best_loss, self._worse = loss, 0
-            if self.config.optim.eval_steps is not None and self.rt.rank == 0:
-                self.best = self._trained()
-        else:
-            self._worse += 1
+        finite = {n: v for n, v in (("loss", loss), ("accuracy", accuracy)) if v is not None and math.isfinite(v)}
+        self._evaluations.append({"kind": "eval", "step": step, "loss": None, "accuracy": None, **finite})
+        keeps_best = self.config.optim.eval_steps is not None or self.best is not None
+        if self._best_step == step and keeps_best and self.rt.rank == 0:
+            self.best = self._trained()
+
+    @property
+    def _best_step(self) -> int:
+        """The step of the best evaluation; 0 where there is none."""
+        best = best_evaluation(self._evaluations)
+        return best["step"] if best else 0
+
+    @property
+    def _worse(self) -> int:
+        """Evaluations since the best one."""
+        return sum(one["step"] > self._best_step for one in self._evaluations)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `optim.early_stop_patience` ends the run here; a function of the evaluations, which are saved."""
         patience = self.config.optim.early_stop_patience
         return patience is not None and self._worse >= patience
 
+    def why_stopped(self) -> str:
+        """What `stopped` found."""
+        best = best_evaluation(self._evaluations)
+        than = f"better than that of step {best['step']} ({best['loss']:.6g})" if best else "a number"
+        return f"none of the last {self._worse} evaluations was {than}"
+
     def weights(self) -> tuple[Tensors, dict[str, float]]:
         """The weights to keep, on the CPU, and the metrics that belong to them; for rank 0."""
-        metrics = {**self.metrics, "skipped_updates": float(self.skipped)}
-        if self.best is None:
-            return self._trained(), metrics
-        return self.best, {**metrics, "eval_loss": self._best_loss}
+        newest = self._evaluations[-1] if self._evaluations else None
+        evaluation = newest if self.best is None else best_evaluation(self._evaluations)
+        metrics = {**self.metrics, **_figures(evaluation), "train_seconds": self._seconds}
+        if evaluation is not None:
+            metrics["eval_step"] = float(evaluation["step"])
+        metrics["skipped_updates"] = float(self.skipped)
+        return (self._trained() if self.best is None else self.best), metrics
 
     def _trained(self) -> Tensors:
         """The weights as they are now, on the CPU, layer by layer: the average where there is one."""
@@ -322,22 +364,27 @@ class Loop:
             or (minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes)
         )
 
+    @property
+    def _is_kept(self) -> bool:
+        """Whether this step is saved whenever checkpoints are: it is the best by evaluation, or an early stop."""
+        return self._best_step == self.step or self.stopped
+
     def _save(self) -> None:
         """Starts to write a checkpoint; the loop pays for the copy from the device alone."""
         if self.checkpoints is None:
             return
         assert self._tracker is not None
         tensors = self.state.to_host(self.rt)
-        self._postponed = bool(tensors["streak"])
+        self._postponed = bool(tensors["streak"]) and not self._is_kept
         if self._postponed:  # the weights may be what makes the loss explode: wait for an update that is applied
             return
-        self._saved, self._saved_at = self.step, time.monotonic()
+        self._seconds, self._started = self._train_seconds(), time.monotonic()
+        self._saved, self._saved_at = self.step, self._started
         stored = sections(tensors)
         tensors |= {f"best/{name}": tensor for name, tensor in (self.best or {}).items()}
         files = {"training": tensors}
         state = {
-            "logged": self._logged, "tokens": self._tokens, "skipped": self.skipped, "worse": self._worse,
-            "best_loss": self._best_loss if math.isfinite(self._best_loss) else None,
+            "logged": self._logged, "tokens": self._tokens, "skipped": self.skipped, "train_seconds": self._seconds,
             "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
             "fingerprint": self.prepared.fingerprint, "global_batch_size": self.plan.global_batch_size,
             "versions": versions(),
@@ -346,8 +393,18 @@ class Loop:
         if hasattr(self.model, "peft_config"):
             files["adapter_model"] = adapter_tensors(self.model, stored.get("average", stored["parameters"]))
             documents["adapter_config"] = adapter_settings(self.model, self.config)
-        best = self.metrics.get("eval_loss") == self._best_loss
-        self.checkpoints.save(self.step, files, documents, self.metrics, best=best)
+        evaluated = next((one for one in self._evaluations if one["step"] == self.step), None)
+        metrics = {**self.metrics, **_figures(evaluated)}
+        self.checkpoints.save(self.step, files, documents, metrics, best=self._best_step == self.step)
+
+
+def _figures(evaluation: dict[str, Any] | None) -> dict[str, float]:
+    """What an evaluation measured, by the names of `TrainResult.metrics`."""
+    if evaluation is None:
+        return {}
+    loss, accuracy = evaluation["loss"], evaluation["accuracy"]
+    found = {"eval_loss": math.nan if loss is None else loss}
+    return found if accuracy is None else {**found, "eval_accuracy": accuracy}
 
 
 def seed_dropout(rt: Runtime, config: TrainConfig, step: int) -> None:

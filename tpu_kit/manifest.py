@@ -45,7 +45,7 @@ class Checkpoint:
         path: where it is, as told to users: its folder, or its URL.
         created: seconds since the epoch, by the writer's clock; the order is by step.
         metrics: what was given to `Checkpoints.save`.
-        best: whether it was the best of its run when it was saved.
+        best: whether it was the best of its run when it was saved; of several, `best_of` says which is.
         files: name to (bytes, SHA-256), the manifest left out.
     """
 
@@ -115,6 +115,11 @@ class Rejected:
 
     path: Path | str
     reason: str
+
+
+def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """The best one by evaluation, of the smallest step first: the last that was better than all before it."""
+    return next((checkpoint for checkpoint in reversed(checkpoints) if checkpoint.best), None)
 
 
 def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
@@ -252,13 +257,15 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
+    best = best_of(good)
     ages = {found.step: time.time() - found.created for found in good}
     if "--json" in argv:
-        names = ("step", "created", "metrics", "best", "files")
+        names = ("step", "created", "metrics", "files")
         listed = {
             "complete": [
                 {
                     **{name: getattr(found, name) for name in names},
+                    "best": found is best,
                     "path": str(found.path),
                     "bytes": found.size,
                     "age_seconds": ages[found.step],
@@ -270,7 +277,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(listed, indent=1))
         return int(bool(damaged))
     for found in good:
-        state = ("verified" if verify else "complete") + ", best" * found.best
+        state = ("verified" if verify else "complete") + ", best" * (found is best)
         values = "  ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
         size = f"{found.size / 1e6:,.1f} MB"
         print(f"step {found.step:>9,}{size:>14}{_age(ages[found.step]):>9}  {state:<14}  {values}".rstrip())

@@ -116,6 +116,9 @@ class PackedDataset:
         length: tokens of a row.
         packing: False puts one document in each row, padded to the same shape.
         pad_id: the token id in empty slots. It is never compared with anything.
+
+    Attributes:
+        row_tokens: int64 (rows,), the tokens of each row without padding.
     """
 
     def __init__(self, documents: Documents, length: int, *, packing: bool = True, pad_id: int = 0) -> None:
@@ -126,6 +129,7 @@ class PackedDataset:
         else:
             self._order, counts = np.arange(len(documents)), np.ones(len(documents), dtype=np.int64)
         self._row_ends = np.cumsum(counts)
+        self.row_tokens = np.add.reduceat(documents.lengths[self._order], np.r_[0, self._row_ends[:-1]])
         self._token_starts = np.cumsum(documents.lengths) - documents.lengths
 
     def __len__(self) -> int:
@@ -147,7 +151,7 @@ class PackedDataset:
 
     def fill(self) -> float:
         """Return the share of slots that hold real tokens, the emptiest row left out (the last one is rarely full)."""
-        used = np.add.reduceat(self.documents.lengths[self._order], np.r_[0, self._row_ends[:-1]])
+        used = self.row_tokens
         if len(used) > 1:
             used = np.delete(used, used.argmin())
         return float(used.mean() / self.length)

@@ -73,7 +73,9 @@ def refuse_early(config: TrainConfig) -> None:
         _refuse(found[-1], problems)
 
 
-def check_resume(found: Checkpoint, config: TrainConfig, global_batch: int, fingerprint: str, quiet: bool) -> None:
+def check_resume(
+    found: Checkpoint, config: TrainConfig, global_batch: int, fingerprint: str, total: int, quiet: bool
+) -> None:
     """Makes sure that the run is the one that wrote the checkpoint; prints what differs and does no harm.
 
     Args:
@@ -81,16 +83,19 @@ def check_resume(found: Checkpoint, config: TrainConfig, global_batch: int, fing
         config: the run that wants to go on.
         global_batch: its rows per update.
         fingerprint: of its data.
+        total: its updates.
         quiet: print nothing.
 
     Raises:
-        ValueError: something differs that makes it another run; all of it is named.
+        ValueError: something differs that makes it another run, all of it named; or it is to end before the checkpoint.
     """
     state, stored = found.document("state"), found.document("config")
     problems = [*_other_parameters(stored, config), *_other_rows(state, global_batch)]
     if state["fingerprint"] != fingerprint and not any(problem.startswith("data.") for problem in problems):
         problems.append("the data: other rows, tokens or packing than there, though its parameters are the same")
     _refuse(found, problems)
+    if found.step > total:
+        raise ValueError(_too_short(found, config, total))
     if not quiet:
         (before, notes), now = migrate(stored), plain(config)
         differ = "".join(f"; {name} is {now[name]!r}, was {before[name]!r}" for name in changes(before, now)[0])
@@ -138,6 +143,18 @@ def _refuse(found: Checkpoint, problems: list[str]) -> None:
         raise ValueError(
             f"{found.path} is of another run:\n  " + "\n  ".join(problems) + f"\nSet these back, or start anew: {ANEW}"
         )
+
+
+def _too_short(found: Checkpoint, config: TrainConfig, total: int) -> str:
+    """What to do where a run has made more updates than it is asked for now."""
+    name = "optim.max_steps" if config.optim.max_steps is not None else "optim.epochs"
+    text = (
+        f"{found.path} has {found.step} updates, and {name}={config[name]} asks for {total}: the run is past its end. "
+        f"Raise {name} to {found.step} updates or more, or train a shorter run anew: another output_dir, or "
+        "checkpoint.resume=never (which moves the old checkpoints aside)"
+    )
+    kept = next((one for one in scan(config.checkpoints_place)[0] if one.step == total), None)
+    return text if kept is None else f"{text}. The adapter as it was after {total} updates is in {kept.path}"
 
 
 def versions() -> dict[str, str]:

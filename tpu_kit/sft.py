@@ -30,6 +30,7 @@ from tpu_kit.preemption import Agreement
 from tpu_kit.rescue import out_of_memory, suggestion
 from tpu_kit.resume import check_resume, find_checkpoint, refuse_early, training_tensors
 from tpu_kit.runtime import Runtime
+from tpu_kit.schedule import updates
 from tpu_kit.sources import keep_rows, kept_place
 from tpu_kit.step import place
 from tpu_kit.storage import ObjectFolder, upload
@@ -43,10 +44,11 @@ class TrainResult:
 
     Attributes:
         status: "finished"; "stopped" (early, by a rule of the configuration); "preempted": run it again to go on.
-        reason: of the preemption; empty otherwise.
+        reason: of the stop or the preemption; empty otherwise.
         step: updates done.
         total_steps: updates that the configuration asks for.
-        metrics: loss (of the last window), eval_loss, and what was measured beside them; see `fine_tune`.
+        metrics: loss (of the last window), eval_loss (of the weights in adapter_dir), and what was measured beside
+            them; see `fine_tune`.
         adapter_dir: the trained weights: an adapter as PEFT loads it, or a whole model where lora.r=0; empty where the
             run was preempted.
         checkpoint_dir: the newest checkpoint; None where none was written.
@@ -70,6 +72,12 @@ class TrainResult:
                 "run this again: the same cell, or the same command"
             )
         lines = [f"{self.status} at step {self.step}; adapter in {self.adapter_dir}"]
+        if self.status == "stopped":
+            ended = f"stopped early at step {self.step} of {self.total_steps}"
+            lines = [
+                f"{ended}: {self.reason}; adapter in {self.adapter_dir}",
+                "  To train on from there, raise optim.early_stop_patience or set it to null, and run this again",
+            ]
         return "\n".join([*lines, *(f"  {name:<18}{_figure(name, value)}" for name, value in self.metrics.items())])
 
 
@@ -194,8 +202,10 @@ def _make(config: TrainConfig) -> tuple[Prepared, torch.nn.Module, Any]:
 def fine_tune(config: TrainConfig) -> TrainResult | None:
     """Trains in one replica; rank 0 returns the result.
 
-    Its metrics: loss and eval_loss (nats per loss token), train_seconds, skipped_updates, on XLA compiles (programs
-    that this process compiled), and the peaks of memory (`peaks.Peaks.read`).
+    Its metrics: loss and eval_loss (nats per loss token), eval_accuracy where it was asked for, eval_step (at which
+    these two were measured), train_seconds (of all launches of the run, with evaluations and checkpoints),
+    skipped_updates, on XLA compiles (programs that this process compiled), and the peaks of memory (see
+    `peaks.Peaks.read`).
     """
     rt = runtime.current()
     prepared, model, tokenizer = _load(config, rt)
@@ -209,7 +219,8 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
         found = found if checkpoints else find_checkpoint(config, None)
         saved = None
         if found:
-            check_resume(found, config, plan.global_batch_size, prepared.fingerprint, quiet=rt.rank != 0)
+            total = sum(1 for _ in updates(len(prepared.train), plan, config.optim))
+            check_resume(found, config, plan.global_batch_size, prepared.fingerprint, total, quiet=rt.rank != 0)
             saved = training_tensors(found, model)
         state = place(model, config, rt, saved)
         rt.sync()
@@ -225,12 +236,15 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
                 cut = f"{held.dropped_too_long:,} dropped, {held.truncated:,} truncated"
                 print(f"held-out rows    {held.documents:,}, {held.loss_tokens:,} tokens with loss; too long: {cut}")
             print(f"model            {models.count_parameters(model)}")
+            if loop.stopped:
+                print(f"stopped          at step {loop.step} before; nothing is trained: {loop.why_stopped()}")
             left = len(prepared.train) % plan.global_batch_size
             print(f"batch            {plan}; {loop.total} updates; {left} rows of each epoch are left over", flush=True)
         stack.enter_context(loop)
         status = loop.run(agreement)
         peaks = loop.peaks.end()
-        return _finish(loop, status, agreement.reason or "", tokenizer, peaks) if rt.rank == 0 else None
+        reason = loop.why_stopped() if status == "stopped" else agreement.reason or ""
+        return _finish(loop, status, reason, tokenizer, peaks) if rt.rank == 0 else None
 
 
 def _write_config(config: TrainConfig) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             with contextlib.suppress(json.JSONDecodeError):
                 records.append(json.loads(line))
     return records
+
+
+def best_evaluation(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """The evaluation with the lowest loss, the earliest of equal ones; None where no loss was a finite number."""
+    measured = [record for record in records if record["kind"] == "eval" and record["loss"] is not None]
+    return min(measured, key=lambda record: record["loss"], default=None)
 
 
 class Tracker:

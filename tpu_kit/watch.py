@@ -81,7 +81,8 @@ def show_curves(output_dir: str | Path) -> None:
 
 def show_run(config: TrainConfig, result: TrainResult) -> None:
     """Show how a run ended: status, speed, compiled programs, and where the checkpoint and the adapter are."""
-    status = f"{result.status} ({result.reason}): run the cell again to go on" if result.reason else result.status
+    status = f"{result.status} ({result.reason})" if result.reason else result.status
+    status += ": run the cell again to go on" if result.status == "preempted" else ""
     records = read_metrics(config.output_path)
     rows = {"status": status, "updates": f"{result.step} of {result.total_steps}", **_figures(records)}
     rows |= {"newest checkpoint": result.checkpoint_dir or "none", "adapter": result.adapter_dir or "none yet"}
