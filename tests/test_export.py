@@ -65,7 +65,8 @@ def make_run(folder: Path, name: str = "embedded", moved: float = 0.05, **change
     save_adapter(folder / "adapter", model, values, config, load_tokenizer(config.model))
     (folder / "config.yaml").write_text(config.to_yaml())
     (folder / "eval.json").write_text(json.dumps(EVAL))
-    (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 80, "loss": 0.25}\n')
+    record = {"kind": "train", "step": 80, "loss": 0.25, "tokens": 4000, "epoch": 1.5}
+    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     return config
 
 

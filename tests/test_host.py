@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_machine import server
@@ -51,6 +52,51 @@ def test_model_bytes_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "q4.gguf").write_bytes(b"x" * 10)
     assert host.model_bytes(load_config(None, [f"model.name={tmp_path}"])) == (42, True)
     assert host.model_bytes(load_config(None, [f"model.name={tmp_path}", "gguf_file=q4.gguf"])) == (40, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "free", "need"),
+    [
+        ({"base_dtype": "bf16"}, 17, 16.4),
+        ({"base_dtype": "bf16"}, 12, None),
+        ({"base_dtype": "int8"}, 14, 13.1),
+        ({"base_dtype": "int8"}, 12, None),
+        ({"base_dtype": "int4"}, 12, 9.1),
+        ({"base_dtype": "int4", "quant_group": 32}, 12, 9.9),
+        ({"base_dtype": "int4"}, 8, None),
+        ({"base_dtype": "bf16", "lora.r": 0}, 17, None),  # trained weights are in fp32
+        ({"base_dtype": "bf16", "lora.r": 0}, 32, 31.3),
+    ],
+)
+def test_memory_is_that_of_the_weights_as_they_are_loaded(
+    tmp_path: Path, settings: dict[str, Any], free: int, need: float | None
+) -> None:
+    """The last sizes are what 8e9 numbers take; of a real model tests/test_quantize.py measures it."""
+    config = load_config(None, {"model.name": "some/model-8B", **settings})
+    check = host.check_memory(with_memory(tmp_path, free * 2**30), config, 1)
+    assert check.status == ("failure" if need is None else "ok"), check
+    if need is not None:
+        assert f"{need} needed: 1 x" in check.found, check
+
+
+def test_loading_a_folder_is_counted_by_its_tensors(tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    def loading(**settings: Any) -> float | None:
+        return host.loading_bytes(load_config(None, {"model.name": str(tmp_path), **settings}))
+
+    layers = {f"model.layers.{n}.{name}.weight": (64, 96) for n in range(3) for name in ("q_proj", "up_proj")}
+    norms = {f"model.layers.{n}.norm.weight": (64,) for n in range(3)}
+    shapes = {**layers, **norms, "model.embed_tokens.weight": (100, 64)}
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    matrices, others, stack = 6 * 64 * 96, 3 * 64 + 6400, 3 * 64 * 96
+    assert loading(base_dtype="bf16") == 2 * (matrices + others)  # saved in fp32
+    assert loading(base_dtype="fp32") == loading(**{"lora.r": 0}) == 4 * (matrices + others)
+    assert loading(base_dtype="int8") == matrices + stack + 2 * others
+    assert loading(base_dtype="int4", quant_group=16) == 0.75 * (matrices + stack) + 2 * others
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    assert loading(base_dtype="int4") == 2 * (matrices + others)
 
 
 def test_memory(tmp_path: Path) -> None:

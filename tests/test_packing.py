@@ -118,6 +118,13 @@ def test_fill_leaves_out_the_emptiest_row() -> None:
     assert PackedDataset(make_documents([6]), 8).fill() == 0.75
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_tokens_of_rows_are_those_without_padding(packing: bool) -> None:
+    data = PackedDataset(make_documents(random_lengths(50, 30)), 32, packing=packing)
+    segments = data.tensors(np.arange(len(data)))["segment_ids"]
+    assert data.row_tokens.tolist() == (segments > 0).sum(1).tolist()
+
+
 def test_fingerprint_sees_tokens_masks_and_packing() -> None:
     documents = make_documents([3, 4, 5])
     base = PackedDataset(documents, 8).fingerprint()

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from tests.benchmarks import headline
 from tests.compiler_models import TINY, write_config
+from tpu_kit import host, quantized, stacking
 from tpu_kit import model as models
-from tpu_kit import quantized, stacking
 from tpu_kit.compiler import compile_step
 from tpu_kit.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, load_config
 from tpu_kit.launch import launch
@@ -294,6 +294,10 @@ def test_loading_takes_the_memory_of_the_quantised_model_and_of_one_shard(tmp_pa
     print(line, shards)
     assert size < 0.45 * sum(shards) and len(shards) > 2
     assert most < size + max(shards)
+    expected = host.loading_bytes(
+        load_config(None, {"model.name": str(folder), "base_dtype": "int4", "quant_group": 32})
+    )
+    assert expected is not None and 0.5 * expected < most < expected < 0.5 * sum(shards)
 
 
 # ------------------------------------------------------------------------------------------------------------- training

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from tpu_kit import embedded, sft
+from tpu_kit import embedded, manifest, sft
 from tpu_kit.config import ConfigError, TrainConfig, load_config
 from tpu_kit.machine import Machine
 from tpu_kit.tracking import read_metrics
@@ -63,9 +63,13 @@ def test_resumed_equals_uninterrupted(where: dict[str, Any], tmp_path: Path) -> 
     assert ended(again) == ended(whole)
     assert second.step == first.step == 8 and second.metrics["eval_loss"] == first.metrics["eval_loss"]
     assert second.metrics.get("compiles", 0) <= first.metrics.get("compiles", 0)
-    for record in read_metrics(again):  # the first after the checkpoint, too, has the tokens of its own seconds alone
-        if record["kind"] == "train":
-            assert record["tokens_per_second"] * record["step_seconds"] == pytest.approx(2 * 128)
+    # The first record after the checkpoint, too, has the tokens of its own seconds alone.
+    trained = {record["step"]: record for record in read_metrics(again) if record["kind"] == "train"}
+    tokens = {0: 0, 4: manifest.scan(again / "checkpoints")[0][0].document("state")["tokens"]}
+    tokens |= {step: record["tokens"] for step, record in trained.items()}
+    for start, end in ((0, 3), (4, 6), (6, 8)):
+        seconds = trained[end]["step_seconds"] * (end - start)
+        assert trained[end]["tokens_per_second"] * seconds == pytest.approx(tokens[end] - tokens[start])
 
 
 def test_a_finished_run_stays_finished(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,8 @@ while mode == "slow" and attempts < 3:
 if mode == "bad":
     raise ValueError("no such rows\\nin <here>")
 lines = [{"kind": "train", "step": s, "loss": 2.0, "tokens_per_second": t} for s, t in ((1, 1.0), (2, 90.0), (3, 70.0))]
-lines.append({"kind": "eval", "step": 3, "loss": abs(rate - 0.3), "accuracy": None})
+lines.append({"kind": "eval", "step": 2, "loss": abs(rate - 0.3), "accuracy": None})
+lines.append({"kind": "eval", "step": 3, "loss": 1 - abs(rate - 0.3), "accuracy": None})
 (folder / "metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
 (folder / "eval.json").write_text(json.dumps({"tuned": {"accuracy": {"share": 0.5}}}))
 """
@@ -102,6 +103,7 @@ def test_a_run_that_fails_does_not_stop_the_others_and_finished_ones_are_skipped
     ]
     best, _, failed = rows
     assert float(best["eval_loss"]) == pytest.approx(0.01)
+    assert best["eval_step"] == "2"  # of the weights that are kept; the last evaluations are the other way round
     assert (best["accuracy"], best["tokens_per_second"]) == ("0.5", "80.0")  # without the window that compiles
     assert float(best["dollars"]) == pytest.approx(float(best["hours"]) * 3600)
     assert failed["error"] == "cell [3], ValueError: no such rows in <here>"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tpu_kit.config import ConfigError, TrackingConfig, TrainConfig
+from tpu_kit.config import ConfigError, LoraConfig, TrackingConfig, TrainConfig
 from tpu_kit.machine import Machine
 from tpu_kit.testing import run_python
 from tpu_kit.tracking import Tracker, check_tracking, flops_per_token, model_flops_per_token, read_metrics
@@ -221,14 +221,16 @@ def counted(model: Any, length: int) -> float:
     return counter.get_total_flops() / length
 
 
+def build_adapted(**changed: Any) -> Any:
+    import peft
+
+    return peft.get_peft_model(build_llama(**changed), peft.LoraConfig(r=4, target_modules="all-linear"))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
 def test_flops_agree_with_torch(lora: bool, tied: bool) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    model = build_llama(tie_word_embeddings=tied)
-    if lora:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    model = build_adapted(tie_word_embeddings=tied) if lora else build_llama(tie_word_embeddings=tied)
     length = 128
     formula = model_flops_per_token(model, length)
     # The formula takes norms for matrices, and the gradient of the first layer's input for needed: small, and over.
@@ -236,6 +238,42 @@ def test_flops_agree_with_torch(lora: bool, tied: bool) -> None:
     assert real <= formula <= 1.04 * real
     if not lora:
         assert formula == flops_per_token(0, model.num_parameters() - (0 if tied else 96 * 64), 6, 128, length)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_flops_of_integers_are_those_of_the_weights_that_they_stand_for(bits: int) -> None:
+    from tpu_kit import model as models
+    from tpu_kit.quantize import Scheme, quantize_model
+    from tpu_kit.stacking import stack
+
+    lora, length = LoraConfig(r=4), 128
+    plain = models.adapt(build_llama(), lora, "fp32")
+    real = counted(build_adapted(), length)
+    base = build_llama()
+    quantize_model(base, Scheme(bits, 16 if bits == 4 else 0))
+    model = models.adapt(base, lora, "int4")
+    formula = model_flops_per_token(model, length)
+    assert formula == model_flops_per_token(plain, length)
+    assert real <= formula <= 1.04 * real
+    stack(model.get_decoder())  # as on a TPU
+    assert model_flops_per_token(model, length) == formula
+
+
+def test_flops_of_an_8b_model_in_int4() -> None:
+    """Four for each number in the matrices of Llama 3.1 8B, 6.98e9 in layers and 0.53e9 in the head, and attention."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tpu_kit.quantize import Scheme, replace_layers
+    from tpu_kit.shipped import shipped_shapes
+
+    settings = shipped_shapes()["meta-llama/Llama-3.1-8B-Instruct"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+        replace_layers(model, Scheme(4, 128))
+    formula = model_flops_per_token(model.requires_grad_(False), 2048)
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
+    assert formula == pytest.approx(4 * matrices + 12 * 32 * 4096 * 2048, rel=1e-3)
 
 
 def test_no_flops_of_a_mixture_of_experts() -> None:

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.config import TrainConfig, from_dict
-from tpu_kit.tracking import read_metrics
-
-_SHOWN = ("step", "loss", "eval_loss", "learning_rate")
+from tpu_kit.tracking import best_evaluation, read_metrics
 
 
 def hub_id(name: str) -> str | None:
@@ -43,15 +41,15 @@ def model_card(config: TrainConfig, run_dir: Path, kind: str, base: str | None, 
         f"{kind[0].upper()}{kind[1:]}, tuned with tpu_kit from **{named}** on **{source}** ({method}). The "
         "licences of the base model and of the data apply.",
         "## Use\n\n" + use,
-        "## Results\n\n" + _results(run_dir),
+        "## Results\n\n" + _results(config, run_dir),
         "## Checked when it was exported\n\n" + "\n".join(f"- {check}" for check in checks),
         f"## Configuration\n\n```yaml\n{_settings(config)}\n```",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _results(run_dir: Path) -> str:
-    """A table of the base and the tuned model, and the last metrics."""
+def _results(config: TrainConfig, run_dir: Path) -> str:
+    """A table of the base and the tuned model, and what the run's metrics say."""
     lines = []
     if (path := run_dir / "eval.json").is_file():
         found = json.loads(path.read_text())
@@ -64,11 +62,24 @@ def _results(run_dir: Path) -> str:
             lines.append(f"| perplexity | {base['perplexity']:.4g} | {tuned['perplexity']:.4g} |")
         lines += ["", f"{found['gained']} rows only the tuned model answers correctly, {found['lost']} only the base "
                   f"(p = {found['p_value']:.2g}, McNemar's exact test).", ""]  # fmt: skip
-    last: dict[str, float] = {}
-    for record in read_metrics(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").is_file() else []:
-        last |= {name: value for name, value in record.items() if isinstance(value, (int, float))}
-    lines += [f"- {name}: {last[name]:.5g}" for name in _SHOWN if name in last]
+    lines += [f"- {name}: {value}" for name, value in _training(config, read_metrics(run_dir)).items()]
     return "\n".join(lines) or "The run measured none: set tracking.generate_rows to have held-out rows answered."
+
+
+def _training(config: TrainConfig, records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The run's figures by name: where it ended, and the evaluation of the weights that it kept."""
+    found = {}
+    if trained := [record for record in records if record["kind"] == "train"]:
+        last = trained[-1]
+        found = {"updates": f"{last['step']:,}", "learning rate at its peak": f"{config.optim.learning_rate:g}"}
+        found |= {"tokens trained on": f"{last['tokens']:,}", "passes over the data": f"{last['epoch']:.3g}"}
+        found |= {"training loss": f"{last['loss']:.5g}"} if last["loss"] is not None else {}
+    newest = [record for record in records if record["kind"] == "eval"][-1:]
+    kept = best_evaluation(records if config.optim.eval_steps is not None else newest)  # as `loop.Loop.weights`
+    if kept is not None:
+        found["held-out loss"] = f"{kept['loss']:.5g} (of these weights, after update {kept['step']:,})"
+        found |= {"held-out accuracy": f"{kept['accuracy']:.1%}"} if kept["accuracy"] is not None else {}
+    return found
 
 
 def _accuracy(summary: dict[str, Any]) -> str:

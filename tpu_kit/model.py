@@ -324,7 +324,7 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
     """Counts the parameters; one line to print, which also names quantised layers that no adapter goes with."""
     parts = {name: part for name, part in model.named_modules() if isinstance(part, QuantizedLinear)}
-    count, about = sum(part.weight.numel() * 8 // part.scheme.bits for part in parts.values()), ""
+    count, about = sum(part.count for part in parts.values()), ""
     if parts:
         about = f"; {count:,} are frozen in {next(iter(parts.values())).scheme}"
         alone = {name.rpartition(".")[2] for name in parts} - {"base_layer"}

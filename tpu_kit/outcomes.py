@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from tpu_kit import chips
 from tpu_kit.machine import Machine
-from tpu_kit.tracking import METRICS_FILE, read_metrics
+from tpu_kit.tracking import METRICS_FILE, best_evaluation, read_metrics
 from tpu_kit.trials import Sweep, Trial
 
 Status = Literal["waiting", "under way", "finished", "failed"]
@@ -78,7 +78,8 @@ class Outcome:
     Attributes:
         trial: the run.
         status: how far it is.
-        eval_loss: of the last evaluation, nats per token.
+        eval_loss: of the best evaluation, whose weights are the run's adapter, nats per token.
+        eval_step: the updates that these weights have.
         accuracy: of the tuned model's answers to held-out questions, 0 to 1.
         tokens_per_second: median over the run's log lines, without the first, which holds the compilation.
         hours: that its notebook took, all attempts together.
@@ -89,6 +90,7 @@ class Outcome:
     trial: Trial
     status: Status
     eval_loss: float | None
+    eval_step: int | None
     accuracy: float | None
     tokens_per_second: float | None
     hours: float | None
@@ -101,7 +103,7 @@ class Outcome:
         return {**self.trial.swept, **figures, "status": self.status}
 
 
-_FIGURES = ("eval_loss", "accuracy", "tokens_per_second", "hours", "dollars")
+_FIGURES = ("eval_loss", "eval_step", "accuracy", "tokens_per_second", "hours", "dollars")
 
 
 def outcomes(plan: Sweep) -> list[Outcome]:
@@ -114,16 +116,17 @@ def outcomes(plan: Sweep) -> list[Outcome]:
 
 def _outcome(trial: Trial, folder: Path, price: float | None) -> Outcome:
     record, metrics = Record.read(folder), read_metrics(folder)
-    evaluated = [one for one in metrics if one["kind"] == "eval"]
+    best = best_evaluation(metrics)
     rates = [one["tokens_per_second"] for one in metrics if one["kind"] == "train"]
-    accuracy = evaluated[-1].get("accuracy") if evaluated else None
+    accuracy = best.get("accuracy") if best else None
     if (path := folder / "eval.json").is_file():
         accuracy = json.loads(path.read_text())["tuned"]["accuracy"]["share"]
     hours = record.seconds / 3600 if record.seconds else None
     return Outcome(
         trial=trial,
         status=record.status,
-        eval_loss=evaluated[-1]["loss"] if evaluated else None,
+        eval_loss=best["loss"] if best else None,
+        eval_step=best["step"] if best else None,
         accuracy=accuracy,
         tokens_per_second=statistics.median(rates[1:] or rates) if rates else None,
         hours=hours,

@@ -163,6 +163,11 @@ class QuantizedLinear(torch.nn.Linear):
         output: torch.Tensor = _Product.apply(input.to(dtype), self.weight, self.scale, self.scheme)
         return output if self.bias is None else output + self.bias.to(dtype)
 
+    @property
+    def count(self) -> int:
+        """Number of weights that its integers stand for; where it is a stack of layers, those of all."""
+        return self.weight.numel() * 8 // self.scheme.bits
+
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight (O, I) that it multiplies with."""
         return self.scheme.dequantize(self.weight, self.scale, dtype)

@@ -32,6 +32,7 @@ def flops_per_token(frozen: int, trainable: int, num_layers: int, attention_widt
         4 * frozen + 6 * trainable + 12 * num_layers * attention_width * sequence_length
 
     What rematerialization computes again is not counted: this is for MFU, not for hardware FLOPs utilisation (HFU).
+    Weights stored as integers count as the numbers they stand for: the products are the same.
 
     Args:
         frozen: parameters without a gradient, an embedding table that is only looked up left out.
@@ -44,19 +45,23 @@ def flops_per_token(frozen: int, trainable: int, num_layers: int, attention_widt
 
 
 def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
-    """Count `flops_per_token` of a transformers or PEFT model.
+    """Count `flops_per_token` of a transformers or PEFT model: of its decoder and its output head.
 
     None for a mixture of experts: it runs a part of its parameters per token, so the formula would flatter it.
     """
+    from torch.nn import Embedding
+
+    from tpu_kit.quantize import QuantizedLinear
+
     config = model.config.get_text_config()
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
-    counts = {False: 0, True: 0}
-    for parameter in model.parameters():
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    parts = list(decoder.modules())
+    tables = {part.weight for part in parts if isinstance(part, Embedding)}
+    counts = {False: sum(part.count for part in parts if isinstance(part, QuantizedLinear)), True: 0}
+    for parameter in {*decoder.parameters()} - tables | {*head.parameters()}:  # a tied table is the head's matrix
         counts[parameter.requires_grad] += parameter.numel()
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    if head is not None and head.weight is not table:
-        counts[table.requires_grad] -= table.numel()
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return flops_per_token(counts[False], counts[True], config.num_hidden_layers, width, sequence_length)
@@ -110,7 +115,7 @@ class Tracker:
         resume_step: the step that the run continues after.
         history: the records until then, which the file then begins with, whatever is in it. None starts anew, and keeps
             an earlier file as metrics.previous.jsonl.
-        resume_tokens: tokens trained on until `resume_step`.
+        resume_tokens: tokens trained on until `resume_step`, without padding.
         total_steps: the step that the run ends at, for the bar and the ETA.
         flops_per_token: from `model_flops_per_token`; None leaves MFU out.
         chip_name: a name that `chips.chip` knows; None, or a chip without a known peak, leaves MFU out.
@@ -196,7 +201,8 @@ class Tracker:
             loss: mean NLL per loss-carrying token of the window, nats.
             grad_norm: norm of the gradient before clipping.
             lr: learning rate of the last update.
-            tokens: tokens trained on since the start of the run, resumed parts included, all replicas together.
+            tokens: tokens trained on since the start of the run, resumed parts included, all replicas together;
+                padding is none. Tokens per second and MFU are of these.
             compiles: programs compiled by this process so far.
             epoch: passes over the data, a fraction.
             device_bytes: memory in use on the device of rank 0.
