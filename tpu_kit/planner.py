@@ -245,12 +245,8 @@ def _most(config: TrainConfig, shape: Shape, where: Where) -> int:
 
     def fits(rows: int) -> bool:
         optim = replace(config.optim, batch_size=rows, global_batch_size=None)
-        return (
-            estimate(
-                replace(config, optim=optim), num_replicas=where.replicas, shape=shape, chip=where.chip
-            ).total_bytes
-            <= limit
-        )
+        one = replace(config, optim=optim)
+        return estimate(one, num_replicas=where.replicas, shape=shape, chip=where.chip).total_bytes <= limit
 
     return largest(fits, MOST_TOKENS // config.data.max_length)
 
