@@ -11,10 +11,11 @@ import pytest
 from datasets import Dataset
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
+from tpu_kit.columns import detect_layout
 from tpu_kit.config import DataConfig
 from tpu_kit.embedded import model_dir
 from tpu_kit.encoder import Encoder, Example, decoded_example, ensure_chat_template
-from tpu_kit.formats import RowError, detect_layout
+from tpu_kit.formats import RowError
 
 COT = {"question": "What is 2 + 3?", "reasoning": "Two and three\nmake five.", "answer": "5"}
 REPLY = "<think>\nTwo and three\nmake five.\n</think>\n5"

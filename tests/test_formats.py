@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tpu_kit.columns import detect_layout
 from tpu_kit.config import DataConfig
-from tpu_kit.formats import RowError, conversation, detect_layout, normalised, reasoning_of, reply
+from tpu_kit.formats import RowError, conversation, normalised
+from tpu_kit.reasoning import reasoning_of, reply
 
 
 def layout(names: str, **settings: Any) -> str:

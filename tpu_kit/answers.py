@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from tpu_kit.columns import Layout
 from tpu_kit.config import DataConfig, ModelConfig
 from tpu_kit.encoder import Encoder, default_stop
-from tpu_kit.formats import Layout
 from tpu_kit.kvcache import causal
 from tpu_kit.pretrained import load_base
 from tpu_kit.quantized import load_frozen

@@ -17,20 +17,24 @@ import numpy as np
 from datasets import Dataset, DatasetDict
 from datasets import config as datasets_config
 
+from tpu_kit.columns import detect_layout, first_values
 from tpu_kit.config import DataConfig
-from tpu_kit.encoder import Encoder, Example, ensure_chat_template
-from tpu_kit.formats import RowError, detect_layout, normalised, problem
+from tpu_kit.encoder import Encoder, Example, Kept, ensure_chat_template
+from tpu_kit.formats import RowError, normalised, problem
 from tpu_kit.packing import Documents, PackedDataset
 from tpu_kit.sources import GENERATED, load_rows, pick_split
 
 _ROWS_PER_PROCESS = 10_000  # below this a second process takes longer to start than it saves
 _SHOWN_ERRORS = 5
-_CACHE_VERSION = 2  # raise it when the code below gives other tokens for the same row
+_CACHE_VERSION = 3  # raise it when the code below gives other tokens for the same row
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """What became of the rows. Counts are of rows unless they say otherwise.
+    """What became of the rows.
+
+    A row is one document, except a chat of which the chat template drops the reasoning of earlier turns: it is one for
+    each reply (`Encoder.parts`). What is said of rows below `seen_in_training` is counted in documents.
 
     Attributes:
         source: where they came from.
@@ -41,12 +45,15 @@ class DataReport:
         dropped_too_long: rows over max_length that were dropped.
         truncated: rows cut to max_length and kept.
         dropped_no_loss: rows cut to max_length of which no token with loss was left; dropped.
-        documents: rows that are left.
+        rows_used: rows of which a document is left.
+        documents: those that are left.
         tokens: their tokens.
         loss_tokens: those of them that carry loss.
         packed_rows: rows of max_length tokens they were packed into.
         fill: share of the slots of packed rows that hold real tokens, the emptiest row left out.
         lengths: tokens of each document before truncation.
+        reasoning: the replies that carry loss, those for which the rows hold reasoning, and those with all of it among
+            the tokens that carry loss.
     """
 
     source: str
@@ -57,18 +64,21 @@ class DataReport:
     dropped_too_long: int
     truncated: int
     dropped_no_loss: int
+    rows_used: int
     documents: int
     tokens: int
     loss_tokens: int
     packed_rows: int
     fill: float
     lengths: tuple[int, ...]
+    reasoning: Kept
 
     def __str__(self) -> str:
         middle, tail = np.percentile(self.lengths, [50, 95]).astype(int)
         lines = [
             f"source           {self.source}: {self.layout}",
-            f"rows             {self.rows_read:,} read, {self.documents:,} used",
+            f"rows             {self.rows_read:,} read, {self.rows_used:,} used{self._split()}",
+            f"with reasoning   {self.reasoning.found:,} of {self.reasoning.replies:,} replies{self._lost()}",
             f"held out         {self.held_out:,}; dropped as seen in training {self.seen_in_training:,}",
             f"too long         {self.dropped_too_long:,} dropped, {self.truncated:,} truncated, "
             f"{self.dropped_no_loss:,} dropped because truncation left no loss",
@@ -77,6 +87,22 @@ class DataReport:
             f"packed           {self.packed_rows:,} rows, {self.fill:.1%} full",
         ]
         return "\n".join(lines)
+
+    def _split(self) -> str:
+        if self.documents == self.rows_used:
+            return ""
+        return (
+            f" as {self.documents:,} documents: the chat template drops the reasoning of earlier turns, so each reply "
+            "is trained after the prompt of its own"
+        )
+
+    def _lost(self) -> str:
+        _, held, found = self.reasoning
+        if found == held:
+            return ""
+        return f"; WARNING: the rows hold reasoning for {held:,}, and {held - found:,} lose some of it: " + (
+            "raise data.max_length" if self.truncated else "the tokenizer changes its text"
+        )
 
 
 @dataclass(frozen=True)
@@ -113,11 +139,19 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Tokenized:
-    """All rows of one source: their documents, lengths before truncation, and hashes of their questions."""
+    """All rows of one source.
+
+    Attributes:
+        documents: of the rows, in their order.
+        full_lengths: the tokens of each before truncation.
+        questions: the hash of the question of each document's row.
+        kept: the numbers of `Kept` of each, (documents, 3).
+    """
 
     documents: Documents
     full_lengths: np.ndarray
     questions: np.ndarray
+    kept: np.ndarray
 
 
 def prepare(
@@ -152,7 +186,7 @@ def prepare(
         raise ValueError(f"{source} has no rows")
     encoder = _encoder(rows, tokenizer, config)
     everything = _tokenize(rows, encoder, source, vocab_size)
-    train = np.ones(len(rows), dtype=bool)
+    train = np.ones(len(everything.documents), dtype=bool)
     eval_source, eval_split = _eval_source(config, dataset)
     eval_data: PackedDataset | None = None
     eval_report: DataReport | None = None
@@ -165,24 +199,24 @@ def prepare(
             eval_encoder = _encoder(held, tokenizer, config)
             held_tokens = _tokenize(held, eval_encoder, eval_source, vocab_size)
             chosen = ~np.isin(held_tokens.questions, everything.questions)
-            seen = int((~chosen).sum())
+            seen = _count(held_tokens, ~chosen)
             if not chosen.any():
                 raise ValueError(f"every question of the evaluation rows ({eval_source}) is in the train rows too")
         else:
             held, eval_encoder, held_tokens, seen = rows, encoder, everything, 0
-            chosen, train = _hold_out(everything.questions, config)
+            chosen, train = _hold_out(everything, config)
         eval_data, eval_report = _pack(held_tokens, chosen, eval_encoder, eval_source or source)
         eval_report = replace(eval_report, rows_read=len(held), seen_in_training=seen)
-        eval_rows, prompts = _raw_rows(held, chosen, eval_encoder)
+        eval_rows, prompts = _raw_rows(held, np.unique(held_tokens.documents.source_rows[chosen]), eval_encoder)
     packed, report = _pack(everything, train, encoder, source)
-    report = replace(report, rows_read=len(rows), held_out=int((~train).sum()))
+    report = replace(report, rows_read=len(rows), held_out=_count(everything, ~train))
     order = f"{packed.fingerprint()} {config.seed} {config.shuffle}"
     fingerprint = hashlib.blake2b(order.encode(), digest_size=16).hexdigest()
     return Prepared(packed, eval_data, eval_rows, prompts, report, eval_report, encoder, fingerprint)
 
 
 def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig) -> Encoder:
-    layout = detect_layout(rows.column_names, config)
+    layout = detect_layout(rows.column_names, config, first_values(rows))
     first = rows[0]
     plain = layout.format == "text" or (
         layout.format == "prompt_completion" and isinstance(first[layout.columns["prompt"]], str)
@@ -206,8 +240,17 @@ def _eval_source(config: DataConfig, dataset: Dataset | DatasetDict | None) -> t
     return None, ""
 
 
-def _hold_out(questions: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Choose questions by a hash of their text: return which rows evaluate (one of each question) and which train."""
+def _count(tokens: _Tokenized, chosen: np.ndarray) -> int:
+    """Return how many rows the chosen documents are of."""
+    return len(np.unique(tokens.documents.source_rows[chosen]))
+
+
+def _hold_out(tokens: _Tokenized, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Choose questions by a hash of their text: return which documents evaluate and which train.
+
+    Those of one row of each chosen question evaluate; those of the others that ask the same do neither.
+    """
+    questions, source_rows = tokens.questions, tokens.documents.source_rows
     unique, first = np.unique(questions, return_index=True)
     if len(unique) <= config.eval_rows:
         raise ValueError(
@@ -216,16 +259,14 @@ def _hold_out(questions: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np
         )
     salted = [hashlib.blake2b(f"{config.seed} {key}".encode()).digest() for key in unique]
     picked = sorted(range(len(unique)), key=salted.__getitem__)[: config.eval_rows]
-    chosen = np.zeros(len(questions), dtype=bool)
-    chosen[first[picked]] = True
-    return chosen, ~np.isin(questions, unique[picked])
+    return np.isin(source_rows, source_rows[first[picked]]), ~np.isin(questions, unique[picked])
 
 
 def _raw_rows(rows: Dataset, chosen: np.ndarray, encoder: Encoder) -> tuple[list[dict[str, Any]], list[str]]:
-    picked = [dict(rows[int(i)]) for i in np.flatnonzero(chosen)]
+    picked = [dict(rows[int(i)]) for i in chosen]
     prompts = [encoder.prompt(encoder.conversation(row)) for row in picked]
     if encoder.layout.format == "cot":
-        picked = [row | problem(row, encoder.layout) for row in picked]
+        picked = [row | problem(row, encoder.layout, encoder.config) for row in picked]
     return picked, prompts
 
 
@@ -260,12 +301,14 @@ def _pack(tokens: _Tokenized, chosen: np.ndarray, encoder: Encoder, source: str)
         dropped_too_long=dropped_long,
         truncated=int((long & keep).sum()),
         dropped_no_loss=int((chosen & ~keep).sum()) - dropped_long,
+        rows_used=len(np.unique(kept.source_rows)),
         documents=len(kept),
         tokens=int(kept.lengths.sum()),
         loss_tokens=int(kept.loss_mask.sum()),
         packed_rows=len(packed),
         fill=packed.fill(),
         lengths=tuple(tokens.full_lengths[keep].tolist()),
+        reasoning=Kept(*tokens.kept[keep].sum(axis=0).tolist()),
     )
     return packed, report
 
@@ -291,31 +334,47 @@ def _tokenize(rows: Dataset, encoder: Encoder, source: str, vocab_size: int | No
         more = f" and {len(bad) - _SHOWN_ERRORS} more" if len(bad) > _SHOWN_ERRORS else ""
         raise ValueError(f"{source}: {len(bad)} of {len(errors)} rows cannot be used: {shown}{more}. Mend or drop them")
     columns = table.with_format("arrow")[:]
-    ids = columns["input_ids"].combine_chunks()
-    lengths = np.diff(ids.offsets.to_numpy()).astype(np.int64)
-    input_ids = ids.flatten().to_numpy().astype(np.int32)
+    parts = columns["lengths"].combine_chunks()
+    counts, lengths = np.diff(parts.offsets.to_numpy()), parts.flatten().to_numpy().astype(np.int64)
+    source_rows = np.repeat(np.arange(len(counts)), counts)
+    input_ids = columns["input_ids"].combine_chunks().flatten().to_numpy().astype(np.int32)
     highest = int(input_ids.max())
     if vocab_size is not None and highest >= vocab_size:
-        row = int(np.searchsorted(np.cumsum(lengths), int(input_ids.argmax()), side="right"))
+        row = source_rows[np.searchsorted(np.cumsum(lengths), int(input_ids.argmax()), side="right")]
         raise ValueError(
             f"the tokenizer and the model do not belong together: {source}, row {row} has token "
             f"{encoder.tokenizer.convert_ids_to_tokens(highest)!r} with id {highest}, and the model's vocabulary ends "
             f"at {vocab_size - 1}"
         )
     loss_mask = columns["loss_mask"].combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(bool)
-    documents = Documents(input_ids, loss_mask, lengths, np.arange(len(lengths)))
-    return _Tokenized(documents, columns["length"].to_numpy(), columns["question"].to_numpy().astype(str))
+    documents = Documents(input_ids, loss_mask, lengths, source_rows)
+    full_lengths = columns["full_lengths"].combine_chunks().flatten().to_numpy()
+    kept = columns["kept"].combine_chunks().flatten().to_numpy().reshape(-1, len(Kept._fields))
+    return _Tokenized(documents, full_lengths, np.repeat(columns["question"].to_numpy().astype(str), counts), kept)
 
 
 def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
+    """Return the documents of a row one after another, with the numbers of `Kept` of each."""
     try:
         talk = encoder.conversation(row)
-        ids, mask = encoder.encode(talk)
+        parts = encoder.parts(talk)
+        whole = [encoder.encode(part) for part in parts]
     except RowError as error:
-        return {"input_ids": [0], "loss_mask": [False], "length": 0, "question": "", "error": str(error)}
+        return {
+            "input_ids": [0], "loss_mask": [False], "lengths": [1], "full_lengths": [1], "kept": [0, 0, 0],
+            "question": "", "error": str(error),
+        }  # fmt: skip
     end = encoder.config.max_length
-    question = hashlib.blake2b(normalised(talk.question).encode(), digest_size=16).hexdigest()
-    return {"input_ids": ids[:end], "loss_mask": mask[:end], "length": len(ids), "question": question, "error": ""}
+    cut = [Example(ids[:end], mask[:end]) for ids, mask in whole]
+    return {
+        "input_ids": [i for example in cut for i in example.input_ids],
+        "loss_mask": [loss for example in cut for loss in example.loss_mask],
+        "lengths": [len(example.input_ids) for example in cut],
+        "full_lengths": [len(example.input_ids) for example in whole],
+        "kept": [n for part, example in zip(parts, cut, strict=True) for n in encoder.kept(part, example)],
+        "question": hashlib.blake2b(normalised(talk.question).encode(), digest_size=16).hexdigest(),
+        "error": "",
+    }
 
 
 def _fingerprint(rows: Dataset, encoder: Encoder) -> str:

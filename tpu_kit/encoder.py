@@ -3,10 +3,16 @@
 Which tokens carry loss is read off the rendering of the tokenizer's own chat template: from its `{% generation %}`
 markers, or by rendering each conversation up to an assistant turn and checking that this is how the whole rendering
 begins. Token ids are never compared with the padding id: in many tokenizers that is also the end-of-turn token.
+
+Many templates drop reasoning: all of it, that of earlier turns, or what a message holds beside its content. It is
+written all the same where it carries loss, in one of three ways that keep the prompt as it is at inference:
+the message is told in another form (tags in its content, `reasoning_content`); a chat becomes one document for each
+reply whose reasoning the next turn removes; the reply is written after the template's own prompt.
 """
 
 import json
 import re
+import unicodedata
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +21,10 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
+from tpu_kit.columns import Layout
 from tpu_kit.config import DataConfig
-from tpu_kit.formats import Conversation, Layout, RowError, conversation, reasoning_of
+from tpu_kit.formats import Conversation, RowError, conversation
+from tpu_kit.reasoning import MESSAGE_KEYS, answer_of, in_message, reasoning_of, reply
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -35,6 +43,20 @@ class Example(NamedTuple):
 
     input_ids: list[int]
     loss_mask: list[bool]
+
+
+class Kept(NamedTuple):
+    """What became of the reasoning in a document.
+
+    Attributes:
+        replies: assistant turns that carry loss.
+        held: those for which the row has reasoning.
+        found: those whose whole reasoning is in the tokens that carry loss.
+    """
+
+    replies: int
+    held: int
+    found: int
 
 
 def default_stop(tokenizer: Any) -> str | None:
@@ -71,6 +93,11 @@ def decoded_example(tokenizer: Any, example: Example) -> list[tuple[str, bool]]:
             spans.append(([], bool(loss)))
         spans[-1][0].append(int(token))
     return [(tokenizer.decode(ids, clean_up_tokenization_spaces=False), loss) for ids, loss in spans]
+
+
+def _squeezed(text: str) -> str:
+    """Return a text without what some tokenizers change: white space, and the composition of characters."""
+    return "".join(unicodedata.normalize("NFC", text).split())
 
 
 def _renamed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -121,13 +148,41 @@ class Encoder:
         last = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant")
         return self._render(talk.messages[:last], talk.tools, prompt=True)
 
+    def parts(self, talk: Conversation) -> list[Conversation]:
+        """Return the conversations to encode: the one given, or several where the chat template drops reasoning of it.
+
+        A template that removes the reasoning of a turn once more follows gives several: each ends in a reply, and its
+        prompt is the one that the model is given at inference. Each trained reply carries loss in one of them.
+
+        Raises:
+            RowError: it cannot be rendered.
+        """
+        if not any(self._trained(talk).values()):
+            return [talk]
+        turns, made = list(self._trained(talk)), []
+        while turns:
+            for count in range(len(turns), 0, -1):
+                end = len(talk.messages) if count == len(turns) else turns[count - 1] + 1
+                part = Conversation(talk.messages[:end], turns[0], talk.tools)
+                if self._keeps(part):
+                    break
+            else:  # one reply, which the template drops the reasoning of
+                part = next(filter(self._keeps, self._told(part)), part)
+            made.append(part)
+            turns = turns[count:]
+        return made
+
     def encode(self, talk: Conversation) -> Example:
         """Return the token ids of a conversation and which of them carry loss.
 
         The first token never carries loss: nothing stands before it to be predicted from.
 
+        Args:
+            talk: one of `parts`.
+
         Raises:
-            RowError: it cannot be rendered, its turns cannot be told apart with certainty, or no token carries loss.
+            RowError: it cannot be rendered, its turns cannot be told apart with certainty, the chat template drops
+                reasoning that cannot be written without it, or no token carries loss.
         """
         messages, eos = talk.messages, self.tokenizer.eos_token_id
         if isinstance(messages, str):
@@ -180,7 +235,7 @@ class Encoder:
         for i, message in enumerate(talk.messages):
             said = message["content"] if isinstance(message.get("content"), str) else ""
             if message["role"] == "assistant":
-                said = said.rpartition(self.config.think_close)[2] if i >= talk.first else ""
+                said = answer_of(said, self.config) if i >= talk.first else ""
             said = said.strip()
             if said not in text and json.dumps(said)[1:-1] not in text:  # some write what tools return as JSON
                 raise RowError(f"the chat template leaves out what message {i} says: {said[:60]!r}")
@@ -188,13 +243,75 @@ class Encoder:
         if any(calls) and self._render(_renamed(talk.messages), talk.tools).count(_PROBE) < sum(calls):
             raise RowError(f"the chat template leaves out the tool calls of message {calls.index(max(calls))}")
 
-    def _spoils_reasoning(self, text: str, talk: Conversation) -> bool:
-        """Say whether the template drops the reasoning of a row, or puts an empty one of its own before it."""
-        if self.layout.format != "cot" or isinstance(talk.messages, str):
-            return False
-        reasoning = reasoning_of(talk.messages[-1]["content"], self.config)
-        empty = rf"{re.escape(self.config.think_open)}\s*{re.escape(self.config.think_close)}"
-        return bool(reasoning) and (reasoning not in text or re.search(empty, text) is not None)
+    def kept(self, talk: Conversation, example: Example) -> Kept:
+        """Count the replies of a document whose reasoning is found again in the decoded tokens that carry loss.
+
+        Args:
+            talk: one of `parts`.
+            example: what `encode` made of it, or the first of those tokens.
+        """
+        told = list(self._trained(talk).values())
+        if isinstance(talk.messages, str):
+            told = [reasoning_of(talk.messages[talk.first :], self.config)]
+        held = [_squeezed(reasoning) for reasoning in told if reasoning]
+        if not held:
+            return Kept(len(told), 0, 0)
+        ids = [i for i, loss in zip(example.input_ids, example.loss_mask, strict=True) if loss]
+        text, place, found = _squeezed(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)), 0, 0
+        for reasoning in held:
+            at = text.find(reasoning, place)
+            if at >= 0:
+                place, found = at + len(reasoning), found + 1
+        return Kept(len(told), len(held), found)
+
+    def _trained(self, talk: Conversation) -> dict[int, str]:
+        """Return the reasoning of each message that carries loss, empty if it has none; nothing for plain text."""
+        if isinstance(talk.messages, str):
+            return {}
+        chosen = list(enumerate(talk.messages))[talk.first :]
+        return {i: in_message(message, self.config) for i, message in chosen if message["role"] == "assistant"}
+
+    def _told(self, talk: Conversation) -> list[Conversation]:
+        """Return a chat with the reasoning of its trained turns in tags in the content, and in a key of its own."""
+        assert not isinstance(talk.messages, str)
+        told: list[Conversation] = []
+        for key in (False, True):
+            messages = [dict(message) for message in talk.messages]
+            for i, reasoning in self._trained(talk).items():
+                said = answer_of(str(messages[i].get("content") or ""), self.config).strip()
+                bare = {name: value for name, value in messages[i].items() if name not in MESSAGE_KEYS}
+                if reasoning and key:
+                    messages[i] = bare | {"content": said, "reasoning_content": reasoning}
+                elif reasoning:
+                    messages[i] = bare | {"content": reply(reasoning, said, self.config)}
+            told.append(talk._replace(messages=messages))
+        return told
+
+    def _keeps(self, talk: Conversation) -> bool:
+        assert not isinstance(talk.messages, str)
+        return self._lost(self._render(talk.messages, talk.tools), talk) is None
+
+    def _lost(self, text: str, talk: Conversation) -> int | None:
+        """Return the first message whose reasoning is not in the rendering, or has an empty one before it.
+
+        What is said is looked for in the order of the chat, so that words which occur in another turn do not count.
+        """
+        assert not isinstance(talk.messages, str)
+        empty = re.compile(rf"{re.escape(self.config.think_open)}\s*{re.escape(self.config.think_close)}")
+        trained, place = self._trained(talk), 0
+        for i, message in enumerate(talk.messages):
+            words = message["content"] if isinstance(message.get("content"), str) else ""
+            said, reasoning = answer_of(words, self.config).strip(), trained.get(i, "")
+            if reasoning:
+                at = text.find(reasoning, place)
+                if at < 0 or empty.search(text, place, at):
+                    return i
+                place = at + len(reasoning)
+            at = text.find(said, place) if message["role"] != "system" else -1  # which some put elsewhere
+            if reasoning and at < 0:
+                return i
+            place = at + len(said) if at >= 0 else place
+        return None
 
     def _spans(self, talk: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered text and the character ranges of its assistant turns, each with its end-of-turn token."""
@@ -202,15 +319,19 @@ class Encoder:
         assert not isinstance(messages, str)
         text, spans = self._render(messages, tools), []
         self._check_said(text, talk)
+        lost = self._lost(text, talk)
         for i in (i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"):
             head = self._render(messages[:i], tools, prompt=True)
-            content = str(messages[i].get("content", ""))
             opened = head.rstrip().endswith(self.config.think_open)
             bare = head.rstrip().removesuffix(self.config.think_open)
-            spoilt = self._spoils_reasoning(text, talk)
-            if opened and not spoilt and not text.startswith(head) and text.startswith(bare):
+            if opened and lost is None and not text.startswith(head) and text.startswith(bare):
                 head = bare  # a finished turn is written without the opening of its reasoning
-            if spoilt or not text.startswith(head):
+            if lost is not None or not text.startswith(head):
+                if lost is not None and "tool_calls" in messages[lost]:
+                    raise RowError(
+                        f"the chat template leaves out the reasoning of message {lost}, and a reply that calls tools "
+                        "is not written without the template: set tokenizer.chat_template to one that keeps it"
+                    )
                 if i != first or i + 1 != len(messages) or "tool_calls" in messages[i]:
                     raise RowError(
                         f"the chat template renders what precedes message {i} in another way once more follows, so "
@@ -218,6 +339,9 @@ class Encoder:
                         "(prompt_completion), or give the template {% generation %} markers"
                     )
                 # Templates of reasoning models drop the thinking of a finished turn: write the reply after the prompt.
+                content = str(messages[i].get("content") or "")
+                if (reasoning := self._trained(talk)[i]) != reasoning_of(content, self.config):
+                    content = reply(reasoning, answer_of(content, self.config).strip(), self.config)
                 if opened:
                     content = content.removeprefix(self.config.think_open).lstrip("\n")
                 return head + content + self.stop, [(len(head), len(head + content + self.stop))]
@@ -247,7 +371,7 @@ class Encoder:
         assert not isinstance(messages, str)
         text = self._render(messages, tools)
         self._check_said(text, talk)
-        if self._spoils_reasoning(text, talk):
+        if self._lost(text, talk) is not None:
             return self._tokenize(*self._spans(talk), special=False)
         out = self._template(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = list(out["input_ids"]), [bool(flag) for flag in out["assistant_masks"]]

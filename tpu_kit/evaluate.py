@@ -15,11 +15,12 @@ from typing import Any
 
 from tpu_kit.accuracy import Accuracy, mcnemar
 from tpu_kit.answering import Ask, answer
+from tpu_kit.columns import Layout, detect_layout, is_filled
 from tpu_kit.comparison import Comparison, Evaluation, Sample, compare
 from tpu_kit.config import ConfigError, DataConfig, TrainConfig, load_config
 from tpu_kit.data import prepare
 from tpu_kit.encoder import Encoder, Example, ensure_chat_template
-from tpu_kit.formats import RowError, detect_layout
+from tpu_kit.formats import RowError
 from tpu_kit.generator import Generator
 from tpu_kit.launch import LaunchError
 from tpu_kit.pretrained import load_tokenizer
@@ -33,6 +34,7 @@ __all__ = [
     "mcnemar",
 ]  # fmt: skip
 
+_PROBLEM = ("question", "reasoning", "answer")  # of `formats.problem`
 _BATCH = 32  # rows that a replica answers at a time
 
 
@@ -140,19 +142,33 @@ def evaluate(
 
 def _examples(tokenizer: Any, rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Example]:
     """The rows as training sees them, cut to max_length; those that are no training rows are passed over."""
-    try:
-        encoder = Encoder(tokenizer, detect_layout(list(rows[0]), data), data)
-    except ValueError:  # rows with questions alone
-        return []
     found = []
-    for row in rows:
+    for row, layout in zip(rows, _layouts(rows, data), strict=False):
+        encoder = Encoder(tokenizer, layout, data)
         try:
-            ids, mask = encoder.encode(encoder.conversation(row))
+            made = [encoder.encode(part) for part in encoder.parts(encoder.conversation(row))]
         except RowError:
             continue
-        if any(mask[: data.max_length]):
-            found.append(Example(ids[: data.max_length], mask[: data.max_length]))
+        cut = [Example(ids[: data.max_length], mask[: data.max_length]) for ids, mask in made]
+        found += [example for example in cut if any(example.loss_mask)]
     return found
+
+
+def _layouts(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Layout]:
+    """How each row is read; nothing where they are rows with questions alone."""
+    values = {name: [row.get(name) for row in rows if is_filled(row.get(name))] for name in rows[0]}
+    try:
+        layout = detect_layout(list(rows[0]), data, values)
+        if layout.format != "cot":
+            return [layout] * len(rows)
+    except ValueError:
+        layout = None
+    if not all(isinstance(row.get(role), str) for row in rows for role in _PROBLEM):
+        return [layout] * len(rows) if layout else []
+    # Held-out rows: context and options are in the question already, and a row without reasoning has an empty one.
+    system = layout.columns.get("system") if layout else (data.columns or {}).get("system")
+    shared = {"system": system} if system else {}
+    return [Layout("cot", shared | {role: role for role in _PROBLEM if row[role]}, ()) for row in rows]
 
 
 def count_correct(

@@ -1,4 +1,4 @@
-"""What a row of a data set says: its format, found from the column names, and its conversation.
+"""What a row of a data set says: its conversation, read from the columns that `columns.py` found.
 
 Four formats are known: `cot` (question, reasoning, answer), `messages` (chats, with tools), `prompt_completion` and
 `text`. `encoder.py` turns the conversation into token ids.
@@ -6,72 +6,23 @@ Four formats are known: `cot` (question, reasoning, answer), `messages` (chats, 
 
 import json
 import math
+import re
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tpu_kit.columns import Layout, is_filled, is_solution, role_of
 from tpu_kit.config import DataConfig
-
-NAMES: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "conversations", "conversation"),
-    "tools": ("tools",),
-    "system": ("system", "system_prompt"),
-    "prompt": ("prompt",),
-    "completion": ("completion",),
-    "text": ("text",),
-    "question": ("question", "problem", "prompt", "instruction", "query", "input"),
-    "context": ("input", "context"),
-    "reasoning": (
-        "reasoning", "rationale", "thinking", "thought", "thoughts", "cot", "complex_cot", "chain_of_thought",
-        "reasoning_content", "solution", "explanation",
-    ),
-    "answer": ("answer", "final_answer", "response", "output", "target", "completion"),
-}  # fmt: skip
-"""Role -> column names it is recognised by, compared without case; the first that is present wins."""
-
-ROLES: dict[str, tuple[str, ...]] = {
-    "cot": ("system", "question", "context", "reasoning", "answer"),
-    "messages": ("system", "messages", "tools"),
-    "prompt_completion": ("prompt", "completion", "tools"),
-    "text": ("text",),
-}
-"""Format -> the roles it reads."""
+from tpu_kit.reasoning import in_message, reasoning_of, reply, split_solution, with_own_tags
 
 _PLAIN = str.maketrans("\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}\N{LEFT DOUBLE QUOTATION MARK}"
                        "\N{RIGHT DOUBLE QUOTATION MARK}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}", "''\"\"---")  # fmt: skip
-_OPTIONAL = {"system", "context", "reasoning", "tools"}
 _SHAREGPT_KEYS = {"from": "role", "value": "content"}
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "observation": "tool",
-}
+_OWN_LABEL = re.compile(r"\(?([A-Z])[).:]\s*(.*)", re.DOTALL)
 
 
 class RowError(ValueError):
     """One row cannot be used; the caller adds which."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the columns of a data set are read.
-
-    Attributes:
-        format: "cot", "messages", "prompt_completion" or "text".
-        columns: role -> column.
-        ignored: columns that are not used.
-    """
-
-    format: str
-    columns: Mapping[str, str]
-    ignored: tuple[str, ...]
-
-    def __str__(self) -> str:
-        used = ", ".join(f"{role}={column}" for role, column in self.columns.items())
-        return f"{self.format} ({used})" + (f", not used: {', '.join(self.ignored)}" if self.ignored else "")
 
 
 class Conversation(NamedTuple):
@@ -104,55 +55,6 @@ def normalised(text: str) -> str:
     return " ".join(text.split()).rstrip(" .?:;,\"'")
 
 
-def detect_layout(columns: Sequence[str], config: DataConfig) -> Layout:
-    """Recognise the format from the column names; `config.format` and `config.columns` override.
-
-    Raises:
-        ValueError: an unknown role, a column that is not there, or columns that fit no format.
-    """
-    given = dict(config.columns or {})
-    if unknown := sorted(set(given) - set(NAMES)):
-        raise ValueError(f"data.columns: unknown role {', '.join(unknown)}; the roles are {', '.join(NAMES)}")
-    if absent := sorted(set(given.values()) - set(columns)):
-        raise ValueError(f"data.columns: no column {', '.join(absent)}; the data has {', '.join(columns)}")
-    found = given | {role: column for role in NAMES if role not in given and (column := _find(role, columns))}
-    fmt = config.format if config.format != "auto" else _guess(found, given)
-    if fmt == "cot":
-        if "context" not in given and found.get("question", "").lower() != "instruction":
-            found.pop("context", None)  # an `input` column is context to an `instruction` only
-        if "answer" not in found and "reasoning" in found and "reasoning" not in given:
-            found["answer"] = found.pop("reasoning")  # a solution alone: all of it is the answer
-    missing = [role for role in ROLES.get(fmt, ()) if role not in found and role not in _OPTIONAL]
-    if not fmt or missing:
-        wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
-        raise ValueError(
-            f"missing columns: {wanted}; the data has {', '.join(columns) or 'none'}. Name them, for example "
-            "data.columns={question: problem, reasoning: rationale, answer: target}, or set data.format"
-        )
-    used = {role: found[role] for role in ROLES[fmt] if role in found}
-    return Layout(fmt, used, tuple(column for column in columns if column not in used.values()))
-
-
-def _find(role: str, columns: Sequence[str]) -> str | None:
-    lower = {column.lower(): column for column in reversed(columns)}
-    return next((lower[name] for name in NAMES[role] if name in lower), None)
-
-
-def _guess(found: Mapping[str, str], given: Mapping[str, str]) -> str:
-    for fmt in ("messages", "prompt_completion", "text"):
-        if set(ROLES[fmt]) & set(given) - {"system"}:
-            return fmt
-    if set(given) - {"system"}:
-        return "cot"
-    if "messages" in found:
-        return "messages"
-    if "prompt" in found and "completion" in found and "reasoning" not in found:
-        return "prompt_completion"
-    if "question" in found and ("answer" in found or "reasoning" in found):
-        return "cot"
-    return "text" if "text" in found else ""
-
-
 def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
     """Read one row.
 
@@ -167,52 +69,103 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
     system = _system(row, layout, config)
     tools = _without_none(_parsed(row.get(columns["tools"]), columns["tools"])) or None if "tools" in columns else None
     if layout.format == "messages":
-        messages = _messages(_parsed(row.get(columns["messages"]), columns["messages"]), columns["messages"], 0, system)
+        turns = _parsed(row.get(columns["messages"]), columns["messages"])
+        if "answer" in columns:
+            turns = [*turns, _last_turn(turns, row, columns, config)] if isinstance(turns, list) else turns
+        messages = _messages(turns, columns["messages"], 0, system, config)
+        if "answer" in columns:
+            return Conversation(messages, len(messages) - 1, tools)
         return Conversation(messages, next(i for i, m in enumerate(messages) if m["role"] == "assistant"), tools)
     prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
     if isinstance(prompt, list) != isinstance(completion, list):
         raise RowError("prompt and completion must both be text or both be lists of messages")
     if isinstance(prompt, list) and isinstance(completion, list):
-        messages = _messages(prompt + completion, columns["completion"], len(prompt), system)
+        messages = _messages(prompt + completion, columns["completion"], len(prompt), system, config)
         return Conversation(messages, len(messages) - len(completion), tools)
     asked = _cell(row, columns["prompt"])
     return Conversation(asked + _cell(row, columns["completion"]), len(asked))
 
 
-def reply(reasoning: str, answer: str, config: DataConfig) -> str:
-    """Return the reply of a chain-of-thought row: the reasoning in its tags, then the answer."""
-    return f"{config.think_open}\n{reasoning}\n{config.think_close}\n{answer}"
+def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[str, str]:
+    """Returns question, reasoning (empty if the row has none) and answer of a chain-of-thought row as text.
 
-
-def reasoning_of(text: str, config: DataConfig) -> str:
-    """Return the reasoning in what `reply` made, without white space around it; empty if there is none."""
-    before, closed, _ = text.partition(config.think_close)
-    return before.removeprefix(config.think_open).strip() if closed else ""
-
-
-def problem(row: Mapping[str, Any], layout: Layout) -> dict[str, str]:
-    """Return question, reasoning (empty if the data has none) and answer of a chain-of-thought row as text.
+    The question holds the context and the options that belong to it.
 
     Raises:
         RowError: a cell is empty or neither text nor a number.
     """
     columns = layout.columns
-    question, answer = _cell(row, columns["question"]), _cell(row, columns["answer"])
-    reasoning = _cell(row, columns["reasoning"]) if "reasoning" in columns else ""
-    if "context" in columns and row.get(columns["context"]) not in (None, ""):
-        question += "\n\n" + _cell(row, columns["context"])
-    if "reasoning" not in columns and "####" in answer:  # GSM8K's way to write both in one column
-        reasoning, _, answer = (part.strip() for part in answer.rpartition("####"))
-        if not answer:
-            raise RowError(f"column {columns['answer']!r} has nothing after ####")
+    question, options = _cell(row, columns["question"]), _options(row, columns)
+    if "context" in columns and is_filled(row.get(columns["context"])):
+        told = _cell(row, columns["context"])
+        # A passage is read before what is asked of it; an instruction comes before what it is to be done with.
+        first = columns["question"].lower() == "instruction"
+        question = f"{question}\n\n{told}" if first else f"{told}\n\n{question}"
+    if options:
+        question += "\n\n" + "\n".join(f"{label}) {text}" for label, text in options.items())
+    reasoning, answer = _solved(row, columns, config, options)
     return {"question": question, "reasoning": reasoning, "answer": answer}
 
 
+def _solved(
+    row: Mapping[str, Any], columns: Mapping[str, str], config: DataConfig, options: Mapping[str, str]
+) -> tuple[str, str]:
+    """Returns the reasoning (empty if there is none) and the answer that a row has in columns of their own."""
+    answer = with_own_tags(_chosen(_cell(row, columns["answer"]), options, columns["answer"]), config)
+    if "reasoning" not in columns:
+        try:
+            return split_solution(answer, config, boxed=is_solution(columns["answer"]))
+        except ValueError as error:
+            raise RowError(f"column {columns['answer']!r} has {error}") from error
+    reasoning = with_own_tags(_cell(row, columns["reasoning"]), config)
+    if config.think_close in answer:
+        raise RowError(
+            f"column {columns['answer']!r} holds reasoning in tags, and column {columns['reasoning']!r} holds some "
+            "too; set data.columns={reasoning: ''} to use the former"
+        )
+    return reasoning_of(reasoning, config) or reasoning, answer
+
+
+def _options(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:
+    """Returns label -> text of what a row offers to choose from; empty if it offers nothing."""
+    column = columns.get("options", "")
+    value = row.get(column)
+    value = _parsed(value, column) if isinstance(value, str) and value.lstrip().startswith(("[", "{")) else value
+    if not is_filled(value):
+        return {}
+    labels: list[Any] = []
+    if isinstance(value, list) and all(isinstance(x, Mapping) for x in value):
+        value = {key: [x.get(key) for x in value] for key in ("label", "text")}
+    if isinstance(value, Mapping) and isinstance(value.get("text"), list):
+        value, labels = value["text"], list(value.get("label") or ())
+    elif isinstance(value, Mapping):
+        value = {key: text for key, text in value.items() if text is not None}
+        value, labels = list(value.values()), list(value)
+    if not isinstance(value, list) or not all(isinstance(x, str | int | float) for x in value):
+        raise RowError(f"column {column!r} holds no list of options: {str(value)[:60]}")
+    texts = [str(x).strip() for x in value]
+    letters = [chr(ord("A") + i) for i in range(len(texts))]
+    own = [match for x in texts if (match := _OWN_LABEL.fullmatch(x))]
+    if [match[1] for match in own] == letters:
+        texts = [match[2] for match in own]
+    return dict(zip(map(str, labels if len(labels) == len(texts) else letters), texts, strict=True))
+
+
+def _chosen(answer: str, options: Mapping[str, str], column: str) -> str:
+    """Returns the answer to a question with options, by its label where the row has its number, counted from 0."""
+    if not options or not answer.strip().isdecimal() or answer.strip() in options:
+        return answer
+    number, labels = int(answer), list(options)
+    if (answer.strip() in options.values()) != (number < len(labels)):
+        return labels[number] if number < len(labels) else answer
+    raise RowError(f"column {column!r} holds {answer}: whether that is an option or its number is not certain")
+
+
 def _chain_of_thought(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    question, reasoning, answer = problem(row, layout).values()
+    question, reasoning, answer = problem(row, layout, config).values()
     content = reply(reasoning, answer, config) if reasoning else answer
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
-    messages = _messages(turns, layout.columns["question"], 1, _system(row, layout, config))
+    messages = _messages(turns, layout.columns["question"], 1, _system(row, layout, config), config)
     return Conversation(messages, len(messages) - 1)
 
 
@@ -221,23 +174,36 @@ def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str |
     own = row.get(layout.columns["system"]) if "system" in layout.columns else None
     if own is not None and not isinstance(own, str):
         raise RowError(f"column {layout.columns['system']!r} holds a {type(own).__name__}, text is needed")
-    return own or config.system_prompt
+    return with_own_tags(own, config) if own else config.system_prompt
 
 
-def _messages(value: Any, column: str, first: int, system: str | None) -> list[dict[str, Any]]:
+def _last_turn(
+    turns: list[Any], row: Mapping[str, Any], columns: Mapping[str, str], config: DataConfig
+) -> dict[str, Any]:
+    """Returns the reply to a chat that a row has in columns of its own."""
+    if turns and isinstance(turns[-1], Mapping) and role_of(turns[-1]) == "assistant":
+        raise RowError(f"column {columns['messages']!r} ends in a reply, and {columns['answer']!r} holds another")
+    reasoning, answer = _solved(row, columns, config, {})
+    role, content = ("from", "value") if turns and "from" in turns[0] else ("role", "content")
+    return {role: "assistant", content: reply(reasoning, answer, config) if reasoning else answer}
+
+
+def _messages(value: Any, column: str, first: int, system: str | None, config: DataConfig) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
         raise RowError(f"column {column!r} must be a list of messages, got {str(value)[:60]!r}")
     messages = [_without_none(message) for message in value]
     if any("from" in message for message in messages):  # ShareGPT
         messages = [{_SHAREGPT_KEYS.get(key, key): value for key, value in message.items()} for message in messages]
-        messages = [{**m, "role": _SHAREGPT_ROLES.get(m.get("role"), m.get("role"))} for m in messages]
+        messages = [{**message, "role": role_of(message)} for message in messages]
     for i, message in enumerate(messages):
         name = f"message {i} of column {column!r}"
         if not isinstance(message.get("role"), str):
             raise RowError(f"{name} has no role")
         if isinstance(message.get("content"), list):
             message["content"] = _joined(message["content"], name)
-        said = message.get("content") or message.get("tool_calls") or message.get("reasoning_content")
+        if isinstance(message.get("content"), str) and message["role"] in ("assistant", "system"):
+            message["content"] = with_own_tags(message["content"], config)
+        said = message.get("content") or message.get("tool_calls") or in_message(message, config) or None
         if i >= first and message["role"] == "assistant" and not (said.strip() if isinstance(said, str) else said):
             raise RowError(f"{name}, the completion, is empty")
         if said is None and "content" not in message:
@@ -278,6 +244,11 @@ def _without_none(value: Any) -> Any:
 def _cell(row: Mapping[str, Any], column: str) -> str:
     """Return a cell as text; whole numbers are written without a decimal point."""
     value = row.get(column)
+    if column.lower() == "answers":  # SQuAD: several that are right, each where the context has it
+        value = value.get("text") if isinstance(value, Mapping) else value
+        value = next(iter(value), None) if isinstance(value, list) else value
+    elif column.lower() == "thinking_trajectories" and isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if isinstance(value, float) and not math.isfinite(value):
         raise RowError(f"column {column!r} holds {value}, which is no answer")
     if isinstance(value, float) and value.is_integer():

@@ -67,7 +67,7 @@ class DataConfig:
         "auto", "What a row holds; auto looks at the column names."
     )
     columns: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
-        None, "Role -> column name, such as {question: problem, reasoning: rationale, answer: target}."
+        None, "Role -> column, as in {question: problem, reasoning: rationale, answer: target}; an empty name: none."
     )
     think_open: str = knob("<think>", "Text before the reasoning.")
     think_close: str = knob("</think>", "Text between the reasoning and the answer.")

@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pandas import read_csv  # type: ignore[import-untyped]
 from pandas.errors import ParserWarning  # type: ignore[import-untyped]
 
-from tpu_kit.formats import NAMES
+from tpu_kit.columns import KNOWN
 
 GENERATED = ("embedded", "rationales")
 """Sources whose rows come from code in this package or from installed ones; their splits are "train" and "eval"."""
@@ -29,7 +29,6 @@ EMBEDDED_ROWS = {"train": 4000, "eval": 500}
 
 _KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_KNOWN = {name for names in NAMES.values() for name in names}
 _SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
 
 
@@ -152,7 +151,7 @@ def _csv_options(system: Any, found: list[str], separator: str) -> dict[str, Any
 
 def _only_field(rows: Dataset) -> str | None:
     """Return the field that holds the rows where a JSON file is one object around them, as in {"data": [...]}."""
-    if len(rows) != 1 or {name.lower() for name in rows.column_names} & _KNOWN:
+    if len(rows) != 1 or {name.lower() for name in rows.column_names} & KNOWN:
         return None
     held = [name for name, value in rows[0].items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     return held[0] if len(held) == 1 else None
