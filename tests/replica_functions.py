@@ -9,6 +9,7 @@ import hashlib
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from itertools import count
@@ -311,3 +312,61 @@ def cost_of_asking(config: TrainConfig) -> float:
         (marks(config) / f"cost-{rt.rank}").write_text(str((time.perf_counter() - start) / calls))
         rt.barrier()
     return max(float((marks(config) / f"cost-{rank}").read_text()) for rank in range(rt.world_size))
+
+
+def end_well_in_rank_1(config: TrainConfig) -> None:
+    """Rank 1 returns at once; the others wait for as long as the tests let them."""
+    mark(config, "here")
+    if runtime.current().rank != 1:
+        time.sleep(600)
+
+
+def die_together(config: TrainConfig) -> None:
+    """All ranks but 0 end in the same moment, each in its own way, after a last line on stderr."""
+    rt = runtime.current()
+    (marks(config) / f"ready-{rt.rank}").touch()
+    rt.barrier()
+    if rt.rank == 1:
+        print("rank 1 has no room left", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rt.rank == 2:
+        os._exit(3)
+    time.sleep(600)
+
+
+def spin_at_step_5(config: TrainConfig) -> None:
+    """Rank 1 computes for ever in a step, for which the others wait in the same one."""
+    _spin(config, 5)
+
+
+def spin_at_step_1(config: TrainConfig) -> None:
+    """The same in the first step, whose usual duration nobody knows yet."""
+    _spin(config, 1)
+
+
+def _spin(config: TrainConfig, at: int) -> None:
+    rt = runtime.current()
+    with Agreement(rt) as agreement:
+        for step in count(1):
+            assert agreement.may_start(step)
+            if step == at and rt.rank == 1:
+                mark(config, "spinning")
+                while True:
+                    pass
+            time.sleep(0.6)
+            rt.all_reduce([torch.ones(1)])
+
+
+def compute_between_steps(config: TrainConfig) -> int:
+    """Computes for long where it has said that no step comes; returns the last step."""
+    rt = runtime.current()
+    with Agreement(rt) as agreement:
+        for step in range(1, 5):
+            assert agreement.may_start(step)
+            time.sleep(0.6)
+        agreement.pause()
+        until = time.monotonic() + 12
+        while time.monotonic() < until:
+            pass
+        assert agreement.may_start(5)
+    return 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tpu_kit import supervisor
 from tpu_kit.config import TrainConfig, load_config
 from tpu_kit.launch import LaunchError, launch
 from tpu_kit.machine import Check, Machine
+from tpu_kit.preemption import Board
 from tpu_kit.replica import LAUNCHER
 from tpu_kit.runtime import Backend
 from tpu_kit.supervisor import Supervisor
@@ -34,6 +36,7 @@ needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="t
 xla_cpu = pytest.param("xla-cpu", marks=needs_xla)
 AT_MOST = 15.0  # seconds from a failure to its error
 MARKER = "TPU_KIT_TEST_LAUNCH"
+THREE = ["launch.num_replicas=3"]
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +92,11 @@ def marked(tmp_path: Path, name: str, seconds: float = 90) -> tuple[float, int]:
 class Killer(threading.Thread):
     """Kills the process that leaves a mark."""
 
-    def __init__(self, tmp_path: Path, name: str, number: signal.Signals) -> None:
+    def __init__(
+        self, tmp_path: Path, name: str, number: signal.Signals, after: Callable[[], Any] = lambda: None
+    ) -> None:
         super().__init__()
+        self._after = after
         self._mark = functools.partial(marked, tmp_path, name)
         self._number = number
         self.at, self.pid = 0.0, 0
@@ -98,6 +104,7 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         _, self.pid = self._mark()
+        self._after()
         time.sleep(0.5)
         self.at = time.time()
         os.kill(self.pid, self._number)
@@ -310,6 +317,69 @@ def test_rank_that_does_not_come_to_the_step(tmp_path: Path, capsys: pytest.Capt
     assert not left_over(tmp_path)
 
 
+def test_a_replica_that_dies_after_another_one_has_ended_well(tmp_path: Path) -> None:
+    """Nobody has waited for the first one yet, which must not hide the second."""
+
+    def has_ended() -> bool:
+        stat = Path(f"/proc/{marked(tmp_path, 'here-1')[1]}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "Z"
+
+    killer = Killer(tmp_path, "here-2", signal.SIGKILL, after=lambda: eventually(has_ended, 30))
+    with pytest.raises(LaunchError, match=r"^rank 2 \(process \d+\) was ended by SIGKILL"):
+        launch(replica_functions.end_well_in_rank_1, config_for(tmp_path, "cpu", *THREE, "launch.hang_timeout=20"))
+    assert time.time() - killer.at < AT_MOST
+
+
+def test_replicas_that_die_together_are_all_told(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launch(replica_functions.die_together, config_for(tmp_path, "cpu", *THREE))
+    text = str(caught.value)
+    assert re.search(r"^rank 1 \(process \d+\) was ended by SIGKILL: often the kernel", text, re.MULTILINE)
+    assert re.search(r"^rank 2 \(process \d+\) ended with status 3 and no result$", text, re.MULTILINE)
+    assert re.search(r"\n\nThe last lines on stderr:\n(.*\n)*rank 1 has no room left", text)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [replica_functions.spin_at_step_5, pytest.param(replica_functions.spin_at_step_1, marks=pytest.mark.slow)],
+)
+def test_a_replica_that_spins_is_judged_by_its_steps(
+    function: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launch(function, config_for(tmp_path, "cpu", "launch.hang_timeout=3"))
+    assert time.time() - marked(tmp_path, "spinning-1")[0] < 9 + AT_MOST
+    step = function.__name__[-1]
+    assert re.match(
+        rf"rank 1 computes, but has started no step after step {step} for \d+ s \(more than 3 x launch.hang_timeout="
+        r"3 s, and 10 x the longest step so far\)", str(caught.value),
+    ), caught.value  # fmt: skip
+    assert caught.value.rank == 1
+    assert "in _spin" in capsys.readouterr().err
+    assert not left_over(tmp_path)
+
+
+def test_a_long_step_and_a_long_compile_are_no_spinning() -> None:
+    def looks(*seen: tuple[float, dict[int, int], set[int]]) -> Any:
+        steps = supervisor.Steps(10)
+        return [steps.look(steps_now, computing, now) for now, steps_now, computing in seen][-1]
+
+    both = {0, 1}
+    compiled = [(0.0, {0: 1, 1: 1}, both), (400.0, {0: 2, 1: 2}, both)]
+    assert looks(*compiled, (4399.0, {0: 2, 1: 2}, both)) is None  # another program may take as long, and ten times
+    ranks, text = looks(*compiled, (4401.0, {0: 3, 1: 2}, both))
+    assert ranks == [1] and text.startswith("rank 1 computes, but has started no step after step 2 for 4001 s")
+    assert looks(*compiled, (4401.0, {}, both), (4402.0, {0: 3, 1: 3}, both)) is None  # an evaluation
+    assert looks((0.0, {0: 1, 1: 1}, both), (9999.0, {0: 1, 1: 1}, both)) is None  # the first step of all
+    waited = [(0.0, {0: 1, 1: 1}, both), *((float(at), {0: 1, 1: 1}, {1}) for at in range(1, 32))]
+    assert looks(*waited)[0] == [1] and looks(*waited[:-1]) is None
+
+
+def test_work_between_steps_is_not_judged_by_steps(tmp_path: Path) -> None:
+    config = config_for(tmp_path, "cpu", "launch.hang_timeout=3")
+    assert launch(replica_functions.compute_between_steps, config) == 5
+
+
 @needs_xla
 @pytest.mark.slow
 def test_hang_that_holds_the_gil(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,11 +411,26 @@ def test_the_first_cause_is_told_not_what_followed(monkeypatch: pytest.MonkeyPat
     assert both.rank == 0 and "rank 0 failed" in str(both) and "rank 1 failed" in str(both)
     alone = judged((1, "error", closed))
     assert str(alone).startswith("rank 1 failed") and "Connection closed by peer" in str(alone)
-    late = judged((LAUNCHER, "ended", (102, -9)), (1, "started", 102))
+    late = judged((LAUNCHER, "ended", (102, -9)), (1, "started", (102, 2)))
     assert str(late).startswith("rank 1 (process 102) was ended by SIGKILL")
     assert str(judged((LAUNCHER, "ended", (777, -9)))).startswith("a replica that had not started yet (process 777)")
+    two = judged((LAUNCHER, "ended", (101, -9)), (LAUNCHER, "ended", (100, 3)), (0, "error", closed))
+    assert str(two).splitlines()[1] == "rank 0 (process 100) ended with status 3 and no result" and two.rank == 1
     launcher = judged((LAUNCHER, "error", error("ImportError: torch")))
     assert str(launcher).startswith("the launcher failed:\nTraceback") and launcher.rank is None
+
+
+def test_the_board_has_no_name_once_all_replicas_of_a_tpu_have_opened_it() -> None:
+    """Their number is not known before: it is what they say."""
+    made = Supervisor(Backend("tpu", None, ""), 60)
+    process = subprocess.Popen(["sleep", "0.5"])
+    with Board.create() as board:
+        for message in [(LAUNCHER, "started", (process.pid, None)), *((rank, "started", (1, 2)) for rank in (0, 1))]:
+            assert Path(board.path).exists()
+            made._messages.put(message)
+        with pytest.raises(LaunchError, match="ended with status 0 and no result"):
+            made._result(process, board)
+        assert not Path(board.path).exists()
 
 
 # ------------------------------------------------------------------------------------------------ the caller's own end

@@ -182,7 +182,7 @@ def test_second_signal_ends_at_once(
 
 
 def test_signal_to_a_function_that_heeds_none(tmp_path: Path) -> None:
-    after(lambda: marked(tmp_path, "here-1"), this_process(signal.SIGTERM))
+    after(lambda: [marked(tmp_path, f"here-{rank}") for rank in range(2)], this_process(signal.SIGTERM))
     with pytest.raises(SystemExit) as caught:
         launch(replica_functions.finish_when_asked, config_for(tmp_path, "cpu"))
     assert caught.value.code == 143

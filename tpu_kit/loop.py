@@ -180,6 +180,7 @@ class Loop:
                 keep, before, window = 0.0, now, []
             evaluates, saves = self._evaluates(step), self._saves(step)
             if evaluates or saves:
+                agreement.pause()
                 self._log()
                 with self._tracker.untimed() if self._tracker else contextlib.nullcontext():
                     if evaluates:
@@ -192,6 +193,7 @@ class Loop:
                 self.checkpoints.poll()
             if status == "stopped":
                 break
+        agreement.pause()
         self._log()
         if status == "preempted" and self._saved < self.step:
             self._save()

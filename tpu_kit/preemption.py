@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from tpu_kit.runtime import Runtime
 
 _RANKS = 1024  # replicas that a board has room for
-# The board's cells, int64. It begins as zeros.
+# The board's cells, int64. It begins as zeros: no limit, every replica away.
 _LIMIT, _ASKED, _HEEDS, _STARTED = 0, 1, 2, 2 + _RANKS
+_AWAY, _PAUSED, _STEPPING = 0, 1, 2  # in the cells of _HEEDS: what a replica does
 _TEXT = 8 * (2 + 2 * _RANKS)  # bytes before the reason
 _SIZE = _TEXT + 1024
 _DECIDING = -1
@@ -90,6 +91,13 @@ class Board:
     def heeded(self) -> bool:
         """Whether a replica is in a `with Agreement`."""
         return any(self.cells[_HEEDS:_STARTED])
+
+    def steps(self) -> dict[int, int]:
+        """The step that each replica has started, by rank; empty while one of them is paused between two steps."""
+        states = self.cells[_HEEDS:_STARTED].tolist()
+        if _PAUSED in states:
+            return {}
+        return {rank: self.cells[_STARTED + rank] for rank, state in enumerate(states) if state == _STEPPING}
 
     @property
     def asked(self) -> bool:
@@ -148,7 +156,7 @@ class Agreement:
     def __enter__(self) -> Agreement:
         if self._board is None:
             return self
-        self._board.cells[_HEEDS + self._rank] = 1
+        self.pause()
         is_main = threading.current_thread() is threading.main_thread()
         # The caller, whose replica runs inline, has its own; where replicas are threads, replica.py has set one.
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -161,7 +169,15 @@ class Agreement:
             return
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
-        self._board.cells[_HEEDS + self._rank] = 0
+        self._board.cells[_HEEDS + self._rank] = _AWAY
+
+    def pause(self) -> None:
+        """Tells that this replica's next work is no step, such as an evaluation, until it asks for one again.
+
+        Meanwhile the launch is not judged by its steps; see `supervisor.Supervisor`.
+        """
+        if self._board is not None:
+            self._board.cells[_HEEDS + self._rank] = _PAUSED
 
     def may_start(self, step: int) -> bool:
         """Whether this replica may start a step; for the same step all replicas get the same answer.
@@ -175,12 +191,14 @@ class Agreement:
         if board is None:
             return True
         board.cells[self._slot] = step
+        board.cells[_HEEDS + self._rank] = _STEPPING
         if not board.cells[_LIMIT]:
             return True
         limit = board.limit()
         if limit is None or step <= limit:
             return True
         self.reason = board.reason
+        self.pause()
         return False
 
 

@@ -1,8 +1,9 @@
 """The other processes of a launch: `python -m tpu_kit.replica` is the launcher, which starts the replicas and stays.
 
-Each sends the calling process (supervisor.py) messages `(rank, kind, value)`: started (its process id), done (of rank
-0: the pickled result), error (the traceback), refused (the text of an error in what the user gave); and the launcher:
-ended (process id and status of a replica that died). Notices come the other way, on a board (preemption.py).
+Each sends the calling process (supervisor.py) messages `(rank, kind, value)`: started (its process id, and how many
+replicas this host has), done (of rank 0: the pickled result), error (the traceback), refused (the text of an error in
+what the user gave); and the launcher: ended (process id and status of each replica that died). Notices come the other
+way, on a board (preemption.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client
+from pathlib import Path
 from typing import Any
 
 from tpu_kit import preemption, runtime
@@ -34,10 +36,10 @@ _PR_SET_PDEATHSIG = 1
 class _Reporter:
     """A replica's (or the launcher's) line to the calling process."""
 
-    def __init__(self, rank: int, address: str, key: bytes) -> None:
+    def __init__(self, rank: int, address: str, key: bytes, replicas: int | None = None) -> None:
         self._rank, self._lock = rank, threading.Lock()
         self._connection = Client(address, family="AF_UNIX", authkey=key)
-        self.send("started", os.getpid())
+        self.send("started", (os.getpid(), replicas))
 
     def send(self, kind: str, value: Any) -> None:
         with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -65,9 +67,9 @@ def _pickled(name: str, result: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _replica(rank: int, make: Callable[[], Runtime], address: str, key: bytes, payload: bytes) -> None:
-    """Runs fn in one replica and reports how it ended."""
-    reporter = _Reporter(rank, address, key)
+def _replica(rank: int, replicas: int, make: Callable[[], Runtime], address: str, key: bytes, payload: bytes) -> None:
+    """Runs fn in one of this host's replicas and reports how it ended."""
+    reporter = _Reporter(rank, address, key, replicas)
     try:
         runtime.enter(make())
         fn, config = pickle.loads(payload)
@@ -104,7 +106,7 @@ def _xla_replica(_index: int, address: str, key: bytes, board: str, payload: byt
         _prepare()
         preemption.join(Board(board))
         _quiet(threads=xr.process_index() == 0)
-    _replica(rank, make, address, key, payload)
+    _replica(rank, xr.local_device_count(), make, address, key, payload)
     # All replicas take the same steps: one that still waits for this one would wait for ever.
     rehearsal.end(f"rank {rank} has returned, and will not come to another step")
 
@@ -133,7 +135,7 @@ def _torch_replica(
         return Runtime(device_type, rank, world_size, device)
 
     _quiet(threads=rank == 0)
-    _replica(rank, make, address, key, payload)
+    _replica(rank, world_size, make, address, key, payload)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -190,10 +192,11 @@ def _prepare() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _die_with_caller() -> None:
+def _die_with_caller(board: str) -> None:
     """The caller holds our stdin open: when it ends, for whatever reason, this session's processes end too."""
     while sys.stdin.buffer.read(4096):
         pass
+    Path(board).unlink(missing_ok=True)  # a caller that was killed has left it, if not all had opened it yet
     os.killpg(0, signal.SIGKILL)
 
 
@@ -204,25 +207,39 @@ def _watch(reporter: _Reporter, board: Board) -> None:
 
 
 def _watch_children(reporter: _Reporter) -> None:
-    """Tells how a replica's process ended if it did not end well, before its parent reaps it."""
+    """Tells of each process that did not end well, whatever became of the others; a thread waits for each."""
+    watched: set[int] = set()
     while True:
-        try:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:
-            time.sleep(0.2)
-            continue
+        for pid in _children() - watched:
+            watched.add(pid)
+            threading.Thread(target=_tell_end, args=(reporter, pid), daemon=True).start()
+        time.sleep(0.2)
+
+
+def _children() -> set[int]:
+    """Processes that this one has started; those that have ended, but were not reaped yet, among them."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            parent = path.read_text().rpartition(")")[2].split()[1]  # field 4 of proc_pid_stat(5)
+            if int(parent) == os.getpid():
+                found.add(int(path.parent.name))
+    return found
+
+
+def _tell_end(reporter: _Reporter, pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its status stays for whoever started it
         if ended is not None and ended.si_status != 0:
             signalled = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-            reporter.send("ended", (ended.si_pid, -ended.si_status if signalled else ended.si_status))
-            return
-        time.sleep(0.05)  # its parent is about to reap it
+            reporter.send("ended", (pid, -ended.si_status if signalled else ended.si_status))
 
 
 def main() -> None:
     """The launcher: starts the replicas and stays until they end."""
     _prepare()
     address, key, path, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_die_with_caller, daemon=True).start()
+    threading.Thread(target=_die_with_caller, args=(path,), daemon=True).start()
     reporter = _Reporter(LAUNCHER, address, key)
     board = Board(path)
     preemption.join(board)

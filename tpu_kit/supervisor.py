@@ -1,7 +1,8 @@
 """The calling process's side of a launch: starts the launcher, passes its text on, and judges how it ends.
 
 Every replica has a connection to here (replica.py says what it sends), and the launcher tells which of them died.
-Whether anything moves is read from /proc, so that a replica that holds the GIL, in a long compile, need not answer.
+Whether anything moves is read from /proc, so that a replica that holds the GIL, in a long compile, need not answer; and
+from the steps that replicas start, since one that computes for ever is no better than one that waits for ever.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -36,6 +37,9 @@ _BEAT = 1.0  # seconds between two looks at who computes
 _SETTLE = 1.0  # seconds in which the causes and consequences of one failure are reported
 _GRACE = 10.0  # seconds that replicas get to end after being asked to
 _TICKS = 0.03 * os.sysconf("SC_CLK_TCK")  # processor time in a beat that is more than an idle process takes
+_SPINS = 3  # times the hang_timeout without a step are too many for a replica that computes; a compile takes less
+_SLOWER = 10  # and as many times the longest step so far
+_LAST_LINES = 10  # of stderr, in the error on a replica that left no traceback
 # How a replica ends because another one did; the other one's end is the news.
 _CONSEQUENCE = r"MeetingError|Connection (closed|reset) by peer|remote process exited|ncclRemoteError"
 
@@ -54,6 +58,53 @@ class LaunchError(RuntimeError):
         self.traceback = traceback
 
 
+class Steps:
+    """Judges by the steps that replicas start whether one computes for ever.
+
+    A limit holds between two steps (`Agreement.pause` suspends it), once a step is over, so that the duration of one is
+    known with its compilation; in the first step, once another replica has waited for `hang_timeout`.
+
+    Args:
+        hang_timeout: seconds; the limit is 3 times as much, or 10 times the longest step so far if that is more.
+    """
+
+    def __init__(self, hang_timeout: float) -> None:
+        self._hang_timeout = hang_timeout
+        self._reached = 0  # the step that all replicas have started; 0 where they are not in a step
+        self._since = self._longest = 0.0
+        self._computed: dict[int, float] = {}
+
+    def look(self, steps: Mapping[int, int], computing: Collection[int], now: float) -> tuple[list[int], str] | None:
+        """Looks at the replicas.
+
+        Args:
+            steps: `Board.steps`.
+            computing: the ranks whose processes have used the processor since the last look.
+            now: seconds, monotonic.
+
+        Returns:
+            The ranks that compute for ever, and the text of the error; None where there are none.
+        """
+        reached = min(steps.values(), default=0)
+        if reached != self._reached:
+            if self._reached and reached:
+                self._longest = max(self._longest, now - self._since)
+            self._reached, self._since = reached, now
+            self._computed = dict.fromkeys(steps, now)
+        self._computed |= {rank: now for rank in computing if rank in steps}
+        waiting = [rank for rank in steps if now - self._computed.get(rank, now) > self._hang_timeout]
+        limit, quiet = max(_SPINS * self._hang_timeout, _SLOWER * self._longest), now - self._since
+        if not reached or quiet <= limit or not (self._longest or waiting):
+            return None
+        behind = [rank for rank, step in steps.items() if step == reached and rank not in waiting]
+        ranks = behind or list(steps)
+        return ranks, (
+            f"{_names(ranks)} {'computes, but has' if len(ranks) == 1 else 'compute, but have'} started no step after "
+            f"step {reached} for {quiet:.0f} s (more than {_SPINS} x launch.hang_timeout={self._hang_timeout:g} s, and "
+            f"{_SLOWER} x the longest step so far)"
+        )
+
+
 class Supervisor:
     """The calling process's side of one launch.
 
@@ -68,6 +119,7 @@ class Supervisor:
         self._messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
         self._pids: dict[int, int] = {}
         self._last_life = time.monotonic()
+        self._stderr = ""  # its end
 
     def run(self, payload: bytes, notices: Notices) -> Any:
         """Starts the launcher and stays until all have ended.
@@ -96,7 +148,8 @@ class Supervisor:
             )  # fmt: skip
             streams: list[threading.Thread] = []
             try:
-                streams += [self._stream(process.stdout, sys.stdout), self._stream(process.stderr, sys.stderr)]
+                streams.append(self._stream(process.stdout, sys.stdout))
+                streams.append(self._stream(process.stderr, sys.stderr))
                 assert process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):  # it died at once; `_result` says how
                     pickle.dump(
@@ -140,9 +193,12 @@ class Supervisor:
         def copy() -> None:
             while chunk := os.read(source.fileno(), 65536):
                 self._last_life = time.monotonic()
+                text = decoder.decode(chunk)
+                if target is sys.stderr:
+                    self._stderr = (self._stderr + text)[-4096:]
                 # Where nobody reads us any more (`| head`), the replicas must still not block on a full pipe.
                 with contextlib.suppress(OSError, ValueError):
-                    target.write(decoder.decode(chunk))
+                    target.write(text)
                     target.flush()
 
         thread = threading.Thread(target=copy, daemon=True)
@@ -152,15 +208,20 @@ class Supervisor:
     def _result(self, process: subprocess.Popen[bytes], board: Board) -> Any:
         results: dict[int, bytes] = {}
         ticks: dict[int, int] = {}
-        looked = time.monotonic()
+        looked, steps = time.monotonic(), Steps(self._hang_timeout)
         while True:
             if time.monotonic() - looked > _BEAT:
                 looked, before, ticks = time.monotonic(), ticks, _ticks(process.pid)
                 # Who computes or compiles is alive, however long it says nothing; who waits is not.
-                if any(now - before.get(pid, 0) > _TICKS for pid, now in ticks.items()):
+                computing = {pid for pid, now in ticks.items() if now - before.get(pid, 0) > _TICKS}
+                if computing:
                     self._last_life = looked
                 elif looked - self._last_life > self._hang_timeout:
-                    raise self._hung(process)
+                    silent = f"no sign of life for {self._hang_timeout:g} s (launch.hang_timeout)"
+                    raise self._hung(process, f"{silent}: no output, no processor time used")
+                ranks = [rank for rank, pid in self._pids.items() if pid in computing]
+                if spinning := steps.look(board.steps(), ranks, looked):
+                    raise self._hung(process, spinning[1], spinning[0][0])
             try:
                 rank, kind, value = self._messages.get(timeout=0.2)
             except queue.Empty:
@@ -173,8 +234,8 @@ class Supervisor:
                     return _unpickled(results[0])
                 raise self._died(process) from None
             if kind == "started":
-                self._pids[rank] = value
-                if len(self._pids.keys() - {LAUNCHER}) == self._backend.num_replicas:
+                self._pids[rank], count = value
+                if len(self._pids.keys() - {LAUNCHER}) == count:  # all have opened it
                     board.hide()
             elif kind == "done":
                 results[rank] = value
@@ -190,17 +251,16 @@ class Supervisor:
                 events.append(self._messages.get(timeout=left))
         for rank, kind, value in events:
             if kind == "started":
-                self._pids[rank] = value
+                self._pids[rank], _ = value
         events = [e for e in events if e[1] in ("error", "refused", "ended")]
         events = [e for e in events if not self._is_consequence(*e)] or events
         rank, kind, value = events[0]
         if kind == "refused":
             return ValueError(value)
         if kind == "ended":
-            pid, status = value
-            rank = next((r for r, p in self._pids.items() if p == pid), LAUNCHER)
-            who = f"rank {rank}" if rank != LAUNCHER else "a replica that had not started yet"
-            return LaunchError(f"{who} (process {pid}) {_how(status)}", None if rank == LAUNCHER else rank)
+            ends = dict(value for _, kind, value in events if kind == "ended")  # process id -> status
+            first = next((rank for rank, pid in self._pids.items() if pid == value[0]), None)
+            return LaunchError("\n".join(self._end_of(*end) for end in ends.items()) + self._last_words(), first)
         ranks: dict[str, list[int]] = {}  # of one text: all replicas often fail alike
         for other, kind, text in events:
             if kind == "error":
@@ -214,19 +274,26 @@ class Supervisor:
             return value[1] == -signal.SIGTERM
         return rank == LAUNCHER or re.search(_CONSEQUENCE, value.rstrip().rpartition("\n")[2]) is not None
 
+    def _end_of(self, pid: int, status: int) -> str:
+        ranks = [rank for rank, process in self._pids.items() if process == pid]
+        return f"{_names(ranks) if ranks else 'a replica that had not started yet'} (process {pid}) {_how(status)}"
+
+    def _last_words(self) -> str:
+        lines = [line.rpartition("\r")[2].rstrip() for line in self._stderr.split("\n")]  # of a bar, its last state
+        told = [line for line in lines if line][-_LAST_LINES:]
+        return "\n".join(["\n\nThe last lines on stderr:", *told]) if told else ""
+
     def _died(self, process: subprocess.Popen[bytes]) -> LaunchError:
         holds = "that holds all replicas " if self._backend.device_type == "xla-cpu" else "that starts the replicas "
-        return LaunchError(f"the process {holds}({process.pid}) {_how(process.returncode)}")
+        return LaunchError(f"the process {holds}({process.pid}) {_how(process.returncode)}{self._last_words()}")
 
-    def _hung(self, process: subprocess.Popen[bytes]) -> LaunchError:
+    def _hung(self, process: subprocess.Popen[bytes], text: str, rank: int | None = None) -> LaunchError:
         for pid in dict.fromkeys([*self._pids.values(), process.pid]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)  # faulthandler prints all stacks, even of threads without the GIL
             time.sleep(0.5)  # one after the other, or they would write between each other's lines
-        return LaunchError(
-            f"no sign of life for {self._hang_timeout:g} s (launch.hang_timeout): no output, no processor time used. "
-            "The replicas were ended; what each thread was doing is printed above"
-        )
+        text = f"{text}. The replicas were ended; what each thread was doing is printed above"
+        return LaunchError(text, rank)
 
 
 def _names(ranks: list[int]) -> str:
