@@ -20,6 +20,7 @@ from tpu_kit.config import (
     from_dict,
     load_config,
 )
+from tpu_kit.contradictions import ROLES
 from tpu_kit.parameters import parameters
 
 TOKEN = "hf_" + "abcdefghij" * 4
@@ -241,7 +242,7 @@ def test_shipped_configs_are_valid_and_found_by_name(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("optim:\n  batch_size: [1,\n", ", line 3: not valid YAML: did not find expected node content; correct it"),
+        ("optim:\n  batch_size: [1,\n", ", line 3: not valid YAML: expected the node content, but found"),
         ("optim:\n\tbatch_size: 1\n", ", line 2: not valid YAML: found character"),
         ("run_name: a\nrun_name: b\n", ", line 2: not valid YAML: found duplicate key run_name; correct it there"),
         ("- 1\n- 2\n", ": holds a list; write `section:` and `key: value` lines"),
@@ -304,7 +305,7 @@ def random_value(rng: random.Random, hint: Any) -> Any:
     if kind is tuple:
         return tuple(random_value(rng, str) for _ in range(rng.randint(1, 3)))
     if kind is dict:
-        return {random_value(rng, str): random_value(rng, str) for _ in range(rng.randint(1, 3))}
+        return {role: random_value(rng, str) for role in rng.sample(sorted(ROLES), rng.randint(1, 3))}
     if kind is bool:
         return rng.random() < 0.5
     if kind is int:

@@ -27,7 +27,7 @@ def parameter(hint: Any, default: Any = None, **bounds: float) -> Knob:
         (int, 3.0, 3),
         (int, "3", 3),
         (int, "1e3", 1000),
-        (int, 10**30, 10**30),
+        (int, 2**32 - 1, 2**32 - 1),
         (int, np.int64(3), 3),
         (float, 3, 3.0),
         (float, "1e-4", 1e-4),  # YAML 1.1 reads it as text

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
@@ -131,6 +132,8 @@ class _Reader:
                     )
                 seen[name] = value
                 self._set(name, value, source)
+        if "data.columns" in seen and (roles := [name for name in seen if name.startswith("data.columns.")]):
+            self.problems.append(f"data.columns: given twice, as a whole and as {roles[0]}; remove one of them")
 
     def assignments(self, texts: Iterable[str], source: str) -> None:
         for text in texts:
@@ -143,26 +146,36 @@ class _Reader:
                     self._set(name, None if value == "null" else value, source)
                     continue
                 try:
-                    self._set(name, _read_yaml(value), source)
-                except (YAMLError, OmegaConfBaseException) as error:
+                    read = _read_yaml(value)
+                    if read is None and parameters()[name].default is None and value not in ("null", "~"):
+                        text = f"{show(value)} says nothing; write {name}=null for none"
+                        self.problems.append(f"{name}: {text}")
+                        continue
+                    self._set(name, read, source)
+                except _UNREADABLE as error:
                     self.problems.append(f"{name}: {show(value)} cannot be read ({_first_line(error)}); quote it")
 
     def _set(self, name: str, value: Any, source: str) -> None:
         parameter, _, role = name.partition("columns.")
         if role:  # one entry of the mapping data.columns
             name = f"{parameter}columns"
-            before = self.values.get(name)
-            value = {**(before if isinstance(before, Mapping) else {}), role: value}
+            before = self.values.get(name) or {}
+            if not isinstance(before, Mapping):
+                self.problems.append(
+                    f"{name}: {show(before)} is no mapping that {role} could be added to; leave it out"
+                )
+                return
+            value = {**before, role: value}
         self.values[name] = value
         self.sources[name] = source
 
     def _names(self, key: str, value: object) -> list[str]:
         """The dotted names that a key stands for; none if it is a problem, which is then noted."""
         known = parameters()
-        if key in known or key.startswith("data.columns."):
+        if key in known:
             return [key]
-        if key.startswith("columns."):
-            return [f"data.{key}"]
+        if re.fullmatch(r"(data\.)?columns\..+", key):
+            return [f"data.{key.removeprefix('data.')}"]
         same = [name for name, parameter in known.items() if parameter.leaf == key]
         if len(same) == 1 or key in _SHARED:
             return same
@@ -171,7 +184,7 @@ class _Reader:
 
 
 def _unknown(key: str, value: object, same: Sequence[str]) -> str:
-    known = parameters()
+    known, key = parameters(), _shortened(key)
     if advice := foreign.instead(key.lstrip("-").replace("-", "_"), value):
         return f"{key}: no such parameter (given {show(value)}); {advice}"
     if same:
@@ -203,12 +216,16 @@ def _flat(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 def _read_file(path: str | Path) -> Mapping[str, Any]:
     file = Path(path)
-    if not file.is_file():
+    try:
+        is_file = file.is_file()
+    except OSError:  # such as a name that is too long for one
+        is_file = False
+    if not is_file:
         shipped = {p.stem: p for p in sorted(CONFIGS.glob("*.yaml"))}
         if str(path) not in shipped:
             near = closest(file.stem, shipped)
             hint = f"did you mean {near[0]}?" if near else f"the shipped ones are {', '.join(shipped)}"
-            raise ConfigError([f"{path}: no such configuration file; {hint}"])
+            raise ConfigError([f"{_shortened(path)}: no such configuration file; {hint}"])
         file = shipped[str(path)]
     return read_yaml(file)
 
@@ -221,11 +238,14 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
+        _check_yaml(text)
         for variable in re.findall(r"oc\.env:\s*['\"]?(\w+)", text):
             if is_secret_name(variable):
                 raise ConfigError([f"{path}: it reads {variable}; {SECRET_ADVICE}"])
         loaded = OmegaConf.load(path)
         values = OmegaConf.to_container(loaded, resolve=True)
+    except ConfigError:
+        raise
     except UnicodeDecodeError as error:
         raise ConfigError(
             [f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"]
@@ -235,11 +255,11 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     except MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError([f"{path}{line}: not valid YAML: {error.problem}; correct it there"]) from None
-    except (YAMLError, OmegaConfBaseException) as error:
+    except _UNREADABLE as error:
         advice = r"correct it there (a ${ that is meant as text is written \${)"
         raise ConfigError([f"{path}: {_first_line(error)}; {advice}"]) from None
     if not isinstance(values, dict):
-        raise ConfigError([f"{path}: holds a list; write `section:` and `key: value` lines"])
+        raise ConfigError([f"{path}: holds a {type(values).__name__}; write `section:` and `key: value` lines"])
     return {str(key): value for key, value in values.items()}
 
 
@@ -254,14 +274,63 @@ def _package_folder(name: str) -> str:
 OmegaConf.register_resolver("package", _package_folder, replace=True)
 
 
+# What YAML and OmegaConf raise on text that they cannot read: constructors of tags such as !!int raise what they like.
+_UNREADABLE = (
+    YAMLError, OmegaConfBaseException, ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError,
+)  # fmt: skip
+_MOST_NODES = 10_000  # of a configuration, aliases written out
+_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+
+
+def _check_yaml(text: str) -> None:
+    """Refuses YAML that becomes another number than is written, or has no end.
+
+    Raises:
+        MarkedYAMLError: 010, 0x10, 0b11 and 1:30 (8, 16, 3 and 90 to YAML 1.1), a node that holds itself, and aliases
+            that make the text enormous.
+        RecursionError: it is nested too deeply.
+    """
+    sizes: dict[int, int] = {}
+
+    def measure(node: yaml.Node) -> int:
+        if id(node) in sizes:
+            if not sizes[id(node)]:
+                raise MarkedYAMLError(problem="a node that holds itself", problem_mark=node.start_mark)
+            return sizes[id(node)]
+        sizes[id(node)] = 0
+        if isinstance(node, yaml.ScalarNode):
+            if node.tag == "tag:yaml.org,2002:int" and not _DECIMAL.fullmatch(node.value):
+                problem = f"YAML reads {node.value[:40]} as another number; write it in decimal, or in quotes"
+                raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+            size = 1
+        else:
+            assert isinstance(node, yaml.CollectionNode)
+            parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+            size = 1 + sum(map(measure, parts))
+        if size > _MOST_NODES:
+            raise MarkedYAMLError(problem=f"more than {_MOST_NODES:,} values", problem_mark=node.start_mark)
+        sizes[id(node)] = size
+        return size
+
+    if (root := yaml.compose(text, Loader=yaml.SafeLoader)) is not None:
+        measure(root)
+
+
 def _read_yaml(text: str) -> Any:
+    _check_yaml(text)
     values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     assert isinstance(values, dict)
     return values["value"]
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return _shortened((str(error).strip() or type(error).__name__).splitlines()[0])
+
+
+def _shortened(text: str | Path) -> str:
+    """A text of any length and of any characters, fit to be printed."""
+    text = str(text).encode(errors="backslashreplace").decode()
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def describe(config: TrainConfig) -> str:

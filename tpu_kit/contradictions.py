@@ -11,6 +11,15 @@ from tpu_kit.fields import near_multiples
 if TYPE_CHECKING:
     from tpu_kit.parameters import LoraConfig, OptimConfig, TrainConfig
 
+ROLES = {
+    "answer", "completion", "context", "messages", "prompt", "question", "reasoning", "system", "text", "tools",
+}  # fmt: skip
+"""What `data.columns` may name; `formats.NAMES` says by which columns they are recognised."""
+
+_NAMES = (
+    "model.name", "model.revision", "model.gguf_file", "model.quant_cache", "data.source", "data.eval_source",
+    "data.split", "data.eval_split", "output_dir", "tracking.wandb_project",
+)  # fmt: skip
 _ANSWERED = ("tracking.generate_rows", "tracking.eval_generate_rows")
 
 
@@ -18,8 +27,11 @@ def contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """What the parameters cannot be, taken together: the names involved, and what is wrong with the first of them."""
     model, lora, data, optim = config.model, config.lora, config.data, config.optim
 
-    if config.run_name in (".", "..") or set(config.run_name) & set('/\\:*?"<>|'):
-        yield "run_name", "cannot name a folder; use letters, digits, dots and dashes"
+    if config.run_name in (".", "..") or set(config.run_name) & set('/\\:*?"<>|') or not _is_name(config.run_name):
+        yield "run_name", "cannot name a folder; use letters, digits, dots and dashes, 200 bytes at most"
+    for name in _NAMES:
+        if config[name] is not None and not all(_is_name(part) for part in config[name].split("/") if part):
+            yield name, "is no name that a file or a folder could have; write one without line breaks or blank ends"
     if config.remote and not re.fullmatch(r"gs://[^/]+(/.*)?", config.remote):
         yield "output_dir", "is neither a folder nor a gs:// address; use one of them, such as gs://bucket/run"
 
@@ -35,6 +47,8 @@ def contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
         for leaf in ("dropout", "targets", "rslora", "dora", "init"):
             if getattr(lora, leaf) != getattr(type(lora)(), leaf):
                 yield f"lora.{leaf} lora.r", "needs adapters, and lora.r=0 has none; remove it or set lora.r=16"
+    if data.columns and (unknown := sorted(set(data.columns) - ROLES)):
+        yield "data.columns", f"names the unknown role {', '.join(unknown)}; the roles are {', '.join(sorted(ROLES))}"
     if data.think_open == data.think_close:
         yield "data.think_close data.think_open", "is data.think_open too; the two must differ"
     if model.attention == "flash" and data.max_length % 128:
@@ -49,6 +63,11 @@ def contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
         for leaf in ("beta1", "beta2", "eps"):
             if getattr(optim, leaf) != getattr(type(optim)(), leaf):
                 yield f"optim.{leaf} optim.optimizer", "is AdamW's, and optim.optimizer=adafactor has none; remove it"
+
+
+def _is_name(text: str) -> bool:
+    """Whether a file or a folder can have it, and is found again by someone who reads it."""
+    return text == text.strip() and text.isprintable() and 0 < len(text.encode()) <= 200
 
 
 def _integer_contradictions(dtype: str, lora: LoraConfig) -> Iterator[tuple[str, str]]:

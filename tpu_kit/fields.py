@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 T = TypeVar("T")
 
+_SHOWN = 50  # problems in the text of an error
+
 _SECRET_NAME = re.compile(r"(token|secret|passw(or)?d|credentials?|(api|access|private)[_-]?keys?)$", re.IGNORECASE)
 # Only shapes that nothing else has: a W&B key of 40 hexadecimal digits looks like a commit, as model.revision may be.
 _SECRET_VALUE = re.compile(
@@ -38,7 +40,8 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n  - ".join([f"{count} in the configuration:", *self.problems]))
+        more = [f"and {len(self.problems) - _SHOWN} more"] if len(self.problems) > _SHOWN else []
+        super().__init__("\n  - ".join([f"{count} in the configuration:", *self.problems[:_SHOWN], *more]))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
         return type(self), (self.problems,)  # the default would rebuild it from the joined text
@@ -113,11 +116,17 @@ class Knob:
         result, found = _convert(value, self.hint)
         if not found:
             raise ValueError(f"{self.name}: {show(value)} is not {wanted(self.hint)}{self._fix(value)}")
+        if not all(map(_is_writable, _texts(result))):
+            text = "holds a character that no file can (NUL, or one of half a pair)"
+            raise ValueError(f"{self.name}: {show(value)} {text}; remove it")
         if result not in self.bounds:
             raise ValueError(
                 f"{self.name}: {show(value)} is out of range; give a number {self.bounds} (the default is "
                 f"{show(self.default)})"
             )
+        if isinstance(result, int | float) and not _is_computable(result):
+            limits = "below 2**32" if isinstance(result, int) else "that float32 holds: 0, or 1.2e-38 to 3.4e38 in size"
+            raise ValueError(f"{self.name}: {show(value)} is out of range; give a number {limits}")
         return result
 
     def _fix(self, value: object) -> str:
@@ -257,6 +266,25 @@ def _as(value: Any, kind: Any) -> Any:
     else:
         raise AssertionError(f"no rule for fields of type {kind}")
     raise TypeError
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return list(value) if isinstance(value, tuple) else []
+
+
+def _is_computable(number: int | float) -> bool:
+    """Whether a device computes with it as it is: a count in 32 bits, another number in float32, neither inf nor 0."""
+    if isinstance(number, int):
+        return abs(number) < 2**32
+    return number == 0 or 1.2e-38 <= abs(number) <= 3.4e38
+
+
+def _is_writable(text: str) -> bool:
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _number(value: Any) -> int | float:

@@ -260,7 +260,7 @@ class TrainConfig:
     def output_path(self) -> Path:
         """The local folder that the run writes to; not created here. With gs://, what it works with until it ends."""
         if self.output_dir and not self.remote:
-            return Path(self.output_dir)
+            return Path(self.output_dir).expanduser()
         return Path("runs") / self.run_name
 
     @property

@@ -302,8 +302,8 @@ def _find(model: ModelConfig) -> Path:
     try:
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
     except (OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise ValueError(
-            f"{name}: it is no folder here and its config.json cannot be fetched from the hub "
-            f"({str(error).strip().splitlines()[0][:200]}): check the spelling and the network, or give a folder that "
-            "has the file"
+            f"{name}: it is no folder here and its config.json cannot be fetched from the hub ({reason}): check the "
+            "spelling and the network, or give a folder that has the file"
         ) from error
