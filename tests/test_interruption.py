@@ -128,6 +128,22 @@ def test_a_second_signal_ends_at_once_and_leaves_the_last_checkpoint(tmp_path: P
     assert complete(folder)
 
 
+def test_told_to_stop_while_held_out_rows_are_answered(tmp_path: Path) -> None:
+    """What is trained is kept, and the same command answers them."""
+    run = start(tmp_path / "run", max_steps=2, generate_rows=8, generate_tokens=400)
+    told = ""
+    assert run.stdout is not None
+    while "device_type=cpu" not in told or told.count("device_type") < 2:  # the second launch is that of the answers
+        line = run.stderr.readline()  # type: ignore[union-attr]
+        assert line, told
+        told += line
+    run.terminate()
+    out, _ = run.communicate(timeout=120)
+    assert run.returncode == PREEMPTED, out
+    assert "preempted at step 2 of 2 (SIGTERM received while held-out rows were answered)" in out
+    assert (tmp_path / "run/adapter/adapter_model.safetensors").is_file() and complete(tmp_path / "run") == [2]
+
+
 def test_a_budget_that_is_used_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     result = sft.train(run_config(folder, **{**LONG, "max_steps": 100_000, "budget_minutes": 0.05}))

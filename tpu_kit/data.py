@@ -20,7 +20,7 @@ from datasets import config as datasets_config
 from tpu_kit.columns import detect_layout, first_values
 from tpu_kit.config import DataConfig
 from tpu_kit.encoder import Encoder, Example, Kept, ensure_chat_template
-from tpu_kit.formats import RowError, normalised, problem
+from tpu_kit.formats import RowError, final_answer, normalised, problem
 from tpu_kit.packing import Documents, PackedDataset
 from tpu_kit.sources import GENERATED, load_rows, pick_split
 
@@ -113,7 +113,7 @@ class Prepared:
         train: packed rows.
         eval: packed held-out rows; None without evaluation.
         eval_rows: the held-out rows as read; chain-of-thought rows also have the texts of `formats.problem`: question,
-            reasoning and answer.
+            reasoning and answer; others an "answer" (`formats.final_answer`), where they have none of their own.
         eval_prompts: for each of them the text after which the model is to answer (empty for plain text). Chats
             have their special tokens already: tokenise them with `add_special_tokens=False`.
         report: of the train rows.
@@ -264,9 +264,13 @@ def _hold_out(tokens: _Tokenized, config: DataConfig) -> tuple[np.ndarray, np.nd
 
 def _raw_rows(rows: Dataset, chosen: np.ndarray, encoder: Encoder) -> tuple[list[dict[str, Any]], list[str]]:
     picked = [dict(rows[int(i)]) for i in chosen]
-    prompts = [encoder.prompt(encoder.conversation(row)) for row in picked]
+    talks = [encoder.conversation(row) for row in picked]
+    prompts = [encoder.prompt(talk) for talk in talks]
     if encoder.layout.format == "cot":
-        picked = [row | problem(row, encoder.layout, encoder.config) for row in picked]
+        return [row | problem(row, encoder.layout, encoder.config) for row in picked], prompts
+    for row, talk in zip(picked, talks, strict=True):
+        if row.get("answer") is None and (said := final_answer(talk, encoder.config)):
+            row["answer"] = said
     return picked, prompts
 
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Bundle = dict[str, str]
 """MIME type to content; "text/plain" is always among them."""
 
+RESULT_TYPE = "application/vnd.tpu-kit.result+json"
+"""MIME type of what a cell that shows a `TrainResult` keeps besides its text, for who runs the notebook."""
+
 _COLOURS = {"ok": "#15803d", "warning": "#b45309", "failure": "#b91c1c", "skipped": "#6b7280"}
 _ROW = "text-align:left;vertical-align:top;white-space:pre-wrap"
 

@@ -26,6 +26,7 @@ from tpu_kit.launch import LaunchError
 from tpu_kit.pretrained import load_tokenizer
 from tpu_kit.runtime import Runtime
 from tpu_kit.sampling import Sampling
+from tpu_kit.shapes import read_shape
 from tpu_kit.storage import ObjectFolder, is_url
 from tpu_kit.verifiers import Verifier, judge, verifier_named, well_formed
 
@@ -35,6 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 _PROBLEM = ("question", "reasoning", "answer")  # of `formats.problem`
+_ANSWERED = ("generate_rows", "eval_generate_rows")
 _BATCH = 32  # rows that a replica answers at a time
 
 
@@ -65,6 +67,67 @@ def evaluate_adapter(
     else:
         (Path(adapter_dir).absolute().parent / "eval.json").write_text(written)
     return found
+
+
+def check_answers(config: TrainConfig) -> None:
+    """Refuses, before anything is trained, what would keep the answers to held-out rows from being given or judged.
+
+    Nothing is read where `tracking.generate_rows` and `tracking.eval_generate_rows` are both 0.
+
+    Raises:
+        ConfigError: the rows ask nothing, prompts and answers are longer than the model's positions, or the verifier
+            can judge none of the rows.
+        ValueError: as in `prepare`.
+    """
+    tracking = config.tracking
+    wanted = max(tracking.generate_rows, tracking.eval_generate_rows)
+    if not wanted:
+        return
+    asked = next(
+        f"tracking.{name}={getattr(tracking, name)}" for name in _ANSWERED if getattr(tracking, name) == wanted
+    )
+    prepared = prepare(config.data, load_tokenizer(config.model))
+    rows, prompts = prepared.eval_rows[:wanted], prepared.eval_prompts[:wanted]
+    if not rows:
+        raise ConfigError([f"{asked} needs held-out rows, and there are none; set data.eval_rows=64"])
+    tokenizer = prepared.encoder.tokenizer
+    try:
+        ids = _encoded(tokenizer, rows, prompts)
+    except ValueError as error:
+        raise ConfigError([f"{asked}: {error}"]) from error
+    if len(rows) < wanted:
+        print(f"plan             {asked}: there are {len(rows)} held-out rows, and all are answered", flush=True)
+    off, longest, positions = asked.partition("=")[0] + "=0", max(map(len, ids)), _positions(config)
+    if longest + tracking.generate_tokens > positions:
+        advice = f"use at most {positions - longest:g}" if positions > longest else "leave longer rows out"
+        raise ConfigError(
+            [
+                f"tracking.generate_tokens={tracking.generate_tokens} and the {longest} tokens of held-out row "
+                f"{list(map(len, ids)).index(longest)} are more than the {positions:g} positions of the model; "
+                f"{advice}, or set {off}"
+            ]
+        )
+    rule = verifier_named(tracking.verifier)
+    verdicts = (judge(row, str(row.get("answer") or ""), config.data, rule) for row in rows)
+    errors = []
+    for verdict in verdicts:
+        if verdict.correct is not None:
+            return
+        errors.append(verdict.error or "the row has no answer to compare with")
+    raise ConfigError(
+        [
+            f"tracking.verifier={tracking.verifier} can judge none of the {len(rows)} held-out rows that {asked} asks "
+            f"for ({errors[0]}); use another verifier, or set {off}"
+        ]
+    )
+
+
+def _positions(config: TrainConfig) -> float:
+    """The longest sequence of the model; without a limit where its shape is not known, for loading it says more."""
+    try:
+        return read_shape(config.model).positions
+    except ValueError:
+        return math.inf
 
 
 def _held_out(config: TrainConfig) -> tuple[list[dict[str, Any]], list[str], int]:

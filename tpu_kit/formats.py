@@ -161,6 +161,17 @@ def _chosen(answer: str, options: Mapping[str, str], column: str) -> str:
     raise RowError(f"column {column!r} holds {answer}: whether that is an option or its number is not certain")
 
 
+def final_answer(talk: Conversation, config: DataConfig) -> str:
+    """What a row answers in the end, without its reasoning: the last assistant turn, or the completion; "" if none."""
+    if isinstance(talk.messages, str):
+        said = talk.messages[talk.first :] if talk.first else ""
+    else:
+        said = next(
+            message.get("content") or "" for message in reversed(talk.messages) if message["role"] == "assistant"
+        )
+    return str(said).rpartition(config.think_close)[2].strip()
+
+
 def _chain_of_thought(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
     question, reasoning, answer = problem(row, layout, config).values()
     content = reply(reasoning, answer, config) if reasoning else answer

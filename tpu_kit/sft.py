@@ -22,6 +22,8 @@ from tpu_kit.adapter import save_adapter
 from tpu_kit.checkpoint import Checkpoints
 from tpu_kit.config import TrainConfig, batch_arithmetic
 from tpu_kit.data import Prepared, prepare
+from tpu_kit.displays import RESULT_TYPE
+from tpu_kit.evaluate import check_answers, evaluate_adapter
 from tpu_kit.launch import launch
 from tpu_kit.loop import Loop, Status
 from tpu_kit.outlook import look_ahead
@@ -50,7 +52,7 @@ class TrainResult:
         metrics: loss (of the last window), eval_loss (of the weights in adapter_dir), and what was measured beside
             them; see `fine_tune`.
         adapter_dir: the trained weights: an adapter as PEFT loads it, or a whole model where lora.r=0; empty where the
-            run was preempted.
+            training was preempted.
         checkpoint_dir: the newest checkpoint; None where none was written.
         output_dir: the run's folder.
     """
@@ -79,6 +81,10 @@ class TrainResult:
                 "  To train on from there, raise optim.early_stop_patience or set it to null, and run this again",
             ]
         return "\n".join([*lines, *(f"  {name:<18}{_figure(name, value)}" for name, value in self.metrics.items())])
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        """What a notebook's cell shows and keeps; `python -m tpu_kit notebooks` reads the status there."""
+        return {"text/plain": str(self), RESULT_TYPE: {"status": self.status, "reason": self.reason}}
 
 
 def _figure(name: str, value: float) -> str:
@@ -111,6 +117,7 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
     refuse_early(config)
     if dataset is not None:
         keep_rows(dataset, folder / "data")
+    check_answers(config)
     outlook = look_ahead(config, exact)
     config = outlook.config
     print(outlook, flush=True)
@@ -124,7 +131,11 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
         raise
     assert result is not None, "rank 0 returns it"
     if config.tracking.generate_rows and result.status != "preempted":
-        result = replace(result, metrics={**result.metrics, **_answer(config, result)})
+        try:
+            result = replace(result, metrics={**result.metrics, **_answer(config, result)})
+        except (KeyboardInterrupt, SystemExit) as error:
+            told = "SIGINT" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
+            result = replace(result, status="preempted", reason=f"{told} received while held-out rows were answered")
     if config.remote:
         _upload(config, result)
     return result
@@ -133,11 +144,17 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
 def _upload(config: TrainConfig, result: TrainResult) -> None:
     """Copies what the run wrote here to its object store, where its checkpoints are already."""
     assert config.remote is not None
-    if result.adapter_dir:
-        upload(Path(result.adapter_dir), f"{config.remote}/adapter")
-    for name in ("config.yaml", "metrics.jsonl", "eval.json"):
-        if (path := config.output_path / name).is_file():
-            ObjectFolder(config.remote).put(path, name)
+    try:
+        if result.adapter_dir:
+            upload(Path(result.adapter_dir), f"{config.remote}/adapter")
+        for name in ("config.yaml", "metrics.jsonl", "eval.json"):
+            if (path := config.output_path / name).is_file():
+                ObjectFolder(config.remote).put(path, name)
+    except OSError as error:
+        raise ValueError(
+            f"{error}. Nothing is lost: its checkpoints are there, the rest is in {config.output_path}; the same "
+            "command uploads it"
+        ) from error
     print(f"uploaded         {config.remote}", flush=True)
 
 
@@ -152,13 +169,15 @@ def _output_folder(config: TrainConfig) -> Path:
         raise ValueError(
             f"output_dir={folder} cannot be written to ({error.strerror}): set output_dir to a folder that can"
         ) from error
+    for name in ("adapter", "eval.json"):  # which are written at the end
+        there = folder / name
+        if there.exists() and there.is_dir() != (name == "adapter"):
+            raise ValueError(f"{there} is in the way of what training writes there: move it away, or set output_dir")
     return folder
 
 
 def _answer(config: TrainConfig, result: TrainResult) -> dict[str, float]:
     """Lets the base and the tuned model answer the same held-out rows; prints, writes and returns what came out."""
-    from tpu_kit.evaluate import evaluate_adapter
-
     found = evaluate_adapter(config, result.adapter_dir)
     print(found, flush=True)
     metrics = {"accuracy_before": found.base.accuracy.share, "accuracy_after": found.tuned.accuracy.share}

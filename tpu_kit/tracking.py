@@ -270,7 +270,11 @@ class Tracker:
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
-            self._wandb.finish(exit_code=int(failed))
+            try:
+                self._wandb.finish(exit_code=int(failed))
+            except Exception as error:  # of the network, or W&B's own: the run and its files are good without it
+                text = f"W&B could not be closed ({type(error).__name__}: {error}); {METRICS_FILE} has all records"
+                print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
         values = {**values, "seconds": self._seconds_before + self._clock() - self._start}
