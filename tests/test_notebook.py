@@ -8,6 +8,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from jupyter_client.manager import KernelManager
 from tpu_kit import notebook
 from tpu_kit.cells import check_names
 from tpu_kit.config import ConfigError, TrainConfig
+from tpu_kit.displays import RESULT_TYPE
 from tpu_kit.machine import Check
 from tpu_kit.testing import REPOSITORY, child_environment
 
@@ -154,6 +156,29 @@ def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "no metrics yet" in printed
     assert "set generate_rows" in printed
+
+
+def test_a_run_is_checked_by_its_loss_and_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tpu_kit.sft import TrainResult
+
+    config = TrainConfig(output_dir=str(tmp_path))
+    ended = TrainResult("finished", "", 3, 6, {}, str(tmp_path / "adapter"), None, str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text(METRICS)
+    with pytest.raises(ValueError, match=r"adapter has no adapter_model.safetensors: run the training cell again"):
+        notebook.check_run(config, ended)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").touch()
+    notebook.check_run(config, ended)
+    assert capsys.readouterr().out.startswith("finished: 3 logs, ")
+    (tmp_path / "metrics.jsonl").write_text(METRICS.replace('"loss": 1.0', '"loss": 2.5'))
+    with pytest.raises(ValueError, match=r"the training loss did not fall: 2.0 in the first log, 2.5 in the last one"):
+        notebook.check_run(config, ended)
+    preempted = replace(ended, status="preempted", reason="SIGTERM received", adapter_dir="")
+    notebook.check_run(config, preempted)
+    assert capsys.readouterr().out == "preempted (SIGTERM received): nothing to check yet; run again to go on\n"
+    kept = preempted._repr_mimebundle_()
+    assert kept["text/plain"] == str(preempted)
+    assert kept[RESULT_TYPE] == {"status": "preempted", "reason": "SIGTERM received"}
 
 
 METRICS = """\

@@ -2,29 +2,37 @@
 
 Each runs in a kernel of its own, one after the other, cell by cell on the terminal; what the cells show is told of a
 single notebook alone. What is left behind are the executed notebooks, the same as HTML, and a log of what the cells
-showed. The first cell that fails ends all.
+showed. The first cell that fails ends all, and so does a training run that was preempted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
+import signal
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 import yaml
 
 from tpu_kit.cells import check_names
 from tpu_kit.config import ConfigError
+from tpu_kit.displays import RESULT_TYPE
 
-OK, FAILED = 0, 1
+OK, FAILED, PREEMPTED = 0, 1, 75
 DETAILS = """\
 out          the folder for executed notebooks, HTML and logs; runs/notebooks by default
 name=value   a parameter, given to each of the notebooks that names it; if none does, to those that configure a run
 
-Exit codes: 0 all cells ran, 1 one failed, 2 bad arguments."""
+Exit codes: 0 all cells ran, 1 one failed, 2 bad arguments, 75 preempted or told to stop: the same command goes on. A
+notebook counts as preempted by the result of `train` that a cell shows."""
 
 _TAIL = 15  # lines of the log under an error
 _WIDTH = 70
@@ -50,13 +58,21 @@ def main(arguments: Sequence[str]) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError([f"out={out} cannot be made ({error.strerror}); name a folder that can"]) from None
-    for number, (path, parameters) in enumerate(zip(paths, sets, strict=True), 1):
-        print(f"[{number}/{len(paths)}] {path.name}", flush=True)
-        start = time.monotonic()
-        if failure := execute(path, out / path.name, parameters, all_of_it=len(paths) == 1):
-            print(f"\n{failure}", flush=True)
-            return FAILED
-        print(f"    {time.monotonic() - start:.0f} s, {out / path.stem}.html", flush=True)
+    with Stop() as stop:
+        for number, (path, parameters) in enumerate(zip(paths, sets, strict=True), 1):
+            print(f"[{number}/{len(paths)}] {path.name}", flush=True)
+            start, target = time.monotonic(), out / path.name
+            failure = execute(path, target, parameters, stop, all_of_it=len(paths) == 1)
+            if failure:
+                print(f"\n{failure}", flush=True)
+            else:
+                print(f"    {time.monotonic() - start:.0f} s, {target.with_suffix('.html')}", flush=True)
+            reason = "" if failure else preemption_of(target)
+            if reason or (stop.asked and (failure or number < len(paths))):
+                print(f"{path.name} was preempted ({reason or 'told to stop'}): the same command goes on", flush=True)
+                return PREEMPTED
+            if failure:
+                return FAILED
     return OK
 
 
@@ -79,13 +95,69 @@ def _dealt(paths: Sequence[Path], given: Mapping[str, Any]) -> list[dict[str, An
     ]
 
 
-def execute(path: Path, target: Path, parameters: Mapping[str, Any], all_of_it: bool = False) -> str:
+def preemption_of(notebook: Path) -> str:
+    """Why the training run in an executed notebook was preempted, by the results that its cells show; else empty."""
+    import nbformat
+
+    if not notebook.is_file():
+        return ""
+    cells = nbformat.read(notebook, as_version=4).cells
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    found = [output["data"][RESULT_TYPE] for output in outputs if RESULT_TYPE in output.get("data", {})]
+    return next((str(result["reason"]) for result in found if result["status"] == "preempted"), "")
+
+
+class Stop:
+    """Counts SIGINT and SIGTERM while it is entered.
+
+    The first goes to the kernel as its stop button does, so that training saves and returns; the second ends it.
+
+    Attributes:
+        asked: how many came.
+    """
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __enter__(self) -> Stop:
+        self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.asked += 1
+        then = "the run saves and ends; once more ends it at once" if self.asked == 1 else "it is ended now"
+        print(f"\n   told to stop: {then}", file=sys.stderr, flush=True)
+
+    def attend(self, work: Callable[[], None], kernels: Sequence[Any]) -> None:
+        """Lets `work` run a notebook, and passes on what is heard meanwhile.
+
+        Args:
+            work: runs the notebook; in another thread, as in the main one nbclient would take the signals, and kill
+                the kernel at the first.
+            kernels: the provisioner of the kernel, once `work` has started it.
+        """
+        thread, sent = threading.Thread(target=work), self.asked
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)
+            if kernels and self.asked > sent:
+                sent = self.asked
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(kernels[0].pid, signal.SIGINT if sent == 1 else signal.SIGKILL)
+
+
+def execute(path: Path, target: Path, parameters: Mapping[str, Any], stop: Stop, all_of_it: bool = False) -> str:
     """Runs one notebook, telling each cell and the progress that it shows.
 
     Args:
         path: the notebook.
         target: where the executed one goes; its log and its HTML beside it.
         parameters: of the notebook.
+        stop: what hears of signals.
         all_of_it: tell what the cells show, too.
 
     Returns:
@@ -95,27 +167,33 @@ def execute(path: Path, target: Path, parameters: Mapping[str, Any], all_of_it: 
     from papermill.engines import papermill_engines
 
     logging.getLogger("papermill").setLevel(logging.ERROR)
-    with target.with_suffix(".log").open("w") as log:
-        papermill_engines.register("tpu_kit", _engine(log, all_of_it))
+    failures: list[str] = []
+    kernels: list[Any] = []
+
+    def work() -> None:
         try:
             papermill.execute_notebook(path, target, dict(parameters), engine_name="tpu_kit", progress_bar=False)
         except papermill.PapermillExecutionError as error:
             source = "\n".join(f"    {line}" for line in error.source.splitlines())
-            failure = f"{path.name} failed in cell [{error.exec_count}]:\n{source}\n{error.ename}: {error.evalue}"
+            failures.append(
+                f"{path.name} failed in cell [{error.exec_count}]:\n{source}\n{error.ename}: {error.evalue}"
+            )
         except Exception as error:  # a kernel that died, a disk that is full
-            failure = f"{path.name} failed: {type(error).__name__}: {error}"
-        else:
-            failure = ""
+            failures.append(f"{path.name} failed: {type(error).__name__}: {error}")
+
+    with target.with_suffix(".log").open("w") as log:
+        papermill_engines.register("tpu_kit", _engine(log, all_of_it, kernels))
+        stop.attend(work, kernels)
     if target.is_file():
         write_html(target)
-    if not failure:
+    if not failures:
         return ""
     tail = target.with_suffix(".log").read_text().splitlines()[-_TAIL:]
-    return "\n".join([failure, "", f"The end of {target.with_suffix('.log')}:", *tail])
+    return "\n".join([*failures, "", f"The end of {target.with_suffix('.log')}:", *tail])
 
 
-def _engine(log: IO[str], all_of_it: bool) -> Any:
-    """A papermill engine that tells what runs, and keeps what the cells show."""
+def _engine(log: IO[str], all_of_it: bool, kernels: list[Any]) -> Any:
+    """A papermill engine that tells what runs, keeps what the cells show, and adds its kernel to `kernels`."""
     from papermill.clientwrap import PapermillNotebookClient
     from papermill.engines import NBClientEngine
 
@@ -127,6 +205,7 @@ def _engine(log: IO[str], all_of_it: bool) -> Any:
             self._shown: dict[str, str] = {}  # by the display's id
 
         def execute_cell(self, cell: Any, cell_index: int, *args: Any, **options: Any) -> Any:
+            kernels[:] = [self.km.provisioner]
             if cell.cell_type != "code":
                 return super().execute_cell(cell, cell_index, *args, **options)
             code = [one for one in self.nb.cells if one.cell_type == "code"]

@@ -26,9 +26,10 @@ from tpu_kit.displays import (
 from tpu_kit.fields import closest
 from tpu_kit.migration import stored_values
 from tpu_kit.persistence import fetch_run, find_place
-from tpu_kit.watch import live, show_curves, show_run
+from tpu_kit.watch import check_run, live, show_curves, show_run
 
 __all__ = [
+    "check_run",
     "config",
     "live",
     "parameters",

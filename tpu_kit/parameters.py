@@ -177,7 +177,10 @@ class LaunchConfig:
     )
     num_replicas: int | None = knob(None, "Replicas of the model; null = all devices.", at_least=1)
     torch_compile: bool = knob(True, "Compile the model's layers with torch.compile, on CUDA.")
-    hang_timeout: float = knob(600.0, "Seconds without any sign of life before the launch is ended.", above=0)
+    hang_timeout: float = knob(
+        600.0, "Seconds without any sign of life, or a third of those in one step, before the launch is ended.",
+        above=0, at_most=1e9,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,13 @@ import contextlib
 import fcntl
 import logging
 import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tpu_kit.config import ConfigError
-from tpu_kit.headless import write_html
+from tpu_kit.headless import Stop, preemption_of, write_html
 from tpu_kit.outcomes import LOG_FILE, NOTEBOOK_FILE, Record, outcomes, write_tables
 from tpu_kit.trials import Sweep, Trial, read_sweep
 
@@ -39,7 +36,6 @@ results.csv beside them are sorted by the loss on held-out rows. The same comman
 with what was under way, and tries again what failed.
 
 Exit codes: 0 all finished, 1 some failed, 2 bad arguments, 75 told to stop (the same command goes on)."""
-_PREEMPTED = "preempted at step"  # how the text of such a TrainResult begins
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -106,8 +102,8 @@ def _run(plan: Sweep, trial: Trial, record: Record, stop: Stop) -> str:
     if (folder / NOTEBOOK_FILE).is_file():
         write_html(folder / NOTEBOOK_FILE)
     # A run that was stopped is neither finished nor failed: it goes on next time.
-    stopped = error is not None and (stop.asked or _PREEMPTED in error)
-    record = record.end(folder, "finished" if error is None else "under way" if stopped else "failed", error or "")
+    stopped = preemption_of(folder / NOTEBOOK_FILE) if error is None else stop.asked
+    record = record.end(folder, "under way" if stopped else "finished" if error is None else "failed", error or "")
     print(f"   {record.status} after {record.seconds / 60:.1f} min")
     if record.status == "failed":
         print(f"   {record.error}\n   see {folder / NOTEBOOK_FILE} and {LOG_FILE} beside it", flush=True)
@@ -142,16 +138,7 @@ def _execute(notebook: Path, trial: Trial, folder: Path, stop: Stop) -> str | No
         except Exception as error:  # a kernel that died, a disk that is full: the other runs may still do
             failures.append(f"{type(error).__name__}: {_short(str(error))}")
 
-    # Not in the main thread: there nbclient would take the signals, and kill the kernel at the first.
-    thread = threading.Thread(target=work)
-    thread.start()
-    sent = 0
-    while thread.is_alive():
-        thread.join(0.2)
-        if kernels and stop.asked > sent:
-            sent = stop.asked
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(kernels[0].pid, signal.SIGINT if sent == 1 else signal.SIGKILL)
+    stop.attend(work, kernels)
     return failures[0] if failures else None
 
 
@@ -159,32 +146,6 @@ def _short(text: str) -> str:
     """The first and the last line of an error, which hold what happened and what to do."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["(no text)"]
     return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
-
-
-class Stop:
-    """Counts SIGINT and SIGTERM while it is entered.
-
-    The first goes to the kernel as its stop button does, so that training saves and returns; the second ends it.
-
-    Attributes:
-        asked: how many came.
-    """
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def __enter__(self) -> Stop:
-        self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.asked += 1
-        then = "the run saves and ends; once more ends it at once" if self.asked == 1 else "it is ended now"
-        print(f"\n   told to stop: {then}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -89,6 +89,31 @@ def show_run(config: TrainConfig, result: TrainResult) -> None:
     show_table([{"what": name, "value": value} for name, value in rows.items()])
 
 
+def check_run(config: TrainConfig, result: TrainResult) -> None:
+    """Check that a run has learned something and has written its weights; of one that was preempted, say that alone.
+
+    Args:
+        config: the run.
+        result: what `train` returned.
+
+    Raises:
+        ValueError: the loss of the last logged updates is not below that of the first, or the weights are missing.
+    """
+    if result.status == "preempted":
+        show({"text/plain": f"preempted ({result.reason}): nothing to check yet; run again to go on"})
+        return
+    losses = [record["loss"] for record in read_metrics(config.output_path) if record["kind"] == "train"]
+    if len(losses) > 1 and not (None not in (losses[0], losses[-1]) and losses[-1] < losses[0]):
+        raise ValueError(
+            f"the training loss did not fall: {losses[0]} in the first log, {losses[-1]} in the last one; try a third "
+            "or three times optim.learning_rate, or more optim.max_steps"
+        )
+    name = "adapter_model.safetensors" if config.lora.r else "model.safetensors*"
+    if not list(Path(result.adapter_dir).glob(name)):
+        raise ValueError(f"{result.adapter_dir} has no {name}: run the training cell again, which writes it")
+    show({"text/plain": f"{result.status}: {len(losses)} logs, {Path(result.adapter_dir) / name}"})
+
+
 def _version(output_dir: str | Path) -> tuple[int, int] | None:
     try:
         status = (Path(output_dir) / METRICS_FILE).stat()
