@@ -40,7 +40,9 @@ class ModelConfig:
 class LoraConfig:
     """Which weights are trained."""
 
-    r: int = knob(16, "Rank of the adapters; 0 trains all weights instead (full fine-tuning).", at_least=0)
+    r: int = knob(
+        16, "Rank of the adapters; 0 trains all weights instead (full fine-tuning).", at_least=0, at_most=16384
+    )
     alpha: float = knob(32.0, "The adapters are scaled by alpha / r (rslora: alpha / sqrt(r)).", above=0)
     dropout: float = knob(0.0, "Dropout on the adapters' input.", at_least=0, below=1)
     targets: str | tuple[str, ...] = knob("all-linear", "all-linear, or the name endings of the layers to adapt.")
@@ -76,7 +78,7 @@ class DataConfig:
     max_length: int = knob(1024, "Tokens per packed row; every batch has this width.", at_least=8)
     packing: bool = knob(True, "Put several examples in a row; none attends to another.")
     too_long: Literal["truncate", "drop", "error"] = knob("truncate", "What to do with an example over max_length.")
-    num_proc: int | None = knob(None, "Processes that tokenize; null = this one.", at_least=1)
+    num_proc: int | None = knob(None, "Processes that tokenize; null = this one.", at_least=1, at_most=1024)
     seed: int = knob(0, "Seed of the held-out split and of the order of rows.", at_least=0, at_most=2**32 - 1)
     shuffle: bool = knob(True, "Shuffle the training rows, anew each epoch.")
 
@@ -104,8 +106,8 @@ class OptimConfig:
     schedule: Literal["cosine", "linear", "constant"] = knob("cosine", "The shape of the decay.")
     warmup_steps: int = knob(0, "Updates of linear warm-up.", at_least=0)
     warmup_ratio: float = knob(0.0, "Warm-up as a share of all updates, instead of warmup_steps.", at_least=0, below=1)
-    max_steps: int | None = knob(None, "Updates to make; wins over epochs.", at_least=1)
-    epochs: float | None = knob(1.0, "Passes over the data, if max_steps is null.", above=0)
+    max_steps: int | None = knob(None, "Updates to make; wins over epochs.", at_least=1, at_most=10**7)
+    epochs: float | None = knob(1.0, "Passes over the data, if max_steps is null.", above=0, at_most=1e5)
     weight_decay: float = knob(0.0, "Decoupled weight decay.", at_least=0)
     beta1: float = knob(0.9, "Decay of AdamW's mean of gradients.", at_least=0, below=1)
     beta2: float = knob(0.999, "Decay of the mean of squared gradients.", at_least=0, below=1)
@@ -175,10 +177,10 @@ class LaunchConfig:
     device_type: Literal["auto", "tpu", "cuda", "cpu", "xla-cpu"] = knob(
         "auto", "auto takes the TPU if there is one; xla-cpu rehearses the TPU's path on the CPU."
     )
-    num_replicas: int | None = knob(None, "Replicas of the model; null = all devices.", at_least=1)
+    num_replicas: int | None = knob(None, "Replicas of the model; null = all devices.", at_least=1, at_most=1024)
     torch_compile: bool = knob(True, "Compile the model's layers with torch.compile, on CUDA.")
     hang_timeout: float = knob(
-        600.0, "Seconds without any sign of life, or a third of those in one step, before the launch is ended.",
+        600.0, "Seconds without any sign of life, or three times as long in one step, before a launch is ended.",
         above=0, at_most=1e9,
     )  # fmt: skip
 

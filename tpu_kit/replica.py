@@ -209,11 +209,13 @@ def _watch(reporter: _Reporter, board: Board) -> None:
 def _watch_children(reporter: _Reporter) -> None:
     """Tells of each process that did not end well, whatever became of the others; a thread waits for each."""
     watched: set[int] = set()
+    pause = 0.2  # replicas are started at once; later looks are rare, or they would count as a sign of life
     while True:
         for pid in _children() - watched:
             watched.add(pid)
             threading.Thread(target=_tell_end, args=(reporter, pid), daemon=True).start()
-        time.sleep(0.2)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 10.0)
 
 
 def _children() -> set[int]:
