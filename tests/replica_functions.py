@@ -321,6 +321,13 @@ def end_well_in_rank_1(config: TrainConfig) -> None:
         time.sleep(600)
 
 
+def vanish_in_rank_1(config: TrainConfig) -> None:
+    """Rank 1's process ends as if all were well, in the middle of its work."""
+    if runtime.current().rank == 1:
+        os._exit(0)
+    time.sleep(600)
+
+
 def die_together(config: TrainConfig) -> None:
     """All ranks but 0 end in the same moment, each in its own way, after a last line on stderr."""
     rt = runtime.current()

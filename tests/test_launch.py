@@ -295,6 +295,11 @@ def test_replica_that_exits(tmp_path: Path) -> None:
     assert time.time() - marked(tmp_path, "failing-1")[0] < AT_MOST
 
 
+def test_replica_that_ends_well_without_a_result(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"^rank 1 \(process \d+\) ended with status 0 and no result"):
+        launch(replica_functions.vanish_in_rank_1, config_for(tmp_path, "cpu", "launch.hang_timeout=20"))
+
+
 @pytest.mark.parametrize("device_type", [xla_cpu, "cpu"])
 def test_hang_of_all(device_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LaunchError, match=r"no sign of life for 6 s \(launch.hang_timeout\): no output, no processor"):

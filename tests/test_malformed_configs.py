@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -159,6 +160,7 @@ FILES: list[tuple[str | bytes, str]] = [
     ("run_name: !!timestamp x\n", "correct it there"),
     ("max_steps: 010\n", "line 1: not valid YAML: YAML reads 010 as another number; write it in decimal, or in quotes"),
     ("run_name: 12:30:45\n", "YAML reads 12:30:45 as another number"),
+    ("epochs: 1:30.5\n", "YAML reads 1:30.5 as another number"),
     ("run_name: " + "9" * 6000 + "\n", "correct it there"),
     ("run_name: 7\n", 'write it in quotes: "7"'),
     ("learning_rate: .NaN\n", "is not a number"),
@@ -261,6 +263,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["seed=4294967296"], "out of range"),
     (["save_steps=4294967296"], "give a number below 2**32"),
     (["max_steps=10000001"], "give a number at least 1 and at most 10000000"),
+    (["batch_size=1000001"], "give a number at least 1 and at most 1000000"),
     (["num_replicas=1025"], "give a number at least 1 and at most 1024"),
     (["num_proc=100000"], "give a number at least 1 and at most 1024"),
     (["hang_timeout=1e30"], "out of range"),
@@ -310,6 +313,49 @@ def test_malformed_arguments_are_refused(
     printed = capsys.readouterr()
     assert said in printed.err and not printed.out and len(printed.err) < LONG
     assert printed.err.count("problem") >= 1 and "Traceback" not in printed.err
+
+
+# What only shows on the machine, and what is said before the launch; "" where it is for the replicas to find.
+ON_THE_MACHINE: list[tuple[dict[str, Any], str]] = [
+    ({"batch_size": 10**6}, ""),
+    ({"gradient_accumulation": 10**6, "batch_size": 10**6}, ""),
+    ({"max_length": 2**32 - 1}, ""),
+    ({"global_batch_size": 10**8, "batch_size": "auto"}, ""),
+    ({"source": "nowhere.jsonl"}, ""),
+    ({"name": "nowhere/at/all"}, ""),
+    ({"verifier": "regex:("}, "tracking.verifier=regex:(: the pattern cannot be read"),
+    ({"verifier": "regexp"}, "tracking.verifier=regexp: there is no such rule; use auto, exact"),
+    ({"verifier": "no_such_module:f"}, "tracking.verifier=no_such_module:f: it cannot be imported"),
+    ({"verifier": "os:name"}, "tracking.verifier=os:name: it is a str, not a function"),
+    ({"verifier": ":"}, "tracking.verifier=:: it cannot be imported"),
+    ({"output_dir": "/dev/null"}, "output_dir=/dev/null cannot be written to"),
+    ({"output_dir": "/proc/run"}, "output_dir=/proc/run cannot be written to"),
+    ({"wandb": "online"}, "no W&B key was found"),
+    ({"device_type": "tpu"}, "tpu"),
+    ({"num_replicas": 3, "global_batch_size": 4}, "optim.global_batch_size: 4 is no multiple of"),
+    ({"name": "nowhere/at-all", "batch_size": "auto"}, "optim.batch_size=auto: "),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), ON_THE_MACHINE, ids=range(len(ON_THE_MACHINE)))
+def test_what_the_machine_does_not_allow_is_refused_before_the_launch(
+    given: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpu_kit import sft
+
+    class LaunchedError(Exception):
+        pass
+
+    def launch(*_: Any) -> None:
+        raise LaunchedError
+
+    monkeypatch.setattr(sft, "launch", launch)
+    monkeypatch.chdir(tmp_path)
+    for variable, value in (("HF_HUB_OFFLINE", "1"), ("WANDB_API_KEY", ""), ("NETRC", str(tmp_path / "netrc"))):
+        monkeypatch.setenv(variable, value)
+    config = load_config(overrides={"device_type": "cpu", "num_replicas": 1, **given})
+    with pytest.raises(ValueError if said else LaunchedError, match=re.escape(said)):
+        sft.train(config)
 
 
 @pytest.mark.parametrize(

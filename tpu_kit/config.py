@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError, YAMLError
+from yaml import MarkedYAMLError
 
 from tpu_kit import foreign
 from tpu_kit.fields import SECRET_ADVICE, ConfigError, closest, is_secret_name, near_multiples, nest, show, wanted
@@ -34,6 +32,7 @@ from tpu_kit.parameters import (
     TrainConfig,
     parameters,
 )
+from tpu_kit.plain_yaml import UNREADABLE, check_yaml, read_value
 
 __all__ = [
     "BatchPlan",
@@ -146,13 +145,13 @@ class _Reader:
                     self._set(name, None if value == "null" else value, source)
                     continue
                 try:
-                    read = _read_yaml(value)
+                    read = read_value(value)
                     if read is None and parameters()[name].default is None and value not in ("null", "~"):
                         text = f"{show(value)} says nothing; write {name}=null for none"
                         self.problems.append(f"{name}: {text}")
                         continue
                     self._set(name, read, source)
-                except _UNREADABLE as error:
+                except UNREADABLE as error:
                     self.problems.append(f"{name}: {show(value)} cannot be read ({_first_line(error)}); quote it")
 
     def _set(self, name: str, value: Any, source: str) -> None:
@@ -238,7 +237,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        _check_yaml(text)
+        check_yaml(text)
         for variable in re.findall(r"oc\.env:\s*['\"]?(\w+)", text):
             if is_secret_name(variable):
                 raise ConfigError([f"{path}: it reads {variable}; {SECRET_ADVICE}"])
@@ -255,7 +254,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     except MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError([f"{path}{line}: not valid YAML: {error.problem}; correct it there"]) from None
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         advice = r"correct it there (a ${ that is meant as text is written \${)"
         raise ConfigError([f"{path}: {_first_line(error)}; {advice}"]) from None
     if not isinstance(values, dict):
@@ -272,55 +271,6 @@ def _package_folder(name: str) -> str:
 
 
 OmegaConf.register_resolver("package", _package_folder, replace=True)
-
-
-# What YAML and OmegaConf raise on text that they cannot read: constructors of tags such as !!int raise what they like.
-_UNREADABLE = (
-    YAMLError, OmegaConfBaseException, ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError,
-)  # fmt: skip
-_MOST_NODES = 10_000  # of a configuration, aliases written out
-_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
-
-
-def _check_yaml(text: str) -> None:
-    """Refuses YAML that becomes another number than is written, or has no end.
-
-    Raises:
-        MarkedYAMLError: 010, 0x10, 0b11 and 1:30 (8, 16, 3 and 90 to YAML 1.1), a node that holds itself, and aliases
-            that make the text enormous.
-        RecursionError: it is nested too deeply.
-    """
-    sizes: dict[int, int] = {}
-
-    def measure(node: yaml.Node) -> int:
-        if id(node) in sizes:
-            if not sizes[id(node)]:
-                raise MarkedYAMLError(problem="a node that holds itself", problem_mark=node.start_mark)
-            return sizes[id(node)]
-        sizes[id(node)] = 0
-        if isinstance(node, yaml.ScalarNode):
-            if node.tag == "tag:yaml.org,2002:int" and not _DECIMAL.fullmatch(node.value):
-                problem = f"YAML reads {node.value[:40]} as another number; write it in decimal, or in quotes"
-                raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-            size = 1
-        else:
-            assert isinstance(node, yaml.CollectionNode)
-            parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-            size = 1 + sum(map(measure, parts))
-        if size > _MOST_NODES:
-            raise MarkedYAMLError(problem=f"more than {_MOST_NODES:,} values", problem_mark=node.start_mark)
-        sizes[id(node)] = size
-        return size
-
-    if (root := yaml.compose(text, Loader=yaml.SafeLoader)) is not None:
-        measure(root)
-
-
-def _read_yaml(text: str) -> Any:
-    _check_yaml(text)
-    values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    assert isinstance(values, dict)
-    return values["value"]
 
 
 def _first_line(error: Exception) -> str:

@@ -88,13 +88,16 @@ class OptimConfig:
     """The batch, the optimizer and how long to train."""
 
     batch_size: int | Literal["auto"] = knob(
-        4, "Rows per replica in one forward and backward pass; auto takes the fastest that fits.", at_least=1
+        4,
+        "Rows per replica in one forward and backward pass; auto takes the fastest that fits.",
+        at_least=1,
+        at_most=10**6,
     )
     global_batch_size: int | None = knob(
-        None, "Rows per update over all replicas; gradient_accumulation follows from it.", at_least=1
+        None, "Rows per update over all replicas; gradient_accumulation follows from it.", at_least=1, at_most=10**8
     )
     gradient_accumulation: int = knob(
-        1, "Passes per update; leave it at 1 when global_batch_size is given.", at_least=1
+        1, "Passes per update; leave it at 1 when global_batch_size is given.", at_least=1, at_most=10**6
     )
     optimizer: Literal["adamw", "adamw8bit", "adafactor"] = knob(
         "adamw", "adamw8bit keeps AdamW's moments in 8 bits; adafactor keeps hardly any. All three run on XLA."

@@ -221,6 +221,19 @@ def catch_sigterm() -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Lets SIGTERM raise SystemExit(143), as SIGINT raises KeyboardInterrupt; nothing where another handler is set."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class Notices:
     """Hears, in the calling process, of everything that ends a launch early, and tells its replicas once.
 

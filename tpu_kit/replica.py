@@ -2,7 +2,7 @@
 
 Each sends the calling process (supervisor.py) messages `(rank, kind, value)`: started (its process id, and how many
 replicas this host has), done (of rank 0: the pickled result), error (the traceback), refused (the text of an error in
-what the user gave); and the launcher: ended (process id and status of each replica that died). Notices come the other
+what the user gave); and the launcher: ended (process id and status of each process). Notices come the other
 way, on a board (preemption.py).
 """
 
@@ -207,7 +207,7 @@ def _watch(reporter: _Reporter, board: Board) -> None:
 
 
 def _watch_children(reporter: _Reporter) -> None:
-    """Tells of each process that did not end well, whatever became of the others; a thread waits for each."""
+    """Tells of each process that ends, whatever became of the others; a thread waits for each."""
     watched: set[int] = set()
     pause = 0.2  # replicas are started at once; later looks are rare, or they would count as a sign of life
     while True:
@@ -232,7 +232,7 @@ def _children() -> set[int]:
 def _tell_end(reporter: _Reporter, pid: int) -> None:
     with contextlib.suppress(ChildProcessError):
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its status stays for whoever started it
-        if ended is not None and ended.si_status != 0:
+        if ended is not None:
             signalled = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
             reporter.send("ended", (pid, -ended.si_status if signalled else ended.si_status))
 

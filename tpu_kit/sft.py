@@ -28,7 +28,7 @@ from tpu_kit.launch import launch
 from tpu_kit.loop import Loop, Status
 from tpu_kit.outlook import look_ahead
 from tpu_kit.persistence import settle
-from tpu_kit.preemption import Agreement
+from tpu_kit.preemption import Agreement, sigterm_raises
 from tpu_kit.rescue import out_of_memory, suggestion
 from tpu_kit.resume import check_resume, find_checkpoint, refuse_early, training_tensors
 from tpu_kit.runtime import Runtime
@@ -132,7 +132,8 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
     assert result is not None, "rank 0 returns it"
     if config.tracking.generate_rows and result.status != "preempted":
         try:
-            result = replace(result, metrics={**result.metrics, **_answer(config, result)})
+            with sigterm_raises():
+                result = replace(result, metrics={**result.metrics, **_answer(config, result)})
         except (KeyboardInterrupt, SystemExit) as error:
             told = "SIGINT" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
             result = replace(result, status="preempted", reason=f"{told} received while held-out rows were answered")

@@ -208,6 +208,7 @@ class Supervisor:
     def _result(self, process: subprocess.Popen[bytes], board: Board) -> Any:
         results: dict[int, bytes] = {}
         ticks: dict[int, int] = {}
+        gone: dict[int, float] = {}  # processes that ended with status 0, and when
         looked, steps = time.monotonic(), Steps(self._hang_timeout)
         while True:
             if time.monotonic() - looked > _BEAT:
@@ -225,6 +226,9 @@ class Supervisor:
             try:
                 rank, kind, value = self._messages.get(timeout=0.2)
             except queue.Empty:
+                settled = {pid for pid, at in gone.items() if time.monotonic() - at > _SETTLE}
+                if left := [r for r, pid in self._pids.items() if pid in settled and r not in results]:
+                    raise self._failed(LAUNCHER, "ended", (self._pids[left[0]], 0)) from None
                 if process.poll() is None:
                     continue
                 time.sleep(0.2)  # for the last messages
@@ -239,6 +243,8 @@ class Supervisor:
                     board.hide()
             elif kind == "done":
                 results[rank] = value
+            elif kind == "ended" and value[1] == 0:  # well, if it has said before that it is done
+                gone[value[0]] = time.monotonic()
             else:
                 raise self._failed(rank, kind, value)
 
@@ -252,7 +258,8 @@ class Supervisor:
         for rank, kind, value in events:
             if kind == "started":
                 self._pids[rank], _ = value
-        events = [e for e in events if e[1] in ("error", "refused", "ended")]
+        well = [e for e in events[1:] if e[1] == "ended" and e[2][1] == 0]
+        events = [e for e in events if e[1] in ("error", "refused", "ended") and e not in well]
         events = [e for e in events if not self._is_consequence(*e)] or events
         rank, kind, value = events[0]
         if kind == "refused":
