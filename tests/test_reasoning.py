@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
+from test_encoder import TRL, TRL_TEMPLATES
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
 from tpu_kit.columns import detect_layout
@@ -115,6 +117,22 @@ def test_every_reply_of_a_chat_is_trained_with_its_reasoning_after_the_prompt_of
         assert WORDS[i] in text and text.endswith(f"Answer {i}.<|im_end|>") and text.count("Answer") == 1
 
 
+@pytest.mark.parametrize("where", ["content", "reasoning_content"])
+@pytest.mark.parametrize("name", TRL_TEMPLATES)
+def test_templates_of_released_models(name: str, where: str) -> None:
+    special = TRL_TEMPLATES[name]
+    tokenizer = tiny_tokenizer((TRL / f"{name}.jinja").read_text(), special=special, eos=special[0])
+    tokenizer.bos_token = special[-1]
+    row = {"messages": chat(2, where)}
+    made = replace(encoder(CHATML, row), tokenizer=tokenizer)
+    parts = made.parts(made.conversation(row))
+    examples = [made.encode(part) for part in parts]
+    kept = [made.kept(part, example) for part, example in zip(parts, examples, strict=True)]
+    assert Kept(*map(sum, zip(*kept, strict=True))) == Kept(replies=2, held=2, found=2)
+    learnt = [text for example in examples for text, loss in decoded_example(tokenizer, example) if loss]
+    assert len(learnt) == 2 and all(WORDS[i] in text and f"Answer {i}." in text for i, text in enumerate(learnt))
+
+
 def test_a_chat_is_one_document_where_the_template_keeps_all() -> None:
     assert len(documents(CHATML, {"messages": chat(3, "content")})) == 1
     assert len(documents(KEY, {"messages": chat(3, "reasoning_content")})) == 1
@@ -130,6 +148,13 @@ def test_the_same_words_in_two_turns_are_not_taken_for_kept() -> None:
     short = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "<think>5</think>5"}]
     ((_, (learnt,)),) = documents(R1, {"messages": short})
     assert learnt == "5</think>5<|im_end|>"
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_question_after_the_last_reply_takes_no_reasoning_away(template: str) -> None:
+    row = {"messages": [*chat(1, "content"), {"role": "user", "content": "And?"}]}
+    ((_, (learnt,)),) = documents(TEMPLATES[template], row)
+    assert WORDS[0] in learnt and learnt.endswith("Answer 0.<|im_end|>")
 
 
 def calls(where: str) -> list[dict[str, Any]]:

@@ -166,8 +166,9 @@ class Encoder:
                 part = Conversation(talk.messages[:end], turns[0], talk.tools)
                 if self._keeps(part):
                     break
-            else:  # one reply, which the template drops the reasoning of
-                part = next(filter(self._keeps, self._told(part)), part)
+            else:  # one reply, which the template drops the reasoning of; what follows it carries no loss
+                part = part._replace(messages=talk.messages[: turns[0] + 1])
+                part = next(filter(self._keeps, (part, *self._told(part))), part)
             made.append(part)
             turns = turns[count:]
         return made
