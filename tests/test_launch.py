@@ -421,6 +421,9 @@ def test_the_first_cause_is_told_not_what_followed(monkeypatch: pytest.MonkeyPat
     assert str(judged((LAUNCHER, "ended", (777, -9)))).startswith("a replica that had not started yet (process 777)")
     two = judged((LAUNCHER, "ended", (101, -9)), (LAUNCHER, "ended", (100, 3)), (0, "error", closed))
     assert str(two).splitlines()[1] == "rank 0 (process 100) ended with status 3 and no result" and two.rank == 1
+    vanished = judged((0, "error", closed), (LAUNCHER, "ended", (101, 0)))
+    assert str(vanished) == "rank 1 (process 101) ended with status 0 and no result"
+    assert judged((0, "error", closed), (1, "done", b""), (LAUNCHER, "ended", (101, 0))).rank == 0
     launcher = judged((LAUNCHER, "error", error("ImportError: torch")))
     assert str(launcher).startswith("the launcher failed:\nTraceback") and launcher.rank is None
 

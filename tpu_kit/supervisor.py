@@ -118,6 +118,7 @@ class Supervisor:
         self._hang_timeout = hang_timeout
         self._messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
         self._pids: dict[int, int] = {}
+        self._results: dict[int, bytes] = {}  # by rank: of those that are done
         self._last_life = time.monotonic()
         self._stderr = ""  # its end
 
@@ -206,7 +207,6 @@ class Supervisor:
         return thread
 
     def _result(self, process: subprocess.Popen[bytes], board: Board) -> Any:
-        results: dict[int, bytes] = {}
         ticks: dict[int, int] = {}
         gone: dict[int, float] = {}  # processes that ended with status 0, and when
         looked, steps = time.monotonic(), Steps(self._hang_timeout)
@@ -226,23 +226,23 @@ class Supervisor:
             try:
                 rank, kind, value = self._messages.get(timeout=0.2)
             except queue.Empty:
-                settled = {pid for pid, at in gone.items() if time.monotonic() - at > _SETTLE}
-                if left := [r for r, pid in self._pids.items() if pid in settled and r not in results]:
-                    raise self._failed(LAUNCHER, "ended", (self._pids[left[0]], 0)) from None
+                for pid, at in gone.items():
+                    if time.monotonic() - at > _SETTLE and not self._is_done(pid):
+                        raise self._failed(LAUNCHER, "ended", (pid, 0)) from None
                 if process.poll() is None:
                     continue
                 time.sleep(0.2)  # for the last messages
                 if not self._messages.empty():
                     continue
-                if process.returncode == 0 and 0 in results:
-                    return _unpickled(results[0])
+                if process.returncode == 0 and 0 in self._results:
+                    return _unpickled(self._results[0])
                 raise self._died(process) from None
             if kind == "started":
                 self._pids[rank], count = value
                 if len(self._pids.keys() - {LAUNCHER}) == count:  # all have opened it
                     board.hide()
             elif kind == "done":
-                results[rank] = value
+                self._results[rank] = value
             elif kind == "ended" and value[1] == 0:  # well, if it has said before that it is done
                 gone[value[0]] = time.monotonic()
             else:
@@ -258,8 +258,10 @@ class Supervisor:
         for rank, kind, value in events:
             if kind == "started":
                 self._pids[rank], _ = value
-        well = [e for e in events[1:] if e[1] == "ended" and e[2][1] == 0]
-        events = [e for e in events if e[1] in ("error", "refused", "ended") and e not in well]
+            elif kind == "done":
+                self._results[rank] = value
+        events = [e for e in events if e[1] in ("error", "refused", "ended")]
+        events = [e for e in events if e[1] != "ended" or e[2][1] or not self._is_done(e[2][0])] or [event]
         events = [e for e in events if not self._is_consequence(*e)] or events
         rank, kind, value = events[0]
         if kind == "refused":
@@ -275,6 +277,10 @@ class Supervisor:
         texts = [f"{_names(who)} failed:\n{text.rstrip()}" for text, who in ranks.items()]
         texts += filter(None, [advice(value)])
         return LaunchError("\n\n".join(texts), None if rank == LAUNCHER else rank, value)
+
+    def _is_done(self, pid: int) -> bool:
+        """Whether all replicas of a process have said that they are done; so is one that holds no replica."""
+        return all(rank in self._results for rank, process in self._pids.items() if process == pid)
 
     def _is_consequence(self, rank: int, kind: str, value: Any) -> bool:
         if kind == "ended":  # asked to, by the launcher, because another one failed
