@@ -209,6 +209,67 @@ def test_bad_rows_are_all_counted_and_named() -> None:
         run(rows)
 
 
+def with_bad_rows() -> list[dict[str, Any]]:
+    """20 good rows, and bad ones before, between and behind them."""
+    good = [row | {"answer": str(row["answer"])} for row in ROWS[:20]]
+    empty = {"question": "q", "reasoning": "r", "answer": " "}
+    return [empty, *good[:5], {**empty, "question": None}, *good[5:], empty]
+
+
+def test_bad_rows_are_skipped_counted_and_shown() -> None:
+    rows = with_bad_rows()
+    with pytest.raises(ValueError, match=r"3 of 23 rows .*or leave them out with data.on_bad_row=skip"):
+        run(rows)
+    made = run(rows, on_bad_row="skip")
+    report = made.report
+    assert (report.rows_read, report.documents, report.skipped, report.held_out) == (23, 20, 3, 0)
+    assert report.skipped_rows[1] == "row 6: column 'question' is empty" and len(report.skipped_rows) == 3
+    assert "23 read, 20 used" in str(report)
+    assert "3 skipped (data.on_bad_row): row 0: column 'answer' is empty; row 6: " in str(report)
+    # The rows that are left keep their numbers, and are what they would be alone.
+    assert made.train.documents.source_rows.tolist() == [i for i in range(23) if i not in (0, 6, 22)]
+    alone = run([row for i, row in enumerate(rows) if i not in (0, 6, 22)])
+    assert documents(made) == documents(alone) and "skipped" not in str(alone.report)
+    assert made.fingerprint == alone.fingerprint != run(ROWS[:19]).fingerprint
+
+
+def test_bad_rows_are_no_questions_to_hold_out() -> None:
+    rows = with_bad_rows()
+    made = run(rows, on_bad_row="skip", eval_rows=15)
+    assert len(made.eval_rows) == 15 and all(row["answer"].strip() for row in made.eval_rows)
+    assert made.eval_report is not None and (made.eval_report.skipped, made.report.held_out) == (3, 15)
+    assert made.report.documents == 5
+    with pytest.raises(ValueError, match="there are 20 different questions"):
+        run(rows, on_bad_row="skip", eval_rows=20)
+    both = DatasetDict(train=Dataset.from_list(ROWS[20:40]), test=Dataset.from_list(rows))
+    held = run(both.map(lambda row: {"answer": str(row["answer"])}), eval_split="test", on_bad_row="skip")
+    assert held.eval_report is not None and held.eval_report.documents == 20
+    assert (held.eval_report.skipped, held.eval_report.seen_in_training, held.report.skipped) == (3, 0, 0)
+
+
+def test_no_more_than_half_of_the_rows_are_skipped() -> None:
+    empty = {"question": "q", "reasoning": "r", "answer": ""}
+    good = [row | {"answer": "a"} for row in ROWS[:4]]
+    assert run([*good, *[empty] * 4], on_bad_row="skip").report.skipped == 4
+    text = r"5 of 9 rows cannot be used: row 4: .*data.on_bad_row=skip leaves out no more than half of the rows"
+    with pytest.raises(ValueError, match=text):
+        run([*good, *[empty] * 5], on_bad_row="skip")
+
+
+def test_skipped_rows_of_files_keep_the_numbers_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(GOOD + "null\n\n" + GOOD + '{"question": "q"}\n' + GOOD)
+    config = DataConfig(source=str(path), eval_rows=0, on_bad_row="skip")
+    made = prepare(config, tiny_tokenizer())
+    assert made.train.documents.source_rows.tolist() == [0, 2, 4]
+    assert made.report.skipped_rows == (
+        "row 1: a row must be an object, not null (rows.jsonl, line 2)",
+        "row 3: column 'answer' is empty (rows.jsonl, line 5)",
+    )
+    sliced = prepare(DataConfig(source=str(path), split="train[2:]", eval_rows=0, on_bad_row="skip"), tiny_tokenizer())
+    assert sliced.report.skipped_rows == ("row 1: column 'answer' is empty (rows.jsonl, line 5)",)
+
+
 def test_mixed_types_in_a_file_name_the_row(tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
     path.write_text('{"question": "q", "answer": "a"}\n{"question": "p", "answer": ["a"]}\n')

@@ -20,13 +20,13 @@ from datasets import config as datasets_config
 from tpu_kit.columns import detect_layout, first_values
 from tpu_kit.config import DataConfig
 from tpu_kit.encoder import Encoder, Example, Kept, ensure_chat_template
-from tpu_kit.formats import RowError, final_answer, normalised, problem
+from tpu_kit.formats import Layout, RowError, final_answer, normalised, problem
 from tpu_kit.packing import Documents, PackedDataset
-from tpu_kit.sources import GENERATED, load_rows, pick_split
+from tpu_kit.records import PROBLEM
+from tpu_kit.sources import GENERATED, SHOWN, load_rows, pick_split, places
 
 _ROWS_PER_PROCESS = 10_000  # below this a second process takes longer to start than it saves
-_SHOWN_ERRORS = 5
-_CACHE_VERSION = 3  # raise it when the code below gives other tokens for the same row
+_CACHE_VERSION = 4  # raise it when the code below gives other tokens for the same row
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class DataReport:
         lengths: tokens of each document before truncation.
         reasoning: the replies that carry loss, those for which the rows hold reasoning, and those with all of it among
             the tokens that carry loss.
+        skipped: bad rows left out as `data.on_bad_row=skip` asks; not among the other counts, but for rows_read.
+        skipped_rows: the first of them, each with what is wrong with it.
     """
 
     source: str
@@ -72,6 +74,8 @@ class DataReport:
     fill: float
     lengths: tuple[int, ...]
     reasoning: Kept
+    skipped: int = 0
+    skipped_rows: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         middle, tail = np.percentile(self.lengths, [50, 95]).astype(int)
@@ -86,7 +90,13 @@ class DataReport:
             f"tokens of a row  median {middle}, 95 % up to {tail}, longest {max(self.lengths)}",
             f"packed           {self.packed_rows:,} rows, {self.fill:.1%} full",
         ]
-        return "\n".join(lines)
+        return "\n".join(lines + ([f"bad rows         {self.skipped_text}"] if self.skipped else []))
+
+    @property
+    def skipped_text(self) -> str:
+        """How many bad rows were left out, and what is wrong with the first of them."""
+        more = f"; and {self.skipped - len(self.skipped_rows):,} more" if self.skipped > len(self.skipped_rows) else ""
+        return f"{self.skipped:,} skipped (data.on_bad_row): {'; '.join(self.skipped_rows)}{more}"
 
     def _split(self) -> str:
         if self.documents == self.rows_used:
@@ -142,16 +152,20 @@ class _Tokenized:
     """All rows of one source.
 
     Attributes:
-        documents: of the rows, in their order.
+        documents: of the rows, in their order; of a bad row one placeholder.
         full_lengths: the tokens of each before truncation.
         questions: the hash of the question of each document's row.
         kept: the numbers of `Kept` of each, (documents, 3).
+        good: of each, whether its row is not a bad one, which is to be left out; bool.
+        skipped_rows: the first bad rows, each with what is wrong with it.
     """
 
     documents: Documents
     full_lengths: np.ndarray
     questions: np.ndarray
     kept: np.ndarray
+    good: np.ndarray
+    skipped_rows: tuple[str, ...]
 
 
 def prepare(
@@ -181,12 +195,17 @@ def prepare(
             f"set it to {model_positions} or less"
         )
     source = "the data set given" if dataset is not None else config.source
-    rows = load_rows(source, config.split, config.seed) if dataset is None else pick_split(dataset, config.split)
+    skip = config.on_bad_row == "skip"
+    rows = (
+        load_rows(source, config.split, config.seed, skip=skip)
+        if dataset is None
+        else pick_split(dataset, config.split)
+    )
     if not len(rows):
         raise ValueError(f"{source} has no rows")
-    encoder = _encoder(rows, tokenizer, config)
-    everything = _tokenize(rows, encoder, source, vocab_size)
-    train = np.ones(len(everything.documents), dtype=bool)
+    encoder = _encoder(rows, tokenizer, config, source)
+    everything = _tokenize(rows, encoder, source, config.split, vocab_size)
+    train = everything.good
     eval_source, eval_split = _eval_source(config, dataset)
     eval_data: PackedDataset | None = None
     eval_report: DataReport | None = None
@@ -195,11 +214,13 @@ def prepare(
     if eval_source or config.eval_rows:
         if eval_source:
             own = isinstance(dataset, DatasetDict) and not config.eval_source
-            held = pick_split(dataset, eval_split) if own else load_rows(eval_source, eval_split, config.seed)
-            eval_encoder = _encoder(held, tokenizer, config)
-            held_tokens = _tokenize(held, eval_encoder, eval_source, vocab_size)
-            chosen = ~np.isin(held_tokens.questions, everything.questions)
-            seen = _count(held_tokens, ~chosen)
+            held = (
+                pick_split(dataset, eval_split) if own else load_rows(eval_source, eval_split, config.seed, skip=skip)
+            )
+            eval_encoder = _encoder(held, tokenizer, config, eval_source)
+            held_tokens = _tokenize(held, eval_encoder, eval_source, eval_split, vocab_size)
+            chosen = held_tokens.good & ~np.isin(held_tokens.questions, everything.questions[everything.good])
+            seen = _count(held_tokens, held_tokens.good & ~chosen)
             if not chosen.any():
                 raise ValueError(f"every question of the evaluation rows ({eval_source}) is in the train rows too")
         else:
@@ -209,23 +230,38 @@ def prepare(
         eval_report = replace(eval_report, rows_read=len(held), seen_in_training=seen)
         eval_rows, prompts = _raw_rows(held, np.unique(held_tokens.documents.source_rows[chosen]), eval_encoder)
     packed, report = _pack(everything, train, encoder, source)
-    report = replace(report, rows_read=len(rows), held_out=_count(everything, ~train))
+    report = replace(report, rows_read=len(rows), held_out=_count(everything, everything.good & ~train))
     order = f"{packed.fingerprint()} {config.seed} {config.shuffle}"
     fingerprint = hashlib.blake2b(order.encode(), digest_size=16).hexdigest()
     return Prepared(packed, eval_data, eval_rows, prompts, report, eval_report, encoder, fingerprint)
 
 
-def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig) -> Encoder:
-    layout = detect_layout(rows.column_names, config, first_values(rows))
-    first = rows[0]
+def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> Encoder:
+    columns = [column for column in rows.column_names if column != PROBLEM]
+    try:
+        layout = detect_layout(columns, config, first_values(rows))
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+    for role, column in layout.columns.items():
+        alike = [other for other in columns if other.lower() == column.lower()]
+        if len(alike) > 1 and role not in (config.columns or {}):
+            raise ValueError(
+                f"{source}: the columns {' and '.join(alike)} differ in case alone; say which of them is the {role}, "
+                f"as in data.columns={{{role}: {column}}}"
+            )
     plain = layout.format == "text" or (
-        layout.format == "prompt_completion" and isinstance(first[layout.columns["prompt"]], str)
+        layout.format == "prompt_completion"
+        and isinstance(next((row[layout.columns["prompt"]] for row in rows if _is_usable(row, layout)), None), str)
     )
     if plain and config.system_prompt:
         raise ValueError("data.system_prompt needs chats; these rows are plain text, which no chat template is put on")
     if not plain:
         ensure_chat_template(tokenizer)
     return Encoder(tokenizer, layout, config)
+
+
+def _is_usable(row: Mapping[str, Any], layout: Layout) -> bool:
+    return isinstance(row[layout.columns["prompt"]], str | list)
 
 
 def _eval_source(config: DataConfig, dataset: Dataset | DatasetDict | None) -> tuple[str | None, str]:
@@ -250,8 +286,8 @@ def _hold_out(tokens: _Tokenized, config: DataConfig) -> tuple[np.ndarray, np.nd
 
     Those of one row of each chosen question evaluate; those of the others that ask the same do neither.
     """
-    questions, source_rows = tokens.questions, tokens.documents.source_rows
-    unique, first = np.unique(questions, return_index=True)
+    questions, source_rows, good = tokens.questions, tokens.documents.source_rows, np.flatnonzero(tokens.good)
+    unique, first = np.unique(questions[good], return_index=True)
     if len(unique) <= config.eval_rows:
         raise ValueError(
             f"data.eval_rows={config.eval_rows} leaves nothing to train on: there are {len(unique)} different "
@@ -259,7 +295,8 @@ def _hold_out(tokens: _Tokenized, config: DataConfig) -> tuple[np.ndarray, np.nd
         )
     salted = [hashlib.blake2b(f"{config.seed} {key}".encode()).digest() for key in unique]
     picked = sorted(range(len(unique)), key=salted.__getitem__)[: config.eval_rows]
-    return np.isin(source_rows, source_rows[first[picked]]), ~np.isin(questions, unique[picked])
+    evaluates = np.isin(source_rows, source_rows[good[first[picked]]])
+    return evaluates, tokens.good & ~np.isin(questions, unique[picked])
 
 
 def _raw_rows(rows: Dataset, chosen: np.ndarray, encoder: Encoder) -> tuple[list[dict[str, Any]], list[str]]:
@@ -313,15 +350,18 @@ def _pack(tokens: _Tokenized, chosen: np.ndarray, encoder: Encoder, source: str)
         fill=packed.fill(),
         lengths=tuple(tokens.full_lengths[keep].tolist()),
         reasoning=Kept(*tokens.kept[keep].sum(axis=0).tolist()),
+        skipped=int((~tokens.good).sum()),
+        skipped_rows=tokens.skipped_rows,
     )
     return packed, report
 
 
-def _tokenize(rows: Dataset, encoder: Encoder, source: str, vocab_size: int | None) -> _Tokenized:
+def _tokenize(rows: Dataset, encoder: Encoder, source: str, split: str, vocab_size: int | None) -> _Tokenized:
     """Tokenise all rows, or read them from the cache of `datasets`.
 
     Raises:
-        ValueError: rows that cannot be used, all counted and the first of them named, or ids outside the vocabulary.
+        ValueError: rows that cannot be used, all counted and the first of them named, where `data.on_bad_row` says
+            stop or they are most rows; or ids outside the vocabulary.
     """
     name = _fingerprint(rows, encoder)
     table = rows.map(
@@ -333,10 +373,21 @@ def _tokenize(rows: Dataset, encoder: Encoder, source: str, vocab_size: int | No
         desc=f"Tokenising {source}",
     ).with_format("numpy")
     errors = table["error"][:]
-    if bad := [i for i, error in enumerate(errors) if error]:
-        shown = "; ".join(f"row {i}: {errors[i]}" for i in bad[:_SHOWN_ERRORS])
-        more = f" and {len(bad) - _SHOWN_ERRORS} more" if len(bad) > _SHOWN_ERRORS else ""
-        raise ValueError(f"{source}: {len(bad)} of {len(errors)} rows cannot be used: {shown}{more}. Mend or drop them")
+    bad = [i for i, error in enumerate(errors) if error]
+    places_of_bad = places(source, split, bad[:SHOWN])
+    shown = tuple(
+        f"row {i}: {errors[i]}{place and f' ({place})'}" for i, place in zip(bad[:SHOWN], places_of_bad, strict=True)
+    )
+    skip, most = encoder.config.on_bad_row == "skip", 2 * len(bad) > len(errors)
+    if bad and (most or not skip):
+        more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+        advice = "Mend or drop them"
+        if skip:
+            advice += "; data.on_bad_row=skip leaves out no more than half of the rows, and these are more than half"
+        elif not most:
+            advice += ", or leave them out with data.on_bad_row=skip"
+        rows_text = f"{len(bad)} of {len(errors)} rows cannot be used: {'; '.join(shown)}{more}"
+        raise ValueError(f"{source}: {rows_text}. {advice}")
     columns = table.with_format("arrow")[:]
     parts = columns["lengths"].combine_chunks()
     counts, lengths = np.diff(parts.offsets.to_numpy()), parts.flatten().to_numpy().astype(np.int64)
@@ -353,21 +404,23 @@ def _tokenize(rows: Dataset, encoder: Encoder, source: str, vocab_size: int | No
     loss_mask = columns["loss_mask"].combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(bool)
     documents = Documents(input_ids, loss_mask, lengths, source_rows)
     full_lengths = columns["full_lengths"].combine_chunks().flatten().to_numpy()
+    questions = np.repeat(columns["question"].to_numpy().astype(str), counts)
     kept = columns["kept"].combine_chunks().flatten().to_numpy().reshape(-1, len(Kept._fields))
-    return _Tokenized(documents, full_lengths, np.repeat(columns["question"].to_numpy().astype(str), counts), kept)
+    return _Tokenized(documents, full_lengths, questions, kept, ~np.isin(source_rows, bad), shown)
 
 
 def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
     """Return the documents of a row one after another, with the numbers of `Kept` of each."""
     try:
+        if unread := row.get(PROBLEM):
+            raise RowError(unread)
         talk = encoder.conversation(row)
         parts = encoder.parts(talk)
         whole = [encoder.encode(part) for part in parts]
     except RowError as error:
-        return {
-            "input_ids": [0], "loss_mask": [False], "lengths": [1], "full_lengths": [1], "kept": [0, 0, 0],
-            "question": "", "error": str(error),
-        }  # fmt: skip
+        return _bad(str(error))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:  # of a form nobody thought of
+        return _bad(f"it cannot be read as {encoder.layout.format}: {type(error).__name__}: {error}")
     end = encoder.config.max_length
     cut = [Example(ids[:end], mask[:end]) for ids, mask in whole]
     return {
@@ -381,12 +434,19 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
     }
 
 
+def _bad(error: str) -> dict[str, Any]:
+    return {
+        "input_ids": [0], "loss_mask": [False], "lengths": [1], "full_lengths": [0], "kept": [0, 0, 0], "question": "",
+        "error": error,
+    }  # fmt: skip
+
+
 def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
     """Return a hash of all that tokens depend on: rows, tokenizer, template and settings (not how they are packed)."""
     tokenizer, config = encoder.tokenizer, asdict(encoder.config)
     for setting in ("source", "eval_source", "split", "eval_split", "eval_rows", "seed", "shuffle", "num_proc"):
         del config[setting]  # the rows stand for these, or they come later
-    for setting in ("packing", "too_long"):
+    for setting in ("packing", "too_long", "on_bad_row"):
         del config[setting]
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     parts = [_CACHE_VERSION, rows._fingerprint, tokenizer.backend_tokenizer.to_str(), special, tokenizer.chat_template]

@@ -78,6 +78,9 @@ class DataConfig:
     max_length: int = knob(1024, "Tokens per packed row; every batch has this width.", at_least=8)
     packing: bool = knob(True, "Put several examples in a row; none attends to another.")
     too_long: Literal["truncate", "drop", "error"] = knob("truncate", "What to do with an example over max_length.")
+    on_bad_row: Literal["stop", "skip"] = knob(
+        "stop", "What to do with a row that cannot be used; skip leaves out up to half of them, counted and shown."
+    )
     num_proc: int | None = knob(None, "Processes that tokenize; null = this one.", at_least=1, at_most=1024)
     seed: int = knob(0, "Seed of the held-out split and of the order of rows.", at_least=0, at_most=2**32 - 1)
     shuffle: bool = knob(True, "Shuffle the training rows, anew each epoch.")

@@ -3,23 +3,28 @@
 Whatever is wrong with a file is said with the file and the line.
 """
 
-import csv
 import hashlib
 import importlib.util
-import io
 import json
 import re
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from datasets import Dataset, DatasetDict, DownloadConfig, Features, Value, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetDict,
+    DownloadConfig,
+    ReadInstruction,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
+from datasets import config as datasets_config
 from fsspec.implementations.local import LocalFileSystem
-from pandas import read_csv  # type: ignore[import-untyped]
-from pandas.errors import ParserWarning  # type: ignore[import-untyped]
 
-from tpu_kit.columns import KNOWN
+from tpu_kit.records import PROBLEM, Record, keep_records, read_records
 
 GENERATED = ("embedded", "rationales")
 """Sources whose rows come from code in this package or from installed ones; their splits are "train" and "eval"."""
@@ -29,10 +34,14 @@ EMBEDDED_ROWS = {"train": 4000, "eval": 500}
 
 _KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_VERSION = 1  # raise it when records.py reads other rows from the same file
+SHOWN = 5
+"""Bad rows that an error names."""
+
 _SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
 
 
-def load_rows(source: str, split: str = "train", seed: int = 0) -> Dataset:
+def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = False) -> Dataset:
     """Return the rows of a source as they are.
 
     Args:
@@ -41,26 +50,65 @@ def load_rows(source: str, split: str = "train", seed: int = 0) -> Dataset:
             colon if it has several (`openai/gsm8k:main`).
         split: name, also with a slice, as in `train[:1000]`. Files have the one split `train`.
         seed: of the rows that are made by code.
+        skip: return rows that cannot be read as rows of None, with the reason in the column `records.PROBLEM`.
 
     Raises:
         ValueError: nothing is there, or it cannot be read; the text names the file and, where there is one, the line.
     """
     if source in GENERATED:
         rows = _generated(source, split, seed)
-    elif kind := _kind(source):
-        rows = _from_files(source, kind, split)
+    elif text := _text_files(source, split):
+        rows = _from_text(source, split, text)
+        if PROBLEM in rows.column_names:
+            _check_problems(rows, source, split, skip)
+    elif _kind(source):
+        rows = _from_parquet(source, split)
     elif Path(source).is_dir():
         rows = _from_folder(source, split)
     else:
         rows = _from_hub(source, split)
     if not len(rows):
-        raise ValueError(f"data source {source}, split {split}: it has no rows")
+        raise ValueError(f"data source {source}, split {split}: it has no rows, or rows without columns")
     return rows
 
 
-def _kind(source: str) -> str | None:
+def places(source: str, split: str, numbers: Sequence[int]) -> list[str]:
+    """Say for rows of a source where they are, such as "rows.jsonl, line 3"; empty texts where that is not known."""
+    text = None if source in GENERATED or not numbers else _text_files(source, split)
+    if text is None:
+        return [""] * len(numbers)
+    first = _span(source, text.split, sum(1 for _ in text.records()))[0]
+    wanted = {first + number for number in numbers}
+    found = {
+        i: f"{Path(file).name}, {record.place}"
+        for i, (file, record) in enumerate(islice(text.records(), max(wanted) + 1))
+        if i in wanted
+    }
+    return [found[first + number] for number in numbers]
+
+
+def _check_problems(rows: Dataset, source: str, split: str, skip: bool) -> None:
+    problems = rows[PROBLEM][:]
+    bad = [i for i, problem in enumerate(problems) if problem]
+    if not bad or (skip and len(bad) < len(rows)):
+        return
+    shown = zip(places(source, split, bad[:SHOWN]), bad[:SHOWN], strict=True)
+    text = "; ".join(f"{place}: {problems[i]}" for place, i in shown)
+    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    raise ValueError(
+        f"data source {source}: {len(bad)} of {len(rows)} rows cannot be read: {text}{more}. Mend or delete them"
+        + ("" if skip else ", or leave them out with data.on_bad_row=skip")
+    )
+
+
+def _suffix(source: str) -> str:
+    """Return how the name ends, without the suffix of its compression."""
     suffixes = [suffix for suffix in Path(source).suffixes if suffix not in _COMPRESSED]
-    kind = _KINDS.get(suffixes[-1].lower()) if suffixes else None
+    return suffixes[-1].lower() if suffixes else ""
+
+
+def _kind(source: str) -> str | None:
+    kind = _KINDS.get(_suffix(source))
     if kind is None and ("://" in source or "*" in source or Path(source).is_file()):
         raise ValueError(f"data source {source}: the name must end in {', '.join(_KINDS)}")
     return kind
@@ -82,28 +130,94 @@ def _generated(source: str, split: str, seed: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def _from_files(source: str, kind: str, split: str) -> Dataset:
+class _TextFiles(NamedTuple):
+    """The JSON or CSV files of a source.
+
+    Attributes:
+        system: the file system they are on.
+        files: their paths there, in order.
+        csv: whether they are CSV.
+        split: name of their split and a slice of it.
+    """
+
+    system: Any
+    files: list[str]
+    csv: bool
+    split: str
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        """Iterate over all rows of the files."""
+        for file in self.files:
+            separator = ("\t" if ".tsv" in Path(file).name.lower() else ",") if self.csv else None
+            for record in read_records(self.system, file, separator):
+                yield file, record
+
+
+def _text_files(source: str, split: str) -> _TextFiles | None:
+    """Return the JSON or CSV files of a path, glob, URL or folder; None if it has others."""
+    if kind := _kind(source):
+        if kind == "parquet":
+            return None
+        _only_train(source, split)
+        system, found = _find_files(source)
+        return _TextFiles(system, found, kind == "csv", split)
+    if not Path(source).is_dir() or _is_saved(source):
+        return None
+    try:
+        files = load_dataset_builder(source).config.data_files or {}
+    except Exception as error:
+        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}") from error
+    name = split.partition("[")[0]
+    if name not in files:
+        raise ValueError(f"data source {source}: there is no split {name!r}; the folder has {', '.join(files)}")
+    found = [str(file) for file in files[name]]
+    kinds = {_KINDS.get(_suffix(file), "") for file in found}
+    if kinds not in ({"json"}, {"csv"}):
+        return None
+    _check_files(LocalFileSystem(), found)
+    return _TextFiles(LocalFileSystem(), found, kinds == {"csv"}, split)
+
+
+def _only_train(source: str, split: str) -> None:
     if not re.match(r"train(\[|$)", split):
         raise ValueError(f"data source {source}: files have one split, train, not {split!r}")
+
+
+def _from_text(source: str, split: str, text: _TextFiles) -> Dataset:
+    stamps = [f"{file} {text.system.ukey(file)}" for file in text.files]
+    name = hashlib.blake2b(json.dumps([_VERSION, text.csv, stamps]).encode(), digest_size=16).hexdigest()
+    target = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit" / "rows" / f"{name}.arrow"
+    if not target.exists():
+        try:
+            keep_records(text.records, target)
+        except OSError as error:
+            raise ValueError(f"data source {source}: its rows cannot be kept in {target.parent}: {error}") from error
+    rows = Dataset.from_file(str(target))
+    first, last = _span(source, split, len(rows))
+    return rows if (first, last) == (0, len(rows)) else rows.select(range(first, last))
+
+
+def _span(source: str, split: str, count: int) -> tuple[int, int]:
+    """Return the first row of a split such as `train[10:20%]`, and the one after its last."""
+    name = split.partition("[")[0]
+    try:
+        (part,) = ReadInstruction.from_spec(split).to_absolute({name: count})
+    except Exception as error:
+        raise ValueError(f"data.split={split!r}: {_cause(error)}; {source} has {count} rows") from error
+    return part.from_ or 0, count if part.to is None else part.to
+
+
+def _from_parquet(source: str, split: str) -> Dataset:
+    _only_train(source, split)
     system, found = _find_files(source)
     files = [system.unstrip_protocol(file) if "://" in source else str(file) for file in found]
-    # Without the entity tag an object that was replaced is read from the cache of the one before.
-    options: dict[str, Any] = {"download_config": DownloadConfig(use_etag=True)}
-    if kind == "csv":
-        options |= _csv_options(system, found, "\t" if ".tsv" in source else ",")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", ParserWarning)  # rows longer than the header
-            rows = load_dataset(kind, data_files={"train": files}, split=split, **options)
-            if kind == "json" and (field := _only_field(rows)):
-                rows = load_dataset(kind, data_files={"train": files}, split=split, field=field, **options)
-            if kind == "json":
-                rows.data.validate(full=True)  # the reader lets through what is not UTF-8
+        # Without the entity tag an object that was replaced is read from the cache of the one before.
+        options = {"download_config": DownloadConfig(use_etag=True)}
+        rows = load_dataset("parquet", data_files={"train": files}, split=split, **options)
+        rows.data.validate(full=True)  # the reader lets through what is not UTF-8
         return rows
     except Exception as error:
-        if kind == "json":
-            for file in found:
-                _explain_json(system, file)
         raise ValueError(f"data source {source}: cannot be read: {_cause(error)}") from error
 
 
@@ -114,11 +228,13 @@ def _find_files(source: str) -> tuple[Any, list[str]]:
     try:
         system, path = url_to_fs(source)
         found = sorted(system.glob(path)) if any(c in path for c in "*?[") else [path]
-        sizes = {file: system.info(file)["size"] for file in found}
+        _check_files(system, found)
     except ImportError as error:
         raise ValueError(f"data source {source}: {error}; for gs:// it is: pip install gcsfs") from error
     except FileNotFoundError:
         found = []
+    except ValueError:
+        raise
     except Exception as error:  # each kind of storage has its own
         advice = "; log in with `gcloud auth application-default login`" if source.startswith("gs://") else ""
         raise ValueError(f"data source {source}: no access: {type(error).__name__}: {error}{advice}") from error
@@ -127,104 +243,41 @@ def _find_files(source: str) -> tuple[Any, list[str]]:
     if not found:
         bucket = " (or no such bucket)" if "://" in source else ""
         raise ValueError(f"data source {source}: there is no such file{bucket}")
-    if empty := [file for file in found if sizes[file] == 0]:
-        raise ValueError(f"data source {empty[0]}: the file is empty")
     return system, found
 
 
-def _csv_options(system: Any, found: list[str], separator: str) -> dict[str, Any]:
-    """Have all cells read as the text they are: 007 is not 7, NA and null are words, an empty cell is empty text."""
-    try:
-        with system.open(found[0], "rt", encoding="utf-8-sig", compression="infer", newline="") as stream:
-            line = stream.readline()
-    except UnicodeDecodeError as error:
-        raise ValueError(_not_utf8(system, found[0])) from error
-    except (OSError, EOFError) as error:  # not what its name says it is compressed with
-        raise ValueError(f"data source {found[0]}: cannot be read: {_cause(error)}") from error
-    names = next(csv.reader([line], delimiter=separator))
-    if twice := sorted({name for name in names if name and names.count(name) > 1}):
-        raise ValueError(f"data source {found[0]}: column {', '.join(twice)} occurs twice; rename one of them")
-    columns = read_csv(io.StringIO(line), sep=separator).columns
-    features = Features({name: Value("string") for name in columns})
-    return {"features": features, "sep": separator, "keep_default_na": False, "index_col": False}
-
-
-def _only_field(rows: Dataset) -> str | None:
-    """Return the field that holds the rows where a JSON file is one object around them, as in {"data": [...]}."""
-    if len(rows) != 1 or {name.lower() for name in rows.column_names} & KNOWN:
-        return None
-    held = [name for name, value in rows[0].items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    return held[0] if len(held) == 1 else None
+def _check_files(system: Any, files: list[str]) -> None:
+    for file in files:
+        info = system.info(file)
+        if info["type"] == "directory":
+            raise ValueError(f"data source {file}: this is a folder, not a file; rename it, or name the files in it")
+        if info["type"] not in ("file", "link"):  # a pipe would be waited for without end
+            raise ValueError(f"data source {file}: this is no plain file")
+        if info["size"] == 0:
+            raise ValueError(f"data source {file}: the file is empty")
 
 
 def _cause(error: BaseException) -> str:
-    text = " ".join(str(error.__cause__ or error).split())
-    if "corresponds to no data" in text:
+    text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+    if "corresponds to no data" in text or "BatchSize must be greater than 0" in text:
         return "it has no rows"
-    if isinstance(error.__cause__ or error, ParserWarning):
-        return "there are rows with more cells than the header has names"
     if "column names don't match" in text or "does not exist in schema" in text:
         return f"the columns are not the same in all rows and files: {text}"
     return text
 
 
-def _not_utf8(system: Any, file: str) -> str:
-    with system.open(file, "rb", compression="infer") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                return f"data source {file}, line {number}: not UTF-8 ({error.reason}); save the file as UTF-8"
-    return f"data source {file}: not UTF-8; save the file as UTF-8"
-
-
-def _explain_json(system: Any, file: str) -> None:
-    """Raise with file and line what is wrong with a JSON file; return if nothing was found."""
-    kinds: dict[str, type] = {}
-    try:
-        with system.open(file, "rt", encoding="utf-8-sig", compression="infer") as stream:
-            for place, record in _json_records(stream, file):
-                if not isinstance(record, dict):
-                    raise ValueError(f"{file}, {place}: a row must be an object, not {type(record).__name__}")
-                for name, value in record.items():
-                    kind, before = type(value), kinds.get(name, type(value))
-                    if value is not None and kind is not before:
-                        raise ValueError(
-                            f"{file}, {place}: column {name!r} is {kind.__name__}, and {before.__name__} above; "
-                            "write all of it as text"
-                        )
-                    if value is not None:
-                        kinds[name] = kind
-    except UnicodeDecodeError as error:
-        raise ValueError(_not_utf8(system, file)) from error
-    except (OSError, EOFError) as error:  # not what its name says it is compressed with
-        raise ValueError(f"data source {file}: cannot be read: {_cause(error)}") from error
-
-
-def _json_records(stream: Any, file: str) -> Iterator[tuple[str, Any]]:
-    """Yield the records of JSON lines or of one JSON array, each with where it stands."""
-    array = stream.read(64).lstrip().startswith("[")
-    stream.seek(0)
-    try:
-        if array:
-            yield from ((f"row {i}", record) for i, record in enumerate(json.load(stream)))
-            return
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                yield f"line {number}", json.loads(line)
-    except json.JSONDecodeError as error:
-        line_number = error.lineno if array else number
-        raise ValueError(f"{file}, line {line_number}, column {error.colno}: not valid JSON: {error.msg}") from error
+def _is_saved(source: str) -> bool:
+    return any((Path(source) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def _from_folder(source: str, split: str) -> Dataset:
     try:
-        if not any((Path(source) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+        if not _is_saved(source):
             return load_dataset(source, split=split)
         saved = load_from_disk(source)
+        for part in saved.values() if isinstance(saved, DatasetDict) else [saved]:
+            part.data.validate(full=True)
     except Exception as error:
-        for file in sorted(Path(source).rglob("*.json*")):
-            _explain_json(LocalFileSystem(), str(file))
         raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}") from error
     return pick_split(saved, split)
 
