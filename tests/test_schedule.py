@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from transformers import get_scheduler
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
+from tpu_kit import schedule
 from tpu_kit.config import BatchPlan, DataConfig, OptimConfig
 from tpu_kit.packing import permutation
 from tpu_kit.schedule import Update, deal, learning_rate, rows_of, updates
@@ -180,3 +182,37 @@ def test_each_epoch_and_seed_has_its_own_order_unless_it_is_kept() -> None:
     assert rows_of(first, 37, DataConfig()).tolist() != rows_of(second, 37, DataConfig()).tolist()
     assert rows_of(first, 37, DataConfig()).tolist() != rows_of(first, 37, DataConfig(seed=1)).tolist()
     assert rows_of(second, 37, DataConfig(shuffle=False)).tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("rows", "seed", "epoch", "digest"),
+    [
+        (1_000_000, 0, 0, "4149ef279e5ee30c9b7174dec2e939e3"),
+        (1_000_000, 0, 1, "59115c60d3e8de28bcf65e37f506b4bf"),
+        (12_345, 7, 3, "f72f6f3730319d22fcf12517459f124d"),
+        (50, 2**32 - 1, 9, "ae2cec57bf85eb54157741ed6ab991e7"),
+    ],
+)
+def test_the_order_is_that_of_earlier_versions(rows: int, seed: int, epoch: int, digest: str) -> None:
+    """A checkpoint of theirs holds how many updates were made, and not which rows they took."""
+    order = rows_of(Update(1, epoch, 0, 1, rows), rows, DataConfig(seed=seed))
+    assert hashlib.blake2b(order.astype("<i8").tobytes(), digest_size=16).hexdigest() == digest
+
+
+def test_the_order_of_an_epoch_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(rows: int, seed: int, epoch: int, shuffle: bool) -> Any:
+        asked.append(epoch)
+        return permutation(rows, seed, epoch, shuffle)
+
+    monkeypatch.setattr(schedule, "permutation", counted)
+    schedule._order.cache_clear()
+    data, found = DataConfig(seed=11), []
+    for update in updates(1001, plan(10), OptimConfig(epochs=3.0)):
+        found.append(rows_of(update, 1001, data))
+    assert asked == [0, 1, 2] and len(found) == 300
+    assert found[150].tolist() == permutation(1001, 11, 1)[500:510].tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        found[0][0] = 1  # the rows of the whole epoch would be others
+    assert schedule._order.cache_info().currsize == 2

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -161,6 +162,29 @@ def watched(config: TrainConfig) -> dict[str, Any]:
         "result": asdict(result) if result is not None else None, "ranks": notes, "counters": counters,
         "set_up": rt.set_up, "parameters": {n: v.tolist() for n, v in zip(names, own, strict=False)},
     }  # fmt: skip
+
+
+def prepared_data(config: TrainConfig) -> None:
+    """Prepares the data as `sft.fine_tune` does; each rank notes what it tokenised and what it got."""
+    rt = runtime.current()
+    calls: list[int] = []
+    prepare = sft.prepare
+
+    def counted(*given: Any, **named: Any) -> Any:
+        calls.append(rt.rank)
+        return prepare(*given, **named)
+
+    sft.prepare = counted
+    made, _, tokenizer = sft._load(config, rt)
+    tensors = made.train.tensors(np.arange(len(made.train)))
+    digest = hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
+    note = {
+        "calls": calls, "hash": digest, "fingerprint": made.fingerprint, "eval": made.eval_prompts,
+        "mapped": isinstance(made.train.documents.input_ids, np.memmap), "template": tokenizer.chat_template,
+        "report": str(made.report),
+    }  # fmt: skip
+    (config.output_path / f"rank-{rt.rank}.json").write_text(json.dumps(note))
+    rt.barrier()
 
 
 # ------------------------------------------------------------------------------------------------- single questions

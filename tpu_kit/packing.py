@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -131,6 +131,21 @@ class PackedDataset:
         self._row_ends = np.cumsum(counts)
         self.row_tokens = np.add.reduceat(documents.lengths[self._order], np.r_[0, self._row_ends[:-1]])
         self._token_starts = np.cumsum(documents.lengths) - documents.lengths
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, np.ndarray], length: int, pad_id: int) -> "PackedDataset":
+        """Return the data set whose `arrays()` are given, without packing again."""
+        made = cls.__new__(cls)
+        made.documents = Documents(*(arrays[field.name] for field in fields(Documents)))
+        made.length, made.pad_id = length, pad_id
+        made._order, made._row_ends = arrays["order"], arrays["row_ends"]
+        made._token_starts = np.cumsum(made.documents.lengths) - made.documents.lengths
+        return made
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return all that `from_arrays` needs, by name."""
+        documents = {field.name: getattr(self.documents, field.name) for field in fields(Documents)}
+        return documents | {"order": self._order, "row_ends": self._row_ends}
 
     def __len__(self) -> int:
         return len(self._row_ends)

@@ -158,6 +158,16 @@ class Runtime:
         """Whether tensors are lazy: nothing runs before `sync`."""
         return self.device_type in ("tpu", "xla-cpu")
 
+    @property
+    def local_rank(self) -> int:
+        """Number of this replica among those of its host."""
+        if self.device_type == "tpu":
+            import torch_xla.runtime as xr
+
+            ordinal: int = xr.local_ordinal()
+            return ordinal
+        return self.rank
+
     def sync(self) -> None:
         """Cuts the lazy graph and starts it; all replicas must come here. Nothing to do off XLA."""
         if self.is_xla:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -66,8 +67,15 @@ def updates(dataset_rows: int, plan: BatchPlan, optim: OptimConfig) -> Iterator[
 
 def rows_of(update: Update, dataset_rows: int, data: DataConfig) -> np.ndarray:
     """The packed rows of an update, over all replicas and passes: (rows,) int64, whatever replicas there are."""
-    order = permutation(dataset_rows, data.seed, update.epoch, data.shuffle)
+    order = _order(dataset_rows, data.seed, update.epoch, data.shuffle)
     return order[update.first_row : update.first_row + update.rows]
+
+
+@lru_cache(maxsize=2)  # the epoch that runs, and the next one, whose first batches are made ahead
+def _order(rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    order = permutation(rows, seed, epoch, shuffle)
+    order.flags.writeable = False  # all updates of the epoch are views of it
+    return order
 
 
 def deal(rows: np.ndarray, update: Update, plan: BatchPlan, rank: int) -> np.ndarray:

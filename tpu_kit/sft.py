@@ -33,6 +33,7 @@ from tpu_kit.rescue import out_of_memory, suggestion
 from tpu_kit.resume import check_resume, find_checkpoint, refuse_early, training_tensors
 from tpu_kit.runtime import Runtime
 from tpu_kit.schedule import updates
+from tpu_kit.shared_data import prepare_once
 from tpu_kit.sources import keep_rows, kept_place
 from tpu_kit.step import place
 from tpu_kit.storage import ObjectFolder, upload
@@ -196,27 +197,29 @@ _shared_lock = threading.Lock()
 def _load(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
     """Data, model and tokenizer; made once where replicas are threads of one process, which ends with the launch."""
     if rt.device_type != "xla-cpu":
-        return _make(config)
+        return _make(config, rt)
     with _shared_lock:
         if not _shared:
-            _shared.append(_make(config))
+            _shared.append(_make(config, None))
     prepared, model, tokenizer = _shared[0]
     # A thread takes a copy: moved to its device, the model itself would be gone for the others.
     return prepared, copy.deepcopy(model), tokenizer
 
 
-def _make(config: TrainConfig) -> tuple[Prepared, torch.nn.Module, Any]:
+def _make(config: TrainConfig, rt: Runtime | None) -> tuple[Prepared, torch.nn.Module, Any]:
+    """As `_load`, in a process of its own; `rt` is given where the data is shared with other processes."""
     tokenizer = models.load_tokenizer(config.model)
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
     models.check_vocabulary(model, tokenizer)
     text = models.text_config(model)
-    prepared = prepare(
-        config.data,
-        tokenizer,
-        model_positions=getattr(text, "max_position_embeddings", None),
-        vocab_size=text.vocab_size,
-    )
-    return prepared, model, tokenizer
+    positions = getattr(text, "max_position_embeddings", None)
+
+    def make() -> Prepared:
+        return prepare(config.data, tokenizer, model_positions=positions, vocab_size=text.vocab_size)
+
+    if rt is None or rt.world_size == 1:
+        return make(), model, tokenizer
+    return prepare_once(config, rt, tokenizer, make), model, tokenizer
 
 
 def fine_tune(config: TrainConfig) -> TrainResult | None:
@@ -255,6 +258,8 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
             if held := prepared.eval_report:
                 cut = f"{held.dropped_too_long:,} dropped, {held.truncated:,} truncated"
                 print(f"held-out rows    {held.documents:,}, {held.loss_tokens:,} tokens with loss; too long: {cut}")
+                if held.skipped:
+                    print(f"held-out rows    {held.skipped_text}")
             print(f"model            {models.count_parameters(model)}")
             if loop.stopped:
                 print(f"stopped          at step {loop.step} before; nothing is trained: {loop.why_stopped()}")
