@@ -142,6 +142,22 @@ def test_cells_of_json_come_back_as_they_are(tmp_path: Path, value: object) -> N
     assert load_rows(write(tmp_path / "rows.jsonl", lines(rows))).to_list() == rows
 
 
+def test_objects_one_after_another_over_lines(tmp_path: Path) -> None:
+    rows = [{"question": f"q{i}", "answer": "a"} for i in range(5_000)]
+    text = "".join("\n" + json.dumps(row, indent=1) + " " for row in rows)
+    assert load_rows(write(tmp_path / "rows.json", text)).to_list() == rows
+    with pytest.raises(ValueError, match=r"rows.json: 1 of 5001 rows cannot be read: rows.json, line 20003: "):
+        load_rows(write(tmp_path / "rows.json", text + "\n\n7\n"))
+
+
+def test_slices_of_files(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", lines(ROWS))
+    assert len(load_rows(source, "train[60%:]")) == 2
+    assert load_rows(source, "train[:9]").to_list() == ROWS
+    with pytest.raises(ValueError, match=r"data.split='train\[x\]': "):
+        load_rows(source, "train[x]")
+
+
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", lines(ROWS))
     assert load_rows(source).to_list() == ROWS

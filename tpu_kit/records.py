@@ -29,6 +29,7 @@ _DEEPEST = 100  # levels of lists and objects in a row; Python's parser ends nea
 _MOST_COLUMNS = 1000
 _BATCH_ROWS, _BATCH_CHARACTERS = 1000, 2**25  # what is held in memory before it is written
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_CHARACTER = re.compile(r"\S")
 _LONG_NUMBER = re.compile(r"\d{19}")
 _MAGIC = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 
@@ -49,6 +50,17 @@ class Record(NamedTuple):
 
 class _TwiceError(ValueError):
     pass
+
+
+class _Doubts(NamedTuple):
+    """What rows decoded from a text may have, so that few have to be searched for it."""
+
+    deep: bool
+    surrogate: bool
+
+    @classmethod
+    def of(cls, text: str) -> _Doubts:
+        return cls(text.count("[") + text.count("{") > _DEEPEST, _SURROGATE.search(text) is not None)
 
 
 def read_records(system: Any, file: str, separator: str | None) -> Iterator[Record]:
@@ -113,7 +125,7 @@ def _json(stream: Any, file: str) -> Iterator[Record]:
         return
     second = next(lines, None)
     if second is None and isinstance(parsed, Record) and (field := _only_field(parsed.values)):
-        yield from _json_array(parsed.values[field], line)
+        yield from _json_array(parsed.values[field], _Doubts.of(line))
         return
     for number, line in itertools.chain([first], [second] if second else [], lines):
         parsed = _parsed_line(number, line)
@@ -137,34 +149,42 @@ def _parsed_line(number: int, line: str) -> Record | json.JSONDecodeError:
         return error
     except (RecursionError, ValueError) as error:
         return Record(place, {}, _unreadable(error))
-    return _record(place, value, line)
+    return _record(place, value, _Doubts.of(line))
 
 
 def _json_document(text: str, file: str) -> Iterator[Record]:
     """Yield the rows of one JSON value: an array, or an object; or of several values one after another."""
     values: list[tuple[str, Any]] = []
-    end = len(text) - len(text.lstrip())
+    line, end, start = 1, 0, _first_character(text, 0)
     try:
-        while end < len(text):
-            place = f"line {1 + text.count(chr(10), 0, end)}"
-            value, end = _decoder.raw_decode(text, end)
+        while start < len(text):
+            line += text.count("\n", end, start)
+            place = f"line {line}"
+            value, end = _decoder.raw_decode(text, start)
+            line += text.count("\n", start, end)
             values.append((place, value))
-            end += len(text[end:]) - len(text[end:].lstrip())
+            start = _first_character(text, end)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"{file}, {place}: not valid JSON: {error.msg.removesuffix(' at')}") from error
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{file}, {place}: {_unreadable(error)}") from error
+    doubts = _Doubts.of(text)
     if len(values) == 1 and isinstance(values[0][1], list):
-        yield from _json_array(values[0][1], text)
+        yield from _json_array(values[0][1], doubts)
     elif len(values) == 1 and isinstance(values[0][1], dict) and (field := _only_field(values[0][1])):
-        yield from _json_array(values[0][1][field], text)
+        yield from _json_array(values[0][1][field], doubts)
     else:
-        yield from (_record(place, value, text) for place, value in values)
+        yield from (_record(place, value, doubts) for place, value in values)
 
 
-def _json_array(values: list[Any], text: str) -> Iterator[Record]:
-    yield from (_record(f"row {i}", value, text) for i, value in enumerate(values))
+def _first_character(text: str, start: int) -> int:
+    found = _CHARACTER.search(text, start)
+    return found.start() if found else len(text)
+
+
+def _json_array(values: list[Any], doubts: _Doubts) -> Iterator[Record]:
+    yield from (_record(f"row {i}", value, doubts) for i, value in enumerate(values))
 
 
 def _only_field(values: dict[str, Any]) -> str | None:
@@ -198,13 +218,13 @@ def _unreadable(error: Exception) -> str:
     return f"a whole number of more than {sys.get_int_max_str_digits():,} digits; write it as text"
 
 
-def _record(place: str, value: Any, text: str) -> Record:
-    """Check one decoded value; `text` is what it was decoded from, or holds that."""
+def _record(place: str, value: Any, doubts: _Doubts) -> Record:
+    """Check one decoded value."""
     if not isinstance(value, dict):
         return Record(place, {}, f"a row must be an object, not {_kind_of(value)}")
-    if text.count("[") + text.count("{") > _DEEPEST and _too_deep(value):
+    if doubts.deep and _too_deep(value):
         return Record(place, {}, f"nested more than {_DEEPEST} levels deep")
-    if _SURROGATE.search(text):
+    if doubts.surrogate:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:

@@ -77,7 +77,7 @@ def places(source: str, split: str, numbers: Sequence[int]) -> list[str]:
     text = None if source in GENERATED or not numbers else _text_files(source, split)
     if text is None:
         return [""] * len(numbers)
-    first = _span(source, text.split, sum(1 for _ in text.records()))[0]
+    first = _span(source, split, sum(1 for _ in text.records()))[0] if "[" in split else 0
     wanted = {first + number for number in numbers}
     found = {
         i: f"{Path(file).name}, {record.place}"
@@ -137,13 +137,11 @@ class _TextFiles(NamedTuple):
         system: the file system they are on.
         files: their paths there, in order.
         csv: whether they are CSV.
-        split: name of their split and a slice of it.
     """
 
     system: Any
     files: list[str]
     csv: bool
-    split: str
 
     def records(self) -> Iterator[tuple[str, Record]]:
         """Iterate over all rows of the files."""
@@ -160,7 +158,7 @@ def _text_files(source: str, split: str) -> _TextFiles | None:
             return None
         _only_train(source, split)
         system, found = _find_files(source)
-        return _TextFiles(system, found, kind == "csv", split)
+        return _TextFiles(system, found, kind == "csv")
     if not Path(source).is_dir() or _is_saved(source):
         return None
     try:
@@ -175,7 +173,7 @@ def _text_files(source: str, split: str) -> _TextFiles | None:
     if kinds not in ({"json"}, {"csv"}):
         return None
     _check_files(LocalFileSystem(), found)
-    return _TextFiles(LocalFileSystem(), found, kinds == {"csv"}, split)
+    return _TextFiles(LocalFileSystem(), found, kinds == {"csv"})
 
 
 def _only_train(source: str, split: str) -> None:
