@@ -129,8 +129,7 @@ class PackedDataset:
         else:
             self._order, counts = np.arange(len(documents)), np.ones(len(documents), dtype=np.int64)
         self._row_ends = np.cumsum(counts)
-        self.row_tokens = np.add.reduceat(documents.lengths[self._order], np.r_[0, self._row_ends[:-1]])
-        self._token_starts = np.cumsum(documents.lengths) - documents.lengths
+        self._count()
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray], length: int, pad_id: int) -> "PackedDataset":
@@ -139,8 +138,13 @@ class PackedDataset:
         made.documents = Documents(*(arrays[field.name] for field in fields(Documents)))
         made.length, made.pad_id = length, pad_id
         made._order, made._row_ends = arrays["order"], arrays["row_ends"]
-        made._token_starts = np.cumsum(made.documents.lengths) - made.documents.lengths
+        made._count()
         return made
+
+    def _count(self) -> None:
+        lengths = self.documents.lengths
+        self.row_tokens = np.add.reduceat(lengths[self._order], np.r_[0, self._row_ends[:-1]])
+        self._token_starts = np.cumsum(lengths) - lengths
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return all that `from_arrays` needs, by name."""

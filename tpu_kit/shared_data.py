@@ -19,7 +19,7 @@ from datasets import config as datasets_config
 
 from tpu_kit.config import DataConfig, TrainConfig
 from tpu_kit.data import DataReport, Prepared
-from tpu_kit.encoder import Encoder
+from tpu_kit.encoder import Encoder, Kept
 from tpu_kit.formats import Layout
 from tpu_kit.packing import PackedDataset
 from tpu_kit.runtime import Runtime
@@ -103,7 +103,8 @@ def read_prepared(folder: Path, tokenizer: Any, config: DataConfig) -> Prepared:
 
 
 def _report(values: dict[str, Any]) -> DataReport:
-    return DataReport(**{name: _tuple(value) for name, value in values.items()})
+    plain = {name: _tuple(value) for name, value in values.items()}
+    return DataReport(**{**plain, "reasoning": Kept(*values["reasoning"])})
 
 
 def _tuple(value: Any) -> Any:
