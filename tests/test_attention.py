@@ -376,3 +376,25 @@ def test_the_tpu_compiler_accepts_the_kernel_forward_and_backward():
     for calls, code_bytes in json.loads(run_python(FOR_THE_TPU_COMPILER, env=settings).stdout.splitlines()[-1]):
         assert calls == 3  # forward, dq, dk and dv
         assert code_bytes > 0
+
+
+@pytest.mark.parametrize("function", [attention.sdpa_attention, attention.flash_attention, attention.splash_attention])
+def test_an_argument_that_attention_does_not_know_is_an_error(function):
+    query, key, value = states()
+    neutral = {"position_ids": SEGMENTS, "use_cache": False, "output_attentions": False, "is_causal": True,
+               "s_aux": None, "cu_seq_lens_q": None}  # fmt: skip
+    attention.sdpa_attention(LAYER, query, key, value, None, **neutral)
+    for unknown, text in (({"s_aux": torch.zeros(4)}, "s_aux"), ({"is_causal": False}, "is_causal=False"),
+                          ({"position_bias": value, "indices": value}, "position_bias, indices")):  # fmt: skip
+        with pytest.raises(ValueError) as refusal:
+            function(LAYER, query, key, value, None, segment_ids=SEGMENTS, **neutral | unknown)
+        assert str(refusal.value) == (
+            f"the model passes {text} to its attention, and the kit's attention does not implement that"
+        )
+
+
+@pytest.mark.parametrize("function", [attention.flash_attention, attention.splash_attention])
+def test_the_view_of_the_segment_ids_is_never_taken_for_a_mask(function):
+    given = attention.inputs(attention.SPLASH, SEGMENTS)
+    with pytest.raises(ValueError, match="the model does not pass its keyword arguments, the segment ids"):
+        function(LAYER, *states(), given["attention_mask"])

@@ -18,14 +18,15 @@ from typing import Any
 import torch
 
 from tpu_kit import model as models
-from tpu_kit import runtime
+from tpu_kit import rope, runtime
 from tpu_kit.answers import arrange_for_few_rows, load_for_generation
+from tpu_kit.architecture import check_generation
 from tpu_kit.completions import Completion, Prompt, Texts, from_json, to_json
 from tpu_kit.config import TrainConfig
 from tpu_kit.generator import Generator
 from tpu_kit.kvcache import causal
 from tpu_kit.launch import launch
-from tpu_kit.pretrained import load_tokenizer
+from tpu_kit.pretrained import load_tokenizer, read_config
 from tpu_kit.runtime import Runtime
 from tpu_kit.sampling import Sampling
 from tpu_kit.scoring import Rating
@@ -159,7 +160,7 @@ def generator_for(
     """A generator with room for the longest of the prompts, and `room` tokens more."""
     texts = Texts(tokenizer, causal(model), config.data)
     longest = max((len(texts.encode(prompt)) for prompt in prompts), default=1) + room
-    positions = getattr(models.text_config(model), "max_position_embeddings", None) or longest
+    positions = rope.positions(models.text_config(model)) or longest
     return Generator(
         model, tokenizer, max_prompt=min(longest, positions), max_new_tokens=max_new_tokens, batch_size=batch_size,
         data=config.data,
@@ -183,6 +184,8 @@ def load_here(config: TrainConfig, adapter: str | None, rt: Runtime) -> tuple[to
 
 
 def _read(config: TrainConfig, adapter: str | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
+    if given := read_config(config.model):  # before the weights are read
+        check_generation(given, config.model.trust_remote_code)
     model = load_for_generation(config.model, adapter, "cuda" if rt.device_type == "cuda" else "cpu")
     if rt.device_type == "tpu" and config.model.base_dtype != "fp32":
         model = model.to(torch.bfloat16)  # the fp32 of small models is for CPUs

@@ -12,7 +12,7 @@ arguments that make a transformers model do so (with position_ids alone it looks
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,22 @@ FLASH = "tpu_kit_pallas"  # with "flash" in the name transformers would look for
 SPLASH = "tpu_kit_splash"
 KERNELS = {"flash": FLASH, "splash": SPLASH}
 """Of TPU, by the name that `model.attention` has for them."""
+
+_NOT_READ = {
+    "position_ids": "the rotary embedding has used them; stock kernels look for packed documents in them",
+    "use_cache": "of the decoder",
+    "output_attentions": "no weights are returned, as by transformers' own sdpa",
+    "output_hidden_states": "of the decoder",
+    "output_router_logits": "of the decoder",
+    "num_items_in_batch": "of the loss",
+    "cu_seq_lens_q": "documents of a packed row, which the segment ids tell",
+    "cu_seq_lens_k": "documents of a packed row, which the segment ids tell",
+    "max_length_q": "documents of a packed row, which the segment ids tell",
+    "max_length_k": "documents of a packed row, which the segment ids tell",
+    "seq_idx": "documents of a packed row, which the segment ids tell",
+    "deterministic": "of the CUDA kernel's backward pass",
+}
+"""Arguments that models of transformers 5.15 and 5.23 pass to attention and that change no result here, and why."""
 
 _lowering_for_tpu = False
 
@@ -129,11 +145,15 @@ def sdpa_attention(
             key is not its position, and the caller's mask has to hold the window.
         softcap: c in c * tanh(scores / c), before the mask.
         segment_ids: (B, S) documents, read only if there is no mask.
-        **kwargs: what else the model passes on; not used.
+        **kwargs: what else the model passes on.
 
     Returns:
         (B, Q, heads, D) and None in place of the attention weights.
+
+    Raises:
+        ValueError: the model passes an argument that this function does not know.
     """
+    refuse_unknown(kwargs)
     _refuse_dropout(module, dropout)
     rows, columns = query.shape[2], key.shape[2]
     query, key = _as_value(query, key, value)
@@ -197,10 +217,11 @@ def flash_attention(
     length, head_dim = query.shape[2], query.shape[3]
     windowed = sliding_window is not None and sliding_window < length
     if segment_ids is None or length != key.shape[2] or windowed or softcap is not None:
-        mask = None if segment_ids is not None else attention_mask
+        mask = None if segment_ids is not None else _own_mask(attention_mask)
         return sdpa_attention(
             module, query, key, value, mask, scaling, dropout, sliding_window, softcap, segment_ids, **kwargs
         )
+    refuse_unknown(kwargs)
     _refuse_dropout(module, dropout)
     query, key = _as_value(query, key, value)
     scaling = head_dim**-0.5 if scaling is None else scaling
@@ -234,10 +255,11 @@ def splash_attention(
     """
     length, head_dim = query.shape[2], query.shape[3]
     if segment_ids is None or length != key.shape[2]:
-        mask = None if segment_ids is not None else attention_mask
+        mask = None if segment_ids is not None else _own_mask(attention_mask)
         return sdpa_attention(
             module, query, key, value, mask, scaling, dropout, sliding_window, softcap, segment_ids, **kwargs
         )
+    refuse_unknown(kwargs)
     _refuse_dropout(module, dropout)
     query, key = _as_value(query, key, value)
     query = query * (head_dim**-0.5 if scaling is None else scaling)
@@ -277,6 +299,30 @@ def _repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
         return states
     repeated = states[:, :, None].expand(batch, have, heads // have, length, head_dim)
     return repeated.reshape(batch, heads, length, head_dim)
+
+
+def _own_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask of a call without segment ids; not the view of them that `inputs` gives to kernels."""
+    if attention_mask is not None and not (attention_mask.is_floating_point() or attention_mask.dtype == torch.bool):
+        raise ValueError("the model does not pass its keyword arguments, the segment ids, on to its attention")
+    return attention_mask
+
+
+def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
+    """Makes sure that no argument of a model's attention is passed over that would change the result.
+
+    Raises:
+        ValueError: there is one; its text names it.
+    """
+    unknown = [
+        f"{name}={value}" if isinstance(value, bool) else name
+        for name, value in kwargs.items()
+        if value is not None and name not in _NOT_READ and not (name == "is_causal" and value is True)
+    ]
+    if unknown:
+        raise ValueError(
+            f"the model passes {', '.join(unknown)} to its attention, and the kit's attention does not implement that"
+        )
 
 
 def _refuse_dropout(module: torch.nn.Module, dropout: float) -> None:

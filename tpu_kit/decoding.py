@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tpu_kit import kvcache
+from tpu_kit import kvcache, rope
 from tpu_kit import model as models
 from tpu_kit.kvcache import Buffers, Held, Recorder, Slots
 from tpu_kit.padding import Batch
@@ -74,7 +74,7 @@ class Decoder:
         kind, mixed = self._rt.local_device.type, self._dtype == torch.bfloat16 and hasattr(self._model, _COMPUTE)
         compute = torch.autocast(kind, self._dtype, cache_enabled=False) if mixed else contextlib.nullcontext()
         try:
-            with torch.no_grad(), compute:
+            with torch.no_grad(), compute, rope.fixed(self._causal):
                 yield
         finally:
             self._causal.set_attn_implementation(own)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from tpu_kit import model as models
-from tpu_kit import runtime
+from tpu_kit import rope, runtime
+from tpu_kit.architecture import check_generation
 from tpu_kit.completions import Completion, Prompt, Row, Texts
 from tpu_kit.config import DataConfig
 from tpu_kit.decoding import Decoder
@@ -50,7 +51,8 @@ class Generator:
         read: tokens of prompts that were read so far, those left out whose keys and values were there.
 
     Raises:
-        ValueError: a size makes no sense, or the tokenizer is not a fast one.
+        ValueError: a size makes no sense, the tokenizer is not a fast one, or the model's architecture does not work
+            with the key/value cache.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class Generator:
         if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
             raise ValueError(f"{', '.join(wrong)}: must be 1 or more")
         models.check_vocabulary(model, tokenizer)
+        settings = causal(model).config
+        check_generation(settings, trust_remote_code=hasattr(settings, "auto_map"))  # its code runs already
         self._rt, self._config = rt or runtime.current(), models.text_config(model)
         self._limits, self._batch_size = (max_prompt, max_new_tokens), batch_size
-        self._positions = getattr(models.text_config(model), "max_position_embeddings", None) or math.inf
+        self._positions = rope.positions(self._config) or math.inf
         self._texts = Texts(tokenizer, causal(model), data or DataConfig())
         self._widths = sorted(widths) if widths else widths_to(max_prompt)
         if self._widths[-1] < max_prompt - 1:

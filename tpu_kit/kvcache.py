@@ -202,6 +202,7 @@ def cached_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     cache: Recorder | Slots | None = None,
@@ -215,17 +216,26 @@ def cached_attention(
         query: (B, heads, Q, D); Q is 1 in a decode step.
         key: (B, key-value heads, K, D).
         value: (B, key-value heads, K, D).
-        attention_mask: not used.
+        attention_mask: None; transformers makes none for this function.
         scaling: factor on the scores, default 1 / sqrt(D).
+        dropout: not used; the model is in evaluation mode.
         sliding_window: number of keys a query sees, itself included.
         softcap: c in c * tanh(scores / c).
         cache: of a decode step or a prefill; None is plain causal attention.
         device_type: where it runs; on a TPU the prefill takes the flash kernel.
-        **kwargs: what else the model passes on; not used.
+        **kwargs: what else the model passes on.
 
     Returns:
         (B, Q, heads, D) and None in place of the attention weights.
+
+    Raises:
+        ValueError: the model passes an argument that this function does not know, or a mask of its own.
     """
+    attention.refuse_unknown(kwargs)
+    if attention_mask is not None:
+        raise ValueError("the model makes an attention mask of its own, and the key/value cache does not apply it")
+    if cache is None and query.shape[2] != key.shape[2]:
+        raise ValueError("the model does not pass its keyword arguments, the key/value cache, on to its attention")
     if not isinstance(cache, Slots):
         mask = None if cache is None else cache.mask(sliding_window)
         return _prefill(module, query, key, value, mask, scaling, sliding_window, softcap, device_type)

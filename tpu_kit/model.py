@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tpu_kit import attention, remat
+from tpu_kit import attention, remat, rope
 from tpu_kit.pretrained import load_base
 from tpu_kit.pretrained import load_tokenizer as load_tokenizer  # re-exported: it goes with load_model
 from tpu_kit.quantize import QuantizedLinear
@@ -97,6 +97,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
     """
     attention.register()
     model.set_attn_implementation(attention.SDPA)
+    rope.fix(model)
     adapted: torch.nn.Module = model.requires_grad_(True)
     if not lora.r and (beside := _beside_the_text(model)):
         raise ValueError(
@@ -278,6 +279,13 @@ def output_embedding(model: torch.nn.Module) -> OutputHead:
     return OutputHead(head.weight, head.bias, getattr(config, "final_logit_softcapping", None), float(scale))
 
 
+def logits(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Computes the logits (B, S, V) that the chunked loss takes, all at once; the arguments are `hidden_states`'s."""
+    head, hidden = output_embedding(model), hidden_states(model, batch)
+    found = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.scale
+    return found if head.softcap is None else torch.tanh(found / head.softcap) * head.softcap
+
+
 def check_head(model: torch.nn.Module) -> None:
     """Compares the logits made from `hidden_states` and `output_embedding` with the model's own, on a few tokens.
 
@@ -287,15 +295,12 @@ def check_head(model: torch.nn.Module) -> None:
     causal = _causal(model)
     training = model.training
     model.eval()
-    head = output_embedding(model)
-    ids = torch.arange(1, 9, device=head.weight.device)[None]
+    ids = torch.arange(1, 9, device=output_embedding(model).weight.device)[None]
     with torch.no_grad(), _autocast(ids.device.type, compute_dtype(model)):
-        hidden = hidden_states(model, {"input_ids": ids})
-        logits = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.scale
-        logits = logits if head.softcap is None else torch.tanh(logits / head.softcap) * head.softcap
+        ours = logits(model, {"input_ids": ids})
         own = causal(input_ids=ids, use_cache=False).logits
     model.train(training)
-    if not torch.allclose(logits.float(), own.float(), rtol=0.02, atol=0.02 * float(own.abs().max())):
+    if not torch.allclose(ours.float(), own.float(), rtol=0.02, atol=0.02 * float(own.abs().max())):
         raise ValueError(
             f"{type(causal).__name__} changes its logits in a way that the chunked loss does not know, so its loss "
             f"would be wrong. Known families: {', '.join(_FAMILIES)}"

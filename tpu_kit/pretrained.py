@@ -14,7 +14,7 @@ import torch
 from tpu_kit.quantize import SchemeError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from tpu_kit.config import ModelConfig
 
@@ -113,6 +113,20 @@ def read_model(config: ModelConfig, dtype: torch.dtype, /, **options: Any) -> Pr
             f"({', '.join(missing[:3])}...) and would be random. Is it a causal language model, saved whole?"
         )
     return model
+
+
+def read_config(config: ModelConfig) -> PreTrainedConfig | None:
+    """Reads a model's configuration, without its weights; None where it cannot be read, which loading explains."""
+    from transformers import AutoConfig
+
+    options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
+    try:
+        found: PreTrainedConfig = AutoConfig.from_pretrained(
+            locate(config), revision=config.revision, trust_remote_code=config.trust_remote_code, **options
+        )
+    except (OSError, ValueError, KeyError, ImportError):
+        return None
+    return found
 
 
 def forget_quantizer(model: PreTrainedModel) -> None:

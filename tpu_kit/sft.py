@@ -19,6 +19,7 @@ from datasets import Dataset, DatasetDict
 from tpu_kit import model as models
 from tpu_kit import runtime
 from tpu_kit.adapter import save_adapter
+from tpu_kit.architecture import check_training
 from tpu_kit.checkpoint import Checkpoints
 from tpu_kit.config import TrainConfig, batch_arithmetic
 from tpu_kit.data import Prepared, prepare
@@ -200,14 +201,15 @@ def _load(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, 
         return _make(config, rt)
     with _shared_lock:
         if not _shared:
-            _shared.append(_make(config, None))
+            _shared.append(_make(config, rt))
     prepared, model, tokenizer = _shared[0]
     # A thread takes a copy: moved to its device, the model itself would be gone for the others.
     return prepared, copy.deepcopy(model), tokenizer
 
 
-def _make(config: TrainConfig, rt: Runtime | None) -> tuple[Prepared, torch.nn.Module, Any]:
-    """As `_load`, in a process of its own; `rt` is given where the data is shared with other processes."""
+def _make(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
+    """As `_load`. Replicas that are processes share the data of their host."""
+    check_training(config, rt.device_type)
     tokenizer = models.load_tokenizer(config.model)
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
     models.check_vocabulary(model, tokenizer)
@@ -217,7 +219,7 @@ def _make(config: TrainConfig, rt: Runtime | None) -> tuple[Prepared, torch.nn.M
     def make() -> Prepared:
         return prepare(config.data, tokenizer, model_positions=positions, vocab_size=text.vocab_size)
 
-    if rt is None or rt.world_size == 1:
+    if rt.device_type == "xla-cpu" or rt.world_size == 1:
         return make(), model, tokenizer
     return prepare_once(config, rt, tokenizer, make), model, tokenizer
 
