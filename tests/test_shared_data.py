@@ -76,8 +76,8 @@ def test_one_process_tokenises_and_all_have_the_same(tmp_path: Path, cache: Path
 
 
 def test_what_fails_in_the_process_that_prepares_reaches_the_user(tmp_path: Path) -> None:
-    config = configure(tmp_path, '{"question": "q", "answer": ""}\n' * 3)
+    config = configure(tmp_path, '{"question": "q", "answer": "a"}\n' + '{"question": "q", "answer": ""}\n' * 3)
     begun = time.monotonic()
-    with pytest.raises(ValueError, match=r"rows.jsonl: 3 of 3 rows cannot be used: row 0: column 'answer' is empty"):
+    with pytest.raises(ValueError, match=r"rows.jsonl: 3 of 4 rows cannot be used: row 1: column 'answer' is empty"):
         launch(training_functions.prepared_data, config)
     assert time.monotonic() - begun < 300  # and did not wait for the others, which wait for this one

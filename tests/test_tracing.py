@@ -103,7 +103,7 @@ def test_traced_programs(tmp_path: Path) -> None:
     assert len({tuple(name.split(".")[-4:-2]) for name in adapters}) == 7 * 2  # A and B of each linear layer
     assert set(one["donated"]) - adapters >= state
     assert set(average["donated"]) - set(one["donated"]) == {"average.0"}
-    assert {"moments.first.0", "moments.first_scale.0"} <= set(bits["donated"])
+    assert {"moments.first_code.0", "moments.first_scale.0"} <= set(bits["donated"])
     names = set(one["arguments"])
     assert {"batch.input_ids", "batch.labels", "batch.position_ids", "batch.segment_ids", "control"} <= names
     assert not any("base_layer" in name for name in one["donated"]), "a frozen weight is given away"

@@ -10,6 +10,7 @@ from tpu_kit.chips import CHIPS
 from tpu_kit.config import LoraConfig, TrainConfig
 from tpu_kit.identity import ANEW, is_another
 from tpu_kit.memory import estimate
+from tpu_kit.parameters import MOST_ROWS
 from tpu_kit.shapes import Shape
 from tpu_kit.slices import Where
 
@@ -128,12 +129,13 @@ def advise(config: TrainConfig, shape: Shape, where: Where, limit: float, fits: 
     def within(section: str, name: str, value: Any) -> bool:
         return peak(_with(config, f"{section}.{name}", value)) <= limit
 
+    most = min(MOST_ROWS, 2**31 // config.data.max_length)
     rank = largest(lambda r: within("lora", "r", r), _RANKS) if config.lora.r else None
     length = largest(lambda blocks: within("data", "max_length", 128 * blocks), shape.positions // 128)
     return Advice(
         knobs=() if fits else tuple(_knobs(config, shape, where.replicas, peak, limit)),
         smallest_slice=None if fits else _smallest_slice(peak(config), reserve(config)),
-        largest_batch=largest(lambda rows: within("optim", "batch_size", rows), 2**31 // config.data.max_length),
+        largest_batch=largest(lambda rows: within("optim", "batch_size", rows), most),
         longest_sequence=128 * length,
         largest_rank=rank,
     )

@@ -353,7 +353,7 @@ def _is_chat(value: Any) -> bool:
 def _parsed(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return None
 
 

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from tpu_kit.parameters import LoraConfig, OptimConfig, TrainConfig
 
 ROLES = {
-    "answer", "completion", "context", "messages", "prompt", "question", "reasoning", "system", "text", "tools",
+    "answer", "completion", "context", "messages", "options", "prompt", "question", "reasoning", "system", "text",
+    "tools",
 }  # fmt: skip
-"""What `data.columns` may name; `formats.NAMES` says by which columns they are recognised."""
+"""What `data.columns` may name; `columns.NAMES` says by which columns they are recognised."""
 
 _NAMES = (
     "model.name", "model.revision", "model.gguf_file", "model.quant_cache", "data.source", "data.eval_source",

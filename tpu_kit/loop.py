@@ -86,7 +86,7 @@ class Loop:
         self.metrics: dict[str, float] = {}
         self.best: Tensors | None = None
         self._logged = 0  # the step of the last log
-        self._tokens = 0  # without padding
+        self._rows, self._tokens = 0, 0  # taken so far; the tokens without padding
         self._seconds = 0.0  # of `run`, in earlier launches
         self._started = time.monotonic()
         self._evaluations: list[dict[str, Any]] = []  # as `Tracker.log_eval` returns them
@@ -122,15 +122,17 @@ class Loop:
             ValueError: the updates before it had other rows, so that rows would be left out or repeated.
         """
         state = found.document("state")
-        tokens = sum(update.rows for update in islice(self._updates(), found.step)) * self.config.data.max_length
-        if found.step <= self.total and tokens != state["tokens"]:
+        rows = sum(update.rows for update in islice(self._updates(), found.step))
+        # An earlier tpu_kit kept the tokens alone, with padding.
+        before = state["rows"] if "rows" in state else state["tokens"] // self.config.data.max_length
+        if found.step <= self.total and rows != before:
             raise ValueError(
-                f"{found.path} is of another run: its {found.step} updates took {state['tokens']:,} tokens, and those "
-                f"of this configuration take {tokens:,}. As the batch grows (optim.batch_growth_factor), rows per pass "
-                "x replicas must stay what they were: set optim.batch_size and launch.num_replicas back"
+                f"{found.path} is of another run: its {found.step} updates took {before:,} rows, and those of this "
+                f"configuration take {rows:,}. As the batch grows (optim.batch_growth_factor), rows per pass x "
+                "replicas must stay what they were: set optim.batch_size and launch.num_replicas back"
             )
         self.step = self._saved = found.step
-        self._logged, self._tokens = state["logged"], state["tokens"]
+        self._logged, self._rows, self._tokens = state["logged"], rows, state["tokens"]
         self._seconds = state.get("train_seconds", 0.0)  # an earlier tpu_kit did not keep it
         self.skipped = state["skipped"]
         logged = {name: value for name, value in state["metrics"].items() if name == "loss"}
@@ -170,7 +172,7 @@ class Loop:
             rt.sync()
             keep = 1.0
             window.append(update)
-            self._tokens += tokens
+            self._rows, self._tokens = self._rows + update.rows, self._tokens + tokens
             if self._tracker is not None:
                 self._tracker.tick(step)
             self._log()  # of a step before, while this one runs
@@ -386,7 +388,8 @@ class Loop:
         tensors |= {f"best/{name}": tensor for name, tensor in (self.best or {}).items()}
         files = {"training": tensors}
         state = {
-            "logged": self._logged, "tokens": self._tokens, "skipped": self.skipped, "train_seconds": self._seconds,
+            "logged": self._logged, "rows": self._rows, "tokens": self._tokens, "skipped": self.skipped,
+            "train_seconds": self._seconds,
             "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
             "fingerprint": self.prepared.fingerprint, "global_batch_size": self.plan.global_batch_size,
             "versions": versions(),

@@ -86,6 +86,10 @@ class DataConfig:
     shuffle: bool = knob(True, "Shuffle the training rows, anew each epoch.")
 
 
+MOST_ROWS = 10**6
+"""The largest batch_size: far more than any chip holds."""
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """The batch, the optimizer and how long to train."""
@@ -94,7 +98,7 @@ class OptimConfig:
         4,
         "Rows per replica in one forward and backward pass; auto takes the fastest that fits.",
         at_least=1,
-        at_most=10**6,
+        at_most=MOST_ROWS,
     )
     global_batch_size: int | None = knob(
         None, "Rows per update over all replicas; gradient_accumulation follows from it.", at_least=1, at_most=10**8

@@ -22,6 +22,7 @@ from tpu_kit.compiled import Compiled
 from tpu_kit.config import TrainConfig, batch_arithmetic
 from tpu_kit.epochs import Rows, count_rows, count_updates
 from tpu_kit.memory import estimate
+from tpu_kit.parameters import MOST_ROWS
 from tpu_kit.roofline import StepTime, step_time, work
 from tpu_kit.shapes import Shape, UnknownFamilyError, read_shape
 from tpu_kit.slices import Where, find_slice
@@ -248,7 +249,7 @@ def _most(config: TrainConfig, shape: Shape, where: Where) -> int:
         one = replace(config, optim=optim)
         return estimate(one, num_replicas=where.replicas, shape=shape, chip=where.chip).total_bytes <= limit
 
-    return largest(fits, MOST_TOKENS // config.data.max_length)
+    return largest(fits, min(MOST_ROWS, MOST_TOKENS // config.data.max_length))
 
 
 def _time(config: TrainConfig, shape: Shape, where: Where) -> StepTime:

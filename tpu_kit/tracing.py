@@ -172,7 +172,8 @@ def fill(model: torch.nn.Module, state: TrainState) -> dict[str, torch.Tensor]:
         if isinstance(value, torch.Tensor):
             setattr(state, name, swap(value, name))
         elif isinstance(value, dict):
-            value.update({key: swap(tensor, f"{name}.{key}") for key, tensor in value.items()})
+            tensors = {key: part for key, part in value.items() if isinstance(part, torch.Tensor)}
+            value.update({key: swap(tensor, f"{name}.{key}") for key, tensor in tensors.items()})
     return inputs
 
 
