@@ -72,7 +72,7 @@ def shown(outputs: list[Any], kind: str = "text/plain") -> str:
 def test_all_run_in_order_and_leave_html(folder: Path) -> None:
     said = (folder / "said.txt").read_text()
     assert re.findall(r"\[\d/\d\] (\S+)", said) == [path.name for path in NOTEBOOKS]
-    assert re.search(r" 1/\d+ source = .* 0\.\d s", said), said
+    assert re.search(r"1/\d+ kit_source = .* 0\.\d s", said), said
     for path in NOTEBOOKS:
         html = (folder / "done" / path.name).with_suffix(".html").read_text()
         assert "widget-view+json" not in html and "HBox(" not in html, "a widget is dead without its kernel"
