@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -21,12 +22,15 @@ class Pairing:
             fits is installed.
         jax: versions of jax and jaxlib; the first is installed.
         beside: packages that are not needed, but are built for one torch, and that notebook images bring.
+        kernel_format: the newest serialization of Pallas kernels that its libtpu reads; None where it reads what its
+            jax writes for export.
     """
 
     torch: str
     libtpu: Mapping[str, tuple[Python, ...]]
     jax: tuple[str, ...]
     beside: Mapping[str, str]
+    kernel_format: int | None = None
 
     def libtpu_for(self, python: Python) -> str | None:
         """The libtpu to install for a Python; None where it has no wheel."""
@@ -67,6 +71,7 @@ PAIRINGS: tuple[Pairing, ...] = (
         libtpu={"0.0.17": PYTHONS},
         jax=("0.7.2",),
         beside={"torchvision": "0.23.0", "torchaudio": "2.8.0"},
+        kernel_format=4,  # of jax 0.7.2 it said "Unsupported version: expected <= 4 but got 7", 2026-11-22
     ),
 )
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "jaxlib")
@@ -79,6 +84,14 @@ TESTED = {"transformers": ("5.15", "5.23"), "peft": ("0.21", "0.21")}
 def bare(version: str) -> str:
     """The version without a build's label such as +cpu."""
     return version.split("+")[0]
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def find_pairing(version: Callable[[str], str | None]) -> Pairing | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import importlib.metadata
 import os
 import re
 import sys
@@ -27,6 +26,7 @@ from tpu_kit.compatibility import (
     bare,
     find_pairing,
     install_line,
+    installed_version,
     is_tested,
     mismatches,
 )
@@ -65,13 +65,6 @@ class Check:
         return f"{MARKS[self.status]} {self.name:<18} {self.found}{fix}"
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 @dataclass(frozen=True)
 class Machine:
     """What the checks look at; a test gives another folder tree, environment or set of versions.
@@ -87,7 +80,7 @@ class Machine:
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    version: Callable[[str], str | None] = _installed
+    version: Callable[[str], str | None] = installed_version
     python: tuple[int, int] = (sys.version_info[0], sys.version_info[1])
     metadata_server: str = "169.254.169.254:80"
 

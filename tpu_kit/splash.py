@@ -5,12 +5,15 @@ It takes soft caps and windows, skips the blocks that these mask, and keeps a nu
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from tpu_kit import remat
+from tpu_kit.compatibility import find_pairing, installed_version
 
 _LARGEST_BLOCK = 1024  # of 2048 the compiler says that a v5e's vector memory overflows at head size 128
 
@@ -160,5 +163,23 @@ def _lowered(function: Any, settings: Settings, shapes: tuple[tuple[tuple[int, .
     traced = jax.jit(functools.partial(function, settings), keep_unused=True).trace(*structs)
     platform = "cpu" if settings.interpret else "tpu"
     # As for export: of the other serialisation a compiler says "Unsupported version: expected <= 7 but got 8".
-    lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=LoweringParameters(for_export=True))
+    with _kernel_format():
+        lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=LoweringParameters(for_export=True))
     return computation_from_module_proto("splash", lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
+
+
+@contextlib.contextmanager
+def _kernel_format() -> Iterator[None]:
+    """Lets JAX write kernels as the installed libtpu reads them, where that is older than JAX supposes."""
+    from jax._src import tpu_custom_call
+
+    pairing = find_pairing(installed_version)
+    if pairing is None or pairing.kernel_format is None:
+        yield
+        return
+    chosen = tpu_custom_call.get_ir_version
+    tpu_custom_call.get_ir_version = lambda _: pairing.kernel_format
+    try:
+        yield
+    finally:
+        tpu_custom_call.get_ir_version = chosen
