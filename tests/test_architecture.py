@@ -299,6 +299,6 @@ def test_every_family_of_transformers_is_computed_as_transformers_does_or_refuse
         tokens = architecture._replies(copy, prompts)[0].long().T.tolist()
         for prompt, reply in zip(prompts, tokens, strict=True):
             ids = torch.tensor([prompt])
-            stock = copy.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
+            stock = copy.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, use_cache=False,
                                   max_new_tokens=len(reply), min_new_tokens=len(reply), eos_token_id=None)  # fmt: skip
             assert stock[0, len(prompt) :].tolist() == reply
