@@ -246,6 +246,7 @@ def main() -> None:
     board = Board(path)
     preemption.join(board)
     arguments = (address, key, path, payload, backend)
+    status = 0
     try:
         if backend.device_type == "xla-cpu":
             preemption.catch_sigterm()
@@ -267,15 +268,14 @@ def main() -> None:
                 replica.start()
             for replica in replicas:  # in any order: if one fails, the caller ends the others
                 replica.join()
-            if any(replica.exitcode for replica in replicas):
-                sys.exit(1)
+            status = int(any(replica.exitcode for replica in replicas))
     except Exception:
-        sys.stdout.flush()
         reporter.send("error", traceback.format_exc())
-        raise
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads of the XLA runtime need not agree to end
+    os._exit(status)  # threads of the XLA runtime, and the one that reads stdin, need not agree to end
 
 
 def _rehearse(arguments: tuple[Any, ...], replicas: int, hang_timeout: float) -> None:
