@@ -52,7 +52,7 @@ test-slow: $(VENV)/installed-slow
 
 # What Colab's or Kaggle's TPU image carries: the notebooks, each alone, and the quick tests.
 test-image: $(VENV)/installed
-	@$(BIN)/python -m tests.image $(or $(IMAGE),colab-tpu)
+	@$(BIN)/python -m tests.support.image $(or $(IMAGE),colab-tpu)
 
 lint: $(VENV)/installed
 	@$(BIN)/ruff check

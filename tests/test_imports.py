@@ -1,4 +1,4 @@
-"""Who may import whom, and what an import may load."""
+"""Which room may import which, and what an import may load."""
 
 from __future__ import annotations
 
@@ -9,65 +9,60 @@ from pathlib import Path
 
 import pytest
 
-from tpu_kit.testing import REPOSITORY, run_python
+from tests.support.child_processes import REPOSITORY, run_python
 
 PACKAGE = REPOSITORY / "tpu_kit"
-FILES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
+
+ROOMS = (
+    "assets", "config", "hardware", "storage", "distributed", "xla", "models", "data", "checkpointing", "generation",
+    "evaluation", "training", "planning", "exporting", "recipes", "notebook", "diagnostics",
+)  # fmt: skip
+"""In order: a room imports itself and those before it. The modules on top may import all of them."""
+
+ON_TOP = {"__init__", "__main__", "cli"}
+MOST_MODULES, MOST_LINES = 14, 600  # of a room, of a module
 
 # Where the XLA stack may be imported, inside functions alone: so a machine without it can import every module, and a
 # notebook's kernel never holds the TPU that the launched processes need.
 XLA_STACK = ("torch_xla", "jax", "jaxlib", "libtpu")
 XLA_MODULES = {
-    "aot", "attention", "model", "programs", "rehearsal", "replica", "runtime", "scan", "splash", "tracing",
+    "distributed.backends.xla", "distributed.cpu_simulation", "distributed.worker", "models.attention",
+    "models.causal_lm", "models.splash_attention", "planning.compile_worker", "planning.trace",
+    "xla.scan", "xla.traced_function",
 }  # fmt: skip
 
-# What these modules may import of ours, at any depth. The others are free, without cycles.
-MAY_IMPORT = {
-    "chips": set(),
-    "fields": set(),
-    "contradictions": {"fields"},
-    "foreign": set(),
-    "parameters": {"contradictions", "fields", "foreign"},
-    "plain_yaml": set(),
-    "config": {"fields", "foreign", "parameters", "plain_yaml"},
-    "runtime": {"config", "machine", "rehearsal"},
-    "rehearsal": {"config", "runtime"},
-    "metadata": set(),
-    "storage": set(),
-    "lease": {"storage"},
-    "preemption": {"metadata"},
-    "launch": {"config", "host", "machine", "preemption", "runtime", "supervisor"},
-    "symptoms": set(),
-    "supervisor": {"host", "machine", "preemption", "rehearsal", "replica", "runtime", "symptoms"},
-    "replica": {"preemption", "rehearsal", "runtime"},
-    "compatibility": set(),
-    "machine": {"chips", "compatibility", "config"},
-    "cells": {"fields"},
-    "displays": {"machine"},
-    "packages": {"compatibility", "machine"},
-    "install": {"cells", "compatibility", "displays", "fields", "machine", "packages"},
-    "host": {"chips", "config", "machine"},
-    "doctor": {"chips", "config", "host", "launch", "machine", "runtime"},
-}
-
 # Modules that answer before torch is loaded, or without it.
-LIGHT = ("config", "chips", "doctor", "install", "notebook", "launch", "__main__")
+LIGHT = (
+    "config.loader", "hardware.chips", "diagnostics.doctor", "diagnostics.install", "notebook.cells",
+    "distributed.launch", "cli", "__main__",
+)  # fmt: skip
+
+
+def module_name(path: Path) -> str:
+    """Returns the name below the package: "config.loader", "config" for a room, "__init__" for the package."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = ["tpu_kit", *(f"tpu_kit.{name}" for name in FILES if name != "__init__")]
 
 
 @dataclass(frozen=True)
 class Import:
-    name: str  # dotted: "tpu_kit.config", "torch_xla.core"
+    name: str  # dotted: "tpu_kit.config.loader", "torch_xla.core"
     where: str  # "module", "function" or "typing"
     line: int
 
     @property
     def ours(self) -> str | None:
-        """The module of ours that is imported, "__init__" for the package itself, None for another package."""
+        """The module of ours that is imported, as `FILES` names it; None for another package."""
         root, _, rest = self.name.partition(".")
-        return (rest.partition(".")[0] or "__init__") if root == "tpu_kit" else None
+        return (rest or "__init__") if root == "tpu_kit" else None
 
 
-def find_imports(source: str, modules: frozenset[str] = frozenset(FILES)) -> list[Import]:
+def find_imports(source: str, modules: frozenset[str] = frozenset(FILES), at: str = "") -> list[Import]:
+    """Finds all imports. Args: at: the room of the source, for relative ones."""
     found: list[Import] = []
 
     def visit(node: ast.AST, where: str) -> None:
@@ -82,10 +77,13 @@ def find_imports(source: str, modules: frozenset[str] = frozenset(FILES)) -> lis
         elif isinstance(node, ast.Import):
             found.extend(Import(alias.name, where, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(filter(None, ["tpu_kit" if node.level else None, node.module]))
-            if base == "tpu_kit":  # `from tpu_kit import config, train`: modules, or names of the package
-                names = [f"tpu_kit.{alias.name}" if alias.name in modules else base for alias in node.names]
-                found.extend(Import(name, where, node.lineno) for name in names)
+            here = ["tpu_kit", at] if node.level == 1 else ["tpu_kit"] if node.level else []
+            base = ".".join(filter(None, [*here, node.module]))
+            if base.split(".")[0] == "tpu_kit":  # a module of the package, or a name in one
+                inner = base.removeprefix("tpu_kit").removeprefix(".")
+                full = [".".join(filter(None, [inner, alias.name])) for alias in node.names]
+                names = [f"tpu_kit.{name}" if name in modules else base for name in full]
+                found.extend(Import(name, where, node.lineno) for name in dict.fromkeys(names))
             else:
                 found.append(Import(base, where, node.lineno))
         for child in ast.iter_child_nodes(node):
@@ -95,7 +93,10 @@ def find_imports(source: str, modules: frozenset[str] = frozenset(FILES)) -> lis
     return found
 
 
-IMPORTS = {name: find_imports(path.read_text()) for name, path in FILES.items()}
+IMPORTS = {
+    name: find_imports(path.read_text(), at=".".join(path.relative_to(PACKAGE).parent.parts))
+    for name, path in FILES.items()
+}
 
 
 @pytest.mark.parametrize(
@@ -105,20 +106,51 @@ IMPORTS = {name: find_imports(path.read_text()) for name, path in FILES.items()}
         ("class A:\n  import jax", [Import("jax", "module", 2)]),
         ("try:\n  import jax\nexcept ImportError: pass", [Import("jax", "module", 2)]),
         ("def f():\n  from torch_xla import runtime", [Import("torch_xla", "function", 2)]),
-        ("from . import config", [Import("tpu_kit.config", "module", 1)]),
-        ("from .config import load_config", [Import("tpu_kit.config", "module", 1)]),
+        ("from . import rules", [Import("tpu_kit.config.rules", "module", 1)]),
+        ("from .rules import check", [Import("tpu_kit.config.rules", "module", 1)]),
+        ("from ..data import f", [Import("tpu_kit.data", "module", 1)]),
         ("from tpu_kit import config, train", [Import("tpu_kit.config", "module", 1), Import("tpu_kit", "module", 1)]),
+        ("from tpu_kit.config import rules", [Import("tpu_kit.config.rules", "module", 1)]),
         ("if TYPE_CHECKING:\n  import torch\nelse:\n  import jax",
          [Import("torch", "typing", 2), Import("jax", "module", 4)]),
     ],
 )  # fmt: skip
 def test_find_imports(source: str, expected: list[Import]) -> None:
-    assert find_imports(source, frozenset({"config"})) == expected
+    assert find_imports(source, frozenset({"config", "config.rules"}), at="config") == expected
 
 
-def test_module_level_imports_form_no_cycle() -> None:
+def test_the_package_holds_its_rooms_alone() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == {*ROOMS, "configs"}
+    assert {path.stem for path in PACKAGE.glob("*.py")} <= ON_TOP
+    assert "utils" not in {name.split(".")[-1] for name in FILES}, "name a module after what it does"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room(room: str) -> None:
+    modules = [name for name in FILES if name.startswith(f"{room}.")]
+    assert len(modules) <= MOST_MODULES, f"{room} has {len(modules)} modules: split it"
+    for name in modules:
+        assert len(FILES[name].read_text().splitlines()) <= MOST_LINES, f"{name} is too long: split it"
+    docstring = ast.get_docstring(tree := ast.parse(FILES[room].read_text())) or ""
+    assert len(tree.body) == 1, "a room imports nothing: start-up stays quick"
+    assert len(docstring.splitlines()) >= 4, f"{room}/__init__.py says what the room is for"
+    below = {*ROOMS[: ROOMS.index(room) + 1]}
+    wrong = [
+        f"{name}:{one.line} imports {one.ours}"
+        for name in modules
+        for one in IMPORTS[name]
+        if one.ours and one.where != "typing" and one.ours.split(".")[0] not in below
+    ]
+    assert not wrong, wrong
+
+
+def test_no_two_modules_import_each_other() -> None:
+    """Not even within functions. What only a type checker reads is no import."""
     graph = {
-        name: sorted({i.ours for i in imports if i.ours and i.where == "module"}) for name, imports in IMPORTS.items()
+        name: sorted({one.ours for one in imports if one.ours and one.where != "typing"} - {name})
+        for name, imports in IMPORTS.items()
+        if name not in ON_TOP
     }
     done: set[str] = set()
 
@@ -133,28 +165,30 @@ def test_module_level_imports_form_no_cycle() -> None:
         walk(name, ())
 
 
-@pytest.mark.parametrize("name", sorted(MAY_IMPORT))
-def test_may_import(name: str) -> None:
-    if name not in FILES:
-        pytest.skip(f"there is no {name}.py")
-    wrong = [(i.line, i.ours) for i in IMPORTS[name] if i.ours and i.where != "typing"]
-    wrong = [(line, ours) for line, ours in wrong if ours not in MAY_IMPORT[name]]
-    assert not wrong, f"{name}.py imports {wrong}"
-
-
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_xla_stack_only_inside_functions_of_its_modules(name: str) -> None:
     for found in IMPORTS[name]:
         if found.name.split(".")[0] in XLA_STACK and found.where != "typing":
-            assert found.where == "function", f"{name}.py:{found.line} imports {found.name} at module level"
-            assert name in XLA_MODULES, f"{name}.py:{found.line}: {found.name} belongs in {sorted(XLA_MODULES)}"
+            assert found.where == "function", f"{name}:{found.line} imports {found.name} at module level"
+            assert name in XLA_MODULES, f"{name}:{found.line}: {found.name} belongs in {sorted(XLA_MODULES)}"
 
 
-def test_package_is_lazy_and_helpers_stay_out() -> None:
-    assert not [i for i in IMPORTS["__init__"] if i.ours and i.where == "module"], "tpu_kit/__init__.py must be lazy"
-    users = [name for name, imports in IMPORTS.items() if any(i.ours == "testing" for i in imports)]
-    assert not users, f"tpu_kit.testing is for tests, not for {users}"
-    assert "utils" not in FILES, "name a module after what it does"
+def test_package_is_lazy() -> None:
+    assert not [one for one in IMPORTS["__init__"] if one.ours and one.where == "module"]
+    names = [
+        "ConfigError",
+        "SearchOptions",
+        "TrainConfig",
+        "evaluate",
+        "export",
+        "generate",
+        "launch",
+        "load_config",
+        "plan",
+        "think",
+        "train",
+    ]
+    run_python(f"import tpu_kit\nfor name in {names}: assert name in dir(tpu_kit) and getattr(tpu_kit, name)")
 
 
 def import_all(names: list[str], forbidden: str) -> str:
@@ -165,12 +199,8 @@ def import_all(names: list[str], forbidden: str) -> str:
     )
 
 
-MODULES = ["tpu_kit", *(f"tpu_kit.{name}" for name in FILES if name != "__init__")]
-
-
 def test_light_modules_do_not_load_torch() -> None:
-    names = ["tpu_kit", *(f"tpu_kit.{name}" for name in LIGHT if name in FILES)]
-    run_python(import_all(names, "torch"))
+    run_python(import_all(["tpu_kit", *(f"tpu_kit.{name}" for name in LIGHT)], "torch"))
 
 
 def test_no_module_loads_torch_xla() -> None:
@@ -190,8 +220,8 @@ def test_light_modules_in_a_fresh_environment(tmp_path: Path) -> None:
     pins = (REPOSITORY / "requirements-gpu.txt").read_text().splitlines()
     (omegaconf,) = [pin for pin in pins if pin.startswith("omegaconf")]
     run_python(["-m", "pip", "install", "--quiet", omegaconf], executable=python)
-    light = ["tpu_kit", *(f"tpu_kit.{name}" for name in LIGHT if name in FILES)]
-    code = import_all(light, "torch") + "from tpu_kit.config import load_config\nprint(load_config().to_yaml())"
+    light = ["tpu_kit", *(f"tpu_kit.{name}" for name in LIGHT)]
+    code = import_all(light, "torch") + "from tpu_kit.config.loader import load_config\nprint(load_config().to_yaml())"
     printed = run_python(code, executable=python).stdout
     assert "batch_size:" in printed
     assert sys.prefix not in run_python("import sys; print(sys.path)", executable=python).stdout

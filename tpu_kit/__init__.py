@@ -4,7 +4,7 @@
     result = train(load_config("embedded-cot", ["max_steps=20"]))
 
 The names here are looked up on first use, so that importing the package loads neither torch nor a device. Everything
-else is imported from its module, as in `from tpu_kit.launch import launch`: here, `tpu_kit.launch` is that module.
+else is imported from its module, as in `from tpu_kit.data.prepare import prepare`.
 """
 
 import importlib
@@ -12,10 +12,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tpu_kit.config import ConfigError, TrainConfig, batch_arithmetic, describe, load_config
-    from tpu_kit.evaluate import evaluate_adapter
-    from tpu_kit.search import SearchOptions, think
-    from tpu_kit.sft import TrainResult, train
+    from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, describe, load_config
+    from tpu_kit.distributed.launch import launch
+    from tpu_kit.evaluation.evaluate import evaluate, evaluate_adapter
+    from tpu_kit.exporting.export import export
+    from tpu_kit.generation.service import generate
+    from tpu_kit.generation.tree_search import SearchOptions, think
+    from tpu_kit.planning.planner import plan
+    from tpu_kit.recipes.sft import TrainResult, train
 
 __version__ = "0.1.0"
 
@@ -31,23 +35,33 @@ __all__ = [
     "__version__",
     "batch_arithmetic",
     "describe",
+    "evaluate",
     "evaluate_adapter",
+    "export",
+    "generate",
+    "launch",
     "load_config",
+    "plan",
     "think",
     "train",
 ]
 
 _HOMES = {
-    "ConfigError": "tpu_kit.config",
-    "SearchOptions": "tpu_kit.search",
-    "TrainConfig": "tpu_kit.config",
-    "TrainResult": "tpu_kit.sft",
-    "batch_arithmetic": "tpu_kit.config",
-    "describe": "tpu_kit.config",
-    "evaluate_adapter": "tpu_kit.evaluate",
-    "load_config": "tpu_kit.config",
-    "think": "tpu_kit.search",
-    "train": "tpu_kit.sft",
+    "ConfigError": "tpu_kit.config.loader",
+    "SearchOptions": "tpu_kit.generation.tree_search",
+    "TrainConfig": "tpu_kit.config.loader",
+    "TrainResult": "tpu_kit.recipes.sft",
+    "batch_arithmetic": "tpu_kit.config.loader",
+    "describe": "tpu_kit.config.loader",
+    "evaluate": "tpu_kit.evaluation.evaluate",
+    "evaluate_adapter": "tpu_kit.evaluation.evaluate",
+    "export": "tpu_kit.exporting.export",
+    "generate": "tpu_kit.generation.service",
+    "launch": "tpu_kit.distributed.launch",
+    "load_config": "tpu_kit.config.loader",
+    "plan": "tpu_kit.planning.planner",
+    "think": "tpu_kit.generation.tree_search",
+    "train": "tpu_kit.recipes.sft",
 }
 
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from tpu_kit.checkpoint import Checkpoints
-from tpu_kit.storage import is_url, join
+from tpu_kit.checkpointing.manager import CheckpointManager
+from tpu_kit.storage.object_store import is_url, join
 
 INTERVAL = 50  # steps between saves, of which the share is told
 MOST_SHARE, MOST_NOTICE = 0.01, 5.0
@@ -132,7 +132,7 @@ class Training:
         self.optimizer.zero_grad()
         self.steps += 1
 
-    def save(self, store: Checkpoints) -> None:
+    def save(self, store: CheckpointManager) -> None:
         """Copies as a loop on an accelerator does, to the host, and starts the save."""
         state = {name: self.optimizer.state[value] for name, value in self.trained.items()}
         parameters = {name: value.detach().clone() for name, value in self.trained.items()}
@@ -141,7 +141,7 @@ class Training:
         }
         store.save(self.steps, {"adapter_model": parameters, "training": moments}, {"state": {}}, {})
 
-    def notice(self, store: Checkpoints, delay: float) -> float:
+    def notice(self, store: CheckpointManager, delay: float) -> float:
         """Runs on until a notice comes after `delay` seconds, then saves; returns seconds from notice to durable."""
         came: list[float] = []
         timer = threading.Timer(delay, lambda: came.append(time.perf_counter()))
@@ -165,7 +165,7 @@ def measure(place: Path | str, turns: int, steps: int) -> Report:
     blocks: dict[str, list[float]] = {mode: [] for mode in MODES}
     calls: dict[str, list[float]] = {mode: [] for mode in MODES[1:]}
     notices, outlasted = [], 0
-    with Checkpoints(join(place, "checkpoints"), keep=2) as store:
+    with CheckpointManager(join(place, "checkpoints"), keep=2) as store:
         for _ in range(3):
             training.step()
         for turn in range(turns):

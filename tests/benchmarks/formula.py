@@ -15,11 +15,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.test_memory import RECORDED, configuration
-from tpu_kit.chips import chip
-from tpu_kit.compiler import compile_step
-from tpu_kit.memory import estimate
-from tpu_kit.testing import REPOSITORY
+from tests.planning.test_memory_estimate import RECORDED, configuration
+from tests.support.child_processes import REPOSITORY
+from tpu_kit.hardware.chips import chip
+from tpu_kit.planning.compile_check import compile_step
+from tpu_kit.planning.memory_estimate import estimate
 
 HEADING = "## Formula against compiler\n"
 FIELDS = ("total_bytes", "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops",
@@ -74,7 +74,11 @@ def section(printed: str) -> str:
     summary = printed.rpartition("\n\n")[2].partition(";")[0].rstrip(".")
     return f"""{HEADING}
 Bytes of a device in GiB: what `python -m tpu_kit plan` computes, and what libtpu 0.0.21 said when it compiled the same
-step. `python -m tests.benchmarks.formula` prints this table, `make test-slow` asks the compiler again.
+step. `python -m tests.benchmarks.formula` prints this table, `make test-slow` asks the compiler again. Steps marked as
+held out were named before they were compiled, and the formula was not made by them. Others that were held out, and that
+it had missed by up to -12 % (Gemma 3 in int4; 8-bit AdamW; LoRA on SmolLM2, Qwen3 and TinyLlama), were used to mend it.
+Not in the table, as the formula is not mended for it yet: Qwen2.5-1.5B trained whole with 8-bit AdamW on v4, two rows,
+takes 23.03 GiB, and the formula says 18.5 % less. For 8-bit AdamW without LoRA ask `plan --exact`.
 
 <details><summary>{summary}</summary>
 

@@ -33,7 +33,7 @@ from statistics import median
 from typing import Any
 
 from tests.benchmarks.generate_children import COUNTED
-from tpu_kit.testing import REPOSITORY, child_environment
+from tests.support.child_processes import REPOSITORY, child_environment
 
 PROMPTS = 100
 SIZES = (1, 8)
@@ -112,8 +112,8 @@ def text(report: dict[str, Any]) -> str:
 
 def prepare(folder: Path, smoke: bool) -> str:
     """Writes a model that loads quickly, and returns its name."""
-    from tpu_kit.config import ModelConfig
-    from tpu_kit.pretrained import load_base, load_tokenizer
+    from tpu_kit.config.loader import ModelConfig
+    from tpu_kit.models.loading import load_base, load_tokenizer
 
     if smoke:
         config, name = ModelConfig(base_dtype="fp32"), "the embedded model"

@@ -26,8 +26,8 @@ def load(folder: str) -> tuple[Any, Any]:
     """Model in fp32, and its tokenizer."""
     import torch
 
-    from tpu_kit.config import ModelConfig
-    from tpu_kit.pretrained import load_base, load_tokenizer
+    from tpu_kit.config.loader import ModelConfig
+    from tpu_kit.models.loading import load_base, load_tokenizer
 
     config = ModelConfig(name=folder, base_dtype="fp32")
     return load_base(config, torch.float32).eval(), load_tokenizer(config)
@@ -37,13 +37,14 @@ def runtime_of(device: str) -> Any:
     """The runtime of this process's only replica."""
     import torch
 
-    from tpu_kit.runtime import Runtime
+    from tpu_kit.distributed.backends.native import CpuRuntime
+    from tpu_kit.distributed.backends.xla import SimulatedRuntime
 
     if device == "cpu":
-        return Runtime("cpu", 0, 1, torch.device("cpu"))
+        return CpuRuntime(0, 1, torch.device("cpu"))
     import torch_xla
 
-    return Runtime("xla-cpu", 0, 1, torch_xla.device())
+    return SimulatedRuntime(0, 1, torch_xla.device())
 
 
 def random_prompts(lengths: list[int], vocabulary: int) -> list[list[int]]:
@@ -72,9 +73,9 @@ def counts(folder: str, size: int, count: int, new: int, dump: str) -> dict[str,
     """
     import torch
 
-    from tpu_kit import model as models
-    from tpu_kit.generator import Generator
-    from tpu_kit.sampling import Sampling
+    from tpu_kit.generation.generator import Generator
+    from tpu_kit.generation.sampling import Sampling
+    from tpu_kit.models import causal_lm as models
 
     model, tokenizer = load(folder)
     rt = runtime_of("xla-cpu")
@@ -160,16 +161,18 @@ def speed(
     """
     import torch
 
-    from tpu_kit import model as models
-    from tpu_kit.answers import arrange_for_few_rows
-    from tpu_kit.generator import Generator
-    from tpu_kit.sampling import Sampling
+    from tpu_kit.generation.generator import Generator
+    from tpu_kit.generation.sampling import Sampling
+    from tpu_kit.generation.service import arrange_for_few_rows
+    from tpu_kit.models import causal_lm as models
 
     torch.set_num_threads(1)
     model, tokenizer = load(folder)
     rt = runtime_of(device)
     models.to_device(model, rt.local_device)
-    mine = model if rt.is_xla else arrange_for_few_rows(copy.deepcopy(model))  # as `tpu_kit.generate` loads it
+    mine = (
+        model if rt.is_xla else arrange_for_few_rows(copy.deepcopy(model))
+    )  # as `tpu_kit.generation.service` loads it
     longest = max(LENGTH, *NEW)
     generator = endless(
         Generator(mine, tokenizer, rt, max_prompt=longest, max_new_tokens=new, batch_size=size, block=min(16, new))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 
-from tpu_kit import chips
-from tpu_kit.compiler import compile_step
-from tpu_kit.config import TrainConfig, load_config
-from tpu_kit.roofline import Work, step_time
-from tpu_kit.testing import REPOSITORY
+from tests.support.child_processes import REPOSITORY
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.hardware import chips
+from tpu_kit.planning.compile_check import compile_step
+from tpu_kit.planning.step_time import Work, step_time
 
 GIB = 2**30
 ROWS = (

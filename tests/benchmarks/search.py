@@ -17,17 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.accuracy import Accuracy, mcnemar
-from tpu_kit.answers import load_for_generation
-from tpu_kit.completions import Completion
-from tpu_kit.config import load_config
-from tpu_kit.embedded import cot_rows, is_correct
-from tpu_kit.generator import Generator
-from tpu_kit.pretrained import load_tokenizer
-from tpu_kit.runtime import Runtime
-from tpu_kit.sampling import Sampling
-from tpu_kit.search import SearchOptions, search
-from tpu_kit.votes import vote
+from tpu_kit.assets.embedded import cot_rows, is_correct
+from tpu_kit.config.loader import load_config
+from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.evaluation.report import Accuracy, mcnemar
+from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.prompts import Completion
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.generation.service import load_for_generation
+from tpu_kit.generation.tree_search import SearchOptions, search, vote
+from tpu_kit.models.loading import load_tokenizer
 
 LONGEST = 80  # tokens of an answer with its steps
 SHORTEST = 24  # no whole answer with its steps is much shorter: so many samples are drawn at most
@@ -56,7 +55,7 @@ def measure(run_dir: Path, count: int, budget: int) -> dict[str, Any]:
     config = load_config(None, {"model.name": "embedded", "base_dtype": "fp32"})
     adapter = run_dir / "adapter"
     model, tokenizer = load_for_generation(config.model, adapter), load_tokenizer(config.model, adapter)
-    runtime = Runtime("cpu", 0, 1, next(model.parameters()).device)
+    runtime = CpuRuntime(0, 1, next(model.parameters()).device)
     generator = Generator(model, tokenizer, runtime, max_prompt=400, max_new_tokens=LONGEST, batch_size=32)
     rows = cot_rows("eval", count, seed=77)
     chats = [[{"role": "user", "content": row["question"]}] for row in rows]

@@ -23,9 +23,9 @@ from statistics import median
 from typing import Any
 
 from tests.benchmarks.step_children import WARM_UP, Measured, ours
-from tpu_kit.config import TrainConfig, from_dict
-from tpu_kit.launch import launch
-from tpu_kit.testing import QUICK_XLA_FLAGS, REPOSITORY, child_environment, run_python
+from tests.support.child_processes import QUICK_XLA_FLAGS, REPOSITORY, child_environment, run_python
+from tpu_kit.config.loader import TrainConfig, from_dict
+from tpu_kit.distributed.launch import launch
 
 GOAL = 0.80
 ROWS, BATCH, LENGTH = 64, 4, 128
@@ -113,7 +113,7 @@ def prepare(folder: Path) -> None:
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-    from tpu_kit import embedded
+    from tpu_kit.assets import embedded
 
     tokenizer = AutoTokenizer.from_pretrained(embedded.model_dir())
     tokenizer.save_pretrained(folder)

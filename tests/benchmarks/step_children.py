@@ -14,9 +14,12 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from tpu_kit import loop, runtime, sft
-from tpu_kit.config import TrainConfig
-from tpu_kit.runtime import Runtime
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.distributed import runtime
+from tpu_kit.distributed.backends.xla import SimulatedRuntime
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.recipes import sft
+from tpu_kit.training import trainer as trainer_module
 
 WARM_UP = 4  # steps that are not measured: the first ones compile
 
@@ -95,7 +98,7 @@ class Meter:
 
 _meters: dict[int, Meter] = {}
 _lock = threading.Lock()
-_train_step = loop.train_step
+_train_step = trainer_module.train_step
 
 
 def _metered(*args: Any, **kwargs: Any) -> None:
@@ -110,7 +113,7 @@ def ours(config: TrainConfig) -> Measured:
     meter = Meter(rt, config.optim.max_steps, config.optim.eval_steps)
     with _lock:  # replicas of XLA:CPU are threads
         _meters[rt.rank] = meter
-        loop.train_step = _metered
+        trainer_module.train_step = _metered
     result = sft.fine_tune(config)
     return meter.measured(result.metrics["loss"] if result is not None else float("nan"))
 
@@ -133,7 +136,7 @@ def stock(folder: str, rows: str, config: TrainConfig) -> Measured:
     optim = config.optim
     assert optim.remat == "none" and not optim.ema_decay and not config.data.packing and optim.eval_steps is None
     assert optim.max_steps is not None
-    meter = Meter(Runtime("xla-cpu", 0, 1, torch_xla.device()), optim.max_steps)
+    meter = Meter(SimulatedRuntime(0, 1, torch_xla.device()), optim.max_steps)
 
     class Callback(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +182,7 @@ def stock(folder: str, rows: str, config: TrainConfig) -> Measured:
 
 
 if __name__ == "__main__":
-    from tpu_kit.config import from_dict
+    from tpu_kit.config.loader import from_dict
 
     settings = from_dict(json.loads(sys.argv[1]))
     print(json.dumps(asdict(stock(settings.model.name, settings.data.source, settings))))

@@ -9,7 +9,19 @@ import random
 import re
 from collections.abc import Iterator
 
-from tpu_kit.embedded import ACTIVITIES, DAYS, GAINS, HOLDERS, ITEMS, LIMIT, LOSSES, NAMES, SINGLES, TIMES, cot_rows
+from tpu_kit.assets.embedded import (
+    ACTIVITIES,
+    DAYS,
+    GAINS,
+    HOLDERS,
+    ITEMS,
+    LIMIT,
+    LOSSES,
+    NAMES,
+    SINGLES,
+    TIMES,
+    cot_rows,
+)
 
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"

@@ -22,7 +22,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tpu_kit import embedded
+from tpu_kit.assets import embedded
 from tpu_kit.assets.embedded_corpus import ASSISTANT, END, THINK_CLOSE, THINK_OPEN, USER, documents
 
 SEED = 0

@@ -1,0 +1,183 @@
+"""What the parameters are, and which contradict each other."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpu_kit.config.loader import ConfigError, DataConfig, LoraConfig, OptimConfig, TrainConfig, from_dict
+from tpu_kit.config.schema import parameters
+
+
+def problems(**values: Any) -> list[str]:
+    """The problems of a configuration; `optim__eps=1` sets optim.eps."""
+    try:
+        from_dict({name.replace("__", "."): value for name, value in values.items()})
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_every_parameter_is_explained() -> None:
+    for name, parameter in parameters().items():
+        assert parameter.help.endswith("."), name
+        assert parameter.read(parameter.default) == parameter.default, name
+
+
+def test_defaults_are_a_valid_run() -> None:
+    config = TrainConfig()
+    assert config["optim.batch_size"] == config.optim.batch_size == 4
+    assert config.sources == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"model__revision": "main"},
+         "model.revision: 'main' says nothing of the embedded model; remove it or set model.name"),
+        ({"model__gguf_file": "a.gguf"}, "model.gguf_file: 'a.gguf' says nothing of the embedded model; "),
+        ({"lora__r": 0, "lora__dora": True},
+         "lora.dora: true needs adapters, and lora.r=0 has none; remove it or set lora.r=16"),
+        ({"lora__r": 0, "lora__rslora": True}, "lora.rslora: true needs adapters, "),
+        ({"lora__r": 0, "lora__dropout": 0.1}, "lora.dropout: 0.1 needs adapters, "),
+        ({"lora__r": 0, "lora__init": "pissa"}, "lora.init: 'pissa' needs adapters, "),
+        ({"lora__r": 0, "lora__targets": ["q_proj"]}, "lora.targets: ['q_proj'] needs adapters, "),
+        ({"data__think_open": "<t>", "data__think_close": "<t>"},
+         "data.think_close: '<t>' is data.think_open too; the two must differ"),
+        ({"data__think_open": ""}, "data.think_open: '' is not text; the default is '<think>'"),
+        ({"data__max_length": 1000, "model__attention": "flash"},
+         "data.max_length: 1000 is no multiple of 128, as model.attention=flash needs; use 896 or 1024"),
+        ({"data__max_length": 100, "model__attention": "flash"}, "data.max_length: 100 is no multiple of 128, as "
+         "model.attention=flash needs; use 128"),
+        ({"data__eval_split": "train"},
+         "data.eval_split: 'train' is what is trained on; name another split, or null to hold out eval_rows"),
+        ({"data__eval_rows": 0, "optim__eval_steps": 5},
+         "optim.eval_steps: 5 needs rows to evaluate on, but data.eval_rows=0; "
+         "set data.eval_rows=64, data.eval_source or data.eval_split"),
+        ({"data__eval_rows": 0, "tracking__generate_rows": 5},
+         "tracking.generate_rows: 5 needs rows to evaluate on, but data.eval_rows=0; "),
+        ({"tracking__generate_rows": 65},
+         "tracking.generate_rows: 65 is more than the data.eval_rows=64 held out; lower it or raise data.eval_rows"),
+        ({"optim__early_stop_patience": 2},
+         "optim.early_stop_patience: 2 counts evaluations during training, but optim.eval_steps is null; "
+         "set optim.eval_steps"),
+        ({"optim__epochs": None},
+         "optim.max_steps: null and optim.epochs is null too, so that training would never end; set one of them"),
+        ({"optim__warmup_steps": 5, "optim__warmup_ratio": 0.1},
+         "optim.warmup_steps: 5 and optim.warmup_ratio=0.1 both set the warm-up; set one of them to 0"),
+        ({"optim__warmup_steps": 50, "optim__max_steps": 20},
+         "optim.warmup_steps: 50 is more than optim.max_steps=20; lower it or raise optim.max_steps"),
+        ({"optim__schedule": "constant", "optim__min_learning_rate_ratio": 0.1},
+         "optim.min_learning_rate_ratio: 0.1 is the end of a decay, but optim.schedule=constant has none; "
+         "set it to 0 or optim.schedule=cosine"),
+        ({"optim__global_batch_size": 30, "optim__batch_size": 4},
+         "optim.global_batch_size: 30 is no multiple of optim.batch_size=4 x optim.gradient_accumulation=1; "
+         "use 28 or 32"),
+        ({"optim__batch_growth_steps": 10},
+         "optim.batch_growth_steps: 10 has no effect with optim.batch_growth_factor=1; "
+         "remove it or set optim.batch_growth_factor=2"),
+        ({"optim__batch_growth_max": 64}, "optim.batch_growth_max: 64 has no effect with "),
+        ({"optim__batch_growth_lr": "sqrt"}, "optim.batch_growth_lr: 'sqrt' has no effect with "),
+        ({"optim__batch_growth_factor": 2},
+         "optim.batch_growth_steps: null but optim.batch_growth_factor=2 needs the updates between growths; set it"),
+        ({"optim__batch_growth_factor": 2, "optim__batch_growth_steps": 9, "optim__batch_growth_max": 8,
+          "optim__global_batch_size": 16},
+         "optim.batch_growth_max: 8 is less than the optim.global_batch_size=16 that training starts with; raise it"),
+        ({"run_name": "a/b"}, "run_name: 'a/b' cannot name a folder; use letters, digits, dots and dashes"),
+        ({"run_name": ".."}, "run_name: '..' cannot name a folder; "),
+        ({"output_dir": "s3://bucket/run"}, "output_dir: 's3://bucket/run' is neither a folder nor a gs:// address; "),
+        ({"launch__device_type": "gpu"}, "launch.device_type: 'gpu' is not \"auto\", \"tpu\", \"cuda\", \"cpu\" or "),
+        ({"optim__learning_rate": 0}, "optim.learning_rate: 0 is out of range; give a number above 0 (the default is "),
+        ({"optim__ema_decay": 1}, "optim.ema_decay: 1 is out of range; give a number at least 0 and below 1 "),
+        ({"optim__batch_size": 0}, "optim.batch_size: 0 is out of range; give a number at least 1 "),
+        ({"checkpoint__save_steps": 0}, "checkpoint.save_steps: 0 is out of range; give a number at least 1 "),
+        ({"tracking__logging_steps": 0}, "tracking.logging_steps: 0 is out of range; give a number at least 1 "),
+        ({"lora__dropout": 1}, "lora.dropout: 1 is out of range; give a number at least 0 and below 1 "),
+    ],
+)  # fmt: skip
+def test_problem(values: dict[str, Any], text: str) -> None:
+    (problem,) = problems(**values)
+    assert problem.startswith(text)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lora__r": 0},
+        {"lora__r": 0, "lora__alpha": 8.0},
+        {"data__eval_rows": 0},
+        {"data__eval_rows": 0, "data__eval_source": "a.jsonl", "optim__eval_steps": 5, "tracking__generate_rows": 9},
+        {"data__eval_source": "a/b", "data__eval_split": "train"},
+        {"data__eval_rows": 0, "data__eval_split": "test", "optim__eval_steps": 5, "optim__early_stop_patience": 1},
+        {"data__max_length": 1000},
+        {"data__max_length": 1152, "model__attention": "flash"},
+        {"optim__max_steps": 5, "optim__epochs": None},
+        {"optim__max_steps": 5, "optim__warmup_steps": 5},
+        {"optim__batch_size": "auto", "optim__global_batch_size": 64},
+        {"optim__batch_growth_factor": 1.5, "optim__batch_growth_steps": 10, "optim__batch_growth_lr": "sqrt"},
+        {"launch__device_type": "xla-cpu", "launch__num_replicas": 8},
+        {"model__name": "a/b", "model__revision": "main", "model__gguf_file": "a.gguf"},
+    ],
+)
+def test_no_problem(values: dict[str, Any]) -> None:
+    assert problems(**values) == []
+
+
+def test_all_problems_at_once() -> None:
+    found = problems(optim__epochs=None, optim__eps=-1, lora__r="many", launch__device_type="gpu", no_such_thing=1)
+    assert [text.split(":")[0] for text in found] == [
+        "no_such_thing",
+        "lora.r",
+        "optim.eps",
+        "launch.device_type",
+        "optim.max_steps",
+    ]
+
+
+def test_a_refused_value_does_not_contradict_others() -> None:
+    # 0.1 of warm-up and a misread warmup_steps: the second is the only problem to tell.
+    (problem,) = problems(optim__warmup_ratio=0.1, optim__warmup_steps="few")
+    assert problem.startswith("optim.warmup_steps: 'few' is not a whole number")
+
+
+def test_construction_in_code_is_checked_and_converted() -> None:
+    config = TrainConfig(lora=LoraConfig(alpha=8, targets=["q_proj"]), output_dir=Path("a"))  # type: ignore[arg-type]
+    assert (config.lora.alpha, config.lora.targets, config.output_dir) == (8.0, ("q_proj",), "a")
+    assert isinstance(config.lora.alpha, float)
+    with pytest.raises(ConfigError, match=r"data.max_length: -1 is out of range"):
+        TrainConfig(data=DataConfig(max_length=-1))
+    with pytest.raises(ConfigError, match=r"optim.warmup_ratio: 2 is out of range"):
+        replace(config, optim=replace(config.optim, warmup_ratio=2))
+    with pytest.raises(ConfigError, match=r"optim: \{'batch_size': 2\} is not a OptimConfig"):
+        TrainConfig(optim={"batch_size": 2})  # type: ignore[arg-type]
+    with pytest.raises(FrozenInstanceError):
+        config.run_name = "b"  # type: ignore[misc]
+
+
+def test_a_section_is_not_changed_by_what_it_is_put_in() -> None:
+    section = OptimConfig(batch_size="four")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        TrainConfig(optim=section)
+    assert section.batch_size == "four"
+
+
+def test_values_set_in_code_say_so() -> None:
+    config = replace(TrainConfig(), run_name="b")
+    assert config.sources == {"run_name": "code"}
+    assert replace(config, sources={}) == config
+
+
+def test_it_reaches_other_processes() -> None:
+    config = TrainConfig(data=DataConfig(columns={"question": "q"}), run_name="b")
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config
+    assert copy.sources == config.sources
+
+
+def test_output_path() -> None:
+    assert TrainConfig(run_name="b").output_path == Path("runs/b")
+    assert TrainConfig(run_name="b", output_dir="/data/x").output_path == Path("/data/x")

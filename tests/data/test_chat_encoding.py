@@ -1,0 +1,311 @@
+"""The loss mask, told by decoding: what carries loss is the reply and its end-of-turn token, nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
+from tpu_kit.assets.embedded import model_dir
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.chat_encoding import Encoder, Example, decoded_example, ensure_chat_template
+from tpu_kit.data.columns import detect_layout
+from tpu_kit.data.schemas import RowError
+
+COT = {"question": "What is 2 + 3?", "reasoning": "Two and three\nmake five.", "answer": "5"}
+REPLY = "<think>\nTwo and three\nmake five.\n</think>\n5"
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "What is 2?"},
+        {"role": "assistant", "content": "A number."},
+        {"role": "user", "content": "And 3?"},
+        {"role": "assistant", "content": "Another one."},
+    ]
+}
+MARKED = CHATML.replace(
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}",
+    "{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}",
+)
+TRL = Path(next(iter(importlib.util.find_spec("trl").submodule_search_locations))) / "chat_templates"  # type: ignore[union-attr, arg-type]
+TRL_TEMPLATES = {
+    "llama3": ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"),
+    "qwen2_5": ("<|im_end|>", "<|im_start|>"),
+    "qwen3": ("<|im_end|>", "<|im_start|>"),
+    "qwen3_training": ("<|im_end|>", "<|im_start|>"),
+    "gemma": ("<end_of_turn>", "<start_of_turn>", "<bos>"),
+    "phi3": ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>"),
+    "glm4moe": ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"),
+    "deepseek_r1_distill": ("<｜end▁of▁sentence｜>", "<｜Assistant｜>", "<｜User｜>", "<｜begin▁of▁sentence｜>"),  # noqa: RUF001
+    "deepseekv3_training": ("<｜end▁of▁sentence｜>", "<｜Assistant｜>", "<｜User｜>", "<｜begin▁of▁sentence｜>"),  # noqa: RUF001
+    "cohere2": ("<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
+}
+
+
+def encode(row: dict[str, Any], tokenizer: Any = None, **settings: Any) -> tuple[Any, Example]:
+    tokenizer = tokenizer or tiny_tokenizer()
+    config = DataConfig(**settings)
+    encoder = Encoder(tokenizer, detect_layout(list(row), config), config)
+    return tokenizer, encoder.encode(encoder.conversation(row))
+
+
+def spans(row: dict[str, Any], tokenizer: Any = None, **settings: Any) -> list[tuple[str, bool]]:
+    return decoded_example(*encode(row, tokenizer, **settings))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("trim", [False, True])
+def test_chain_of_thought(template: str, trim: bool) -> None:
+    assert spans(COT, tiny_tokenizer(template, trim_offsets=trim)) == [
+        ("<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n", False),
+        (REPLY + "<|im_end|>", True),
+        ("\n", False),
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_every_assistant_turn_of_a_chat(template: str) -> None:
+    found = spans(CHAT, tiny_tokenizer(template))
+    assert [text for text, loss in found if loss] == ["A number.<|im_end|>", "Another one.<|im_end|>"]
+    assert "".join(text for text, _ in found) == tiny_tokenizer().apply_chat_template(CHAT["messages"], tokenize=False)
+
+
+def test_loss_on_all_leaves_out_the_first_token_alone() -> None:
+    _, example = encode(COT, loss_on="all")
+    assert example.loss_mask == [False] + [True] * (len(example.input_ids) - 1)
+
+
+def test_system_prompt_comes_first_unless_there_is_one() -> None:
+    assert spans(COT, system_prompt="Think.")[0][0].startswith("<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user")
+    own = {"messages": [{"role": "system", "content": "Mine."}, *CHAT["messages"]]}
+    assert "Think." not in spans(own, system_prompt="Think.")[0][0]
+
+
+def test_messages_as_prompt_and_completion() -> None:
+    row = {"prompt": CHAT["messages"][:3], "completion": CHAT["messages"][3:]}
+    for template in (CHATML, MARKED):
+        found = spans(row, tiny_tokenizer(template))
+        assert [text for text, loss in found if loss] == ["Another one.<|im_end|>"]
+
+
+def test_plain_prompt_and_completion_get_an_eos_and_no_template() -> None:
+    assert spans({"prompt": "2 + 3 =", "completion": " 5"}) == [("2 + 3 =", False), (" 5<|im_end|>", True)]
+
+
+def test_a_token_across_the_end_of_the_prompt_is_cut_there() -> None:
+    """ "answer" is one token; generation starts from the tokens of "ans" alone."""
+    tokenizer = tiny_tokenizer()
+    whole = tokenizer("The answer")["input_ids"]
+    _, example = encode({"prompt": "The ans", "completion": "wer"}, tokenizer)
+    prompt = tokenizer("The ans")["input_ids"]
+    assert len(whole) < len(example.input_ids) - 1
+    assert example.input_ids[: len(prompt)] == prompt
+    assert decoded_example(tokenizer, example) == [("The ans", False), ("wer<|im_end|>", True)]
+
+
+def test_plain_text_carries_loss_everywhere_after_the_first_token() -> None:
+    tokenizer, example = encode({"text": "What is 2?"}, tiny_tokenizer(special=("<s>", "</s>"), eos="</s>", bos="<s>"))
+    assert tokenizer.decode(example.input_ids) == "<s>What is 2?</s>"
+    assert example.loss_mask == [False] + [True] * (len(example.input_ids) - 1)
+
+
+def test_a_template_without_end_of_turn_gets_an_eos() -> None:
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    found = spans(CHAT, tiny_tokenizer(template))
+    assert [text for text, loss in found if loss] == ["A number.\n", "Another one.\n<|im_end|>"]
+
+
+def test_tools_reach_the_template() -> None:
+    template = "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}" + CHATML
+    tools = [{"type": "function", "function": {"name": "add", "description": None}}]
+    for value in (tools, '[{"type": "function", "function": {"name": "add"}}]'):
+        found = spans(CHAT | {"tools": value}, tiny_tokenizer(template))
+        assert found[0][0].startswith('<|im_start|>tools\n[{"type": "function", "function": {"name": "add"}}]')
+
+
+CALLS = {
+    "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}],
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 2 + 3?"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}},
+        ]},
+        {"role": "tool", "content": "five"},
+        {"role": "assistant", "content": "The answer is 5."},
+    ],
+}  # fmt: skip
+OTHER_CALLS = {
+    "tools": [{"type": "function", "function": {"name": "negate", "parameters": {"type": "object", "z": 1}}}],
+    "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "negate", "arguments": {"z": 2}}},
+    ]}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_training", "glm4moe", "deepseekv3_training"])
+def test_tool_calls_and_the_system_turn_are_kept(name: str) -> None:
+    special = TRL_TEMPLATES[name]
+    tokenizer = tiny_tokenizer((TRL / f"{name}.jinja").read_text(), special=special, eos=special[0])
+    tokenizer.bos_token = special[-1]
+    row = Dataset.from_list([CALLS, OTHER_CALLS])[0]  # where Arrow puts None for the keys of the other row
+    assert row["messages"][2]["tool_calls"][0]["function"]["arguments"]["z"] is None
+    found = spans(row, tokenizer)
+    learnt = [text for text, loss in found if loss]
+    assert len(learnt) == 2 and "add" in learnt[0] and "2" in learnt[0] and "The answer is 5." in learnt[1]
+    given = "".join(text for text, loss in found if not loss)
+    assert "Be brief." in given and "five" in given and "None" not in given + learnt[0] and "null" not in learnt[0]
+
+
+def test_a_template_that_leaves_out_calls_or_turns_is_refused() -> None:
+    """Phi-3's knows neither tools nor their answers, and writes an empty turn for a call."""
+    special = TRL_TEMPLATES["phi3"]
+    tokenizer = tiny_tokenizer((TRL / "phi3.jinja").read_text(), special=special, eos=special[0])
+    with pytest.raises(RowError, match="the chat template leaves out what message 3 says: 'five'"):
+        encode(CALLS, tokenizer)
+    with pytest.raises(RowError, match="the chat template leaves out the tool calls of message 1"):
+        encode(OTHER_CALLS, tokenizer)
+    silent = CHATML.replace("messages %}", "messages if m['role'] != 'system' %}")
+    with pytest.raises(RowError, match=r"leaves out what message 0 says: 'Be brief.'"):
+        encode({"messages": CALLS["messages"][:2] + CALLS["messages"][4:]}, tiny_tokenizer(silent))
+
+
+def test_sharegpt_conversations() -> None:
+    row = {"conversations": [{"from": "human", "value": "What is 2?"}, {"from": "gpt", "value": "A number."}]}
+    assert spans(row)[:2] == [
+        ("<|im_start|>user\nWhat is 2?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("A number.<|im_end|>", True),
+    ]
+
+
+@pytest.mark.parametrize("name", TRL_TEMPLATES)
+def test_templates_of_released_models(name: str) -> None:
+    special = TRL_TEMPLATES[name]
+    tokenizer = tiny_tokenizer((TRL / f"{name}.jinja").read_text(), special=special, eos=special[0])
+    tokenizer.bos_token = special[-1]
+    found = spans(COT, tokenizer)
+    (learnt,) = (text for text, loss in found if loss)
+    assert "Two and three\nmake five." in learnt and learnt.split("</think>")[1].strip().startswith("5")
+    assert "What is 2" in found[0][0] and "What is 2" not in learnt
+    if name != "glm4moe":  # whose turns end where the next begins
+        assert learnt.rstrip().endswith(special[0]) and learnt.count(special[0]) == 1
+    chat = [text for text, loss in spans(CHAT, tokenizer) if loss]
+    assert len(chat) == 2 and "A number." in chat[0] and "Another one." in chat[1]
+    assert all(text.count(special[0]) <= 1 for text in chat)
+
+
+def test_a_turn_whose_end_is_not_certain_is_refused() -> None:
+    """gpt-oss ends the last turn with another token than those before it."""
+    special = ("<|return|>", "<|end|>", "<|start|>", "<|message|>", "<|channel|>")
+    tokenizer = tiny_tokenizer((TRL / "gptoss.jinja").read_text(), special=special, eos=special[0])
+    (learnt,) = (text for text, loss in spans(COT, tokenizer) if loss)
+    assert learnt.endswith(REPLY + "<|return|>")
+    with pytest.raises(
+        RowError, match=r"the end of message 1 is not certain: give the template {% generation %} markers"
+    ):
+        encode(CHAT, tokenizer)
+
+
+def test_embedded_tokenizer() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir())
+    found = spans(COT | {"question": "Tom has 2 apples."}, tokenizer)
+    assert [loss for _, loss in found] == [False, True]
+    assert found[0][0] == "<|user|>Tom has 2 apples.<|end|><|assistant|>"
+    assert found[1][0].startswith("<think>\n") and found[1][0].endswith("</think>\n5<|end|>")
+
+
+def test_thinking_template_is_written_after_its_own_prompt() -> None:
+    """The prompt already opens the reasoning, and finished turns lose theirs: as DeepSeek-R1 does."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'].split('</think>')[-1] }}"
+        "{{ '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    )
+    found = spans(COT, tiny_tokenizer(template))
+    assert found[0][0].endswith("<|im_start|>assistant\n<think>\n")
+    assert found[1:] == [("Two and three\nmake five.\n</think>\n5<|im_end|>", True)]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_template_that_adds_an_empty_reasoning_does_not_spoil_the_real_one(template: str) -> None:
+    template = template.replace("{{ m['content'] }}", "{{ '<think>\n\n</think>\n\n' + m['content'] }}")
+    template = template.replace("+ m['content'] +", "+ '<think>\n\n</think>\n\n' + m['content'] +")
+    template = template.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    found = spans(COT, tiny_tokenizer(template))
+    assert found[0][0].endswith("<|im_start|>assistant\n<think>\n")
+    assert found[1:] == [("Two and three\nmake five.\n</think>\n5<|im_end|>", True)]
+
+
+def test_an_answer_without_reasoning_is_left_as_the_template_writes_it() -> None:
+    """Qwen3 marks a reply without reasoning by an empty one."""
+    tokenizer = tiny_tokenizer((TRL / "qwen3.jinja").read_text())
+    assert spans({"question": "q", "answer": "5"}, tokenizer)[1] == ("<think>\n\n</think>\n\n5<|im_end|>", True)
+
+
+def test_a_template_that_rewrites_history_is_refused() -> None:
+    template = "{{ messages | length }}" + CHATML
+    with pytest.raises(RowError, match="renders what precedes message 1 in another way once more follows"):
+        encode(CHAT, tiny_tokenizer(template))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_template_that_leaves_words_out_is_refused(template: str) -> None:
+    template = template.replace("m['content']", "m['content'] | replace('Another', '')")
+    with pytest.raises(RowError, match=r"the chat template leaves out what message 3 says: 'Another one.'"):
+        encode(CHAT, tiny_tokenizer(template))
+
+
+def test_a_template_that_raises_is_quoted() -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RowError, match=r"the chat template refuses the conversation: .*roles must alternate"):
+        encode(COT, tiny_tokenizer(template))
+
+
+def test_a_tokenizer_without_template_gets_chatml_and_a_warning() -> None:
+    tokenizer = tiny_tokenizer(None)
+    with pytest.warns(UserWarning, match="no chat template; using ChatML with '<|im_end|>'"):
+        assert ensure_chat_template(tokenizer)
+    assert not ensure_chat_template(tokenizer)
+    assert spans(COT, tokenizer) == spans(COT)
+    other = tiny_tokenizer(None, special=("</s>",), eos="</s>")
+    with pytest.warns(UserWarning, match="</s>"):
+        ensure_chat_template(other)
+    assert spans(COT, other)[1] == (REPLY + "</s>", True)
+
+
+def test_tokenizers_that_cannot_be_used() -> None:
+    layout = detect_layout(["text"], DataConfig())
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no eos token"):
+        Encoder(tokenizer, layout, DataConfig())
+    bare = tiny_tokenizer(None)
+    bare.eos_token, bare.chat_template = None, None
+    bare.get_vocab = dict  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="neither a chat template nor an eos token"):
+        ensure_chat_template(bare)
+
+
+def test_generation_prompt_is_how_the_example_begins() -> None:
+    tokenizer = tiny_tokenizer()
+    config = DataConfig()
+    for row in (COT, CHAT, {"prompt": "2 + 3 =", "completion": " 5"}):
+        encoder = Encoder(tokenizer, detect_layout(list(row), config), config)
+        talk = encoder.conversation(row)
+        text = tokenizer.decode(encoder.encode(talk).input_ids)
+        assert text.startswith(encoder.prompt(talk)) and not encoder.prompt(talk).endswith("5")
+
+
+def test_encoder_is_picklable() -> None:
+    config = DataConfig()
+    encoder = Encoder(tiny_tokenizer(), detect_layout(list(COT), config), config)
+    copy = pickle.loads(pickle.dumps(encoder))
+    assert copy.encode(copy.conversation(COT)) == encoder.encode(encoder.conversation(COT))

@@ -1,0 +1,167 @@
+"""Roles of columns: a row of each of the reasoning sets in its real shape, and what is ambiguous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from tests.support.reasoning_sets import CHOICES, OPTIONS, SETS, Known
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.columns import Layout, detect_layout, first_values, is_filled
+from tpu_kit.data.schemas import RowError, conversation, problem
+
+
+def detect(rows: list[dict[str, Any]], **settings: Any) -> Layout:
+    data = Dataset.from_list(rows)
+    return detect_layout(data.column_names, DataConfig(**settings), first_values(data))
+
+
+def read(rows: list[dict[str, Any]], **settings: Any) -> tuple[str, Any]:
+    layout = detect(rows, **settings)
+    return str(layout), conversation(Dataset.from_list(rows)[0], layout, DataConfig(**settings))
+
+
+@pytest.mark.parametrize("known", SETS, ids=lambda known: known.name)
+def test_a_row_of(known: Known) -> None:
+    roles, talk = read([known.row])
+    assert roles == known.roles
+    *asked, last = talk.messages
+    content = f"<think>\n{known.reasoning}\n</think>\n{known.answer}" if known.reasoning else known.answer
+    assert " ".join(last["content"].split()) == " ".join(content.split()) and last["role"] == "assistant"
+    assert asked[-1] == {"role": "user", "content": known.question}
+    assert [m["content"] for m in asked[:-1]] == ([known.system] if known.system else [])
+
+
+def test_at_least_twenty_sets_are_known() -> None:
+    assert len({known.name for known in SETS}) >= 20
+
+
+def test_a_column_without_values_has_no_role_however_many_rows_there_are() -> None:
+    """s1K's `cot`; but a column whose first value is far down has one."""
+    rows = [{"question": f"q{i}", "cot": None, "explanation": "e", "answer": "a"} for i in range(3000)]
+    assert str(detect(rows)) == "cot (question=question, reasoning=explanation, answer=answer), not used: cot"
+    rows[2500]["cot"] = "trace"
+    assert detect(rows).columns["reasoning"] == "cot"
+    blank = [{"question": "q", "reasoning": " ", "rationale": "r", "answer": "a"}]
+    assert detect(blank).columns["reasoning"] == "rationale"
+    with pytest.raises(ValueError, match=r"needs answer; the data has question, answer \(answer without values\)"):
+        detect([{"question": "q", "answer": None}], format="cot")
+
+
+def test_what_counts_as_a_value() -> None:
+    assert all(map(is_filled, ["x", 0, False, {"text": ["x"]}, [None, "x"]]))
+    assert not any(map(is_filled, [None, "", " \n", [], {}, {"text": [], "label": None}, float("nan")]))
+
+
+S11 = {
+    "solution": "5", "question": "2 + 3?", "cot_type": "math", "source_type": "aime", "metadata": "{}",
+    "gemini_thinking_trajectory": "gt", "gemini_attempt": "ga", "gemini_grade": "Yes", "gemini_grade_reason": "x",
+    "deepseek_thinking_trajectory": "dt", "deepseek_attempt": "da", "deepseek_grade": "Yes",
+    "deepseek_grade_reason": "x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (S11, r"ambiguous columns: reasoning could be deepseek_thinking_trajectory or gemini_thinking_trajectory; "
+              r"answer could be deepseek_attempt or gemini_attempt\. Say which in data\.columns=\{role: column\}"),
+        ({"question": "q", "prompt": "p", "answer": "a"}, "question could be question or prompt"),
+        ({"question": "q", "answer": "a", "response": "b"}, "answer could be answer or response"),
+        ({"question": "q", "reasoning": "r", "rationale": "s", "answer": "a"},
+         "reasoning could be reasoning or rationale"),
+        ({"question": "q", "context": "c", "passage": "p", "answer": "a"}, "context could be context or passage"),
+        ({"messages": [{"role": "user", "content": "other"}, {"role": "assistant", "content": "a"}], "question": "q",
+          "reasoning": "r", "answer": "a"},
+         "messages holds chats without reasoning, and question, reasoning, answer other rows with reasoning. Set data"),
+    ],
+)  # fmt: skip
+def test_what_is_ambiguous_is_an_error(row: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        read([row])
+
+
+def test_columns_decide_what_is_ambiguous() -> None:
+    roles, talk = read([S11], columns={"reasoning": "deepseek_thinking_trajectory", "answer": "deepseek_attempt"})
+    assert roles.startswith(
+        "cot (question=question, reasoning=deepseek_thinking_trajectory, answer=deepseek_attempt), not"
+    )
+    assert talk.messages[-1]["content"] == "<think>\ndt\n</think>\nda"
+    same = {"question": "q", "prompt": "q", "answer": "a"}
+    assert read([same])[0] == "cot (question=question, answer=answer), not used: prompt"
+    chat = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a"}]}
+    assert read([chat | {"question": "q", "reasoning": "r", "answer": "a"}], format="messages")[0].startswith(
+        "messages (mess"
+    )
+
+
+def test_an_empty_name_gives_a_role_to_no_column() -> None:
+    row = {"question": "q", "context": "c", "answer": "a"}
+    assert read([row])[1].messages[0]["content"] == "c\n\nq"
+    roles, talk = read([row], columns={"context": ""})
+    assert roles == "cot (question=question, answer=answer), not used: context" and talk.messages[0]["content"] == "q"
+    assert (
+        read([{"question": "q", "reasoning": "r", "answer": "a"}], columns={"reasoning": ""})[1].messages[1]["content"]
+        == "a"
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["bank", "library", "mall"],
+        ["A. bank", "B. library", "C. mall"],
+        CHOICES,
+        {"A": "bank", "B": "library", "C": "mall"},
+        [{"label": x, "text": y} for x, y in zip(CHOICES["label"], CHOICES["text"], strict=True)],
+        '["bank", "library", "mall"]',
+    ],
+    ids=["texts", "labelled texts", "struct of lists", "struct", "list of structs", "JSON"],
+)
+def test_options_however_they_are_written(options: Any) -> None:
+    talk = read([{"question": "Where?", "options": options, "answer": "B"}])[1]
+    assert [m["content"] for m in talk.messages] == [f"Where?\n\n{OPTIONS}", "B"]
+
+
+def test_the_number_of_an_option_becomes_its_label() -> None:
+    def answer(options: Any, answer: Any) -> str:
+        layout = detect_layout(["question", "options", "answer"], DataConfig())
+        return problem({"question": "q", "options": options, "answer": answer}, layout, DataConfig())["answer"]
+
+    assert answer(["x", "y"], 1) == "B" and answer({"label": ["1", "2"], "text": ["x", "y"]}, 1) == "1"
+    assert answer(["10", "20"], 20) == "20" and answer(["x", "y"], "y") == "y" and answer([], 7) == "7"
+    with pytest.raises(
+        RowError, match="column 'answer' holds 1: whether that is an option or its number is not certain"
+    ):
+        answer(["1", "2"], 1)
+    with pytest.raises(RowError, match="column 'answer' holds 2: whether"):
+        answer(["x", "y"], 2)
+    with pytest.raises(RowError, match="column 'options' holds no list of options: x or y"):
+        answer("x or y", "x")
+
+
+def test_rows_whose_cells_do_not_fit() -> None:
+    with pytest.raises(RowError, match="column 'context' holds a dict, text is needed"):
+        read([{"question": "q", "context": {"title": ["t"]}, "answer": "a"}])
+    with pytest.raises(RowError, match="column 'thinking_trajectories' holds a list, text is needed"):
+        read([{"question": "q", "thinking_trajectories": ["a", "b"], "answer": "a"}])
+    config, layout = DataConfig(), detect_layout(["question", "reasoning", "answer"], DataConfig())
+    row = {"question": "q", "reasoning": "r", "answer": "<think>s</think>a"}
+    with pytest.raises(
+        RowError, match=r"'answer' holds reasoning in tags, and column 'reasoning' holds some too; set data"
+    ):
+        conversation(row, layout, config)
+    given = detect_layout(["question", "solution", "answer"], config)
+    row = {"question": "q", "solution": "<think>\nr\n</think>\nlong", "answer": "5"}
+    assert conversation(row, given, config).messages[-1]["content"] == "<think>\nr\n</think>\n5"
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    chat = detect_layout(["messages", "answer"], DataConfig(columns={"messages": "messages", "answer": "answer"}))
+    with pytest.raises(RowError, match="column 'messages' ends in a reply, and 'answer' holds another"):
+        conversation({"messages": asked, "answer": "b"}, chat, config)
+
+
+def test_a_heading_is_no_answer() -> None:
+    talk = read([{"question": "q", "answer": "#### Step 1\nCount on.\n#### Step 2\nStop."}])[1]
+    assert talk.messages[-1]["content"] == "#### Step 1\nCount on.\n#### Step 2\nStop."

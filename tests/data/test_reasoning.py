@@ -1,0 +1,292 @@
+"""Reasoning in chats reaches the tokens that carry loss, whatever the chat template does with it, and is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from tests.data.test_chat_encoding import TRL, TRL_TEMPLATES
+from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.chat_encoding import Encoder, Kept, decoded_example
+from tpu_kit.data.columns import detect_layout, last_boxed, reasoning_of, split_solution, with_own_tags
+from tpu_kit.data.prepare import Prepared, prepare
+from tpu_kit.data.schemas import RowError
+from tpu_kit.evaluation.evaluate import _examples
+
+# Reasoning is kept for the turns after the last question alone, from its key or from the content, as Qwen3's does.
+QWEN3 = """
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% set said = m.content or '' %}{% set thought = '' %}
+{%- if m.role == 'assistant' %}
+  {%- if m.reasoning_content is string %}{% set thought = m.reasoning_content %}
+  {%- elif '</think>' in said %}
+    {%- set thought = said.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+    {%- set said = said.split('</think>')[-1].lstrip('\n') %}
+  {%- endif %}
+  {%- if loop.index0 > ns.last and (loop.last or thought) %}
+    {{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}
+  {%- endif %}
+{%- endif %}
+{{- said }}{% for call in m.tool_calls or [] %}{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+# All reasoning of finished turns is cut off, and the prompt opens the next, as DeepSeek-R1's does.
+R1 = """
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{{ (m.content or '').split('</think>')[-1] }}
+  {%- for call in m.tool_calls or [] %}{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}
+{%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
+# Reasoning is taken from its key alone, and cut out of the content.
+KEY = """
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n' }}{% endif %}
+{{- (m.content or '').split('</think>')[-1] }}
+{%- for call in m.tool_calls or [] %}{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+MARKED = CHATML.replace(
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}",
+    "{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}",
+)
+TEMPLATES = {"ignores": CHATML, "marked": MARKED, "qwen3": QWEN3, "r1": R1, "key": KEY}
+WORDS = ("Two and three.", "It is one more.", "Nothing to add.")
+
+
+def chat(turns: int, where: str) -> list[dict[str, Any]]:
+    """A chat of so many questions, with the reasoning of each reply in its content, or under a key of that name."""
+    messages: list[dict[str, Any]] = []
+    for i in range(turns):
+        reply = {"content": f"<think>\n{WORDS[i]}\n</think>\n\nAnswer {i}."} if where == "content" else {
+            "content": f"Answer {i}.", where: WORDS[i]
+        }  # fmt: skip
+        messages += [{"role": "user", "content": f"Question {i}?"}, {"role": "assistant", **reply}]
+    return messages
+
+
+def encoder(template: str, row: dict[str, Any], **settings: Any) -> Encoder:
+    config = DataConfig(**settings)
+    return Encoder(tiny_tokenizer(template), detect_layout(list(row), config), config)
+
+
+def documents(template: str, row: dict[str, Any], **settings: Any) -> list[tuple[str, list[str]]]:
+    """The text before the first token with loss of each document, and the stretches with loss."""
+    made, found = encoder(template, row, **settings), []
+    for part in made.parts(made.conversation(row)):
+        spans = decoded_example(made.tokenizer, made.encode(part))
+        assert not spans[0][1]
+        found.append((spans[0][0], [text for text, loss in spans if loss]))
+    return found
+
+
+@pytest.mark.parametrize("where", ["content", "reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_reasoning_of_a_reply_carries_loss(template: str, where: str) -> None:
+    ((prompt, (learnt,)),) = documents(TEMPLATES[template], {"messages": chat(1, where)})
+    whole = (prompt.partition("assistant")[2] + learnt).split()
+    assert " ".join(whole) == "<think> Two and three. </think> Answer 0.<|im_end|>"
+    assert "Two and three." in learnt and learnt.endswith("Answer 0.<|im_end|>")
+
+
+@pytest.mark.parametrize("where", ["content", "reasoning_content"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_reply_of_a_chat_is_trained_with_its_reasoning_after_the_prompt_of_inference(
+    template: str, where: str
+) -> None:
+    row = {"messages": chat(3, where)}
+    made = encoder(TEMPLATES[template], row)
+    learnt: list[str] = []
+    for part in made.parts(made.conversation(row)):
+        example = made.encode(part)
+        text = made.tokenizer.decode(example.input_ids)
+        turns = [i for i in range(part.first, len(part.messages)) if part.messages[i]["role"] == "assistant"]
+        for i in turns:
+            prompt = made.tokenizer.apply_chat_template(row["messages"][:i], tokenize=False, add_generation_prompt=True)
+            assert text.startswith(prompt)
+        learnt += [text for text, loss in decoded_example(made.tokenizer, example) if loss]
+    assert len(learnt) == 3
+    for i, text in enumerate(learnt):
+        assert WORDS[i] in text and text.endswith(f"Answer {i}.<|im_end|>") and text.count("Answer") == 1
+
+
+@pytest.mark.parametrize("where", ["content", "reasoning_content"])
+@pytest.mark.parametrize("name", TRL_TEMPLATES)
+def test_templates_of_released_models(name: str, where: str) -> None:
+    special = TRL_TEMPLATES[name]
+    tokenizer = tiny_tokenizer((TRL / f"{name}.jinja").read_text(), special=special, eos=special[0])
+    tokenizer.bos_token = special[-1]
+    row = {"messages": chat(2, where)}
+    made = replace(encoder(CHATML, row), tokenizer=tokenizer)
+    parts = made.parts(made.conversation(row))
+    examples = [made.encode(part) for part in parts]
+    kept = [made.kept(part, example) for part, example in zip(parts, examples, strict=True)]
+    assert Kept(*map(sum, zip(*kept, strict=True))) == Kept(replies=2, held=2, found=2)
+    learnt = [text for example in examples for text, loss in decoded_example(tokenizer, example) if loss]
+    assert len(learnt) == 2 and all(WORDS[i] in text and f"Answer {i}." in text for i, text in enumerate(learnt))
+
+
+def test_a_chat_is_one_document_where_the_template_keeps_all() -> None:
+    assert len(documents(CHATML, {"messages": chat(3, "content")})) == 1
+    assert len(documents(KEY, {"messages": chat(3, "reasoning_content")})) == 1
+    assert len(documents(QWEN3, {"messages": chat(3, "content")})) == 3
+    plain = [{**m, "content": m["content"].rpartition("\n")[2]} for m in chat(3, "content")]
+    assert len(documents(QWEN3, {"messages": plain})) == 1  # nothing to lose
+    assert len(documents(QWEN3, {"messages": plain[:4] + chat(3, "content")[4:]})) == 1
+
+
+def test_the_same_words_in_two_turns_are_not_taken_for_kept() -> None:
+    row = {"messages": [{**m, "content": m["content"].replace(WORDS[1], WORDS[0])} for m in chat(2, "content")]}
+    assert [text.count(WORDS[0]) for _, texts in documents(QWEN3, row) for text in texts] == [1, 1]
+    short = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "<think>5</think>5"}]
+    ((_, (learnt,)),) = documents(R1, {"messages": short})
+    assert learnt == "5</think>5<|im_end|>"
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_question_after_the_last_reply_takes_no_reasoning_away(template: str) -> None:
+    row = {"messages": [*chat(1, "content"), {"role": "user", "content": "And?"}]}
+    ((_, (learnt,)),) = documents(TEMPLATES[template], row)
+    assert WORDS[0] in learnt and learnt.endswith("Answer 0.<|im_end|>")
+
+
+def calls(where: str) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    thought = {"content": "", "reasoning_content": "Use the tool."} if where != "content" else {
+        "content": "<think>\nUse the tool.\n</think>\n"
+    }  # fmt: skip
+    tail = chat(1, where)[1]
+    return [
+        chat(1, where)[0],
+        {"role": "assistant", **thought, "tool_calls": [call]},
+        {"role": "tool", "content": "five"},
+        tail,
+    ]
+
+
+def test_the_reasoning_before_a_tool_call() -> None:
+    for template in (QWEN3, KEY):
+        (first, second) = [
+            text for _, texts in documents(template, {"messages": calls("reasoning_content")}) for text in texts
+        ]
+        assert "Use the tool." in first and "<call>" in first and WORDS[0] in second
+    found = [text for _, texts in documents(KEY, {"messages": calls("content")}) for text in texts]
+    assert "Use the tool." in found[0] and "<call>" in found[0] and WORDS[0] in found[1]
+    with pytest.raises(
+        RowError, match="leaves out the reasoning of message 1, and a reply that calls tools is not written"
+    ):
+        documents(R1, {"messages": calls("reasoning_content")})
+
+
+def test_a_document_that_must_be_split_is_refused_whole() -> None:
+    row = {"messages": chat(2, "content")}
+    made = encoder(QWEN3, row)
+    with pytest.raises(RowError, match=r"in another way once more follows.*Split the chat into one row per reply"):
+        made.encode(made.conversation(row))
+
+
+def test_tags_of_a_data_set_become_those_of_the_model() -> None:
+    text = "<|begin_of_thought|>\n\nr\n\n<|end_of_thought|>\n\n<|begin_of_solution|>\n\na\n\n<|end_of_solution|>"
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]}
+    assert documents(CHATML, row)[0][1] == ["<think>\nr\n</think>\na<|im_end|>"]
+    custom = {"think_open": "[THINK]", "think_close": "[/THINK]"}
+    assert documents(CHATML, {"messages": chat(1, "content")}, **custom)[0][1] == [
+        f"[THINK]\n{WORDS[0]}\n[/THINK]\nAnswer 0.<|im_end|>"
+    ]
+    own = DataConfig(think_open="<|begin_of_thought|>", think_close="<|end_of_thought|>")
+    assert with_own_tags(text, own) == text and reasoning_of(text, own) == "r"
+
+
+def test_what_is_kept_is_counted_in_the_tokens() -> None:
+    row = {"messages": [*chat(1, "content"), *chat(2, "reasoning_content")[2:], *chat(1, "content")[:1],
+                        {"role": "assistant", "content": "Five."}]}  # fmt: skip
+    made = encoder(KEY.replace(".split('</think>')[-1]", ""), row)
+    (part,) = made.parts(made.conversation(row))
+    example = made.encode(part)
+    assert made.kept(part, example) == Kept(replies=3, held=2, found=2)
+    end = made.tokenizer.decode(example.input_ids).index("one more")
+    cut = len(made.tokenizer(made.tokenizer.decode(example.input_ids)[:end])["input_ids"])
+    assert made.kept(part, type(example)(*(list(x)[:cut] for x in example))) == Kept(3, 2, 1)
+    unlearnt = type(example)(example.input_ids, [False] * len(example.input_ids))
+    assert made.kept(part, unlearnt) == Kept(3, 2, 0)
+
+
+def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], **settings: Any) -> Prepared:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    template = settings.pop("template", QWEN3)
+    config = DataConfig(**({"max_length": 256, "eval_rows": 0} | settings))
+    return prepare(config, tiny_tokenizer(template), dataset=Dataset.from_list(rows))
+
+
+def rows_of(count: int, turns: int = 2) -> list[dict[str, Any]]:
+    made = [chat(turns, "content") for _ in range(count)]
+    for i, messages in enumerate(made):
+        messages[0]["content"] = f"What is {i}?"
+    return [{"messages": messages} for messages in made]
+
+
+def test_the_report_counts_replies_with_reasoning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [*rows_of(5), {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
+    report = ready(tmp_path, monkeypatch, rows).report
+    assert report.reasoning == Kept(replies=11, held=10, found=10) and (report.rows_used, report.documents) == (6, 11)
+    text = str(report)
+    assert "\nwith reasoning   10 of 11 replies\n" in text
+    assert (
+        "6 read, 6 used as 11 documents: the chat template drops the reasoning of earlier turns, so each reply" in text
+    )
+    cut = ready(tmp_path, monkeypatch, rows, max_length=40, packing=False).report
+    assert cut.truncated and cut.reasoning.found < cut.reasoning.held
+    lost = cut.reasoning.held - cut.reasoning.found
+    warning = f"; WARNING: the rows hold reasoning for {cut.reasoning.held}, and {lost} lose some of it: raise data."
+    assert f"{warning}max_length" in str(cut)
+    plain = ready(tmp_path, monkeypatch, [{"text": "one two"}, {"text": "three"}]).report
+    assert "\nwith reasoning   0 of 2 replies\n" in str(plain)
+
+
+def test_a_split_chat_is_held_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ready(tmp_path, monkeypatch, [*rows_of(12), *rows_of(3)], eval_rows=4)
+    assert made.eval is not None and made.eval_report is not None
+    held = {row["messages"][0]["content"] for row in made.eval_rows}
+    assert len(made.eval_rows) == len(made.eval_prompts) == len(held) == 4 and made.eval_report.documents == 8
+    trained = {
+        rows["messages"][0]["content"] for i in made.train.documents.source_rows for rows in [rows_of(15)[i % 12]]
+    }
+    assert not held & trained
+    assert made.report.held_out + made.report.rows_used == 15 and made.report.rows_read == 15
+    for prompt in made.eval_prompts:
+        assert "<think>" not in prompt and prompt.endswith("<|im_start|>assistant\n")
+
+
+def test_solutions_and_boxes() -> None:
+    config = DataConfig()
+    assert last_boxed(r"\boxed{1} then \boxed{\frac{1}{2}}.") == r"\frac{1}{2}" and last_boxed(r"\boxed{1") == ""
+    assert split_solution("So.\nThe answer is: 5", config, boxed=False) == ("So.", "5")
+    assert split_solution(r"It is \boxed{5}.", config, boxed=False) == ("", r"It is \boxed{5}.")
+    assert split_solution("<think>r</think> a ", config, boxed=False) == ("r", "a")
+    for text, words in (("<think>r</think>\n", "nothing after </think>"), ("r ####", "nothing after ####")):
+        with pytest.raises(ValueError, match=words):
+            split_solution(text, config, boxed=True)
+
+
+COT = [{"question": f"What is {i}?", "context": f"Say {i}.", "answer": f"Think of {i}.\n#### {i}"} for i in range(12)]
+PLAIN = [row | {"answer": "none" if i % 2 else row["answer"]} for i, row in enumerate(COT)]
+OPTIONS = [row | {"options": ["x", "y"], "answer": 1, "prompt": row["question"]} for row in COT]
+
+
+@pytest.mark.parametrize(
+    "rows", [rows_of(12), COT, PLAIN, OPTIONS], ids=["chats", "context", "some without", "options"]
+)
+def test_held_out_rows_are_the_same_documents_when_they_are_evaluated(
+    rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ready(tmp_path, monkeypatch, rows, eval_rows=4)
+    assert made.eval is not None
+    found = _examples(made.encoder.tokenizer, made.eval_rows, made.encoder.config)
+    packed = [tuple(x.tolist() for x in made.eval.document(i)) for i in range(len(made.eval.documents))]
+    assert [tuple(example) for example in found] == packed and len(found) >= 4

@@ -1,0 +1,82 @@
+"""Data that one process of a host prepares and the others read: it is the same, and errors arrive."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from tests.support import training_functions
+from tests.support.tiny_tokenizer import tiny_tokenizer
+from tpu_kit.assets.embedded import cot_rows
+from tpu_kit.config.loader import DataConfig, TrainConfig, load_config
+from tpu_kit.data.prepare import prepare, read_prepared, write_prepared
+from tpu_kit.distributed.launch import launch
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("eval_rows", [0, 5])
+def test_what_is_read_is_what_was_prepared(tmp_path: Path, eval_rows: int) -> None:
+    rows = [{"question": f"{i}?", "answer": i, "day": datetime.date(2024, 1, 1 + i % 9)} for i in range(40)]
+    config = DataConfig(max_length=64, eval_rows=eval_rows, on_bad_row="skip")
+    data = Dataset.from_list([*rows, {"question": "", "answer": 1, "day": None}])
+    made = prepare(config, tiny_tokenizer(), dataset=data)
+    write_prepared(made, tmp_path / "prepared")
+    write_prepared(made, tmp_path / "prepared")  # in the place of an earlier one
+    found = read_prepared(tmp_path / "prepared", tiny_tokenizer(None), config)
+    assert [path.name for path in tmp_path.glob("prepared*")] == ["prepared"]
+    assert found.fingerprint == made.fingerprint and found.train.fingerprint() == made.train.fingerprint()
+    assert (found.report, found.eval_report, found.eval_prompts) == (made.report, made.eval_report, made.eval_prompts)
+    assert found.encoder.layout == made.encoder.layout and found.example(3) == made.example(3)
+    assert [row["question"] for row in found.eval_rows] == [row["question"] for row in made.eval_rows]
+    assert all(row["day"].startswith("2024-01-0") for row in found.eval_rows)
+    row = {"question": "q", "answer": "a"}
+    encode = [one.encoder.encode(one.encoder.conversation(row)) for one in (found, made)]
+    assert encode[0] == encode[1]
+    for one, other in ((found.train, made.train), (found.eval, made.eval)):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert isinstance(one.documents.input_ids, np.memmap) and len(one) == len(other)
+            batches = [data_set.tensors(np.r_[np.arange(len(other)), -1]) for data_set in (one, other)]
+            assert all((batches[0][name] == batches[1][name]).all() for name in batches[1])
+            assert one.source_rows(0) == other.source_rows(0) and one.fill() == other.fill()
+
+
+def configure(tmp_path: Path, content: str) -> TrainConfig:
+    (tmp_path / "rows.jsonl").write_text(content)
+    config = load_config(
+        None,
+        {"source": str(tmp_path / "rows.jsonl"), "output_dir": str(tmp_path / "run"), "eval_rows": 4, "batch_size": 1,
+         "device_type": "cpu", "num_replicas": 2, "max_length": 128, "base_dtype": "fp32"},
+    )  # fmt: skip
+    config.output_path.mkdir()
+    return config
+
+
+def test_one_process_tokenises_and_all_have_the_same(tmp_path: Path, cache: Path) -> None:
+    config = configure(tmp_path, "".join(json.dumps(row) + "\n" for row in cot_rows("train", 40)))
+    launch(training_functions.prepared_data, config)
+    notes: list[dict[str, Any]] = [json.loads((tmp_path / "run" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [note.pop("calls") for note in notes] == [[0], []]
+    assert notes[0] == notes[1] and notes[0]["mapped"] and len(notes[0]["eval"]) == 4
+    assert list((cache / "tpu_kit" / "prepared").iterdir()) == []  # nothing is left on the disk
+
+
+def test_what_fails_in_the_process_that_prepares_reaches_the_user(tmp_path: Path) -> None:
+    config = configure(tmp_path, '{"question": "q", "answer": "a"}\n' + '{"question": "q", "answer": ""}\n' * 3)
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=r"rows.jsonl: 3 of 4 rows cannot be used: row 1: column 'answer' is empty"):
+        launch(training_functions.prepared_data, config)
+    assert time.monotonic() - begun < 300  # and did not wait for the others, which wait for this one

@@ -1,0 +1,275 @@
+"""The checks of `verify`, each made to fail; and the small run that follows them, where it cannot start.
+
+That both end well elsewhere is seen in tests/integration/test_notebooks.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support import verify_functions
+from tests.support.child_processes import QUICK_XLA_FLAGS, run_python
+from tpu_kit.cli import main
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.diagnostics import verify
+from tpu_kit.diagnostics.verify import MEMORY_RATIOS, TIME_RATIOS, Record, compare
+from tpu_kit.distributed import runtime
+from tpu_kit.hardware import calibration
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.recipes.sft import train
+
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+TOKEN = "canary-of-the-hub-4711"
+CODE = """
+import json
+from dataclasses import asdict
+from tpu_kit.config.loader import load_config
+from tpu_kit.diagnostics.verify import rehearse
+rows = list(rehearse(load_config(None, ["device_type={}"])))
+print(json.dumps([[row.name, row.status, row.found, row.fix] for row in rows]))
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, and replicas that compile quickly."""
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XLA_FLAGS": QUICK_XLA_FLAGS}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def first_contact(home: Path, device: str = "xla-cpu", limit: float | None = None) -> verify._FirstContact:
+    """The checks on one replica; a chip's name compares what is measured with that chip."""
+    kind = "xla-cpu" if device not in ("cpu", "tpu") else device
+    config = load_config(None, [f"device_type={kind}", "num_replicas=1"])
+    known = calibration.begin(device, home / "report.json")
+    found = verify._FirstContact(config, runtime.detect(config.launch), known, lambda text: None)
+    found._limit = limit or found._limit
+    return found
+
+
+def brief(records: Iterator[Record]) -> list[tuple[str, str]]:
+    return [(record.name, record.status) for record in records]
+
+
+# ------------------------------------------------------------------------------------------------ all of them at once
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """The folder, exit code and text of the command where nothing works."""
+    folder = tmp_path_factory.mktemp("verify")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
+        patch.setenv("HF_TOKEN", TOKEN)
+        patch.delenv("PJRT_DEVICE", raising=False)
+        patch.setattr(verify.doctor, "probe", verify_functions.lost_sum)
+        patch.setattr(verify.smoke_test, "compare_kernel", verify_functions.wrong_gradient)
+        patch.setattr(verify.smoke_test, "compare_step", verify_functions.wrong_loop)
+        patch.setattr(verify.smoke_test, "compare_tokens", verify_functions.wrong_tokens)
+        patch.setattr(verify.smoke_test, "measure_step", verify_functions.no_steps)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            status = main(["verify", "device_type=xla-cpu", "num_replicas=2", f"report={folder}/verify-report.json"])
+    return folder, status, said.getvalue()
+
+
+@needs_xla
+def test_what_fails_is_told_and_stops_nothing(failed: tuple[Path, int, str]) -> None:
+    folder, status, said = failed
+    report = json.loads((folder / "verify-report.json").read_text())
+    checks = {check["name"]: check for check in report["checks"]}
+    assert [(name, check["passed"]) for name, check in checks.items()] == [
+        ("Cores", False), ("Splash kernel", False), ("Flash kernel", False), ("Step, scanned", False),
+        ("Step, unrolled", True), ("Tokens", False), ("Memory", False), ("Step time", False),
+    ]  # fmt: skip
+    assert status == 1
+    assert "✗ Cores " in said and "! Splash kernel " in said, "attention has a fallback, a sum has none"
+    for name, check in checks.items():
+        assert f" {name} " in said and f"{name}: 300 s at most for each launch" in said
+        assert check["passed"] or (check["found"] and check["next_action"].endswith("verify-report.json to an issue"))
+    assert checks["Cores"]["found"].startswith("sum of 1..2 on each of 2: core 0 has 1")
+    assert checks["Splash kernel"]["figures"]["segments"]["output"] < 0.01
+    assert "differs from plain attention in 3 of 4: query, segments: 0.1" in checks["Splash kernel"]["found"]
+    assert "tpu_custom_call" in checks["Flash kernel"]["found"]
+    scanned, unrolled = (checks[f"Step, {layers}"]["figures"] for layers in ("scanned", "unrolled"))
+    assert abs(scanned["loss"] / scanned["host_loss"] - 1) > 0.01 > abs(unrolled["loss"] / unrolled["host_loss"] - 1)
+    assert checks["Tokens"]["figures"]["gap"] > 1
+    assert "RESOURCE_EXHAUSTED" in checks["Memory"]["found"] and "no_steps" in checks["Memory"]["error"]
+
+
+@needs_xla
+def test_the_report_has_versions_and_no_secret(failed: tuple[Path, int, str]) -> None:
+    folder, _, _ = failed
+    text = (folder / "verify-report.json").read_text()
+    report = json.loads(text)
+    assert report["device"] == "xla-cpu" and report["versions"]["torch_xla"] == Machine().version("torch_xla")
+    assert {"name", "passed", "found", "figures", "tolerance", "seconds", "error", "next_action"} == {
+        key for check in report["checks"] for key in check
+    }
+    assert "the token is ***" in text and TOKEN not in text
+    assert str(Path.home()) not in text
+
+
+@needs_xla
+def test_train_falls_back_with_one_loud_line_each(
+    failed: tuple[Path, int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """remat=outputs is what makes `auto` run layers as a loop on XLA:CPU, too."""
+    folder, _, _ = failed
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    settings = ["device_type=xla-cpu", "num_replicas=1", "max_steps=1", "warmup_steps=0", "split=train[:40]"]
+    settings += ["eval_rows=0", "eval_steps=null", "generate_rows=0", "remat=outputs", f"output_dir={tmp_path}/run"]
+    assert train(load_config("embedded-cot", settings)).status == "finished"
+    said = capfd.readouterr().out
+    (attention,), (layers,) = ([x for x in said.splitlines() if "WARNING" in x and y in x] for y in ("sdpa", "unroll"))
+    assert "attention=auto is sdpa: splash failed on this machine (differs from plain attention" in attention
+    assert "layers are unrolled: their loop failed on this machine (loss " in layers
+    assert f"see {folder}/verify-report.json" in attention and f"see {folder}/verify-report.json" in layers
+    assert "layers           unrolled: optim.scan_layers=off" in said
+
+
+# ------------------------------------------------------------------------------------------------ one by one
+
+
+def test_a_check_that_hangs_is_ended_and_one_that_dies_is_told(home: Path) -> None:
+    contact = first_contact(home, "cpu", limit=8)
+    (hangs, dies) = (
+        contact._check("One", verify.partial(verify.launch, fn, contact._config(), limit), lambda _: (True, ""), "")
+        for fn, limit in ((verify_functions.computes_for_ever, 8.0), (verify_functions.dies, 100.0))
+    )
+    assert (hangs.status, dies.status) == ("failure", "failure")
+    assert "not done after the time limit of 8 s" in hangs.found and hangs.seconds < 60
+    assert "computes_for_ever" in hangs.error, "the stacks are in the report"
+    assert "SIGSEGV" in dies.found or "Segmentation fault" in dies.error
+    assert "splash, head size 64" in dies.error, "what it was about"
+
+
+@pytest.mark.slow
+@needs_xla
+def test_flash_is_taken_where_it_works(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify.smoke_test, "compare_kernel", verify_functions.wrong_mask)
+    contact = first_contact(home)
+    splash, flash = contact._kernels()
+    assert (splash.status, flash.status) == ("warning", "ok")
+    assert splash.found.startswith("differs from plain attention in 4 of 4: output, segments: "), splash.found
+    config, (warning,) = contact.known.apply(load_config())
+    assert config.model.attention == "flash" and "attention=auto is flash: splash failed" in warning
+
+
+@pytest.mark.slow
+@needs_xla
+def test_a_step_that_is_wrong_without_the_loop_says_nothing_of_the_loop(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify.smoke_test, "compare_step", verify_functions.wrong_norm)
+    contact = first_contact(home)
+    assert brief(contact._steps()) == [("Step, scanned", "warning"), ("Step, unrolled", "failure")]
+    assert contact.known.scan == ""
+
+
+def test_measured_memory_is_compared_and_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA:CPU counts no memory: the measured figure is made up, and here the compiler's too, whose answer is slow."""
+    contact, asked = first_contact(home, "v5e"), []
+    contact._steps_taken["embedded, 2 x 128 tokens"] = {"seconds": 1.0, "peak_bytes": 10 * 2**20}
+
+    def compile_step(config: TrainConfig, chip: str, **options: Any) -> SimpleNamespace:
+        asked.append((chip, config.optim.batch_size, options["time_limit"]))
+        return SimpleNamespace(total_bytes=9 * 2**20)
+
+    monkeypatch.setattr(verify, "compile_step", compile_step)
+    record = contact._measure("Memory", contact._memory, MEMORY_RATIOS, "the compiler's figure")
+    assert record.status == "ok" and asked == [("v5e", 2, 300.0)]
+    assert contact.known.memory == pytest.approx(10 / 9)
+    assert record.found == "embedded, 2 x 128 tokens: 1.11 of the compiler's figure"
+
+
+def test_a_ratio_beyond_belief_is_a_failure_and_not_kept(home: Path) -> None:
+    contact = first_contact(home, "v5e")
+    for ratio, status in ((4.1, "warning"), (0.4, "warning"), (1.5, "ok")):
+        record = contact._measure("Step time", lambda r=ratio: {"a": compare(r, 1.0)}, TIME_RATIOS, "the roofline")  # type: ignore[misc]
+        assert (record.status, contact.known.time) == (status, ratio if status == "ok" else None)
+        assert record.found == f"a: {ratio:.2f} of the roofline"
+        assert bool(record.fix) == (status != "ok")
+
+
+def test_time_is_compared_with_the_roofline_of_a_chip_that_is_known(home: Path) -> None:
+    contact, step = first_contact(home), {"seconds": 0.009, "peak_bytes": None}
+    contact._steps_taken["embedded, 2 x 128 tokens"] = step
+    record = contact._measure("Step time", contact._time, TIME_RATIOS, "the roofline")
+    assert (record.status, contact.known.time) == ("skipped", None)
+    assert record.found == "not measured: 0.009 s a step; no peak of xla-cpu is known to compare with"
+    with pytest.raises(verify.NotMeasured, match="xla-cpu does not count the memory"):
+        contact._memory()
+    contact.known = calibration.begin("v5e", home / "report.json")
+    record = contact._measure("Step time", contact._time, TIME_RATIOS, "the roofline")
+    (figures,) = record.figures.values()
+    assert 0.004 < figures["predicted"] < 0.005, "of so small a step the host's share is nearly all"
+    assert record.status == "ok" and contact.known.time == 0.009 / figures["predicted"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(Machine().version("libtpu") is None, reason="needs libtpu, the TPU compiler")
+def test_the_compiler_is_asked_about_the_step_that_is_measured(home: Path) -> None:
+    contact = first_contact(home, "v5e")
+    contact._steps_taken["embedded, 2 x 128 tokens"] = {"seconds": 1.0, "peak_bytes": 10 * 2**20}
+    (figures,) = contact._memory().values()
+    assert figures["measured"] == 10 * 2**20 and 2**20 < figures["predicted"] < 100 * 2**20
+
+
+def test_secrets_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    text = f"key 0123456789, hf_abcdefghijkl in {Path.home()}/x"
+    assert verify.without_secrets(text) == "key ***, *** in ~/x"
+
+
+def test_no_device_is_one_failure(home: Path) -> None:
+    (record,) = verify.verify(load_config(None, ["device_type=tpu"]), home / "report.json")
+    assert (record.name, record.status, record.fix) == ("Verify", "failure", "python -m tpu_kit doctor")
+    assert "no TPU" in record.found or "PJRT_DEVICE" in record.found or "needs torch_xla" in record.found
+
+
+def test_a_report_that_cannot_be_written_is_told_before_anything_runs(home: Path) -> None:
+    (record,) = verify.verify(load_config(None, ["device_type=cpu"]), home / "nowhere/report.json")
+    assert (record.name, record.status, record.fix) == ("Report", "failure", "report=/another/place.json")
+    assert record.found == f"{home}/nowhere/report.json cannot be written to (No such file or directory)"
+
+
+@pytest.mark.slow
+@needs_xla
+def test_all_of_it_passes_on_xla_cpu(tmp_path: Path) -> None:
+    arguments = ["-m", "tpu_kit", "verify", "device_type=xla-cpu", "num_replicas=2"]
+    done = run_python(arguments, cwd=tmp_path, env={"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": None}, timeout=900)
+    report = json.loads((tmp_path / "verify-report.json").read_text())
+    assert [(check["name"], check["passed"]) for check in report["checks"]] == [
+        ("Cores", True), ("Splash kernel", True), ("Step, scanned", True), ("Tokens", True), ("Memory", None),
+        ("Step time", None),
+    ]  # fmt: skip
+    assert len(report["checks"][1]["figures"]) == 8
+    assert "xla-cpu does not count the memory" in done.stdout and "no peak of xla-cpu is known" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"report: {tmp_path}/verify-report.json"
+
+
+# ------------------------------------------------------------------------------------------------ a run in small
+
+
+def test_a_run_that_cannot_start_is_one_failure() -> None:
+    done = run_python(CODE.format("tpu"))
+    ((name, status, found, fix),) = json.loads(done.stdout.splitlines()[-1])
+    assert (name, status) == ("Rehearsal", "failure")
+    assert "TPU" in found or "tpu" in found
+    assert fix == "python -m tpu_kit train embedded-cot max_steps=4 device_type=tpu shows all of it"
+    assert len(done.stdout.splitlines()) == 1, "what a part of it prints stays out of the table"

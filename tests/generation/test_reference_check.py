@@ -1,0 +1,305 @@
+"""Families whose architecture the kit does not compute are refused by name, before weights are read."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    BambaConfig,
+    BloomConfig,
+    DeepseekV3Config,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MiniMaxConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    StableLmConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tpu_kit.config.loader import LoraConfig, TrainConfig, load_config
+from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.generation import kv_cache, reference_check
+from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.reference_check import check_generation, check_training, layer_kinds, narrow_model
+from tpu_kit.models import attention, causal_lm
+from tpu_kit.models import rotary as rotary_module
+from tpu_kit.models.loading import load_tokenizer
+from tpu_kit.training.loss import shift_labels
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Real sizes, but for experts and depth, which narrowing them would take longer to see.
+DEPTH = {"num_hidden_layers": 8}
+ACCEPTED = {
+    "llama": LlamaConfig(num_key_value_heads=8, **DEPTH),
+    "mistral": MistralConfig(sliding_window=4096, **DEPTH),
+    "qwen2": Qwen2Config(use_sliding_window=True, max_window_layers=4, **DEPTH),
+    "qwen3": Qwen3Config(**DEPTH),
+    "phi3": Phi3Config(sliding_window=2047, **DEPTH),
+    "gemma2": Gemma2Config(**DEPTH),
+    "gemma3_text": Gemma3TextConfig(**DEPTH),
+}
+WRONG_ALONE = {
+    "gpt_oss": (GptOssConfig(**DEPTH), "the model passes s_aux to its attention, and the kit's attention does not"),
+    "recurrent_gemma": (RecurrentGemmaConfig(**DEPTH), "for one document alone, logits differ by"),
+    "falcon": (FalconConfig(**DEPTH), "for one document alone, logits differ by"),
+    "bloom": (BloomConfig(), "too many values to unpack"),
+    "llama4_text": (Llama4TextConfig(**DEPTH), "has no attribute 'last_hidden_state'"),
+}
+CARRIES_STATE = {
+    "lfm2": Lfm2Config(full_attn_idxs=[2, 5], **DEPTH),
+    "qwen3_5_text": Qwen3_5TextConfig(**DEPTH),
+    "qwen3_next": Qwen3NextConfig(num_experts=16, **DEPTH),
+    "granitemoehybrid": GraniteMoeHybridConfig(layer_types=["mamba", "mamba", "mamba", "attention"] * 2, **DEPTH),
+    "jamba": JambaConfig(**DEPTH),
+    "bamba": BambaConfig(attn_layer_indices=[2, 6], **DEPTH),
+    "minimax": MiniMaxConfig(**DEPTH),
+}
+
+
+def run(folder: Any, config: Any, *settings: str) -> TrainConfig:
+    """A run of a model of which there is a configuration and nothing else."""
+    config.save_pretrained(folder)
+    return load_config(None, [f"model.name={folder}", *settings])
+
+
+@pytest.mark.parametrize("family", ACCEPTED)
+def test_families_that_the_kit_computes_pass_in_seconds(tmp_path, family):
+    start = time.process_time()
+    check_training(run(tmp_path, ACCEPTED[family], "tracking.generate_rows=8"), "tpu")
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("family", WRONG_ALONE)
+def test_a_family_that_the_kit_computes_wrongly_is_refused_by_name(tmp_path, family):
+    config, reason = WRONG_ALONE[family]
+    with pytest.raises(ValueError) as refusal:
+        check_training(run(tmp_path, config, "packing=false"), "cpu")
+    text = str(refusal.value)
+    assert text.startswith(f"{family} (model.name={tmp_path}) cannot be trained here: ") and reason in text
+    assert "Use a model of another family, such as llama, mistral, " in text
+
+
+@pytest.mark.parametrize("family", CARRIES_STATE)
+def test_a_family_that_carries_a_state_along_the_row_is_refused_only_for_packed_documents(tmp_path, family):
+    with pytest.raises(ValueError) as refusal:
+        check_training(run(tmp_path, CARRIES_STATE[family]), "cpu")
+    text = str(refusal.value)
+    start = f"data.packing=true: {family} (model.name={tmp_path}) cannot be trained on packed documents: they change "
+    assert text.startswith(f"{start}each other, as logits differ by ")
+    assert text.endswith("Set data.packing=false, which puts one document in each row")
+    check_training(run(tmp_path, CARRIES_STATE[family], "packing=false"), "cpu")
+    with pytest.raises(ValueError, match=f"the kit cannot generate with {family}: its layers do not work with the kit"):
+        check_training(run(tmp_path, CARRIES_STATE[family], "packing=false", "tracking.generate_rows=8"), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            DeepseekV3Config(**DEPTH),
+            "its layers do not work with the kit's key/value cache (RuntimeError: The exp",
+        ),
+        (StableLmConfig(**DEPTH), "the model does not pass its keyword arguments, the key/value cache, on to its att"),
+        (GptOssConfig(**DEPTH), "the model passes s_aux to its attention, and the kit's attention does not"),
+    ],
+    ids=["deepseek_v3", "stablelm", "gpt_oss"],
+)
+def test_a_family_that_the_kit_cannot_generate_with_is_refused_by_name(config, reason):
+    with pytest.raises(ValueError) as refusal:
+        check_generation(config)
+    text = str(refusal.value)
+    assert text.startswith(f"the kit cannot generate with {config.model_type}: ") and reason in text
+    assert text.endswith("to train it set tracking.generate_rows=0 and tracking.eval_generate_rows=0")
+
+
+def test_a_family_that_hides_the_segment_ids_from_its_layers_is_refused_for_kernels_alone(tmp_path):
+    config = StableLmConfig(**DEPTH)
+    check_training(run(tmp_path, config), "cpu")
+    check_training(run(tmp_path, config, "attention=sdpa"), "tpu")
+    with pytest.raises(ValueError, match="cannot be trained with the attention kernels of TPUs: the model does not"):
+        check_training(run(tmp_path, config), "tpu")
+
+
+def test_a_generator_refuses_a_model_in_memory():
+    config = Lfm2Config(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+                        num_hidden_layers=2, vocab_size=640, full_attn_idxs=[1])  # fmt: skip
+    with pytest.raises(ValueError, match="the kit cannot generate with lfm2: its layers do not work with the kit's"):
+        Generator(
+            AutoModelForCausalLM.from_config(config),
+            load_tokenizer(load_config(None, []).model),
+            CpuRuntime(0, 1, torch.device("cpu")),
+        )
+
+
+def _first_head_alone(states, heads):
+    return states[:, :1].expand(-1, heads, -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "broken", "family", "found"),
+    [
+        (attention, "block_diagonal_mask", lambda ids: torch.ones(1, 1, 37, 37).tril().bool(), "llama", (False, True)),
+        (attention, "_and_window", lambda mask, window: mask, "mistral", (True, True)),
+        (attention, "_and_window", lambda mask, window: mask, "gemma3_text", (True, True)),
+        (attention, "_repeat_heads", _first_head_alone, "llama", (True, True)),
+    ],
+    ids=["documents", "window", "alternating window", "heads"],
+)  # fmt: skip
+def test_the_comparison_finds_a_fault_of_the_kit(monkeypatch, place, name, broken, family, found):
+    monkeypatch.setattr(place, name, broken)
+    monkeypatch.setattr(reference_check, "_verdicts", {})
+    problems = reference_check._verdict("training", ACCEPTED[family], False)
+    assert tuple(map(bool, problems)) == found, problems
+
+
+def test_the_comparison_finds_a_fault_of_the_cache(monkeypatch):
+    monkeypatch.setattr(kv_cache.Slots, "_make_mask", lambda self, window: None)
+    monkeypatch.setattr(reference_check, "_verdicts", {})
+    (problem,) = reference_check._verdict("generation", ACCEPTED["mistral"], False)
+    assert "its replies differ by" in problem
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2", "qwen3_next", "jamba", "bamba"])
+def test_a_narrow_copy_has_every_kind_of_layer_and_leaves_the_random_state(family):
+    config = {**ACCEPTED, **CARRIES_STATE}[family]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    copy = narrow_model(config)
+    assert torch.equal(state, torch.get_rng_state())
+    kinds = layer_kinds(copy)
+    assert len(set(kinds)) >= 2 and len(kinds) <= 5
+    assert sum(parameter.numel() for parameter in copy.parameters()) < 60e6
+    for name, parameter in copy.named_parameters():
+        assert parameter.isfinite().all() and parameter.std() > 0, name
+
+
+def test_a_model_that_cannot_be_compared_is_refused(tmp_path):
+    config = LlamaConfig(hidden_act="nothing", **DEPTH)
+    with pytest.raises(ValueError, match=r"cannot be compared with transformers, as no narrow copy .*KeyError: "):
+        check_training(run(tmp_path, config), "cpu")
+
+
+# --------------------------------------------------------------------------------------------------- rotary embeddings
+
+
+def rotary(kind: str, positions: int = 64) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 640, "pad_token_id": 0, "max_position_embeddings": positions,
+             "initializer_range": 0.3}  # fmt: skip
+    if kind == "dynamic":
+        return LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, **sizes)
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 4.0, 9.0, 16.0]}
+    rotary = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 40, **factors}
+    return Phi3Config(rope_parameters=rotary, original_max_position_embeddings=40, **sizes)
+
+
+@pytest.mark.parametrize(("kind", "positions"), [("longrope", 64), ("dynamic", 40)])
+def test_a_document_does_not_depend_on_a_longer_neighbour(kind, positions):
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(rotary(kind, positions)).eval()
+    ids = torch.randint(3, 640, (2, 60))
+    batch = {"input_ids": ids, "position_ids": torch.arange(60)[None].repeat(2, 1)}
+    batch["segment_ids"] = torch.ones_like(ids)
+    batch["segment_ids"][0, 30:] = 2
+    batch["position_ids"][0] = torch.arange(30).repeat(2)
+    with torch.no_grad():
+        expected = stock(input_ids=ids[:1, :30], use_cache=False).logits[0]
+        ours = causal_lm.logits(causal_lm.adapt(stock, LoraConfig(r=0), "fp32").eval(), batch)[0, :30]
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_past_the_constant_frequencies_are_refused(tmp_path):
+    config = rotary("longrope")
+    assert rotary_module.positions(config) == 40 and rotary_module.positions(rotary("dynamic")) == 64
+    with pytest.raises(ValueError) as refusal:
+        check_training(run(tmp_path, config, "max_length=64"), "cpu")
+    assert str(refusal.value) == (
+        "data.max_length=64: phi3 with longrope changes the rotary frequencies of a whole batch when one row has more "
+        "than 40 tokens, so a document would depend on its neighbours; set data.max_length=40 or less"
+    )
+    check_training(run(tmp_path, config, "max_length=40"), "cpu")
+
+
+def test_a_reply_does_not_depend_on_rows_that_the_model_saw_before_and_ends_with_the_constant_frequencies():
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(rotary("longrope")).eval()
+    generator = Generator(stock, load_tokenizer(load_config(None, []).model), CpuRuntime(0, 1, torch.device("cpu")),
+                          max_prompt=40, max_new_tokens=8)  # fmt: skip
+    prompt = list(range(10, 18))
+    expected = generator.score([prompt], [[20, 21]])
+    with torch.no_grad():
+        before = stock(input_ids=torch.arange(3, 53)[None], use_cache=False).logits  # 50 positions: the long factors
+    assert generator.score([prompt], [[20, 21]]) == expected
+    with torch.no_grad():
+        assert torch.equal(stock(input_ids=torch.arange(3, 53)[None], use_cache=False).logits, before)
+    with pytest.raises(ValueError, match="more than the 40 positions of the model"):
+        generator.generate([list(range(10, 44))])
+
+
+# ------------------------------------------------------------------------------------------------ every family (slow)
+
+
+def _documents(copy: Any) -> tuple[float, float]:
+    """Largest differences of logits and of the embedding's gradient between packed documents and each alone."""
+    copy.set_attn_implementation("eager")
+    weight = copy.get_input_embeddings().weight
+    documents = [torch.randint(3, 128, (length,)) for length in (9, 17, 11)]
+    logits = [copy(input_ids=ids[None], use_cache=False).logits[0] for ids in documents]
+    loss = sum(torch.nn.functional.cross_entropy(one[:-1], ids[1:], reduction="sum")
+               for one, ids in zip(logits, documents, strict=True))  # fmt: skip
+    (expected,) = torch.autograd.grad(loss, weight)
+    adapted = causal_lm.adapt(copy, LoraConfig(r=0), "fp32").eval()
+    batch = reference_check._batch([documents])
+    ours = causal_lm.logits(adapted, batch)
+    labels = shift_labels(batch["input_ids"], batch["segment_ids"])
+    total = torch.nn.functional.cross_entropy(ours.transpose(1, 2), labels, ignore_index=-100, reduction="sum")
+    (gradient,) = torch.autograd.grad(total, weight)
+    wanted = torch.cat(logits)
+    return (
+        float((ours[0, : len(wanted)] - wanted).abs().max() / wanted.abs().max()),
+        float((gradient - expected).norm() / expected.norm()),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def test_every_family_of_transformers_is_computed_as_transformers_does_or_refused(family):
+    try:
+        config = CONFIG_MAPPING[family]()
+        copy = narrow_model(config)
+    except Exception as error:
+        pytest.skip(f"its default configuration is none that can be built: {error}")
+    torch.manual_seed(7)
+    alone, packed = reference_check._verdict("training", config, False)
+    if not alone and not packed:
+        logits, gradient = _documents(copy)
+        assert logits < 2e-3 and gradient < 2e-2, (logits, gradient)
+    (problem,) = reference_check._verdict("generation", config, False)
+    if not problem:
+        copy.set_attn_implementation("eager")
+        prompts = [torch.randint(3, 128, (length,)).tolist() for length in (14, 9)]
+        tokens = reference_check._replies(copy, prompts)[0].long().T.tolist()
+        for prompt, reply in zip(prompts, tokens, strict=True):
+            ids = torch.tensor([prompt])
+            stock = copy.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, use_cache=False,
+                                  max_new_tokens=len(reply), min_new_tokens=len(reply), eos_token_id=None)  # fmt: skip
+            assert stock[0, len(prompt) :].tolist() == reply

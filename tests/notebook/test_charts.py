@@ -1,0 +1,65 @@
+"""What notebook 3 shows of plans: the tables' words, and the bars as matplotlib has them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tpu_kit.config.loader import load_config
+from tpu_kit.notebook import charts
+from tpu_kit.planning.planner import Plan, plan
+from tpu_kit.planning.report import next_parameters, pick, why
+
+QWEN = ["model.name=Qwen/Qwen2.5-0.5B-Instruct", "global_batch_size=64", "max_steps=1000"]
+LLAMA = ["model.name=meta-llama/Llama-3.1-8B-Instruct", "global_batch_size=8", "max_steps=1000"]
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Plan]:
+    return plan(load_config(None, QWEN), ["v5e", "v5litepod-8", "v6e"])
+
+
+def test_the_tables(plans: list[Plan], capsys: pytest.CaptureFixture[str]) -> None:
+    charts.show_plans(plans)
+    charts.show_memory(plans[0])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split("  ")[0] == "slice" and [line.split()[0] for line in lines[1:4]] == [
+        "v5litepod-1", "v5litepod-8", "v6e-1"
+    ]  # fmt: skip
+    assert lines[-1].startswith("a device of v5litepod-1 has  15.748  100.0%") and lines[-2].startswith("peak ")
+
+
+def test_the_bars_are_the_settings(plans: list[Plan]) -> None:
+    one = plans[0]
+    axes = charts._bars(one, one.settings).axes[0]
+    ends = [0.0] * len(one.settings)
+    for container in axes.containers:
+        for row, bar in enumerate(container):  # type: ignore[arg-type]
+            assert bar.get_x() == pytest.approx(ends[row])
+            ends[row] += bar.get_width()
+    assert ends == pytest.approx([setting.peak / 2**30 for setting in one.settings], rel=1e-6)
+    labels = [text.get_text() for text in axes.texts]
+    assert len([label for label in labels if label.endswith(": the pick")]) == 1
+    # The pick is the plan's, and left of the line that keeps the reserve free.
+    assert f"{one.peak_bytes / 2**30:.1f} GiB, " in next(label for label in labels if label.endswith("pick"))
+    assert len(axes.containers) <= charts.MOST_PARTS + 1
+
+
+def test_the_pick_is_the_cheapest_and_goes_on_in_the_next_notebook(plans: list[Plan]) -> None:
+    best = pick(plans)
+    assert best.run is not None and best.run.on_demand == min(one.run.on_demand for one in plans)  # type: ignore
+    text = why(plans)
+    assert text.startswith(f"{best.where.name}: ") and "The cheapest that fits: " in text
+    assert "the longest context of one row is 32,768 tokens" in text
+    given: dict[str, object] = {}
+    exec(next_parameters(best), {}, given)
+    again = load_config(None, parameters=given)
+    assert again.optim.batch_size == best.config.optim.batch_size and again.optim.global_batch_size == 64
+
+
+def test_when_nothing_fits() -> None:
+    (found,) = plan(load_config(None, LLAMA), ["v5e"])
+    assert not found.fits
+    text = why([found])
+    assert text.startswith("Nothing fits as it is; nearest is v5litepod-1.") and "as it is it fits v6e-1" in text
+    axes = charts._bars(found, found.settings).axes[0]
+    assert any(label.get_text().endswith(": the nearest") for label in axes.texts)

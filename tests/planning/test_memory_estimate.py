@@ -1,0 +1,331 @@
+"""The memory formula against what the TPU compiler said of the same steps, and its own arithmetic."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.child_processes import REPOSITORY, run_python
+from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, SMOLLM2_135M, TINY, write_config
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.hardware.chips import CHIPS, chip
+from tpu_kit.models.architecture import FAMILIES, read_shape
+from tpu_kit.planning.compile_check import compile_step
+from tpu_kit.planning.memory_estimate import Memory, estimate, padded
+from tpu_kit.planning.memory_options import reserve
+from tpu_kit.planning.tensor_shapes import stored_tensors, trained_tensors
+
+RECORDED = json.loads((Path(__file__).parents[1] / "recorded_memory.json").read_text())
+ANSWERS: list[dict[str, Any]] = [one for one in RECORDED["answers"] if "total_bytes" in one]
+LLAMA_1B: dict[str, Any] = RECORDED["models"]["llama-1b"]
+STILL = 0.02  # what a compile today may differ by from the recorded one
+GIB = 2**30
+
+
+def name_of(answer: dict[str, Any]) -> str:
+    return " ".join([f"{answer['model']}-{answer['layers']}", answer["topology"], *answer["settings"]])
+
+
+def configuration(answer: dict[str, Any], folder: Path) -> TrainConfig:
+    shape = RECORDED["models"][answer["model"]]
+    model = write_config(folder / answer["model"], shape, num_hidden_layers=answer["layers"])
+    return load_config(None, [f"model.name={model}", "device_type=tpu", "max_steps=10", *answer["settings"]])
+
+
+def error(answer: dict[str, Any], folder: Path) -> float:
+    on = chip(answer["topology"].partition(":")[0])
+    found = estimate(configuration(answer, folder), num_replicas=answer["replicas"], chip=on)
+    return found.total_bytes / answer["total_bytes"] - 1
+
+
+def of(folder: Path, shape: dict[str, Any], *settings: str, **changes: Any) -> Memory:
+    model = write_config(folder / "model", shape, **changes)
+    return estimate(load_config(None, [f"model.name={model}", "device_type=tpu", *settings]))
+
+
+# ---------------------------------------------------------------------------------------------- against the compiler
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=name_of)
+def test_the_formula_is_near_the_compiler(answer: dict[str, Any], tmp_path: Path) -> None:
+    off = error(answer, tmp_path)
+    assert off >= -reserve(configuration(answer, tmp_path)), "at the suggested reserve this would end out of memory"
+    assert abs(off) <= 0.06
+
+
+def test_its_errors_together(tmp_path: Path) -> None:
+    assert len(ANSWERS) >= 50
+    errors = [error(answer, tmp_path) for answer in ANSWERS]
+    assert statistics.median(map(abs, errors)) <= 0.02
+    assert sum(not -0.03 <= one <= 0.05 for one in errors) <= 4
+
+
+@pytest.mark.parametrize("answer", [one for one in ANSWERS if one.get("held_out")], ids=name_of)
+def test_what_it_had_not_seen(answer: dict[str, Any], tmp_path: Path) -> None:
+    """Too low is worse than too high: a step that does not fit ends, one that is thought larger than it is runs."""
+    assert -0.03 <= error(answer, tmp_path) <= 0.05
+
+
+def test_what_is_published_is_what_was_recorded(tmp_path: Path) -> None:
+    from tests.benchmarks.formula import section, table
+
+    published = section(table(tmp_path))
+    assert published in (REPOSITORY / "README.md").read_text(), "python -m tests.benchmarks.formula --readme"
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=name_of)
+def test_arguments_are_exact(answer: dict[str, Any], tmp_path: Path) -> None:
+    found = estimate(configuration(answer, tmp_path), num_replicas=answer["replicas"])
+    assert found.argument_bytes == pytest.approx(answer["argument_bytes"], rel=1e-3)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+def test_arguments_of_a_program_compiled_now(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "model", TINY)
+    config = load_config(None, [f"model.name={model}", "max_length=256", "batch_size=4", "device_type=tpu"])
+    compiled = compile_step(config, "v5e", effort="low", progress=False, cache_dir=tmp_path / "cache")
+    found = estimate(config)
+    assert found.argument_bytes == pytest.approx(compiled.argument_bytes, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ANSWERS, ids=name_of)
+def test_the_compiler_still_says_so(answer: dict[str, Any], tmp_path: Path) -> None:
+    """Answers are kept on disk by program, so that a run that was interrupted goes on where it was."""
+    compiled = compile_step(
+        configuration(answer, tmp_path), answer["topology"], num_replicas=answer["replicas"], progress=False
+    )
+    assert compiled.total_bytes == pytest.approx(answer["total_bytes"], rel=STILL)
+
+
+# ----------------------------------------------------------------------------------------------------- its arithmetic
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "expected"),
+    [
+        ((4, 1024, 64), 2, 4 * 1024 * 128 * 2),  # bf16[4,1024,64]{2,1,0:T(8,128)(2,1)}
+        ((100, 4), 2, 104 * 128 * 2),
+        ((2, 896), 2, 2 * 896 * 2),  # T(2,128)
+        ((3, 896), 4, 4 * 896 * 4),  # T(4,128)
+        ((100,), 4, 4096),
+        ((), 4, 512),
+        ((32, 128), 1, 32 * 128),
+    ],
+)
+def test_tiles_are_filled_up(shape: tuple[int, ...], size: int, expected: int) -> None:
+    assert padded(shape, size) == expected
+
+
+def test_an_argument_lies_the_way_that_pads_least() -> None:
+    assert padded((24, 4864, 16), 4, free=True) == 24 * 4864 * 16 * 4
+    assert padded((24, 4864, 16), 4) == 8 * 24 * 4864 * 16 * 4
+
+
+def test_an_8b_model_is_planned_within_a_second_without_torch(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "model", LLAMA_8B)
+    code = f"""
+import sys, time
+from tpu_kit.config.loader import load_config
+from tpu_kit.planning.memory_estimate import estimate
+config = load_config(None, ["model.name={model}", "batch_size=1"])
+start = time.monotonic()
+found = estimate(config)
+assert time.monotonic() - start < 1
+assert 15.9 < found.total_bytes / 2**30 < 16.9, found  # the compiler: 16.2 with flash
+assert not {{"torch", "torch_xla", "transformers"}} & sys.modules.keys()
+"""
+    run_python(code)
+
+
+def test_parts_sum_up(tmp_path: Path) -> None:
+    found = of(tmp_path, QWEN2_500M, "batch_size=8")
+    assert sum(found.parts.values()) == found.total_bytes
+    assert "base_weights" in str(found)
+    assert found.parts["saved_activations"] == 24 * 8 * 1024 * 896 * 2
+
+
+def test_optimizers_and_the_average(tmp_path: Path) -> None:
+    sizes = {name: of(tmp_path, QWEN2_500M, f"optimizer={name}").parts["optimizer"]
+             for name in ("adamw", "adamw8bit", "adafactor")}  # fmt: skip
+    trained = of(tmp_path, QWEN2_500M).trained
+    assert sizes["adamw"] == 8 * trained
+    assert 2 * trained < sizes["adamw8bit"] < 3 * trained
+    assert sizes["adafactor"] < trained
+    assert of(tmp_path, QWEN2_500M, "ema_decay=0.99").parts["ema"] == pytest.approx(4 * trained, rel=1e-3)
+
+
+@pytest.mark.parametrize("settings", [("lora.r=16",), ("lora.r=0",)])
+def test_8_bit_state_is_counted_as_it_is_held(settings: tuple[str, ...], tmp_path: Path) -> None:
+    """Of a hidden size that is no multiple of a block, so that rows are filled up."""
+    torch = pytest.importorskip("torch")
+    from tpu_kit.planning.tensor_shapes import update_groups
+    from tpu_kit.training.optimizer import OPTIMIZERS, group
+
+    model = write_config(tmp_path / "model", SMOLLM2_135M, num_hidden_layers=4)
+    config = load_config(None, [f"model.name={model}", "optimizer=adamw8bit", *settings])
+    shape, kind = read_shape(config.model), OPTIMIZERS["adamw8bit"]
+    tensors = [tensor for one in update_groups(shape, config.lora, scanned=True) for tensor in one]
+    named = {str(place): torch.empty(one, device="meta") for place, one in enumerate(tensors)}
+    stacks = {name: [name] * 4 for name, one in named.items() if one.ndim == 3 or one.shape[0] == 4}
+    groups = group(named, stacks, kind.block)
+    held = sum(padded(tuple(moment.shape), moment.itemsize, free=True)
+               for one in groups for moment in kind.start(one).values())  # fmt: skip
+    seeds = sum(4 * one.seeds().numel() for one in groups)
+    assert estimate(config).parts["optimizer"] == pytest.approx(held + seeds, rel=1e-3)
+
+
+def test_the_largest_stack_is_written_beside_the_arguments(tmp_path: Path) -> None:
+    """By AdamW with both moments, while all gradients are alive; by Adafactor alone."""
+    adamw, adafactor = (
+        of(tmp_path, LLAMA_1B, "lora.r=0", "batch_size=1", f"optimizer={name}") for name in ("adamw", "adafactor")
+    )
+    largest = 4 * 16 * 2048 * 8192
+    assert adamw.moment == "update" and adamw.parts["update"] == 3 * largest
+    assert adafactor.moment == "backward" and adamw.parts["gradients"] == 4 * adamw.trained
+
+
+def test_directions_of_8_bit_adamw_stay(tmp_path: Path) -> None:
+    """Of the embedding, updated first, there are direction and moments in rows filled up to blocks."""
+    found = of(tmp_path, RECORDED["models"]["qwen2-0.5b"], "lora.r=0", "optimizer=adamw8bit", "batch_size=1")
+    assert found.moment == "update" and found.parts["update"] == 3 * 4 * 151936 * 1024
+
+
+def test_a_frozen_model_is_copied_for_a_loop_over_tiles_alone(tmp_path: Path) -> None:
+    """Where its stacks lie the other way round as arguments, as with H = 576."""
+    unrolled, loop = (of(tmp_path, SMOLLM2_135M, f"mlp_tile={size}", "batch_size=4") for size in (1024, 512))
+    assert loop.parts["weight_copies"] - unrolled.parts["weight_copies"] == 2 * 30 * 1536 * 640 * 2
+
+
+def test_steps_and_offsets_of_int4_are_filled_up_within_the_step(tmp_path: Path) -> None:
+    """Of 1152 inputs there are 18 groups of 64, which take 24 rows; as arguments they take 18."""
+    gemma = RECORDED["models"]["gemma3-1b"]
+    settings = ("base_dtype=int4", "quant_group=64", "batch_size=4")
+    found = of(tmp_path, gemma, *settings, num_hidden_layers=26)
+    groups = {4 * 256: 1, 256: 2, 6912: 2}  # outputs of the linear layers that read the hidden states
+    filled = 26 * 2 * 2 * (24 * sum(size * count for size, count in groups.items()) + 112 * 1152)
+    assert found.parts["weight_copies"] - 2 * found.trained == filled
+
+
+def test_what_a_chip_holds_itself_is_not_in_its_memory(tmp_path: Path) -> None:
+    """Of v5p less than of v5e, of tiles of an MLP above all."""
+    config = load_config(None, [f"model.name={write_config(tmp_path, LLAMA_8B)}", "batch_size=4", "device_type=tpu"])
+    v5e, v5p = (estimate(config, chip=CHIPS[name]) for name in ("v5e", "v5p"))
+    assert v5e == estimate(config)
+    assert 66 * 2**20 <= v5p.total_bytes - v5e.total_bytes <= 2 * 66 * 2**20
+
+
+def test_what_saves_memory_does(tmp_path: Path) -> None:
+    def total(*settings: str) -> int:
+        return of(tmp_path, QWEN2_500M, "batch_size=8", *settings).total_bytes
+
+    assert total() < total("attention=sdpa") < total("attention=sdpa", "remat=none")
+    assert total("loss_chunk=64") <= total("loss_chunk=1024") < total("loss_chunk=8192")
+    assert total("mlp_tile=1024") <= total("mlp_tile=null")
+    assert total() < total("base_dtype=fp32") < total("lora.r=0")
+    assert total("lora.targets=[q_proj]") < total() < total("lora.r=64")
+    assert total("max_length=512") < total() < total("batch_size=16")
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Counted on the meta device, with adapters as PEFT makes them."""
+    torch = pytest.importorskip("torch")
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = write_config(
+        tmp_path / family, TINY, model_type=family, architectures=None, head_dim=64, pad_token_id=0,
+        num_hidden_layers=6, vocab_size=512,
+    )  # fmt: skip
+    config = load_config(None, [f"model.name={model}"])
+    shape = read_shape(config.model)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        whole.tie_weights()
+        assert shape.parameters == sum(part.numel() for part in whole.parameters())
+        adapted = get_peft_model(whole, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trained = sum(part.numel() for part in adapted.parameters() if part.requires_grad)
+    assert trained == sum(torch.Size(one).numel() for one in trained_tensors(shape, config.lora))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_integers_are_counted_as_they_are_stored(dtype: str, tmp_path: Path) -> None:
+    from tpu_kit.models.quantization import Scheme
+
+    model = write_config(tmp_path / "model", QWEN2_500M)
+    config = load_config(None, [f"model.name={model}", f"base_dtype={dtype}"])
+    shape, scheme = read_shape(config.model), Scheme.of(config.model)
+    assert scheme is not None
+    layer = sum(
+        math.prod(size) * kind.itemsize
+        for one in shape.linears
+        for size, kind in scheme.stored(one.outputs, one.inputs).values()
+    )
+    matrices = sum(one.outputs * one.inputs for one in shape.linears)
+    expected = 24 * layer + 2 * (shape.parameters - 24 * matrices)
+    assert sum(math.prod(size) * element for size, element in stored_tensors(shape, config)) == expected
+    found, plain = estimate(config), of(tmp_path, QWEN2_500M)
+    assert found.parts["base_weights"] == pytest.approx(expected, rel=0.01)  # and tiles filled up
+    assert plain.total_bytes - found.total_bytes > 0.9 * (plain.parts["base_weights"] - expected)
+
+
+def test_a_compiler_counts_what_loops_carry_twice(tmp_path: Path) -> None:
+    """Saved inputs above all: a layer more costs its weights, its state, and its input twice."""
+    few, more = (of(tmp_path, QWEN2_500M, "batch_size=16", num_hidden_layers=layers) for layers in (20, 21))
+    grown = more.total_bytes - few.total_bytes - (more.argument_bytes - few.argument_bytes)
+    saved = 16 * 1024 * 896 * 2
+    assert saved < grown < 2 * saved + 20 * more.trained / 21
+    assert few.parts["heap"] > 0
+
+
+def test_blocks_of_layers_as_the_loops_have_them(tmp_path: Path) -> None:
+    gemma = {**TINY, "model_type": "gemma3_text", "num_hidden_layers": 26}
+    model = write_config(tmp_path / "g3", gemma)
+    assert read_shape(load_config(None, [f"model.name={model}"]).model).runs() == [(6, 4), (1, 2)]
+    model = write_config(tmp_path / "g2", {**gemma, "model_type": "gemma2"})
+    assert read_shape(load_config(None, [f"model.name={model}"]).model).runs() == [(2, 13)]
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "text"),
+    [
+        ({"intermediate_size": None, "vocab_size": None}, (),
+         "its config.json does not say vocab_size, intermediate_size (whole numbers from 1 on); take the whole file"),
+        ({"hidden_size": "many"}, (), "does not say hidden_size"),
+        ({"model_type": "mamba"}, (), "the formula knows llama, mistral, qwen2, .*, and this is mamba; --exact asks"),
+        ({"num_key_value_heads": 3}, (), "4 heads cannot share 3 key-value heads"),
+        ({}, ("max_length=1024",), "data.max_length=1024 is longer than the 512 positions of the model"),
+        ({}, ("max_length=256", "lora.targets=[q_prj]"),
+         "lora.targets: q_prj matched nothing in llama; its linear layers are down_proj, gate_proj"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned(changes: dict[str, Any], settings: tuple[str, ...], text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=text.replace("(", r"\(").replace(")", r"\)")):
+        of(tmp_path, TINY, *settings, **changes)
+
+
+def test_folders_without_a_model(tmp_path: Path) -> None:
+    for name, text in ((str(tmp_path), "the folder has no config.json"), ("./nowhere", "there is no such folder")):
+        with pytest.raises(ValueError, match=text):
+            estimate(load_config(None, [f"model.name={name}"]))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        estimate(load_config(None, [f"model.name={tmp_path}"]))
+
+
+def test_it_takes_little_time(tmp_path: Path) -> None:
+    config = load_config(None, [f"model.name={write_config(tmp_path, LLAMA_8B)}"])
+    start = time.monotonic()
+    estimate(config)
+    assert time.monotonic() - start < 0.5

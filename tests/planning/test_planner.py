@@ -1,0 +1,483 @@
+"""The planner: which settings it finds and picks, what it says where nothing fits, its command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+
+from tests.benchmarks.formula import table
+from tests.planning.test_memory_estimate import ANSWERS, configuration, name_of
+from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, write_config
+from tpu_kit.cli import main
+from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, load_config
+from tpu_kit.data.prepare import prepare
+from tpu_kit.generation.kv_cache import cache_bytes_per_token
+from tpu_kit.hardware.slices import find_slice
+from tpu_kit.models.architecture import read_shape, shipped_shape, shipped_shapes
+from tpu_kit.models.causal_lm import load_tokenizer
+from tpu_kit.planning import compile_check, planner
+from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable
+from tpu_kit.planning.cost import time_plan, young_interval
+from tpu_kit.planning.memory_estimate import Memory, estimate
+from tpu_kit.planning.memory_options import RESERVE, largest
+from tpu_kit.planning.planner import LEAST_UPDATES, best_batch, count_rows, plan
+from tpu_kit.planning.step_time import step_time, work
+
+KEYS = {
+    "chip", "chips", "replicas", "global_batch_size", "fits", "peak_bytes", "limit_bytes", "parts", "source",
+    "batch_size", "gradient_accumulation", "remat", "step_seconds", "tokens_per_second", "run_hours", "cost",
+    "slice", "updates", "checkpoint_bytes", "checkpoint_interval_seconds", "sessions", "advice", "inference",
+}  # fmt: skip
+EXACT = {"argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
+         "compile_seconds", "collectives", "largest_buffers", "program"}  # fmt: skip
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write_config(tmp_path / "qwen", QWEN2_500M)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    return write_config(tmp_path / "llama", LLAMA_8B)
+
+
+def run(model: Path, *settings: str) -> TrainConfig:
+    return load_config(None, [f"model.name={model}", *settings])
+
+
+# ------------------------------------------------------------------------------------------------------------ the pick
+
+
+def test_what_was_given_is_kept(small: Path) -> None:
+    (found,) = plan(run(small, "batch_size=4", "remat=full"))
+    assert (found.where.name, found.where.replicas, len(found.settings)) == ("v5litepod-1", 1, 1)
+    assert (found.config.optim.batch_size, found.config.optim.remat, found.fits) == (4, "full", True)
+
+
+def test_of_what_fits_the_fastest_is_picked(small: Path) -> None:
+    (found,) = plan(run(small, "global_batch_size=64", "num_replicas=8"))
+    batch = batch_arithmetic(found.config, 8)
+    assert batch.global_batch_size == 64
+    assert batch.batch_size * batch.gradient_accumulation == 8
+    limit = found.where.limit * (1 - RESERVE)
+    assert found.peak_bytes <= limit
+    assert all(one.time.seconds >= found.time.seconds / 1.03 for one in found.settings if one.peak <= limit)
+
+
+def test_the_batch_that_auto_stands_for(small: Path, large: Path) -> None:
+    v5e_8 = find_slice("v5e", 8)
+    rows = int(best_batch(run(small, "batch_size=auto", "remat=full"), v5e_8).config.optim.batch_size)
+    fits = plan(run(small, f"batch_size={rows}", "remat=full", "num_replicas=8"))[0]
+    assert fits.fits and rows >= 16
+    most = fits.advice.largest_batch if fits.advice else 0
+    assert plan(run(small, f"batch_size={most}", "remat=full"))[0].fits
+    assert not plan(run(small, f"batch_size={most + 1}", "remat=full"))[0].fits
+    dealt = best_batch(run(small, "batch_size=auto", "global_batch_size=24"), v5e_8)
+    assert dealt.config.optim.batch_size in (1, 3)
+    with pytest.raises(ValueError, match=r"not one row fits v5litepod-1: .*GiB"):
+        best_batch(run(large, "batch_size=auto", "lora.r=0"), find_slice("v5e", 1))
+
+
+def test_what_to_change_when_nothing_fits(large: Path) -> None:
+    (found,) = plan(run(large, "batch_size=8", "remat=full", "max_length=2048"))
+    assert not found.fits
+    assert found.advice is not None
+    peaks = [knob.peak_bytes for knob in found.advice.knobs]
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] < found.peak_bytes
+    order = ("optim.loss_chunk", "optim.mlp_tile", "optim.batch_size", "optim.optimizer", "lora.r", "data.max_length",
+             "model.base_dtype")  # fmt: skip
+    places = [order.index(knob.change.partition("=")[0]) for knob in found.advice.knobs]
+    assert places == sorted(places) and order.index("optim.batch_size") in places
+    # Of 8 billion weights in 16 GiB nothing helps but fewer bits, and then rows need not be shortened further.
+    assert found.advice.knobs[-1].change == "model.base_dtype=int8" and found.advice.knobs[-1].fits
+    assert found.advice.smallest_slice is not None
+    assert plan(run(large, "batch_size=8", "remat=full", "max_length=2048"), [found.advice.smallest_slice])[0].fits
+
+
+def test_kept_outputs_lie_between_all_and_nothing(small: Path, tmp_path: Path) -> None:
+    (found,) = plan(run(small, "batch_size=4"))
+    of = {one.config.optim.remat: one for one in found.settings}
+    assert of["full"].peak < of["outputs"].peak < of["none"].peak
+    assert of["none"].time.compute < of["outputs"].time.compute < 1.02 * of["none"].time.compute
+    assert of["full"].time.compute > 1.2 * of["outputs"].time.compute
+    (found,) = plan(run(small, "batch_size=64", "remat=none"))
+    assert found.advice is not None
+    changes = [knob.change for knob in found.advice.knobs if "remat" in knob.change]
+    assert changes == ["optim.remat=outputs", "optim.remat=full"]
+    # What is no loop on a TPU keeps nothing (`step.place`), and is not offered.
+    phi = write_config(tmp_path / "phi", QWEN2_500M, model_type="phi", num_key_value_heads=14)
+    for settings in ([f"model.name={phi}"], ["scan_layers=off"]):
+        (found,) = plan(run(small, "batch_size=4", *settings))
+        assert {one.config.optim.remat for one in found.settings} == {"full", "none"}
+    kept, full = (estimate(run(small, f"model.name={phi}", f"remat={remat}")) for remat in ("outputs", "full"))
+    assert kept == full
+
+
+def test_how_far_one_can_go(small: Path) -> None:
+    advice = plan(run(small, "batch_size=16", "remat=full"))[0].advice
+    assert advice is not None and advice.largest_rank is not None
+    for key, most, step in (("max_length", advice.longest_sequence, 128), ("lora.r", advice.largest_rank, 1)):
+        assert plan(run(small, "batch_size=16", "remat=full", f"{key}={most}"))[0].fits
+        assert not plan(run(small, "batch_size=16", "remat=full", f"{key}={most + step}"))[0].fits
+
+
+def test_how_long_a_context_it_can_answer(small: Path, large: Path) -> None:
+    (found,) = plan(run(large, "batch_size=1"), ["v6e"])
+    answering = found.inference
+    assert answering is not None
+    assert answering.cache_bytes_per_token == cache_bytes_per_token(LlamaConfig(**LLAMA_8B), 2)
+    held = answering.weight_bytes + answering.longest_context * answering.cache_bytes_per_token
+    limit = found.where.limit * (1 - RESERVE)
+    assert limit - answering.cache_bytes_per_token < held <= limit
+    assert plan(run(large, "batch_size=1"))[0].inference.longest_context == 0  # type: ignore[union-attr]
+    whole = plan(run(small, "lora.r=0", "batch_size=1"))[0].inference
+    assert whole is not None and whole.longest_context == 32768  # the model's own
+    assert whole.weight_bytes == pytest.approx(2 * read_shape(run(small).model).parameters, rel=0.02)
+
+
+def test_hours_from_epochs() -> None:
+    config = load_config("embedded-cot", ["max_steps=null", "epochs=2", "batch_size=4", "warmup_steps=0"])
+    (found,) = plan(config)
+    rows = len(prepare(config.data, load_tokenizer(config.model)).train)
+    assert found.updates == pytest.approx(2 * rows / 4, abs=2)
+    assert found.run.run_hours == pytest.approx(found.updates * found.time.seconds / 3600)  # type: ignore[union-attr]
+    auto = plan(load_config("embedded-cot", ["max_steps=null", "batch_size=auto", "warmup_steps=0"]))[0]
+    assert auto.updates is not None and auto.updates >= LEAST_UPDATES
+
+
+def test_hours_that_are_not_known(small: Path, tmp_path: Path) -> None:
+    for settings, reason in (
+        (["source=openai/gsm8k:main"], "data.source=openai/gsm8k:main is not on this machine; optim.max_steps says it"),
+        (["source=gs://bucket/rows.jsonl"], "is in an object store, and is not read to plan"),
+        ([], f"model.name={small} has no tokenizer here to count the rows with"),
+    ):
+        (found,) = plan(run(small, *settings))
+        assert found.updates is None and reason in found.unknown
+        assert (found.to_dict()["run_hours"], found.to_dict()["cost"]) == (None, {"on_demand": None, "spot": None})
+    large = tmp_path / "rows.jsonl"
+    with large.open("wb") as file:
+        file.truncate(40 * 2**20)
+    assert "has 40 MiB, too much to tokenise" in count_rows(run(small, f"source={large}")).reason
+    (tmp_path / "bad.jsonl").write_text("{")
+    assert "not valid JSON" in count_rows(load_config(None, [f"source={tmp_path}/bad.jsonl"])).reason
+    few = load_config("embedded-cot", ["max_steps=null", "global_batch_size=4000", "warmup_steps=0"])
+    assert "rows" in plan(few)[0].unknown
+
+
+def test_old_chips_are_planned_without_kernels(small: Path) -> None:
+    (found,) = plan(run(small), ["v3-8"])
+    assert found.config.model.attention == "sdpa"
+    assert "planned with model.attention=sdpa: the attention kernels do not compile for v3" in found.note
+
+
+def test_largest() -> None:
+    for most in (1, 7, 100):
+        for bound in range(most + 1):
+            assert largest(lambda n, bound=bound: n <= bound, most) == bound  # type: ignore[misc]
+
+
+def test_the_published_table(tmp_path: Path) -> None:
+    printed = table(tmp_path).splitlines()
+    assert len(printed) == len(ANSWERS) + 4
+    assert printed[-1].startswith(f"{len(ANSWERS)} configurations: median error ")
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
+
+
+TRAFFIC_OFF = (  # steps recorded for their memory, of whose traffic the roofline is further off than it may be
+    "tinyllama-1.1b-22 v5p:2x2x1 lora.r=0 optimizer=adafactor batch_size=4",
+    "smollm2-1.7b-24 v6e:1x1 lora.r=0 optimizer=adafactor batch_size=2",
+    "mistral-7b-32 v5e:1x1 base_dtype=int8 lora.r=64 batch_size=2",
+    "phi3-mini-32 v4:2x2x1 base_dtype=int4 batch_size=2 max_length=2048",
+    "qwen2.5-1.5b-28 v5p:2x2x1 lora.r=0 batch_size=4",
+    "gemma3-1b-26 v5e:1x1 base_dtype=int4 quant_group=64 batch_size=4",
+    "smollm2-1.7b-24 v5p:2x2x1 lora.r=0 optimizer=adafactor batch_size=4",
+    "gemma2-2b-26 v6e:1x1 batch_size=4 max_length=512 lora.targets=[q_proj,v_proj]",
+)
+
+
+@pytest.mark.parametrize("answer", [one for one in ANSWERS if one["layers"] > 4], ids=name_of)
+def test_work_is_what_the_compiler_counts(answer: dict[str, Any], tmp_path: Path) -> None:
+    config = configuration(answer, tmp_path)
+    done = work(config, read_shape(config.model), batch_arithmetic(config, answer["replicas"]))
+    # Splash attention reports no FLOPs to the compiler: of a small model with long rows they are a third.
+    assert 0.8 < done.flops / answer["flops"] < 1.5
+    ratio = done.traffic / answer["bytes_accessed"]
+    if {"remat=outputs", "base_dtype=int8"} <= {*answer["settings"]}:
+        assert ratio > 1.25
+        pytest.xfail(f"one row of int8 with remat=outputs moves less than the roofline says: {ratio:.2f} of it")
+    if name_of(answer) in TRAFFIC_OFF:
+        assert not 0.8 < ratio < 1.25
+        pytest.xfail(f"the roofline has {ratio:.2f} of the bytes that the compiler counts")
+    assert 0.8 < ratio < 1.25
+
+
+def test_the_checkpoint_interval_is_young_s() -> None:
+    assert young_interval(2.0, 3600.0) == 120.0
+    chip = find_slice("v5e-8", None).chip
+    found = time_plan(chip, 8, "v5litepod-8", 1.0, 36000, 0.0)
+    assert found.run_hours == 10.0
+    assert found.on_demand == pytest.approx(10 * 8 * 1.20)
+    assert found.spot_hours is not None and 10 < found.spot_hours < 11
+    assert found.sessions["Kaggle"].startswith("2 sessions of 9 h on Kaggle, over 1 week of 20 h")
+    assert time_plan(chip, 8, "v5litepod-8", 1.0, None, 0.0).run_hours is None
+
+
+def test_more_chips_and_faster_ones_take_less_time(small: Path) -> None:
+    config = run(small, "global_batch_size=64", "max_steps=100")
+    one, eight, trillium = plan(config, ["v5e", "v5e-8", "v6e-8"])
+    assert one.time.seconds > 5 * eight.time.seconds > 5 * trillium.time.seconds
+    shape, batch = read_shape(config.model), batch_arithmetic(eight.config, 8)
+    done = work(eight.config, shape, batch)
+    assert step_time(done, eight.where.chip, 1).all_reduce == 0.0
+    assert step_time(done, eight.where.chip, 8).all_reduce > 0.0
+
+
+# --------------------------------------------------------------------------------------------------------- the compiler
+
+
+def compiled(total: int, **changes: Any) -> Compiled:
+    values: dict[str, Any] = {
+        "chip": "v5e", "topology": "v5e:1x1", "num_replicas": 1, "batch_size": 4, "gradient_accumulation": 1,
+        "effort": "full", "fits": total <= 16909238272, "limit_bytes": 16909238272, "argument_bytes": total - 3,
+        "output_bytes": 2, "aliased_bytes": 1, "temporary_bytes": 1, "code_bytes": 1, "total_bytes": total,
+        "flops": 1e13, "bytes_accessed": 1e11, "loop_trips": {}, "trace_seconds": 1.0, "trace_host_bytes": 1,
+        "compile_seconds": 1.0, "libtpu": "0.0.21", "program": "x",
+    }  # fmt: skip
+    return Compiled(**values | changes)
+
+
+def test_the_pick_is_verified(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def compile_step(config: TrainConfig, chip: str, **options: Any) -> Compiled:
+        asked.append((config.optim.batch_size, options["effort"]))
+        assert isinstance(config.optim.batch_size, int)
+        return compiled(config.optim.batch_size * 2**30)
+
+    monkeypatch.setattr(compile_check, "compile_step", compile_step)
+    (found,) = plan(run(small, "batch_size=auto", "remat=full"), exact=True)
+    assert found.config.optim.batch_size == 8
+    assert (found.source, found.fits, found.peak_bytes) == ("compiler", True, 8 * 2**30)
+    assert asked[0] == (16, "full") and (8, "full") in asked and len(asked) <= 8
+    assert found.advice is not None and found.advice.largest_batch == 15 and (15, "full") in asked
+    assert found.to_dict().keys() == KEYS | EXACT
+
+
+# What libtpu 0.0.21 said of Qwen2.5-0.5B's first two layers on v5e, by rows: (total, arguments). 416 rows do not fit.
+TWO_LAYERS = {256: (11026515968, 348071936), 392: (16653974528, 351971328), 416: (17639502848, 352659456)}
+
+
+def test_the_largest_batch_that_is_named_is_the_compiler_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def recorded(config: TrainConfig, *_: Any, **__: Any) -> Compiled:
+        rows = config.optim.batch_size
+        asked.append(rows)
+        total, arguments = (np.interp(rows, [*TWO_LAYERS], column) for column in zip(*TWO_LAYERS.values(), strict=True))
+        return compiled(int(total), argument_bytes=int(arguments))
+
+    monkeypatch.setattr(compile_check, "compile_step", recorded)
+    model = write_config(tmp_path / "model", QWEN2_500M, num_hidden_layers=2)
+    fits = {}
+    for rows in TWO_LAYERS:
+        (found,) = plan(run(model, f"batch_size={rows}", "remat=full", "max_steps=10"), exact=True)
+        assert found.advice is not None and found.source == "compiler"
+        assert 392 <= found.advice.largest_batch < 416 and found.advice.largest_batch in asked
+        fits[rows] = found.fits
+        assert sum(found.parts.values()) == found.peak_bytes
+    assert fits == {256: True, 392: True, 416: False}
+    assert found.advice.knobs[0].change.startswith("optim.") and found.advice.knobs[-1].fits
+
+
+def promise_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formula leaves out two thirds of what comes and goes in a step, and more rows are faster to the last."""
+
+    def too_little(*given: Any, **options: Any) -> Memory:
+        memory = estimate(*given, **options)
+        return replace(memory, temporary_bytes=memory.temporary_bytes // 3)
+
+    monkeypatch.setattr(planner, "estimate", too_little)
+    monkeypatch.setattr(planner, "TIE", 1e-9)
+
+
+# What the compiler said, in this order, when the test below this one asked it.
+BISECTION = {(4096, "full"): 24512805136, (32, "low"): 269808128, (256, "low"): 2055772160, (1024, "low"): 8177478144,
+             (2048, "low"): 16339924480, (2048, "full"): 16357547520}  # fmt: skip
+
+
+def test_a_pick_that_is_too_large_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def recorded(config: TrainConfig, *_: Any, effort: Any, **__: Any) -> Compiled:
+        asked.append((config.optim.batch_size, effort))
+        total = BISECTION.get(asked[-1], config.optim.batch_size * 8_000_000)  # type: ignore[operator,arg-type]
+        return compiled(total, argument_bytes=2**25)
+
+    promise_too_much(monkeypatch)
+    monkeypatch.setattr(compile_check, "compile_step", recorded)
+    model = write_config(tmp_path / "model", TINY)
+    (found,) = plan(run(model, "max_length=512", "batch_size=auto", "remat=full", "max_steps=10"), exact=True)
+    assert found.fits and found.config.optim.batch_size == 2048 and found.peak_bytes == 16357547520
+    assert asked[: len(BISECTION)] == list(BISECTION)
+    assert found.advice is not None and (found.advice.largest_batch, "full") in asked
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+def test_a_pick_that_is_too_large_is_found_out_by_the_real_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The formula is made to promise far too much of a model of two layers; few compiles find what fits."""
+    real, asked = compile_check.compile_step, []
+
+    def watched(config: TrainConfig, chip: str, **options: Any) -> Compiled:
+        found = real(config, chip, progress=False, cache_dir=tmp_path / "cache", **options)
+        asked.append((config.optim.batch_size, options["effort"], found.total_bytes))
+        return found
+
+    promise_too_much(monkeypatch)
+    monkeypatch.setattr(compile_check, "compile_step", watched)
+    model = write_config(tmp_path / "model", TINY)
+    (found,) = plan(run(model, "max_length=512", "batch_size=auto", "remat=full", "max_steps=10"), exact=True)
+    rows = found.config.optim.batch_size
+    assert found.fits and found.compiled is not None and isinstance(rows, int)
+    assert asked[0][1] == "full" and asked[0][2] > found.where.limit and (rows, "full", found.peak_bytes) in asked
+    assert len(asked) <= 10
+    twice = compile_check.compile_step(run(model, "max_length=512", f"batch_size={2 * rows}"), "v5e", effort="full")
+    assert twice.total_bytes > 0.99 * found.where.limit
+
+
+def test_without_the_compiler_the_formula_answers(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Compiled:
+        raise CompilerUnavailable("the TPU compiler needs libtpu, not installed here: pip install it")
+
+    monkeypatch.setattr(compile_check, "compile_step", refuse)
+    assert main(["plan", f"model.name={small}", "--exact", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)[0]["source"] == "formula"
+    assert "v5litepod-1: by formula, as the compiler cannot be asked: the TPU compiler needs libtpu" in printed.err
+
+
+def test_an_unknown_family_is_left_to_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_config(tmp_path / "m", TINY, model_type="olmo")
+    monkeypatch.setattr(compile_check, "compile_step", lambda *_, **__: compiled(2**30))
+    (found,) = plan(run(model, "batch_size=4"), exact=True)
+    assert found.fits and found.to_dict()["peak_bytes"] == 2**30
+    with pytest.raises(ValueError, match="the formula knows llama"):
+        plan(run(model))
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+def test_json_is_all_that_is_printed(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"model.name={small}", "max_steps=1000", "--chip", "v5e,v6e", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first.keys() == KEYS
+    assert first["updates"] == 1000 and first["run_hours"] == pytest.approx(1000 * first["step_seconds"] / 3600)
+    assert (first["chip"], first["chips"], first["replicas"], second["chip"]) == ("v5e", 1, 1, "v6e")
+    assert sum(first["parts"].values()) == first["peak_bytes"] <= first["limit_bytes"] == 16909238272
+    assert first["global_batch_size"] == first["batch_size"] * first["gradient_accumulation"] == 4
+    assert first["cost"]["spot"] < first["cost"]["on_demand"]
+    assert first["tokens_per_second"] == pytest.approx(4096 / first["step_seconds"])
+
+
+def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"model.name={small}", "max_steps=1000", "--chip=v5e-8", "global_batch_size=64"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("v5litepod-8", "base_weights", "sqrt(2 x", "sessions" if "sessions" in printed else "session",
+                 "MXU_EFFICIENCY 0.6", "the largest batch_size that fits is"):  # fmt: skip
+        assert text in printed
+    assert main(["plan", f"model.name={large}", "batch_size=8"]) == 0
+    printed = capsys.readouterr().out
+    assert "in the order of least harm" in printed and "as it is it fits" in printed
+    assert "the number of updates is not known: model.name=" in printed and "has no tokenizer here" in printed
+    assert "the longest context of one row is" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--chip", "v5"], "unknown chip 'v5': did you mean v5"),
+        (["--chip", "h100"], "h100 is a GPU, and plans are made for TPUs: v2, "),
+        (["--chip", "v5e:3x5"], "there is no topology v5e:3x5: did you mean"),
+        (["--chip", "v5e-7"], "there is no v5e-7: the number counts chips. Nearest: "),
+        (["--chip"], "--chip: name at least one chip after it"),
+        (["--fast"], "--fast: no such option; there are --chip, --exact, --json"),
+        (["a.yaml", "b.yaml"], "a.yaml, b.yaml: one configuration file at most"),
+        (["batch_size=-1"], "optim.batch_size"),
+        (
+            ["batch_size=1000000", "max_length=4096"],
+            "optim.batch_size=1000000 x data.max_length=4096: a pass of 2**31 tokens",
+        ),
+        (["global_batch_size=9", "num_replicas=8", "batch_size=auto"], "cannot be split over 8 replicas; use 8 or 16"),
+        (["num_replicas=1000"], "launch.num_replicas=1000: the largest slice of v5e has 256 devices"),
+        (["max_length=65536"], "data.max_length=65536 is longer than the 32768 positions"),
+        (["model.name=./nowhere"], "there is no such folder"),
+        (["model.name=/nowhere"], "there is no such folder"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], text: str, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"model.name={small}", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert text in printed.err
+    assert not printed.out
+
+
+def test_shapes_that_come_with_the_kit() -> None:
+    """Their parameters are the published numbers, in millions."""
+    published = {"HuggingFaceTB/SmolLM2-135M-Instruct": 134.5, "Qwen/Qwen2.5-0.5B-Instruct": 494.0,
+                 "Qwen/Qwen2.5-1.5B-Instruct": 1543.7, "Qwen/Qwen2.5-7B-Instruct": 7615.6, "Qwen/Qwen3-0.6B": 596.0,
+                 "Qwen/Qwen3-14B": 14768.3, "google/gemma-2-2b-it": 2614.3, "meta-llama/Llama-3.1-8B-Instruct": 8030.3,
+                 "meta-llama/Llama-3.2-1B-Instruct": 1235.8, "meta-llama/Llama-3.2-3B-Instruct": 3212.7}  # fmt: skip
+    found = {name: read_shape(ModelConfig(name=name)).parameters / 1e6 for name in shipped_shapes()}
+    assert found == pytest.approx(published, abs=0.06)
+    assert shipped_shape(ModelConfig(name="Qwen/Qwen3-0.6B", revision="main")) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hidden_size": None, "vocab_size": 0}, "its config.json does not say vocab_size, hidden_size (whole numbers"),
+        ({"model_type": "olmo"}, "the formula knows llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi, phi3, and"),
+        ({"num_key_value_heads": 5}, "14 heads cannot share 5 key-value heads"),
+    ],
+)
+def test_bad_models(changes: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_config(tmp_path / "model", QWEN2_500M, **changes)
+    assert main(["plan", f"model.name={model}"]) == 2
+    printed = capsys.readouterr()
+    assert text in printed.err and not printed.out
+
+
+def test_an_unknown_family_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_config(tmp_path / "model", TINY, model_type="olmo")
+    monkeypatch.setattr(compile_check, "_NEEDED", ("no_such_package",))
+    assert main(["plan", f"model.name={model}", "--exact"]) == 2
+    assert "the TPU compiler needs no_such_package, not installed here: pip install" in capsys.readouterr().err
+
+
+def test_a_slice_by_any_name() -> None:
+    for name, replicas, expected in (
+        ("v5e", None, ("v5litepod-1", 1, 1, "v5e:1x1")), ("v5e", 3, ("v5litepod-4", 4, 3, "v5e:2x2")),
+        ("v5p", None, ("v5p-8", 4, 4, "v5p:2x2x1")), ("v4-32", None, ("v4-32", 16, 16, "v4:2x2x4")),
+        ("v2", None, ("v2-8", 4, 8, "v2:2x2")), ("v6e:2x4", None, ("v6e-8", 8, 8, "v6e:2x4")),
+    ):  # fmt: skip
+        found = find_slice(name, replicas)
+        assert (found.name, found.chips, found.replicas, found.topology) == expected
+    assert find_slice("v7x", None).limit > 90 * 2**30

@@ -1,0 +1,165 @@
+"""What `train` settles before it launches, the batch of `auto` above all; and what it says of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hardware.test_machine import V3, V5E, fake
+from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
+from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
+from tpu_kit.distributed import device_memory, runtime
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.hardware.slices import find_slice
+from tpu_kit.planning import compile_check
+from tpu_kit.planning.compile_check import Compiled
+from tpu_kit.planning.planner import LEAST_UPDATES, best_batch
+from tpu_kit.planning.preflight import check_before_launch
+
+GIB = 2**30
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write_config(tmp_path / "qwen", QWEN2_500M)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_gpus", lambda: 0)
+    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(model: Path | str, *settings: str) -> TrainConfig:
+    return load_config(None, [f"model.name={model}", "max_steps=10", *settings])
+
+
+def host(root: Path, gib: float) -> Machine:
+    (root / "proc").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemAvailable: {int(gib * 2**20)} kB\n")
+    return Machine(root=root, environ={}, version=lambda name: "2.9.0")
+
+
+# -------------------------------------------------------------------------------------------------------- the batch
+
+
+def test_auto_on_a_tpu_is_the_planner_s_choice(small: Path, tmp_path: Path) -> None:
+    at = fake(tmp_path / "root", *[V5E] * 8)
+    config = run(small, "batch_size=auto", "global_batch_size=64", "device_type=tpu")
+    found = check_before_launch(config, at=at)
+    assert found.config.optim.batch_size == best_batch(config, find_slice("v5e", 8)).config.optim.batch_size
+    plan = batch_arithmetic(found.config, 8)
+    assert plan.global_batch_size == 64 and plan.batch_size * plan.gradient_accumulation == 8
+    assert found.room is not None and (found.room.name, found.room.replicas) == ("v5litepod-8", 8)
+    assert found.fits and found.time is not None
+    text = str(found)
+    for part in ("base_weights 0.92", "GiB by formula\n", "of 15.75 GiB, by formula", "tokens/s by roofline, not ",
+                 "15.75 GiB for each of 8 on v5litepod-8", f"auto is {plan.batch_size}: the fastest"):  # fmt: skip
+        assert part in text
+
+
+def test_auto_of_a_small_data_set_leaves_updates_to_make(tmp_path: Path) -> None:
+    at = fake(tmp_path / "root", *[V5E] * 8)
+    found = check_before_launch(load_config("embedded-cot", ["batch_size=auto", "device_type=tpu"]), at=at)
+    rows = batch_arithmetic(found.config, 8).global_batch_size
+    assert rows * LEAST_UPDATES <= 1139 and rows >= 8  # packed rows of the embedded problems
+
+
+def test_auto_on_a_cpu_is_small_and_fits_half_of_the_memory(small: Path, tmp_path: Path) -> None:
+    at = host(tmp_path / "root", 64)
+    found = check_before_launch(run(small, "batch_size=auto", "device_type=cpu"), at=at)
+    assert found.config.optim.batch_size == device_memory.MOST_ROWS and found.room is not None
+    assert found.room.limit == pytest.approx(62.5 * GIB) and found.time is None
+    assert "auto is 8: the most that leaves 50% of 62.50 GiB, and 8 at most" in str(found)
+    four = check_before_launch(
+        run(small, "batch_size=auto", "device_type=xla-cpu", "num_replicas=4", "global_batch_size=24"), at=at
+    )
+    assert four.room is not None and four.room.limit == pytest.approx(62.5 / 4 * GIB)
+    assert 6 % four.config.optim.batch_size == 0  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="10 is no multiple of"):
+        check_before_launch(
+            run(small, "batch_size=auto", "device_type=xla-cpu", "num_replicas=4", "global_batch_size=10"), at=at
+        )
+    at = host(tmp_path / "tight", 2.5)
+    with pytest.raises(ValueError, match=r"not one row of data.max_length=1024 fits 1.00 GiB for each of 1 replicas"):
+        check_before_launch(run(small, "batch_size=auto", "device_type=cpu"), at=at)
+
+
+@pytest.mark.parametrize("update", ["global_batch_size=100000000", "gradient_accumulation=1000000"])
+@pytest.mark.parametrize("device_type", ["cpu", "tpu"])
+def test_too_many_passes_are_named_as_the_cause(update: str, device_type: str, small: Path, tmp_path: Path) -> None:
+    at = host(tmp_path / "host", 64) if device_type == "cpu" else fake(tmp_path / "root", *[V5E] * 8)
+    with pytest.raises(ValueError, match=r"one row fits .* but not the [0-9,]+ passes of an update") as refused:
+        check_before_launch(run(small, "batch_size=auto", f"device_type={device_type}", update), at=at)
+    advised = str(refused.value).rpartition("set ")[2].removesuffix(" or less")
+    assert advised.partition("=")[0] == f"optim.{update.partition('=')[0]}"
+    found = check_before_launch(run(small, "batch_size=auto", f"device_type={device_type}", advised), at=at)
+    assert isinstance(found.config.optim.batch_size, int) and found.fits
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA Unknown 9000"])
+def test_auto_on_a_gpu_asks_nvidia_smi(name: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho "{name}, 143771"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(runtime, "_gpus", lambda: 2)
+    at = Machine(root=tmp_path / "root", environ={"CUDA_VISIBLE_DEVICES": "3,4"}, version=lambda _: "2.9.0")
+    found = check_before_launch(run(small, "batch_size=auto", "device_type=cuda"), at=at)
+    assert found.room is not None and (found.room.limit, found.room.replicas) == (143771 * 2**20, 2)
+    assert (tmp_path / "asked").read_text().endswith("-i 3\n")
+    rows = found.config.optim.batch_size
+    assert isinstance(rows, int) and rows >= 8
+    assert found.memory is not None and found.memory.total_bytes < found.room.limit * (1 - device_memory.GPU_FREE)
+    assert (found.time is not None) == (name == "NVIDIA H200")
+
+
+def test_where_memory_is_not_known_auto_is_refused(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    at = Machine(root=tmp_path / "root", environ={}, version=lambda _: "2.9.0")
+    with pytest.raises(ValueError, match="how much memory this machine has is not known; give a number, such as"):
+        check_before_launch(run(small, "batch_size=auto", "device_type=cpu"), at=at)
+    assert str(check_before_launch(run(small, "device_type=cpu"), at=at)) == ""
+    unknown = write_config(tmp_path / "other", QWEN2_500M, model_type="olmo")
+    at = host(tmp_path / "known", 8)
+    with pytest.raises(ValueError, match=r"batch_size=auto: .*the formula knows llama, .*; give a number, such as"):
+        check_before_launch(run(unknown, "batch_size=auto", "device_type=cpu"), at=at)
+    assert "memory not known: model.name=" in str(check_before_launch(run(unknown, "device_type=cpu"), at=at))
+
+
+def test_the_compiler_is_asked_only_if_told_to(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def compile_step(config: TrainConfig, chip: str, **_: Any) -> Compiled:
+        asked.append((config.optim.batch_size, chip))
+        raise compile_check.CompilerUnavailable("no libtpu: pip install it")
+
+    monkeypatch.setattr(compile_check, "compile_step", compile_step)
+    at = fake(tmp_path / "root", *[V5E] * 8)
+    config = run(small, "batch_size=auto", "device_type=tpu")
+    by_formula = check_before_launch(config, at=at).config.optim.batch_size
+    assert not asked
+    assert check_before_launch(config, exact=True, at=at).config.optim.batch_size == by_formula
+    assert asked == [(by_formula, "v5e:2x4")]
+    given = check_before_launch(run(small, "batch_size=2", "device_type=tpu"), exact=True, at=at)
+    assert asked[-1] == (2, "v5e:2x4") and "by formula, as the compiler cannot be asked: no libtpu" in str(given)
+    here = check_before_launch(run(small, "device_type=cpu"), exact=True, at=host(tmp_path / "host", 8))
+    assert "not by the TPU compiler" in str(here) and len(asked) == 2
+
+
+def test_old_chips_train_without_kernels(small: Path, tmp_path: Path) -> None:
+    at = fake(tmp_path / "root", *[V3] * 4)
+    found = check_before_launch(run(small, "device_type=tpu"), at=at)
+    assert found.config.model.attention == "sdpa" and found.room is not None and found.room.replicas == 8
+    assert "attention=sdpa, as the attention kernels do not compile for a v3" in str(found)
+    with pytest.raises(ConfigError, match="attention: splash does not compile for a v3; use sdpa or auto"):
+        check_before_launch(run(small, "device_type=tpu", "attention=splash"), at=at)
+
+
+def test_what_may_not_fit_is_said(tmp_path: Path) -> None:
+    large = write_config(tmp_path / "llama", LLAMA_8B)
+    found = check_before_launch(run(large, "device_type=tpu"), at=fake(tmp_path / "root", V5E))
+    assert found.fits is False and "kept free: MAY NOT FIT" in str(found)

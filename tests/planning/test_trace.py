@@ -1,0 +1,159 @@
+"""The step as a program: the one that torch_xla would compile on a TPU, without a weight."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.child_processes import QUICK_XLA_FLAGS, run_python
+from tests.support.compiler_models import TINY, write_config
+from tpu_kit.planning.compile_check import _ENVIRONMENT
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch_xla", "jax")), reason="needs torch_xla and jax"
+)
+
+TRACED = """
+import gc, json, os, re, sys
+import torch_xla
+from jaxlib import xla_client
+from tpu_kit.planning.compile_worker import fingerprint
+from tpu_kit.config.loader import load_config
+from tpu_kit.planning.trace import trace_step
+
+def shapes(program):
+    module = xla_client._xla.HloModule.from_serialized_hlo_module_proto(program.hlo)
+    return module.to_string()
+
+found = []
+for replicas, *changes in json.loads(sys.argv[2]):
+    config = load_config(None, [f"model.name={sys.argv[1]}", "max_length=256", "loss_chunk=256", *changes])
+    program = trace_step(config, replicas)
+    gc.collect()
+    torch_xla.sync()  # a process traces one step: the next one's all-reduce would wait for this one's
+    text = shapes(program)
+    found.append({
+        "hash": fingerprint(program),
+        "all_reduces": len(re.findall(r" all-reduce\\(", text)),
+        "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "products": text.count(" dot("),
+        "barriers": text.count(" opt-barrier("),
+        "held": max([line.count("[") for line in text.splitlines() if " opt-barrier(" in line], default=0),
+        "logits": len(re.findall(r"\\[(?:1024,2048|4,256,2048)\\]", text)),
+        "donated": sorted(program.arguments[place] for place in program.donated),
+        "arguments": program.arguments,
+    })
+print(json.dumps(found), flush=True)
+os._exit(0)
+"""
+
+
+def traced(model: Path, cases: list[list[Any]]) -> list[dict[str, Any]]:
+    done = run_python(["-c", TRACED, str(model), json.dumps(cases)], env=_ENVIRONMENT)
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_in_a_block_no_layer_goes_back_before_the_one_after_it_has(tmp_path: Path) -> None:
+    # Layers of two kinds in turn make blocks of two; one of which XLA would compute again while it is at the other.
+    gemma = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4}
+    model = write_config(tmp_path / "model", TINY, **gemma)
+    full, outputs = traced(model, [[1, "mlp_tile=null"], [1, "mlp_tile=null", "remat=outputs"]])
+    (alone,) = traced(write_config(tmp_path / "other", TINY), [[1, "mlp_tile=null"]])
+    assert full["barriers"] == alone["barriers"] + 1
+    assert full["held"] == 1 + 2 * 7 + 1  # the gradient, those of seven layers' adapters; the layer's input
+    assert outputs["held"] > full["held"] + 7  # and all that it has kept
+
+
+def test_traced_programs(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "model", TINY)
+    cases = [
+        [8], [1], [2, "batch_size=4"], [1, "learning_rate=1e-5"], [1, "ema_decay=0.9"], [1, "remat=none"],
+        [1, "gradient_accumulation=2"], [1, "lora.r=0"], [1, "optimizer=adamw8bit"], [1, "attention=sdpa"],
+        [1, "remat=outputs"], [1, "remat=outputs", "attention=sdpa"], [1, "mlp_tile=null"], [1, "mlp_tile=512"],
+    ]  # fmt: skip
+    found = traced(model, cases)
+    eight, one, two, slow, average, plain, twice, full, bits, sdpa, kept, kept_sdpa, untiled, tiled = found
+
+    assert [case["all_reduces"] for case in (eight, two, one)] == [1, 1, 0]
+    assert not any(case["logits"] for case in (eight, one, two, plain, twice, full)), "full logits exist"
+    assert one["kernels"] > 0 and plain["kernels"] > 0 and sdpa["kernels"] == 0
+    assert twice["kernels"] == 2 * one["kernels"]
+    assert twice["barriers"] > 2 * one["barriers"], "one pass may begin before the other has ended"
+    assert set(twice["donated"]) == set(one["donated"])
+    assert one["hash"] == slow["hash"] and eight["hash"] == two["hash"], "a number of the run is a constant"
+    assert len({case["hash"] for case in (eight, one, average, plain, twice, full, bits, sdpa, kept)}) == 9
+
+    # The second tile waits for all of the first: the gradient that it gives, and the sums of six adapter matrices.
+    assert tiled["barriers"] == untiled["barriers"] + 1
+    assert tiled["held"] == 1 + 6 + 2, "the second tile may begin before the first has ended"
+
+    # Once more attention, six of seven products (the last one's result is not needed), and as many second ones of
+    # adapters; sdpa's product of weights and values.
+    assert (one["kernels"], kept["kernels"]) == (3, 2)
+    assert one["products"] - kept["products"] == 6 + 6
+    assert sdpa["products"] - kept_sdpa["products"] == 6 + 6 + 1
+
+    state = {"moments.first.0", "moments.second.0", "applied", "window"}
+    adapters = {name for name in one["donated"] if "lora_" in name}
+    assert len({tuple(name.split(".")[-4:-2]) for name in adapters}) == 7 * 2  # A and B of each linear layer
+    assert set(one["donated"]) - adapters >= state
+    assert set(average["donated"]) - set(one["donated"]) == {"average.0"}
+    assert {"moments.first_code.0", "moments.first_scale.0"} <= set(bits["donated"])
+    names = set(one["arguments"])
+    assert {"batch.input_ids", "batch.labels", "batch.position_ids", "batch.segment_ids", "control"} <= names
+    assert not any("base_layer" in name for name in one["donated"]), "a frozen weight is given away"
+    assert sum("embed_tokens" in name or "lm_head" in name for name in full["donated"]) == 1, "tied weights came apart"
+
+
+REAL = """
+import json, os, sys
+import torch, torch_xla
+import torch_xla.debug.metrics as metrics
+from transformers import AutoConfig, AutoModelForCausalLM
+from tpu_kit.models import causal_lm as models
+from tpu_kit.config.loader import load_config
+from tpu_kit.distributed.backends.xla import TpuRuntime
+from tpu_kit.training.step import place
+from tpu_kit.training.step import train_step
+
+config = load_config(None, [f"model.name={sys.argv[1]}", "max_length=128", "batch_size=2", "attention=sdpa"])
+model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]), dtype=torch.bfloat16)
+model = models.adapt(model, config.lora, "bf16").train()
+replica = TpuRuntime(0, 1, torch_xla.device())  # what a TPU would be given, on the CPU
+state = place(model, config, replica)
+replica.sync()
+whole = {name: torch.ones(2, 128, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}
+whole["segment_ids"] = torch.ones(2, 128, dtype=torch.int32)
+batch, control = replica.place_batch([whole, {"control": torch.tensor([1e-3, 1.0, 1.0])}])
+train_step(model, state, [batch], control["control"], config.optim, replica)
+alive = torch_xla._XLAC._xla_tensors_report(1, str(replica.local_device)).count("Tensor: id=")
+replica.sync()
+torch_xla.sync(wait=True)
+_, _, samples = metrics.metric_data("InputOutputAliasCount")
+print(json.dumps([alive, int(samples[-1][1])]), flush=True)
+os._exit(0)
+"""
+AS_TRACED = """
+import json, os, sys
+from tpu_kit.planning import trace as tracing
+from tpu_kit.config.loader import load_config
+
+outputs, lower = [], tracing._lower
+tracing._lower = lambda tensors, *rest: outputs.extend(tensors) or lower(tensors, *rest)
+config = load_config(None, [f"model.name={sys.argv[1]}", "max_length=128", "batch_size=2", "attention=sdpa"])
+program = tracing.trace_step(config, 1)
+print(json.dumps([len(outputs), len(program.donated)]), flush=True)
+os._exit(0)
+"""
+
+
+def test_the_outputs_and_the_donated_buffers_are_those_of_a_real_cut(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "model", TINY)
+    trained = run_python(["-c", REAL, str(model)], env={"XLA_FLAGS": QUICK_XLA_FLAGS}).stdout
+    traced = run_python(["-c", AS_TRACED, str(model)], env=_ENVIRONMENT).stdout
+    assert json.loads(traced.splitlines()[-1]) == json.loads(trained.splitlines()[-1])

@@ -1,0 +1,560 @@
+"""The loop: what it compiles, runs and reads; that the backends agree; how a run ends and what it leaves."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.support import training_functions
+from tests.support.child_processes import run_python
+from tpu_kit.assets import embedded
+from tpu_kit.checkpointing import manager
+from tpu_kit.checkpointing.local_store import FolderStore
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.data import packing, prepare
+from tpu_kit.distributed.backends.native import CudaRuntime
+from tpu_kit.distributed.launch import launch
+from tpu_kit.evaluation import evaluate
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.models.causal_lm import load_tokenizer
+from tpu_kit.planning import oom_recovery, preflight
+from tpu_kit.recipes import sft
+from tpu_kit.training import step, trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_xla")
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+
+Configure = Callable[..., TrainConfig]
+ROWS, LENGTH = 48, 96
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers with the embedded tokenizer, and rows whose answers differ much in length."""
+    folder = tmp_path_factory.mktemp("world")
+    load = load_config(None, {"model.name": "embedded"})
+    tokenizer = load_tokenizer(load.model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
+            )
+        )  # fmt: skip
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    lines = [
+        {"prompt": f"{row['question']}\n", "completion": row["answer"] if number % 2 else row["reasoning"]}
+        for number, row in enumerate(embedded.cot_rows("train", ROWS + 8))
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def configure(world: Path, tmp_path: Path) -> Iterator[Configure]:
+    def build(name: str = "run", **changes: Any) -> TrainConfig:
+        settings = {
+            "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4, "source": str(world / "rows.jsonl"),
+            "max_length": LENGTH, "eval_rows": 8, "max_steps": 6, "learning_rate": 1e-2, "loss_chunk": 64,
+            "logging_steps": 3, "batch_size": 2, "output_dir": str(tmp_path / name), "device_type": "cpu",
+            "num_replicas": 1, "save_steps": 1000, "optim.seed": 0,
+        }  # fmt: skip
+        config = load_config(None, settings | changes)
+        config.output_path.mkdir(parents=True, exist_ok=True)
+        return config
+
+    yield build
+
+
+def records(config: TrainConfig, kind: str) -> list[dict[str, Any]]:
+    lines = (config.output_path / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+# All that the bars ask to be on. The batch grows from 1 pass to 2, and lr is 0 in the first step.
+EVERYTHING: dict[str, Any] = {
+    "max_steps": 10, "warmup_steps": 3, "ema_decay": 0.9, "eval_steps": 5, "remat": "full", "logging_steps": 5,
+    "batch_growth_factor": 2.0, "batch_growth_steps": 5, "packing": True, "weight_decay": 0.01,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def backends(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
+    """Runs of the same rows and updates on other backends, each made when it is first asked for."""
+    folder, made = tmp_path_factory.mktemp("backends"), {}
+
+    def get(device_type: str, replicas: int) -> dict[str, Any]:
+        key = (device_type, replicas)
+        if key not in made:
+            config = load_config(
+                None,
+                {
+                    "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4,
+                    "source": str(world / "rows.jsonl"), "max_length": LENGTH, "eval_rows": 6, "learning_rate": 1e-2,
+                    "loss_chunk": 64, "batch_size": "auto", "global_batch_size": 4,
+                    "output_dir": str(folder / f"{device_type}{replicas}"),
+                    "device_type": device_type, "num_replicas": replicas, "save_steps": 1000, **EVERYTHING,
+                },
+            )  # fmt: skip
+            config.output_path.mkdir(parents=True)
+            config = preflight.check_before_launch(config).config
+            ended = launch(training_functions.watched, config)
+            ended["batch_size"] = config.optim.batch_size
+            made[key] = {**ended, "train": records(config, "train"), "eval": records(config, "eval")}
+        return made[key]
+
+    return get
+
+
+@needs_xla
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_one_program_for_each_kind_of_update_and_one_for_evaluation(
+    backends: Callable[[str, int], dict[str, Any]], replicas: int
+) -> None:
+    ended = backends("xla-cpu", replicas)
+    assert ended["set_up"] <= 3
+    assert ended["counters"]["compiles"] == ended["set_up"] + 2 + 1  # accumulation 1, accumulation 2, evaluation
+    assert [record["compiles"] for record in ended["train"]] == [ended["set_up"] + 1, ended["set_up"] + 3]
+
+
+@needs_xla
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_an_execution_for_each_update_and_no_reading_between_logs(
+    backends: Callable[[str, int], dict[str, Any]], replicas: int
+) -> None:
+    ended = backends("xla-cpu", replicas)
+    counters, batches = ended["counters"], 1  # the held-out rows fill four packed ones
+    syncs = 1 + 10 + 2 * batches  # set-up, updates, two evaluations
+    assert [note["syncs"] for note in ended["ranks"]] == [syncs] * replicas
+    assert counters["executions"] == syncs * replicas
+    assert counters["host_syncs"] == counters["fallbacks"] == 0
+    # The loop's own readings are all there are, and they come at the logs, the evaluations, and the end.
+    assert counters["device_reads"] == sum(tensors for note in ended["ranks"] for _, tensors in note["reads"])
+    logs = {1 + 5, 1 + 5 + batches, 1 + 10 + batches, syncs}  # syncs before them
+    assert {before for note in ended["ranks"] for before, _ in note["reads"]} == logs
+    for record in ended["train"]:
+        assert record["host_syncs_per_step"] == record["fallbacks_per_step"] == 0
+
+
+@needs_xla
+def test_replicas_end_bit_for_bit_equal(backends: Callable[[str, int], dict[str, Any]]) -> None:
+    assert len({note["hash"] for note in backends("xla-cpu", 4)["ranks"]}) == 1
+
+
+def assert_agree(a: dict[str, Any], b: dict[str, Any]) -> None:
+    for kind in ("train", "eval"):
+        assert [r["step"] for r in a[kind]] == [r["step"] for r in b[kind]] == [5, 10]
+        assert [r["loss"] for r in a[kind]] == pytest.approx([r["loss"] for r in b[kind]], abs=1e-5)
+    assert a["parameters"].keys() == b["parameters"].keys()
+    for name, value in a["parameters"].items():
+        torch.testing.assert_close(torch.tensor(b["parameters"][name]), torch.tensor(value), rtol=0, atol=1e-5)
+
+
+@needs_xla
+def test_one_replica_and_four_agree(backends: Callable[[str, int], dict[str, Any]]) -> None:
+    assert_agree(backends("xla-cpu", 1), backends("xla-cpu", 4))
+
+
+@needs_xla
+def test_xla_and_the_plain_cpu_agree(backends: Callable[[str, int], dict[str, Any]]) -> None:
+    assert_agree(backends("xla-cpu", 1), backends("cpu", 1))
+    losses = [record["loss"] for record in backends("cpu", 1)["train"]]
+    assert losses[1] < losses[0] - 0.05  # they agree on something that was trained
+
+
+@pytest.mark.slow
+def test_two_processes_agree_with_one(backends: Callable[[str, int], dict[str, Any]]) -> None:
+    assert_agree(backends("cpu", 1), backends("cpu", 2))
+    assert len({note["hash"] for note in backends("cpu", 2)["ranks"]}) == 1
+
+
+@needs_xla
+def test_the_logits_of_a_batch_never_exist(configure: Configure) -> None:
+    def of_all_tokens(shape: list[int]) -> bool:
+        return 61 in shape and math.prod(shape) >= 3 * 16 * 61
+
+    chunked = launch(training_functions.shapes_of_step, configure(device_type="xla-cpu", loss_chunk=16))
+    for kind in ("eval", "train"):
+        assert [16, 61] in chunked[kind]
+        assert not list(filter(of_all_tokens, chunked[kind]))
+    # With all tokens in one chunk they do, so the test sees them.
+    whole = launch(training_functions.shapes_of_step, configure(device_type="xla-cpu", loss_chunk=48))
+    assert list(filter(of_all_tokens, whole["train"]))
+
+
+@needs_xla
+def test_dropout_draws_by_rank_and_step_and_again_in_the_second_computation(configure: Configure) -> None:
+    config = configure(device_type="xla-cpu", num_replicas=2, **{"lora.dropout": 0.5})
+    found = launch(training_functions.dropout_draws, config)
+    (first, second, third, again), other = found["masks"]
+    assert len({first, second, third, *other[:3]}) == 6
+    assert first == again
+    assert other[0] == other[3]
+    assert 10 < first.count("1") < 54
+    plain, remat = map(torch.tensor, found["gradients"])
+    torch.testing.assert_close(remat, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@needs_xla
+def test_dropout_compiles_nothing_more(configure: Configure) -> None:
+    config = configure(device_type="xla-cpu", num_replicas=2, eval_rows=0, **{"lora.dropout": 0.5})
+    ended = launch(training_functions.watched, config)
+    assert ended["counters"]["compiles"] == ended["set_up"] + 1
+    assert ended["counters"]["host_syncs"] == 0
+    assert len({note["hash"] for note in ended["ranks"]}) == 1
+
+
+# ------------------------------------------------------------------------------------------------ on the plain CPU
+
+
+def test_what_a_run_says_and_writes(configure: Configure) -> None:
+    config = configure(eval_steps=3, warmup_steps=2)
+    result = sft.train(config)
+    assert result.status == "finished"
+    assert result.step == 6
+    assert str(result).startswith(f"finished at step 6; adapter in {config.output_path}/adapter\n")
+    assert Path(result.adapter_dir) == config.output_path / "adapter"
+    trained, evaluated = records(config, "train"), records(config, "eval")
+    assert [record["step"] for record in trained] == [record["step"] for record in evaluated] == [3, 6]
+    last = trained[-1]
+    assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
+    assert evaluated[-1]["perplexity"] == pytest.approx(math.exp(evaluated[-1]["loss"]))
+    prepared = prepare.prepare(config.data, load_tokenizer(config.model))
+    taken = prepared.train.tensors(packing.permutation(len(prepared.train), 0, 0)[: 6 * 2])
+    assert last["tokens"] == int((taken["segment_ids"] > 0).sum()) < 6 * 2 * LENGTH
+    assert last["rows_per_update"] == 2
+    assert 0 < last["epoch"] < 1
+    assert last["skipped"] == 0
+    assert last["grad_norm"] > 0
+    assert last["lr"] == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * 3 / 4)))
+    assert result.metrics["loss"] == last["loss"]
+    assert result.metrics["eval_loss"] == min(record["loss"] for record in evaluated)
+    assert load_config(config.output_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("remat", ["full", "outputs"])
+def test_compiled_layers_train_alike(monkeypatch: pytest.MonkeyPatch, remat: str) -> None:
+    """As CUDA has it, on the CPU: torch.compile traces all of the layer, once for all layers, without a break."""
+    from torch._dynamo.utils import counters
+
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, **given: compile_layer(layer, backend="aot_eager", **given)
+    )
+    rt = CudaRuntime(0, 1, torch.device("cpu"))
+    ended = {}
+    for compiled in (False, True):
+        config = load_config(None, {"torch_compile": compiled, "remat": remat})
+        model = training_functions.tiny()
+        counters.clear()
+        state = step.place(model, config, rt)
+        for number in (1, 2, 3):
+            batch, scalars = training_functions.rows(4, seed=number), training_functions.control(1e-2, number)
+            step.train_step(model, state, [batch], scalars, config.optim, rt)
+        ended[compiled] = (state.window, dict(counters["stats"]), dict(counters["graph_break"]))
+    torch.testing.assert_close(ended[True][0], ended[False][0], rtol=1e-3, atol=1e-3)
+    assert ended[False][1] == {} and ended[True][1]["unique_graphs"] == 1
+    assert ended[True][2] == {}
+
+
+def test_a_log_is_read_while_the_next_step_runs(configure: Configure) -> None:
+    ended = launch(training_functions.watched, configure(eval_rows=0, logging_steps=2, max_steps=7))
+    syncs = [before for before, _ in ended["ranks"][0]["reads"]]
+    set_up, last = 1, 7  # the log of the last step cannot wait
+    assert syncs[:4] == [set_up + 3, set_up + 5, set_up + 7, set_up + last]
+
+
+def test_a_log_counts_the_time_of_its_own_steps(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is made to take 0.2 s: no log says less, not the last, nor those before an evaluation or a save."""
+    slowly = trainer.train_step
+
+    def train_step(*given: Any) -> None:
+        time.sleep(0.2)
+        slowly(*given)
+
+    monkeypatch.setattr(trainer, "train_step", train_step)
+    config = configure(logging_steps=3, max_steps=10, eval_steps=6, save_steps=4)
+    sft.train(config)
+    logged = records(config, "train")
+    assert [record["step"] for record in logged] == [3, 6, 9, 10]
+    assert all(record["step_seconds"] >= 0.2 for record in logged), logged
+    spent = sum(record["step_seconds"] * steps for record, steps in zip(logged, (3, 3, 3, 1), strict=True))
+    assert spent <= logged[-1]["seconds"]
+
+
+def test_a_second_run_in_the_process_begins_anew(configure: Configure) -> None:
+    """On one CPU the run is in the caller's process; its model must not be the one that the last run trained."""
+    first, second = configure("first", max_steps=3), configure("second", max_steps=3)
+    sft.train(first)
+    sft.train(second)
+    assert records(first, "train")[0]["loss"] == records(second, "train")[0]["loss"]
+    third = configure("third", max_steps=3, **{"lora.r": 2})
+    sft.train(third)
+    settings = json.loads((third.output_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["r"] == 2
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file"])
+def test_an_output_folder_that_cannot_be_written_to(configure: Configure, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "taken").write_text("")
+    config = configure()
+    folder = tmp_path / ("taken" if kind == "a file" else "taken/run")
+    bad = load_config(None, config.to_dict() | {"output_dir": str(folder)})
+    with pytest.raises(
+        ValueError, match=r"output_dir=.*taken.* cannot be written to \(.*\): set output_dir to a folder"
+    ):
+        sft.train(bad)
+
+
+def test_too_little_data_is_told_before_training(configure: Configure) -> None:
+    with pytest.raises(ValueError, match="data set smaller than one global batch"):
+        sft.train(configure(batch_size=64, gradient_accumulation=4))
+
+
+def test_bad_updates_are_skipped_and_named(configure: Configure, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configure()
+    result = run_poisoned(config)
+    assert result["step"] == 6
+    assert result["metrics"]["skipped_updates"] == 1
+    trained = records(config, "train")
+    assert [record["skipped"] for record in trained] == [1, 0]
+    assert all(math.isfinite(record["loss"]) for record in trained)
+    said = capsys.readouterr().err
+    assert "1 of 3 updates had a loss or gradient that is not finite or explodes (more than 5 above the usual" in said
+    assert ", the first at step 3 with the rows " in said
+    assert "they were skipped" in said
+    from safetensors.torch import load_file
+
+    kept = load_file(config.output_path / "adapter" / "adapter_model.safetensors")
+    assert all(torch.isfinite(value).all() for value in kept.values())
+
+
+def test_a_run_that_does_not_recover_ends_and_leaves_no_poisoned_checkpoint(configure: Configure) -> None:
+    """Every loss from step 5 on is bad: what update 4 has left may be the cause, and what is saved after it is, too."""
+    config = configure(max_steps=40, save_steps=2, keep=9)
+    with pytest.raises(ValueError, match="training has diverged") as caught:
+        run_poisoned(config, from_step=5)
+    assert "and the last 11 updates, from step 5 on, were all skipped" in str(caught.value)
+    assert "lower optim.learning_rate" in str(caught.value)
+    good, _ = manager.scan(config.output_path / "checkpoints")
+    assert [found.step for found in good] == [2]
+
+
+def test_a_checkpoint_waits_for_an_update_that_is_applied(configure: Configure) -> None:
+    config = configure(save_steps=3, keep=9)
+    run_poisoned(config)
+    good, _ = manager.scan(config.output_path / "checkpoints")
+    assert [found.step for found in good] == [4, 6]
+
+
+def test_bad_updates_stop_the_run_with_step_and_rows(configure: Configure) -> None:
+    config = configure(on_nan="stop")
+    with pytest.raises(ValueError, match=r"first at step 3 with the rows (\d+, )*\d+ of .*rows.jsonl") as caught:
+        run_poisoned(config)
+    named = {int(row) for row in str(caught.value).split("with the rows ")[1].split(" of ")[0].split(", ")}
+    prepared = prepare.prepare(config.data, load_tokenizer(config.model))
+    third = list(packing.permutation(len(prepared.train), 0, 0))[4:6]  # two rows an update
+    assert named == {row for packed in third for row in prepared.train.source_rows(packed)}
+    assert not (config.output_path / "adapter").exists()
+
+
+def run_poisoned(config: TrainConfig, from_step: int | None = None) -> dict[str, Any]:
+    kept = trainer.train_step
+    training_functions.poisoned_steps = (3, 3) if from_step is None else (from_step, 1000)
+    try:
+        result = launch(training_functions.poisoned, config)
+    finally:
+        trainer.train_step = kept  # a launch on one CPU replica is in this process
+    assert result is not None
+    return result
+
+
+@pytest.mark.slow
+@needs_xla
+def test_bad_updates_stop_all_replicas(configure: Configure) -> None:
+    config = configure(on_nan="stop", device_type="xla-cpu", num_replicas=2)
+    with pytest.raises(ValueError, match="the first at step 3 with the rows"):
+        launch(training_functions.poisoned, config)
+
+
+def test_a_run_that_gets_worse_stops_early_and_keeps_its_best(configure: Configure) -> None:
+    changes = {"max_steps": 40, "learning_rate": 0.3, "schedule": "constant", "max_grad_norm": 0}
+    config = configure(eval_steps=1, early_stop_patience=2, logging_steps=1, **changes)
+    result = sft.train(config)
+    losses = [record["loss"] for record in records(config, "eval")]
+    best = losses.index(min(losses))
+    assert result.status == "stopped"
+    assert result.step == len(losses) == best + 3 < 40
+    assert result.metrics["eval_loss"] == min(losses)
+    # What was saved is what the best evaluation measured, not where the run ended.
+    assert eval_loss(config, result.adapter_dir) == pytest.approx(min(losses), rel=1e-5)
+
+
+def eval_loss(config: TrainConfig, adapter_dir: str) -> float:
+    """The held-out loss per token of the saved weights, by stock PEFT and transformers alone."""
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, adapter_dir).eval() if config.lora.r else base
+    held = prepare.prepare(config.data, load_tokenizer(config.model)).eval
+    assert held is not None
+    total = count = 0.0
+    for number in range(8):
+        ids, mask = held.document(number)
+        labels = torch.where(torch.from_numpy(mask), torch.from_numpy(ids).long(), -100)[None]
+        tokens = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            loss = model(input_ids=torch.from_numpy(ids).long()[None], labels=labels).loss
+        total, count = total + float(loss) * tokens, count + tokens
+    return total / count
+
+
+def test_the_average_is_what_is_evaluated_and_saved(configure: Configure) -> None:
+    config = configure(ema_decay=0.7)
+    result = sft.train(config)
+    assert eval_loss(config, result.adapter_dir) == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+@needs_xla
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_auto_chose_the_batch_of_these_replicas(backends: Callable[[str, int], dict[str, Any]], replicas: int) -> None:
+    assert backends("xla-cpu", replicas)["batch_size"] == 4 // replicas
+
+
+def test_a_run_keeps_the_batch_that_auto_chose(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"batch_size": "auto", "logging_steps": 1, "save_steps": 1}
+    first = sft.train(configure(**settings, max_steps=1, global_batch_size=8))
+    assert load_config(Path(first.output_dir) / "config.yaml").optim.batch_size == 8
+    assert "optim.batch_size=auto is 8: the most that leaves 50% of " in capfd.readouterr().out
+    assert first.metrics["host_peak_bytes"] > 2**28
+    # Where the run was, its rows count: nothing is chosen anew, whatever memory there is now.
+    monkeypatch.setattr(preflight, "_host_rows", lambda *_: pytest.fail("chosen anew"))
+    config = configure(**settings, max_steps=2)
+    assert sft.train(config).step == 2
+    printed = capfd.readouterr().out
+    assert "optim.batch_size=8, as before in the run that this one goes on with" in printed
+    assert "resumed          from step 1" in printed
+    assert load_config(config.output_path / "config.yaml").optim.global_batch_size == 8
+    assert records(config, "train")[-1]["host_peak_bytes"] > 2**28
+
+
+def test_a_run_that_ran_out_of_memory_goes_on_with_what_it_proposes(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 of a real launch raises the text of a TPU's compiler after the checkpoint of step 2."""
+    settings = {"global_batch_size": 8, "save_steps": 2, "logging_steps": 1}
+    whole = sft.train(configure("whole", **settings, batch_size=4))
+    config = configure("run", **settings, batch_size=4, num_replicas=2)
+    with monkeypatch.context() as patch, pytest.raises(oom_recovery.OutOfMemory) as caught:
+        patch.setattr(sft, "fine_tune", training_functions.out_of_memory)
+        sft.train(config)
+    error = caught.value
+    assert error.rank == 1 and "Used 17.00G of 15.75G hbm" in error.traceback
+    assert error.overrides == {"batch_size": 2}
+    for text in ("The next setting that fits is\n  batch_size=2\n", "An update has the same rows as before, and ",
+                 "the run goes on from step 2.\n", "the parameters cell\n  batch_size = 2\nand run it"):  # fmt: skip
+        assert text in str(error)
+    ended = sft.train(configure("run", **settings | error.overrides))
+    assert ended.step == 6 and ended.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-3)
+    assert [record["step"] for record in records(config, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+STARVED = """
+import resource, sys
+from pathlib import Path
+from tpu_kit.planning import oom_recovery as rescue; from tpu_kit.recipes import sft
+from tpu_kit.config.loader import load_config
+
+config = load_config("embedded-cot", sys.argv[1:])
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+most = pages * resource.getpagesize() + 640 * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+try:
+    sft.train(config)
+except rescue.OutOfMemory as error:
+    print(type(error.__cause__).__name__, error.overrides, error, sep="\\n")
+"""
+
+
+def test_host_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
+    """For real: a process that may take 640 MiB more than it has, and an update that takes several."""
+    settings = ["device_type=cpu", "batch_size=256", "max_steps=1", "warmup_steps=0", "eval_steps=null", "eval_rows=0",
+                "generate_rows=0", f"output_dir={tmp_path}"]  # fmt: skip
+    printed = run_python(["-c", STARVED, *settings], env={"OMP_NUM_THREADS": "1", "PJRT_DEVICE": None}).stdout
+    assert "allocate" in printed, printed
+    assert "{'batch_size': 128, 'global_batch_size': 256}" in printed
+    assert "  batch_size=128 global_batch_size=256\n" in printed and "it begins anew, as nothing was saved" in printed
+
+
+def test_rows_in_memory(configure: Configure) -> None:
+    config = configure(max_steps=3)
+    rows = Dataset.from_json(config.data.source)
+    result = sft.train(config, rows)
+    assert result.step == 3
+    ran = load_config(config.output_path / "config.yaml")
+    assert Path(ran.data.source).is_dir() and ran.data.source.startswith(f"{config.output_path}/data/")
+    assert sft.train(config, rows).step == 3  # the same rows are the same run
+    from_file = configure("file", max_steps=3)
+    assert sft.train(from_file).metrics["loss"] == result.metrics["loss"]
+    with pytest.raises(ValueError, match=r"the data must be a datasets.Dataset, not list"):
+        sft.train(config, [{"prompt": "a", "completion": "b"}])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param({"device_type": "cpu", "num_replicas": 1}, id="cpu"),
+        pytest.param({"device_type": "xla-cpu", "num_replicas": 2}, id="xla-cpu", marks=[pytest.mark.slow, needs_xla]),
+    ],
+)
+def test_the_accuracy_of_answers_while_training(where: dict[str, Any], tmp_path: Path) -> None:
+    """It is that of the saved adapter, and the training is the same as without it."""
+    common = {"max_steps": 6, "eval_steps": 3, "eval_rows": 8, "generate_rows": 0, "logging_steps": 1,
+              "warmup_steps": 0, "max_length": 128, "generate_tokens": 12, "ema_decay": 0.5, **where}  # fmt: skip
+    asked = load_config("embedded-cot", {**common, "eval_generate_rows": 8, "output_dir": str(tmp_path / "asked")})
+    plain = load_config("embedded-cot", {**common, "output_dir": str(tmp_path / "plain")})
+    result = sft.train(asked)
+    sft.train(plain)
+    shares = [record["accuracy"] for record in records(asked, "eval")]
+    assert len(shares) == 2 and all(share is not None and 0 <= share <= 1 for share in shares)
+    assert result.metrics["eval_accuracy"] == shares[-1]
+    for kind in ("train", "eval"):
+        assert [r["loss"] for r in records(asked, kind)] == [r["loss"] for r in records(plain, kind)]
+    prepared = prepare.prepare(asked.data, load_tokenizer(asked.model))
+    saved = evaluate.evaluate(asked, prepared.eval_rows[:8], prepared.eval_prompts[:8], result.adapter_dir)
+    if min(losses := [r["loss"] for r in records(asked, "eval")]) == losses[-1]:  # then the saved one is the last one
+        assert saved.accuracy.share == shares[-1]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the next checkpoint or the end: what is trained until then might be lost, too."""
+
+    def full(self: FolderStore, about: dict[str, Any], *_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FolderStore, "write", full)
+    config = configure(save_steps=2, max_steps=2000, logging_steps=1)
+    with pytest.raises(OSError, match="No space left on device: the checkpoint of step 2 could not be written to"):
+        sft.train(config)
+    assert records(config, "train")[-1]["step"] < 200

@@ -1,0 +1,73 @@
+"""Files and folders that are written beside their place and renamed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.child_processes import run_python
+from tpu_kit.storage import atomic
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def test_a_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:
+    atomic.write_text(tmp_path / "a.json", "one")
+    atomic.write_text(tmp_path / "a.json", "zwölf", shared=True)
+    with pytest.raises(ZeroDivisionError), atomic.replacing(tmp_path / "a.json") as part:
+        part.write_text("half")
+        raise ZeroDivisionError
+    assert (tmp_path / "a.json").read_text(encoding="utf-8") == "zwölf"
+    assert names(tmp_path) == ["a.json"]
+
+
+def write_folder(place: Path, name: str, fail: bool = False) -> None:
+    with atomic.replacing(place, durable=True) as part:
+        part.mkdir()
+        (part / name).touch()
+        if fail:
+            raise ZeroDivisionError
+
+
+def test_a_folder_is_replaced_whole_or_stays(tmp_path: Path) -> None:
+    place = tmp_path / "x"
+    write_folder(place, "one")
+    write_folder(place, "two")
+    with pytest.raises(ZeroDivisionError):
+        write_folder(place, "three", fail=True)
+    assert names(tmp_path) == ["x", "x/two"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_folder_outlives_a_kill_at_each_rename(tmp_path: Path, number: int) -> None:
+    """Killed before the first, between both, and after them: the old folder or the new one is there, or comes back."""
+    write_folder(tmp_path / "x", "one")
+    code = f"""
+import os, signal
+from pathlib import Path
+from tests.storage.test_atomic import write_folder
+calls = []
+def killed(rename):
+    def call(*arguments):
+        calls.append(arguments)
+        if len(calls) == {number}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*arguments)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return call
+os.rename, os.replace = killed(os.rename), killed(os.replace)
+write_folder(Path({str(tmp_path / "x")!r}), "two")
+"""
+    run_python(["-c", code], expect=-signal.SIGKILL)
+    whole = {1: ["x/one"], 2: [".x.old/one"], 3: ["x/two"]}[number]
+    assert [name for name in names(tmp_path) if name.endswith(("/one", "/two")) and ".part" not in name][-1:] == whole
+    with pytest.raises(ZeroDivisionError):
+        write_folder(tmp_path / "x", "three", fail=True)
+    write_folder(tmp_path / "x", "four")
+    assert names(tmp_path) == ["x", "x/four"], sys.version

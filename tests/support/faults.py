@@ -1,0 +1,86 @@
+"""Kills the process that imports this at one chosen operation on files or on an object store; for tests' children.
+
+Nothing in tpu_kit knows of it: the functions that it calls are replaced. Any child may use it, a training run, too:
+
+    faults.arm(7)               # killed (-9) before the 7th operation from now on
+    faults.arm(7, torn=True)    # ... in the middle of it: half of a file is written; a rename has happened, and no more
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tpu_kit.checkpointing.gcs_store
+import tpu_kit.checkpointing.local_store
+
+FILE_OPERATIONS = ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "open")
+_count = 0
+
+
+def operations() -> int:
+    """How many operations there were since `arm`."""
+    return _count
+
+
+def arm(die_at: int, torn: bool = False) -> None:
+    """Replaces what writes, so that the `die_at`-th call from now on is the last thing that this process does."""
+    for name in FILE_OPERATIONS:
+        setattr(os, name, _dying(getattr(os, name), die_at, torn))
+    for name in ("write_bytes", "write_text"):
+        setattr(Path, name, _dying(getattr(Path, name), die_at, torn, _half_content))
+    for store in (tpu_kit.checkpointing.local_store, tpu_kit.checkpointing.gcs_store):
+        store.save_file = _dying(store.save_file, die_at, torn, _half_file)  # type: ignore[attr-defined]
+    gcsfs = sys.modules.get("gcsfs.core")
+    if gcsfs is not None:
+        request = gcsfs.GCSFileSystem._request
+
+        async def dying(*arguments: Any, **named: Any) -> Any:
+            last = _next(die_at)
+            if last and not torn:
+                _die()
+            answer = await request(*arguments, **named)
+            if last:
+                _die()
+            return answer
+
+        gcsfs.GCSFileSystem._request = dying
+
+
+def _dying(
+    function: Callable[..., Any], die_at: int, torn: bool, half: Callable[..., None] | None = None
+) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        if not _next(die_at):
+            return function(*arguments, **named)
+        if torn:
+            if half is None:
+                function(*arguments, **named)
+            else:
+                half(function, *arguments, **named)
+        _die()
+
+    return call
+
+
+def _half_content(write: Callable[..., Any], path: Path, content: Any, **named: Any) -> None:
+    write(path, content[: len(content) // 2], **named)
+
+
+def _half_file(save_file: Callable[..., Any], tensors: Any, path: Path, **named: Any) -> None:
+    save_file(tensors, path, **named)
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _next(die_at: int) -> bool:
+    global _count
+    _count += 1
+    return _count == die_at
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,204 @@
+"""What the generation tests run, on XLA:CPU in child processes: `python -m tests.support.generation_functions NAME`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)  # fmt: skip
+
+from tpu_kit.config.loader import LoraConfig, ModelConfig
+from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.backends.xla import SimulatedRuntime
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.models import causal_lm as models
+from tpu_kit.models.loading import load_tokenizer
+
+EOS = 3
+_COMMON: dict[str, Any] = {
+    "vocab_size": 640, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": EOS, "bos_token_id": 2,
+    "initializer_range": 0.3,
+}  # fmt: skip
+_GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_COMMON)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_COMMON)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_COMMON, head_dim=16)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**_COMMON, **_GEMMA)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**{**_COMMON, "num_hidden_layers": 4}, **_GEMMA, sliding_window_pattern=2)
+    ),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**_COMMON)),
+    "mistral, sliding": lambda: MistralForCausalLM(MistralConfig(**_COMMON, sliding_window=8)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**_COMMON, sliding_window=8)),
+    "phi": lambda: PhiForCausalLM(PhiConfig(**_COMMON)),
+}
+NEW = 24  # tokens of a reply
+
+
+def make(family: str) -> Any:
+    """A tiny random model, always the same, in evaluation mode."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = FAMILIES[family]().eval()
+    model.generation_config.eos_token_id = [1, EOS]  # 1 is the embedded tokenizer's
+    return model
+
+
+def with_lora(model: Any) -> Any:
+    """PEFT's adapters, that change what the model says."""
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import get_peft_model
+
+    adapted = get_peft_model(model, PeftLoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return adapted.eval()
+
+
+def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, 640, (length,), generator=generator).tolist() for length in lengths]
+
+
+MIXED = prompts_of(5, 40, 1, 12, 23, 2, 70)
+
+
+def stock(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    """transformers' own greedy replies, one prompt at a time."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        new = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options)
+        found.append(new[0, len(prompt) :].tolist())
+    return found
+
+
+def generator(model: Any, rt: Runtime | None = None, **options: Any) -> Generator:
+    """For prompts of up to 70 tokens, with the embedded model's tokenizer."""
+    rt = rt or CpuRuntime(0, 1, torch.device("cpu"))
+    models.to_device(model, rt.local_device)
+    options = {"max_prompt": 70, "max_new_tokens": 32, "batch_size": 4, **options}
+    return Generator(model, load_tokenizer(ModelConfig()), rt, **options)
+
+
+def tokens(replies: list[Any]) -> list[list[int]]:
+    """Of completions."""
+    return [list(reply.tokens) for reply in replies]
+
+
+# ------------------------------------------------------------------------------------------ on XLA:CPU, in a child
+
+
+_GREEDY = ("llama", "gemma2", "mistral, sliding", "llama with lora")
+
+
+def _xla() -> Runtime:
+    import torch_xla
+
+    return SimulatedRuntime(0, 1, torch_xla.device())
+
+
+def families(rt: Runtime) -> dict[str, bool]:
+    """Whether the greedy tokens are transformers', for those families that `greedy` leaves out."""
+    return _same(rt, *(family for family in FAMILIES if family not in _GREEDY))
+
+
+def _same(rt: Runtime, *names: str) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for family in names:
+        model = make(family.removesuffix(" with lora"))
+        model = with_lora(model) if "lora" in family else model
+        wanted = stock(model, MIXED)
+        found[family] = tokens(generator(model, rt).generate(MIXED, Sampling(max_new_tokens=NEW))) == wanted
+    return found
+
+
+def greedy(rt: Runtime) -> dict[str, Any]:
+    """Whether the tokens are transformers', for some families and LoRA, and this CPU's, for samples."""
+    found: dict[str, Any] = _same(rt, *_GREEDY)
+    drawn = Sampling(max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.3)
+    mine = generator(make("llama")).generate(MIXED[:3], drawn, n=3)
+    theirs = generator(make("llama"), rt).generate(MIXED[:3], drawn, n=3)
+    found["samples"] = tokens(mine) == tokens(theirs)
+    scored = [generator(make("gemma2"), device).score(MIXED[:4], prompts_of(3, 1, 6, 2)) for device in (None, rt)]
+    found["scores"] = max(abs(a[0] - b[0]) for a, b in zip(*scored, strict=True))
+    return found
+
+
+def counts(rt: Runtime) -> dict[str, Any]:
+    """Compiles, executions and reads of many prompts of random lengths, for two batch sizes; twice each."""
+    lengths = torch.randint(5, 401, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = prompts_of(*lengths)
+    model = make("llama")
+    model.config.max_position_embeddings = 512
+    found: dict[str, Any] = {}
+    for size in (1, 8):
+        mine = generator(model, rt, max_prompt=400, batch_size=size)
+        for turn in ("first", "again"):
+            before = rt.counters()
+            # A shuffled order, another temperature, another length: none of it is another program.
+            sampling = Sampling(max_new_tokens=32 if turn == "first" else 20, temperature=0.7 if size == 8 else 0.0)
+            replies = mine.generate(prompts if turn == "first" else prompts[::-1], sampling)
+            after = rt.counters()
+            found[f"{size} {turn}"] = {name: after[name] - before[name] for name in after} | {
+                "tokens": sum(len(reply.tokens) for reply in replies)
+            }
+    return found
+
+
+def cache(rt: Runtime) -> dict[str, Any]:
+    """Two blocks of decode steps; the test reads the program that XLA dumps."""
+    model = make("llama")
+    generator(model, rt, batch_size=2).generate(MIXED[:2], Sampling(max_new_tokens=32))
+    return {"layers": model.config.num_hidden_layers}
+
+
+def trained_between(rt: Runtime) -> dict[str, Any]:
+    """A model of the kit's own training, in bf16 arithmetic, is used as it is at each call."""
+    model = models.adapt(make("llama"), LoraConfig(r=4), "fp32")
+    mine = generator(model, rt)
+    first = tokens(mine.generate(MIXED[:2], Sampling(max_new_tokens=16)))
+    mode = (model.training, model.get_base_model().config._attn_implementation)  # type: ignore[operator]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1)
+    rt.sync()
+    before = rt.counters()["compiles"]
+    second = tokens(mine.generate(MIXED[:2], Sampling(max_new_tokens=16)))
+    compiled = rt.counters()["compiles"] - before
+    fresh = tokens(generator(model, rt).generate(MIXED[:2], Sampling(max_new_tokens=16)))
+    return {"changed": first != second, "as it is": second == fresh, "compiled": compiled, "mode": mode}
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: globals()[name](_xla()) for name in sys.argv[1:]}))

@@ -1,0 +1,93 @@
+"""Real kernels for tests: with the IPython of this environment, and with the older one of Colab's image."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.manager import KernelManager
+
+from tests.support.child_processes import REPOSITORY, child_environment, run_python
+from tests.support.image import FOLDER, read
+
+_OLDER = ("ipython", "ipykernel", "jupyter-client", "traitlets")
+
+
+def make_overlay(folder: Path, python: str | Path = sys.executable) -> Path:
+    """Makes an environment that has all packages of another one, and whose own come first; returns its interpreter."""
+    venv.create(folder, symlinks=True)
+    (own,) = folder.glob("lib/python*/site-packages")
+    code = "import sys; print(*[path for path in sys.path if path.endswith('site-packages')], sep='\\n')"
+    (own / "beneath.pth").write_text(run_python(code, executable=python).stdout)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="session", params=["here", pytest.param("colab-tpu", marks=pytest.mark.slow)])
+def kernel_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter whose kernel runs the cells: this one, or one with IPython and ipykernel as an image has them."""
+    if request.param == "here":
+        return Path(sys.executable)
+    python = make_overlay(tmp_path_factory.mktemp("overlay"))
+    versions = read(request.param)[1]
+    wanted = [f"{name}=={versions[name]}" for name in _OLDER]
+    install = ["-m", "pip", "install", "--quiet", "-c", str(FOLDER / f"{request.param}.txt"), *wanted]
+    run_python(install, executable=python, timeout=900)
+    return python
+
+
+def write_kernel(folder: Path, python: Path) -> Path:
+    """What jupyter finds the kernel "python3" of an interpreter by; returns the folder for JUPYTER_PATH."""
+    about = folder / "jupyter" / "kernels" / "python3" / "kernel.json"
+    about.parent.mkdir(parents=True, exist_ok=True)
+    command = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    about.write_text(json.dumps({"argv": command, "display_name": "Python 3", "language": "python"}))
+    return folder / "jupyter"
+
+
+@pytest.fixture
+def kernel_env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel_python: Path) -> None:
+    """Kernels inherit this process's environment: our package from any folder, and nothing of the machine's own."""
+    found = {"PYTHONPATH": str(REPOSITORY), "JUPYTER_PATH": str(write_kernel(tmp_path, kernel_python))}
+    clean = child_environment(found)
+    for name in set(os.environ) - set(clean):
+        monkeypatch.delenv(name)
+    for name, value in clean.items():
+        monkeypatch.setenv(name, value)
+
+
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[tuple[KernelManager, Any]]:
+    """A kernel that runs in a folder, and its client."""
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(folder))
+    client = manager.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=60)
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel(kernel_env: None, tmp_path: Path) -> Iterator[Any]:
+    """The client of a kernel."""
+    with started(tmp_path) as (_, client):
+        yield client
+
+
+def run_cell(client: Any, source: str, timeout: float = 60) -> tuple[str, str]:
+    """Runs a cell as a frontend does; returns what it printed and its error."""
+    text: list[str] = []
+
+    def collect(message: dict[str, Any]) -> None:
+        text.append(message["content"].get("text", ""))
+
+    reply = client.execute_interactive(source, timeout=timeout, output_hook=collect)["content"]
+    return "".join(text), reply.get("evalue", "")

@@ -1,0 +1,102 @@
+"""What the tests of scanned layers run in replicas: updates of a tiny model whose layers are loops."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.support import training_functions
+from tests.support.training_functions import OPTIM, control, dealt, rows, tiny
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.distributed import runtime
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.models import causal_lm as models
+from tpu_kit.models import layer_scan
+from tpu_kit.training import step
+from tpu_kit.training.step import TrainState, eval_step, train_step
+
+TILE = 8  # tokens of an MLP's tile: the passes have 16
+
+
+def scanned(dropout: float = 0.0, tile: int | None = TILE, keeps: bool = False) -> torch.nn.Module:
+    """The tiny model of the training functions with its two layers as a loop."""
+    model = tiny(dropout)
+    layer_scan.stack(models._causal(model).get_decoder(), tile, keeps)
+    return model
+
+
+def updates(config: TrainConfig) -> dict[str, Any]:
+    """Three updates of eight rows, dealt to the replicas, and an evaluation; what rank 0 ends with, and the counts."""
+    rt = runtime.current()
+    keeps = config.optim.remat == "outputs"
+    model = scanned(tile=None if keeps else TILE, keeps=keeps) if config.optim.scan_layers == "on" else tiny()
+    model = models.to_device(model, rt.local_device)
+    optim = replace(OPTIM, ema_decay=0.9)
+    state = TrainState(model, rt.local_device, optim)
+    sums = torch.zeros(2).to(rt.local_device)
+    rt.sync()
+    _finish(rt)
+    before = rt.counters()
+    rt.barrier()
+    for number in (1, 2, 3):
+        mine = [training_functions._sent(rt, batch) for batch in dealt(rt.rank, rt.world_size, number)]
+        train_step(model, state, mine, control(1e-2, number, float(number > 1)).to(rt.local_device), optim, rt)
+        rt.sync()
+    _finish(rt)
+    counts = {name: value - before[name] for name, value in rt.counters().items()}
+    rt.barrier()
+    model.eval()
+    with state.averaged():
+        eval_step(model, training_functions._sent(rt, rows(2)), sums, optim, rt)
+    rt.sync()
+    own = rt.to_host([*state.parameters.values(), state.window, sums])
+    named = layer_scan.per_layer(model, dict(zip(state.parameters, own, strict=False)))
+    ended = {name: value.tolist() for name, value in named.items()}
+    (config.output_path / f"{rt.rank}.json").write_text(json.dumps(ended))
+    rt.barrier()
+    everyone = [json.loads((config.output_path / f"{rank}.json").read_text()) for rank in range(rt.world_size)]
+    alike = all(each == everyone[0] for each in everyone)
+    return {"parameters": ended, "window": own[-2].tolist(), "eval": own[-1].tolist(), "alike": alike, "counts": counts}
+
+
+def _finish(rt: Runtime) -> None:
+    """Executions are counted when they end."""
+    if rt.is_xla:
+        import torch_xla.core.xla_model as xm
+
+        xm.wait_device_ops()
+    rt.barrier()
+
+
+def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
+    """The gradient of a pass whose layers draw from given numbers, and the masks of a pass of the device's own."""
+    rt = runtime.current()
+    drawn, layer_scan._draw = layer_scan._draw, _given
+    found = {}
+    for tile, keeps in ((None, False), (TILE, False), (None, True)):
+        model = models.to_device(scanned(0.5, tile, keeps), rt.local_device)
+        rt.sync()
+        found[f"{tile} {keeps}"] = _gradient(rt, model, 1)
+    layer_scan._draw = drawn
+    found["own"] = [_gradient(rt, model, seed) for seed in (1, 2, 1)]
+    return found
+
+
+def _given(device: torch.device) -> torch.Tensor:
+    return torch.tensor(12345, dtype=torch.int32).to(device)
+
+
+def _gradient(rt: Runtime, model: torch.nn.Module, seed: int) -> list[float]:
+    rt.seed(seed)
+    loss, _ = step.token_loss(model, training_functions._sent(rt, rows(4)), OPTIM, smooth=True)
+    loss.backward()
+    parameters = models.trainable_parameters(model).values()
+    flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
+    for parameter in parameters:
+        parameter.grad = None
+    rt.sync()
+    values: list[float] = rt.to_host([flat])[0].tolist()
+    return values

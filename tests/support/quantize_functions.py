@@ -1,0 +1,113 @@
+"""What the tests of quantised bases run in other processes and in replicas."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.tiny_tokenizer import tiny_tokenizer
+from tests.support.training_functions import watched
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.distributed.runtime import current
+from tpu_kit.models.quantization import QuantizedLinear, Scheme
+from tpu_kit.recipes import sft
+
+
+def write_model(folder: Path, *, shards: str = "1GB", **changes: Any) -> Path:
+    """A random Llama of two layers and its tokenizer, saved in bf16."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes | changes)).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size=shards)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """A hash of all integers and scales of a model on the CPU: the same base gives the same one."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, part in model.named_modules():
+        if isinstance(part, QuantizedLinear):
+            digest.update(name.encode())
+            for tensor in (part.weight, part.scale):
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def noted(config: TrainConfig) -> dict[str, Any]:
+    """`training_functions.watched`; also notes the hash of each replica's base, and tries a layer's gradients."""
+    place = sft.place
+
+    def hashed(model: torch.nn.Module, *rest: Any) -> Any:
+        note = config.output_path / f"base-{current().rank}.json"
+        note.write_text(json.dumps(fingerprint(model)))
+        return place(model, *rest)
+
+    sft.place = hashed
+    ended = watched(config)
+    return ended | {"errors": _errors()}
+
+
+def _errors() -> dict[str, list[float]]:
+    """For each scheme: how far output and gradient of a layer on the device are from those of its dequantised self."""
+    rt, found = current(), {}
+    for scheme in (Scheme(8), Scheme(4, 32)):
+        random = torch.Generator().manual_seed(0)
+        layer = QuantizedLinear(64, 48, scheme)
+        layer.weight, layer.scale = scheme.quantize(torch.randn(48, 64, generator=random))
+        dense, states = layer.dequantized(), torch.randn(5, 64, generator=random)
+        layer = layer.to(rt.local_device)
+        given = states.to(rt.local_device).requires_grad_()
+        rt.sync()
+        output = layer(given)
+        output.sum().backward()
+        assert given.grad is not None
+        rt.sync()
+        output, gradient = rt.to_host([output.detach(), given.grad])
+        expected = dense.sum(0).expand(5, 64)
+        found[str(scheme)] = [float((output - states @ dense.T).abs().max()), float((gradient - expected).abs().max())]
+    return found
+
+
+MEMORY = """
+import sys, threading
+import torch
+from dataclasses import replace
+from tpu_kit.models import attention; from tpu_kit.models import layer_scan as stacking
+from tpu_kit.config.loader import ModelConfig
+from tpu_kit.models.loading import load_frozen
+
+def held(name):
+    for line in open("/proc/self/status"):
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+
+config = ModelConfig(base_dtype=sys.argv[2], quant_group=32, quant_cache=sys.argv[3] if len(sys.argv) > 3 else None)
+load_frozen(replace(config, name="embedded"))  # the libraries
+before, most, ended = held("RssAnon"), 0, threading.Event()
+
+def watch():
+    global most
+    while not ended.wait(0.002):
+        most = max(most, held("RssAnon"))
+
+thread = threading.Thread(target=watch)
+thread.start()
+model = load_frozen(replace(config, name=sys.argv[1]))
+attention.register()
+model.set_attn_implementation(attention.SDPA)
+stacking.stack(model.get_decoder())
+ended.set()
+thread.join()
+size = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+print("figures", size, most - before)
+"""
+"""Prints the bytes of a quantised model, and the most memory that loading and stacking took beyond."""

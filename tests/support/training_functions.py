@@ -1,0 +1,330 @@
+"""What the tests of the training core run in replicas, which are other processes or threads: models, rows, probes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig
+from tpu_kit.distributed import runtime
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.models import causal_lm as models
+from tpu_kit.recipes import sft
+from tpu_kit.training import step, trainer
+from tpu_kit.training.step import TrainState, train_step
+
+OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, beta2=0.99, max_grad_norm=1.0, loss_chunk=16)
+
+# What libtpu 0.0.21 says of a program of 17 GiB for a v5e.
+OUT_OF_MEMORY = (
+    "Bad StatusOr access: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.00G of 15.75G hbm. "
+    "Exceeded hbm capacity by 1.25G.\n\nTotal hbm usage >= 17.25G:\n    reserved        258.00M \n"
+    "    program          16.0K \n    arguments        17.00G \n"
+)
+
+# Replicas of XLA:CPU are threads, and share torch's generator.
+_generator = threading.Lock()
+
+
+def tiny(dropout: float = 0.0) -> torch.nn.Module:
+    """A Llama of two layers with LoRA, in training mode; always the same."""
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    with _generator:
+        torch.manual_seed(0)
+        model = models.adapt(LlamaForCausalLM(config), LoraConfig(r=4, dropout=dropout), "fp32")
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2)  # of zeros, half of the gradients would be zero
+    return model.train()
+
+
+def rows(count: int = 8, width: int = 16, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows with very different numbers of loss tokens: 1 in the first, nearly all in the last."""
+    ids = torch.randint(1, 61, (count, width), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    for row in range(count):
+        labels[row, : max(2, width - 1 - row * width // count)] = -100
+    positions = torch.arange(width).repeat(count, 1)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": torch.ones_like(ids)}
+
+
+def control(rate: float, step: int, keep: float = 1.0) -> torch.Tensor:
+    """The control tensor of `train_step`."""
+    return torch.tensor([rate, keep, float(step)])
+
+
+def dealt(rank: int, replicas: int, step: int) -> list[dict[str, torch.Tensor]]:
+    """A replica's passes, of one row each, of an update of eight rows."""
+    everything = rows(seed=step)
+    return [{n: v[index : index + 1] for n, v in everything.items()} for index in range(rank, 8, replicas)]
+
+
+def contents(state: TrainState) -> dict[str, torch.Tensor]:
+    """Everything an update may change, except the window."""
+    kept = {**state.moments, "applied": state.applied, "usual": state.usual, **state.parameters}
+    if state.average is not None:
+        kept |= {f"average.{number}": part for number, part in state.average.items()}
+    return {name: value.detach().clone() for name, value in kept.items()}
+
+
+def _sent(rt: Runtime, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.to(rt.local_device) for name, value in tensors.items()}
+
+
+def split(config: TrainConfig) -> dict[str, list[float]]:
+    """Three updates of eight rows, dealt to the replicas there are; all that rank 0 ends with, as lists."""
+    rt = runtime.current()
+    model = models.to_device(tiny(), rt.local_device)
+    state = TrainState(model, rt.local_device, replace(OPTIM, ema_decay=0.9))
+    rt.sync()
+    optim = replace(OPTIM, ema_decay=0.9)
+    for number in (1, 2, 3):
+        mine = [_sent(rt, batch) for batch in dealt(rt.rank, rt.world_size, number)]
+        scalars = control(1e-2, number, float(number > 1)).to(rt.local_device)
+        train_step(model, state, mine, scalars, optim, rt)
+        rt.sync()
+    ended = {**{name: value.detach() for name, value in state.parameters.items()}, "window": state.window}
+    ended |= {**state.moments, "applied": state.applied}
+    assert state.average is not None
+    ended["average"] = state.average[0]
+    return {n: v.reshape(-1).tolist() for n, v in zip(ended, rt.to_host(list(ended.values())), strict=True)}
+
+
+# ---------------------------------------------------------------------------------------- the real loop, watched
+
+
+class Watched:
+    """Mixed into a replica's runtime by `watch`: notes what the loop reads from the device, and where set-up ended."""
+
+    def __init__(self, base: Runtime) -> None:
+        super().__init__(base.rank, base.world_size, base.local_device)
+        self.syncs = 0
+        self.reads: list[tuple[int, int]] = []  # syncs before it, tensors
+        self.set_up: int | None = None
+        self.state: TrainState | None = None
+
+    def sync(self) -> None:
+        super().sync()
+        self.syncs += 1
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.reads.append((self.syncs, len(tensors)))
+        return super().to_host(tensors)
+
+    def begin(self, state: TrainState) -> None:
+        """Before the first step: all replicas are here, and none has gone on, when the programs are counted."""
+        self.state = state
+        self.barrier()
+        self.set_up = self.counters().get("compiles", 0)
+        self.barrier()
+
+
+def watch(base: Runtime) -> Any:
+    """The runtime of the same kind that is `Watched`."""
+    return type("WatchedRuntime", (Watched, type(base)), {})(base)
+
+
+def _watched_step(model: torch.nn.Module, state: TrainState, *rest: Any) -> None:
+    rt = runtime.current()
+    if isinstance(rt, Watched) and rt.state is None:  # it stays in place for later runs of an inline process
+        rt.begin(state)
+    step.train_step(model, state, *rest)
+
+
+def watched(config: TrainConfig) -> dict[str, Any]:
+    """Runs `sft.fine_tune`; what rank 0 returned and what all replicas ended with, by rank."""
+    rt = watch(runtime.current())
+    runtime.enter(rt)
+    trainer.train_step = _watched_step
+    result = sft.fine_tune(config)
+    assert rt.state is not None
+    if rt.is_xla:
+        import torch_xla.core.xla_model as xm
+
+        xm.wait_device_ops()  # executions are counted when they end
+    rt.barrier()
+    counters = rt.counters()
+    rt.barrier()
+    own = Runtime.to_host(rt, [*rt.state.parameters.values(), *rt.state.moments.values()])
+    digest = hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in own)).hexdigest()
+    note = {"hash": digest, "reads": rt.reads, "syncs": rt.syncs}
+    (config.output_path / f"rank-{rt.rank}.json").write_text(json.dumps(note))
+    rt.barrier()
+    notes = [json.loads((config.output_path / f"rank-{rank}.json").read_text()) for rank in range(rt.world_size)]
+    names = list(rt.state.parameters)
+    return {
+        "result": asdict(result) if result is not None else None, "ranks": notes, "counters": counters,
+        "set_up": rt.set_up, "parameters": {n: v.tolist() for n, v in zip(names, own, strict=False)},
+    }  # fmt: skip
+
+
+def prepared_data(config: TrainConfig) -> None:
+    """Prepares the data as `sft.fine_tune` does; each rank notes what it tokenised and what it got."""
+    rt = runtime.current()
+    calls: list[int] = []
+    prepare = sft.prepare
+
+    def counted(*given: Any, **named: Any) -> Any:
+        calls.append(rt.rank)
+        return prepare(*given, **named)
+
+    sft.prepare = counted
+    made, _, tokenizer = sft._load(config, rt)
+    tensors = made.train.tensors(np.arange(len(made.train)))
+    digest = hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
+    note = {
+        "calls": calls, "hash": digest, "fingerprint": made.fingerprint, "eval": made.eval_prompts,
+        "mapped": isinstance(made.train.documents.input_ids, np.memmap), "template": tokenizer.chat_template,
+        "report": str(made.report),
+    }  # fmt: skip
+    (config.output_path / f"rank-{rt.rank}.json").write_text(json.dumps(note))
+    rt.barrier()
+
+
+# ------------------------------------------------------------------------------------------------- single questions
+
+
+def late_steps(config: TrainConfig) -> dict[str, Any]:
+    """What each of some steps compiled, while the number of updates jumps to where float32 ends; the optimizer's."""
+    rt = runtime.current()
+    model = models.to_device(tiny(), rt.local_device)
+    optim = replace(OPTIM, ema_decay=0.9, beta2=0.999, optimizer=config.optim.optimizer)
+    state = TrainState(model, rt.local_device, optim)
+    rt.sync()
+    compiled, applied = [], []
+    for number, jump in enumerate((None, None, 324, None, 16_600, None, 19_998, None, None, 2_000_000, None), 1):
+        if jump is not None:
+            state.applied.copy_(torch.tensor([0.0, jump]).to(rt.local_device)[1])
+            rt.sync()
+        before = rt.counters()["compiles"]
+        scalars = control(0.0 if number == 1 else 1e-2, number, float(number > 1)).to(rt.local_device)
+        train_step(model, state, [_sent(rt, rows(2, seed=number))], scalars, optim, rt)
+        rt.sync()
+        compiled.append(rt.counters()["compiles"] - before)
+        applied.append(float(rt.to_host([state.applied])[0]))
+    ended = torch.cat([part.flatten() for part in step.sections(state.to_host(rt))["parameters"].values()])
+    return {"compiled": compiled, "applied": applied, "parameters": ended.tolist()}
+
+
+def shapes_of_step(config: TrainConfig) -> dict[str, list[list[int]]]:
+    """All shapes in the HLO of an evaluation and of a train step of (3, 16) tokens, vocabulary 61."""
+    import torch_xla
+
+    rt = runtime.current()
+    model = models.to_device(tiny(), rt.local_device)
+    models.enable_remat(model, rt.device_type)
+    state = TrainState(model, rt.local_device, OPTIM)
+    sums = torch.zeros(2).to(rt.local_device)
+    rt.sync()
+    batch, scalars = _sent(rt, rows(3)), control(1e-2, 1).to(rt.local_device)
+    found = {}
+    step.eval_step(model, batch, sums, config.optim, rt)
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([sums])
+    found["eval"] = _shapes(hlo)
+    rt.sync()
+    train_step(model, state, [batch], scalars, config.optim, rt)
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([*state.parameters.values(), *state.moments.values(), state.window])
+    found["train"] = _shapes(hlo)
+    rt.sync()
+    return found
+
+
+def _shapes(hlo: str) -> list[list[int]]:
+    texts = set(re.findall(r"\b(?:f32|bf16|f64|s32|s64|pred)\[([\d,]+)\]", hlo))
+    return sorted([int(size) for size in text.split(",")] for text in texts)
+
+
+def dropout_draws(config: TrainConfig) -> dict[str, Any]:
+    """Each rank's mask at three steps, the first of them twice; and gradients with and without remat."""
+    rt = runtime.current()
+    masks = []
+    for number in (1, 2, 3, 1):
+        trainer.seed_dropout(rt, config, number)
+        masks.append(torch.nn.functional.dropout(torch.ones(64, device=rt.local_device), 0.5) != 0)
+        rt.sync()
+    own = ["".join(str(int(value)) for value in mask) for mask in rt.to_host(masks)]
+    (config.output_path / f"masks-{rt.rank}.json").write_text(json.dumps(own))
+    rt.barrier()
+    everyone = [json.loads((config.output_path / f"masks-{rank}.json").read_text()) for rank in range(rt.world_size)]
+    return {"masks": everyone, "gradients": [_dropout_gradient(rt, config, remat) for remat in (False, True)]}
+
+
+def _dropout_gradient(rt: Runtime, config: TrainConfig, remat: bool) -> list[float]:
+    model = models.to_device(tiny(dropout=0.5), rt.local_device)
+    if remat:
+        models.enable_remat(model, rt.device_type)
+    state = TrainState(model, rt.local_device, OPTIM)
+    rt.sync()
+    trainer.seed_dropout(rt, config, 1)
+    scalars = control(1e-2, 1, 0.0).to(rt.local_device)
+    optim = replace(OPTIM, beta1=0.0, max_grad_norm=0.0)
+    train_step(model, state, [_sent(rt, rows(4))], scalars, optim, rt)
+    rt.sync()
+    found: list[float] = rt.to_host([state.moments["first.0"]])[0].tolist()
+    return found
+
+
+poisoned_steps = (3, 3)  # the first and the last
+
+
+def poisoned(config: TrainConfig) -> dict[str, Any] | None:
+    """`sft.fine_tune` where the gradients of `poisoned_steps` are not numbers."""
+    trainer.train_step = _poisoned_step
+    result = sft.fine_tune(config)
+    return asdict(result) if result is not None else None
+
+
+def failing(config: TrainConfig) -> None:
+    """`sft.fine_tune` where rank 1 raises in its n-th step, `run_name` being "fail-n"."""
+    calls, fail = 0, int(config.run_name.removeprefix("fail-"))
+
+    def failing_step(*given: Any) -> None:
+        nonlocal calls
+        if runtime.current().rank == 1:
+            calls += 1
+            if calls == fail:
+                raise RuntimeError("a fault")
+        step.train_step(*given)
+
+    trainer.train_step = failing_step
+    sft.fine_tune(config)
+
+
+def out_of_memory(config: TrainConfig) -> None:
+    """`sft.fine_tune` where the third step of rank 1 raises what a TPU's compiler says when memory runs out."""
+    calls = 0
+
+    def failing_step(*given: Any) -> None:
+        nonlocal calls
+        calls += runtime.current().rank == 1
+        if calls == 3:
+            time.sleep(1)  # the checkpoint of the step before is written meanwhile
+            raise RuntimeError(OUT_OF_MEMORY)
+        step.train_step(*given)
+
+    trainer.train_step = failing_step
+    sft.fine_tune(config)
+
+
+def _poisoned_step(
+    model: torch.nn.Module, state: TrainState, batches: Any, control: torch.Tensor, optim: OptimConfig, rt: Runtime
+) -> None:
+    parameter = next(iter(state.parameters.values()))
+    first, last = poisoned_steps
+    bad = (control[2] >= first) & (control[2] <= last)
+    hook = parameter.register_hook(lambda grad: torch.where(bad, torch.full_like(grad, float("nan")), grad))
+    step.train_step(model, state, batches, control, optim, rt)
+    hook.remove()

@@ -1,0 +1,110 @@
+"""What the tests of `verify` run in its replicas: its own checks with one thing wrong, on few shapes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.diagnostics import doctor, smoke_test
+from tpu_kit.distributed import runtime
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.models import attention, splash_attention
+
+
+def _short(*names: str) -> None:
+    smoke_test.LENGTH = 128
+    smoke_test.CASES = {name: smoke_test.CASES[name] for name in names}
+
+
+def lost_sum(config: TrainConfig) -> Any:
+    """Replicas that do not see each other: each gets its own number back."""
+    type(runtime.current()).all_reduce = lambda self, tensors: None  # type: ignore[method-assign]
+    return doctor.probe(config)
+
+
+def wrong_mask(config: TrainConfig) -> Any:
+    """A splash kernel that sees no boundaries between documents; and a flash kernel that works."""
+    right = splash_attention.splash_attention
+
+    def wrong(query: Any, key: Any, value: Any, segments: torch.Tensor, settings: Any) -> torch.Tensor:
+        return right(query, key, value, torch.ones_like(segments), settings)
+
+    _short("segments")
+    splash_attention.splash_attention = wrong
+    attention.flash_attention = attention.sdpa_attention
+    return smoke_test.compare_kernel(config)
+
+
+def wrong_gradient(config: TrainConfig) -> Any:
+    """A splash kernel whose output is right, and whose gradients are not."""
+    right = splash_attention.splash_attention
+
+    def wrong(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        output = right(query, *rest)
+        return 1.1 * output - 0.1 * output.detach()
+
+    _short("segments")
+    splash_attention.splash_attention = wrong
+    return smoke_test.compare_kernel(config)
+
+
+def dies(config: TrainConfig) -> None:
+    """A compiler that takes the process with it."""
+    print("splash, head size 64", flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def computes_for_ever(config: TrainConfig) -> None:
+    """A step that never ends."""
+    while True:
+        time.sleep(0.001)
+
+
+def wrong_loop(config: TrainConfig) -> Any:
+    """Layers as a loop that forgets a part of each: unrolled they are right."""
+    from tpu_kit.models import layer_scan
+
+    right = layer_scan._Block._layer
+
+    def wrong(self: Any, index: int, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return right(self, index, hidden, *rest) - 0.5 * hidden
+
+    layer_scan._Block._layer = wrong  # type: ignore[method-assign]
+    return smoke_test.compare_step(config)
+
+
+def wrong_norm(config: TrainConfig) -> Any:
+    """A device on which every step is wrong, as a loop and unrolled."""
+    right = smoke_test._step
+
+    def wrong(config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+        loss, norm = right(config, rt, batch)
+        return (loss, 1.2 * norm) if rt.is_xla else (loss, norm)
+
+    smoke_test._step = wrong
+    return smoke_test.compare_step(config)
+
+
+def wrong_tokens(config: TrainConfig) -> Any:
+    """A device that writes another token at one place."""
+    right = smoke_test._complete
+
+    def wrong(config: TrainConfig, rt: Runtime) -> list[list[int]]:
+        found = right(config, rt)
+        if rt.is_xla:
+            found[1][1] = 40
+        return found
+
+    smoke_test._complete = wrong
+    return smoke_test.compare_tokens(config)
+
+
+def no_steps(config: TrainConfig) -> None:
+    """A step that does not run, in a process that prints what it should not."""
+    print(f"the token is {os.environ['HF_TOKEN']}", flush=True)
+    raise RuntimeError("RESOURCE_EXHAUSTED: Attempting to allocate 2.00G")

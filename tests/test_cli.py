@@ -1,0 +1,237 @@
+"""The command line: what it prints, what it returns, what it loads."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import tpu_kit
+from tests.support.child_processes import run_python
+from tpu_kit.cli import COMMANDS, main
+from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.config.schema import parameters
+
+
+class Result(NamedTuple):
+    status: str
+
+
+class LaunchError(RuntimeError):
+    pass
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[TrainConfig]]:
+    """Puts a function in the place of tpu_kit.recipes.sft.train, and returns the list of configurations it gets."""
+
+    def install(outcome: str | Exception) -> list[TrainConfig]:
+        received = []
+        asked: list[bool] = []
+
+        def train(config: TrainConfig, *, exact: bool) -> Result:
+            received.append(config)
+            asked.append(exact)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return Result(outcome)
+
+        launch, sft = types.ModuleType("tpu_kit.distributed.launch"), types.ModuleType("tpu_kit.recipes.sft")
+        launch.LaunchError, sft.train, sft.asked = LaunchError, train, asked  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "tpu_kit.distributed.launch", launch)
+        monkeypatch.setitem(sys.modules, "tpu_kit.recipes.sft", sft)
+        return received
+
+    return install
+
+
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 0), ("preempted", 75)])
+def test_train(training: Any, capsys: pytest.CaptureFixture[str], status: str, code: int) -> None:
+    received = training(status)
+    assert main(["train", "embedded-cot", "batch_size=2", "run_name=x"]) == code
+    (config,) = received
+    assert (config.optim.batch_size, config.run_name, config.data.format) == (2, "x", "cot")
+    printed = capsys.readouterr().out
+    lines = {line.split()[0]: line.split()[1:] for line in printed.splitlines()}
+    assert lines["optim.batch_size"] == ["2", "command", "line"]
+    assert lines["data.format"] == ["'cot'", "file"]
+    assert printed.endswith(f"Result(status='{status}')\n")
+
+
+def test_train_without_arguments_is_the_default_run(training: Any) -> None:
+    received = training("finished")
+    assert main(["train"]) == 0
+    assert received == [TrainConfig()]
+    assert sys.modules["tpu_kit.recipes.sft"].asked == [False]
+
+
+def test_train_exact_asks_the_compiler(training: Any) -> None:
+    received = training("finished")
+    assert main(["train", "embedded-cot", "--exact", "batch_size=auto"]) == 0
+    assert received[0].optim.batch_size == "auto"
+    assert sys.modules["tpu_kit.recipes.sft"].asked == [True]
+
+
+def test_launch_error_is_told_once(training: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    training(LaunchError("replica 3 failed: out of memory"))
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err == "replica 3 failed: out of memory\n"
+
+
+def test_other_errors_keep_their_traceback(training: Any) -> None:
+    training(KeyError("x"))
+    with pytest.raises(KeyError):
+        main(["train"])
+
+
+def test_config_error_of_a_later_check(training: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    training(ConfigError(["optim.global_batch_size: 7"]))
+    assert main(["train"]) == 2
+    assert "optim.global_batch_size: 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["bach_size=2", "lr=1"],
+         "2 problems in the configuration:\n"
+         "  - bach_size: no such parameter (given '2'); did you mean optim.batch_size?\n"
+         "  - lr: no such parameter (given '1'); did you mean optim.learning_rate?\n"),
+        (["nowhere.yaml"], "nowhere.yaml: no such configuration file; "),
+        (["batch_size", "2"], "batch_size, 2: one configuration file at most; the others are key=value"),
+        (["--verbose"], "--verbose: no such option; there are --exact, --help"),
+        (["--learning_rate", "1e-3"], "--learning_rate: a parameter has no dashes; write learning_rate=1e-3"),
+        (["--batch-size=4"], "--batch-size: a parameter has no dashes; write batch_size=4"),
+        (["--lr", "--exact"], "--lr: a parameter has no dashes; write optim.learning_rate=..."),
+    ],
+)  # fmt: skip
+def test_bad_config(training: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
+    received = training("finished")
+    assert main(["train", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert text in printed.err
+    assert not printed.out
+    assert not received
+
+
+def test_bad_config_is_told_without_loading_torch() -> None:
+    code = """
+import sys
+from tpu_kit.cli import COMMANDS, main
+assert main(["train", "bach_size=2"]) == 2
+assert main(["train", "--help"]) == 0
+assert main(["plan", "batch_size=2", "max_steps=10", "--chip", "v6e", "--json"]) == 0
+assert main(["plan", "--chip", "v66e"]) == 2
+assert main(["--version"]) == 0
+for command in COMMANDS:
+    assert main([command, "--help"]) == 0
+assert main(["export", "run", "format=xyz"]) == 2
+assert main(["export", "run", "--format", "xyz"]) == 2
+assert main(["generate", "n=0"]) == 2
+assert main(["search", "prompt=a", "beam=0"]) == 2
+assert "torch" not in sys.modules
+"""
+    run_python(code)
+
+
+def test_doctor_gets_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("tpu_kit.diagnostics.doctor")
+    module.report = lambda config, as_json: int(config.optim.batch_size == 2 and as_json)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tpu_kit.diagnostics.doctor", module)
+    assert main(["doctor", "batch_size=2"]) == 0
+    assert main(["doctor", "--json", "embedded-cot", "batch_size=2"]) == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_overview(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    for name, command in COMMANDS.items():
+        assert f"  {name}" in printed
+        assert command.description in printed
+
+
+def test_no_arguments_come_from_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tpu_kit", "--version"])
+    assert main() == 0
+    assert capsys.readouterr().out == f"tpu_kit {tpu_kit.__version__}\n"
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: python -m tpu_kit {name}")
+    assert "Exit codes: 0" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["checkpoints"], "the following arguments are required: OUTPUT_DIR; write python -m tpu_kit checkpoints"),
+        (["checkpoints", "a", "b"], "b: not expected; write python -m tpu_kit checkpoints"),
+        (["checkpoints", "--force"], "--force: no such option; there are --verify, --json, --help"),
+        (["doctor", "a.yaml", "b.yaml"], "a.yaml, b.yaml: one configuration file at most"),
+        (["doctor", "num_replica=2"], "did you mean launch.num_replicas?"),
+        (["export", "run", "--format", "merged"], "--format: a parameter has no dashes; write format=merged"),
+        (["export", "run", "format=xyz"], "format=xyz: there are adapter, merged"),
+        (["export", "run", "dtype=int4"], "dtype=int4: there are bf16"),
+        (["generate", "--prompt", "a b"], "--prompt: a parameter has no dashes; write prompt=a b"),
+        (
+            ["sweep", "notebook.ipynb"],
+            "required: sweep.yaml; write python -m tpu_kit sweep [-h] notebook.ipynb",
+        ),
+        (["evaluate", "out=none/found.json"], "out=none/found.json: there is no folder none; make it"),
+    ],
+)
+def test_bad_usage(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_folder_of_a_sweeps_run_is_no_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "learning_rate=0.001-1a2b3c"
+    run.mkdir()
+    assert main(["export", str(run)]) == 1
+    assert f"{run} has no config.yaml" in capsys.readouterr().err
+
+
+def test_help_of_train_explains_every_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "batch_size=2", "--help"])
+    printed = capsys.readouterr().out
+    for parameter in parameters().values():
+        assert parameter.help in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("trian", "trian: no such command; did you mean train?\n"),
+        ("zzz", f"zzz: no such command; there are {', '.join(COMMANDS)}\n"),
+    ],
+)
+def test_unknown_command(name: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 2
+    assert capsys.readouterr().err.startswith(text)
+
+
+def test_public_names() -> None:
+    assert set(tpu_kit.__all__) <= set(dir(tpu_kit))
+    assert tpu_kit.TrainConfig is TrainConfig
+    with pytest.raises(AttributeError, match="module 'tpu_kit' has no attribute 'trian'; it has ConfigError, "):
+        _ = tpu_kit.trian
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    import tomllib
+
+    from tests.support.child_processes import REPOSITORY
+
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert project["version"] == tpu_kit.__version__

@@ -1,0 +1,148 @@
+"""Every branch that a TPU alone takes, found in the code, and how each is covered without a TPU."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.support.child_processes import REPOSITORY
+
+PACKAGE = REPOSITORY / "tpu_kit"
+
+
+def _values(node: ast.AST) -> set[object]:
+    """The constants of a comparison's side, or of a dict's keys."""
+    elements = node.elts if isinstance(node, ast.Tuple | ast.Set | ast.List) else [node]
+    return {one.value for one in elements if isinstance(one, ast.Constant)}
+
+
+def asks_for_a_tpu(node: ast.AST) -> bool:
+    """Whether it tells a TPU from all else; ("tpu", "xla-cpu") does not: the rehearsal goes that way, too."""
+    if isinstance(node, ast.Compare):
+        sides = [_values(side) for side in (node.left, *node.comparators)]
+    elif isinstance(node, ast.Dict):
+        sides = [{key.value for key in node.keys if isinstance(key, ast.Constant)}]
+    else:
+        asked = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+        return asked in ("tpus", "nodes")
+    return any(side & {"tpu", "TPU"} and "xla-cpu" not in side for side in sides)
+
+
+def written(node: ast.AST) -> str:
+    return ast.unparse(node).replace("'", '"')
+
+
+def find_branches(source: str, stem: str) -> dict[str, int]:
+    """How many such expressions each function has: "stem.qualified.name" to their number."""
+    found: dict[str, int] = {}
+
+    def visit(node: ast.AST, name: str) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{name}.{node.name}"
+        if isinstance(node, ast.ClassDef) and 'device_type = "tpu"' in map(written, node.body):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    found[f"{name}.{method.name}"] = 1
+        if asks_for_a_tpu(node):
+            found[name] = found.get(name, 0) + 1
+        for child in ast.iter_child_nodes(node):
+            visit(child, name)
+
+    visit(ast.parse(source), stem)
+    return found
+
+
+COMPILER = "traced as a TPU's replica, and taken by the TPU compiler"
+RECORDED = "given what was recorded of a machine with a TPU, or of its runtime"
+RUNS = "runs here: the word names packages, not a device"
+NEVER = "never run; README.md says so"
+# How many such expressions, how they are covered, and the module of tests that does so, or the words of README.md.
+VERIFY = "the calls of `verify` on a chip: compiled kernels, its larger shapes, its time limit"
+BRANCHES: dict[str, tuple[int, str, str]] = {
+    "service._read": (1, NEVER, "the cast of a small model's fp32 weights to bf16 before it answers"),
+    "attention.choose": (1, COMPILER, "test_attention"),
+    "doctor": (1, NEVER, "the doctor's rows and its measurement"),
+    "doctor.diagnose": (1, NEVER, "the doctor's rows and its measurement"),
+    "doctor._accelerator": (3, NEVER, "the doctor's rows and its measurement"),
+    "doctor.check_device": (1, NEVER, "the doctor's rows and its measurement"),
+    "doctor.judge": (1, RECORDED, "test_doctor"),
+    "host.chip_name": (2, NEVER, "MFU and cost by the chip's name"),
+    "install.check": (1, RUNS, "test_install"),
+    "install.options": (1, RUNS, "test_install"),
+    "kv_cache.cached_attention": (1, COMPILER, "test_service"),
+    "launch._check_host": (2, RECORDED, "test_launch"),
+    "machine.check_holder": (1, RECORDED, "test_machine"),
+    "machine.check_metadata": (1, RECORDED, "test_machine"),
+    "machine.check_replicas": (2, RECORDED, "test_machine"),
+    "machine.check_settings": (2, RECORDED, "test_machine"),
+    "machine.check_tpu": (2, RECORDED, "test_machine"),
+    "machine.preset_per_process": (1, RECORDED, "test_machine"),
+    "sweep._list_price": (1, NEVER, "MFU and cost by the chip's name"),
+    "preflight.Preflight._table": (1, RECORDED, "test_preflight"),
+    "calibration.device_of": (
+        2,
+        NEVER,
+        VERIFY,
+    ),
+    "smoke_test._kernel": (
+        1,
+        NEVER,
+        VERIFY,
+    ),
+    "verify": (1, NEVER, VERIFY),
+    "verify._FirstContact._shapes": (
+        1,
+        NEVER,
+        VERIFY,
+    ),
+    "preflight.predicted_bytes": (1, RECORDED, "test_memory_monitor"),
+    "preflight._compiled": (1, RECORDED, "test_preflight"),
+    "install.decide": (4, RUNS, "test_install"),
+    "install.look": (1, RECORDED, "test_install"),
+    "memory_monitor.MemoryMonitor._warn": (1, RECORDED, "test_memory_monitor"),
+    "output_location.find_place": (1, RECORDED, "test_output_location"),
+    "worker": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
+    "worker._xla_replica": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
+    "worker._xla_replica.make": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
+    "worker.main": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
+    "oom_recovery.out_of_memory": (1, RECORDED, "test_oom_recovery"),
+    "device_memory.device_memory_budget": (2, RECORDED, "test_preflight"),
+    "device_memory.seen_on": (1, RECORDED, "test_preflight"),
+    "runtime": (1, RECORDED, "test_runtime"),
+    "xla.TpuRuntime.barrier": (1, NEVER, "the barrier by `xm.rendezvous`"),
+    "xla.TpuRuntime.local_rank": (1, NEVER, "a replica's number on its host"),
+    "xla.TpuRuntime.memory": (1, NEVER, "the memory that the runtime reports"),
+    "runtime._choose": (4, RECORDED, "test_runtime"),
+    "runtime._require": (3, RECORDED, "test_runtime"),
+    "layer_scan.scan_layers": (1, COMPILER, "test_compile_check"),
+    "step.place": (1, NEVER, "the note that `eval_generate_rows` unrolls the layers"),
+    "launch._environment": (1, NEVER, "its environment, with the folder of compiled programs"),
+    "launch._inherited": (1, RECORDED, "test_machine"),
+}
+
+
+def test_an_expression_that_tells_a_tpu_is_found() -> None:
+    source = """
+class A:
+    def one(self): return rt.device_type == "tpu" and at.tpus()
+    def two(self): return rt.device_type in ("tpu", "cuda") or {"tpu": 1}[asked]
+    def rehearsed(self): return rt.device_type in ("tpu", "xla-cpu") or device == "cuda" or print("tpu")
+class B(A):
+    device_type = "tpu"
+    def three(self): pass
+"""
+    assert find_branches(source, "stem") == {"stem.A.one": 2, "stem.A.two": 2, "stem.B.three": 1}
+
+
+def test_every_branch_that_a_tpu_alone_takes_is_listed_with_how_it_is_covered() -> None:
+    found: dict[str, int] = {}
+    for path in PACKAGE.rglob("*.py"):
+        found |= find_branches(path.read_text(), path.stem)
+    assert found == {name: count for name, (count, _, _) in BRANCHES.items()}
+
+
+def test_what_covers_a_branch_is_there_and_the_readme_states_the_others() -> None:
+    modules = {path.stem for path in (REPOSITORY / "tests").rglob("test_*.py")}
+    readme = re.sub(r"\s+", " ", (REPOSITORY / "README.md").read_text())
+    for name, (_, kind, where) in BRANCHES.items():
+        assert where in (readme if kind == NEVER else modules), (name, where)

@@ -1,0 +1,284 @@
+"""The numbers of a run: rates by hand-made clocks, FLOPs against torch's own counter, files read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.child_processes import run_python
+from tpu_kit.config.loader import ConfigError, LoraConfig, TrackingConfig, TrainConfig
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.training.metrics import Tracker, check_tracking, flops_per_token, model_flops_per_token, read_metrics
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def log(tracker: Tracker, step: int, **changed: Any) -> dict[str, Any]:
+    values = {"loss": 2.0, "grad_norm": 0.5, "lr": 1e-4, "tokens": 100 * step, "compiles": 2, "epoch": step / 100}
+    return tracker.log(step, **(values | changed))
+
+
+def strictly(path: Path) -> list[dict[str, Any]]:
+    """Parses every line, and refuses the NaN and Infinity that Python's reader takes and no other does."""
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_rates_eta_and_mfu(tmp_path: Path) -> None:
+    clock = Clock()
+    options = {"total_steps": 40, "flops_per_token": 10**12, "chip_name": "v5e", "num_chips": 2, "clock": clock}
+    with Tracker(TrainConfig(), tmp_path, **options) as tracker:
+        clock.now += 100  # the compilation
+        first = log(tracker, 10)
+        assert first["tokens_per_second"] == pytest.approx(10)
+        assert first["eta_seconds"] == pytest.approx(30 * 10)  # there is nothing better yet
+        clock.now += 5
+        with tracker.untimed():
+            clock.now += 50
+            tracker.log_eval(10, loss=1.0, accuracy=0.25)
+        second = log(tracker, 20)
+        clock.now += 6.5
+        third = log(tracker, 30, ahead=1.5)  # a step of the next window was sent before this one was read
+        clock.now += 3.5
+        last = log(tracker, 40)
+    assert third["step_seconds"] == last["step_seconds"] == pytest.approx(0.5)
+    assert last["seconds"] == pytest.approx(165)
+    assert second["tokens_per_second"] == pytest.approx(200)
+    assert second["tokens_per_second_per_chip"] == pytest.approx(100)
+    assert second["mfu"] == pytest.approx(200 * 1e12 / (2 * 197e12))  # 197 TFLOP/s: Google's page of the v5e
+    assert second["step_seconds"] == pytest.approx(0.5)
+    assert second["eta_seconds"] == pytest.approx(20 * 0.5)
+    assert second["seconds"] == pytest.approx(155)
+    assert second["perplexity"] == pytest.approx(math.e**2)
+    assert second["host_memory_bytes"] > 10**6
+    evaluation = next(r for r in read_metrics(tmp_path) if r["kind"] == "eval")
+    assert (evaluation["step"], evaluation["loss"], evaluation["accuracy"]) == (10, 1.0, 0.25)
+
+
+@pytest.mark.parametrize("options", [{"chip_name": "v5e"}, {"flops_per_token": 10**9}])
+def test_no_mfu_without_flops_or_chip(tmp_path: Path, options: dict[str, Any]) -> None:
+    with Tracker(TrainConfig(), tmp_path, **options) as tracker:
+        record = log(tracker, 1)
+    assert record["mfu"] is None
+    assert record["eta_seconds"] is None  # nor an ETA without a last step
+
+
+def test_a_record_is_on_disk_before_close(tmp_path: Path) -> None:
+    tracker = Tracker(TrainConfig(), tmp_path)
+    written = log(tracker, 1, skipped=3)
+    assert strictly(tmp_path / "metrics.jsonl") == [written]
+    assert written["skipped"] == 3
+    tracker.close()
+    tracker.close()
+
+
+def test_what_is_not_finite_is_null_and_remembered(tmp_path: Path) -> None:
+    with Tracker(TrainConfig(), tmp_path) as tracker:
+        log(tracker, 1, loss=math.nan, grad_norm=math.inf)
+        log(tracker, 2, loss=1e9)
+        log(tracker, 3)
+    nan, overflow, fine = strictly(tmp_path / "metrics.jsonl")
+    assert nan["loss"] is None
+    assert nan["nonfinite"] == {"loss": "nan", "perplexity": "nan", "grad_norm": "inf"}
+    assert (overflow["loss"], overflow["perplexity"], overflow["nonfinite"]) == (1e9, None, {"perplexity": "inf"})
+    assert "nonfinite" not in fine
+
+
+def test_resume_holds_each_step_once(tmp_path: Path) -> None:
+    clock = Clock()
+    with Tracker(TrainConfig(), tmp_path, clock=clock) as tracker:
+        for step in (10, 20, 30):
+            clock.now += 7
+            log(tracker, step)
+            tracker.log_eval(step, loss=1.0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')  # killed while it wrote
+
+    clock.now += 1e6  # a long time until somebody started it again
+    history = [record for record in read_metrics(tmp_path) if record["step"] <= 25]
+    with Tracker(TrainConfig(), tmp_path, 25, history, resume_tokens=2500, clock=clock) as tracker:
+        clock.now += 5
+        resumed = log(tracker, 30)
+    records = strictly(tmp_path / "metrics.jsonl")
+    assert [(r["kind"], r["step"]) for r in records] == [
+        ("train", 10), ("eval", 10), ("train", 20), ("eval", 20), ("train", 30),
+    ]  # fmt: skip
+    assert resumed["tokens_per_second"] == pytest.approx(100)
+    assert resumed["seconds"] == pytest.approx(14 + 5)
+
+
+def test_a_new_run_keeps_the_file_of_the_one_before(tmp_path: Path) -> None:
+    for loss in (1.0, 2.0):
+        with Tracker(TrainConfig(), tmp_path) as tracker:
+            log(tracker, 1, loss=loss)
+    assert [r["loss"] for r in read_metrics(tmp_path)] == [2.0]
+    assert [r["loss"] for r in read_metrics(tmp_path / "metrics.previous.jsonl")] == [1.0]
+    assert read_metrics(tmp_path / "none") == []
+
+
+def test_the_bar_is_plain_text_for_a_pipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Tracker(TrainConfig(run_name="demo"), tmp_path, total_steps=20) as tracker:
+        tracker.tick(5)
+        log(tracker, 20, loss=1.5)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.isascii()
+    last = err.rstrip().split("\r")[-1]
+    assert last.startswith("demo: 100%|")
+    assert "20/20" in last
+    assert "loss 1.5000" in last
+
+
+def test_steps_only_grow(tmp_path: Path) -> None:
+    with Tracker(TrainConfig(), tmp_path) as tracker:
+        log(tracker, 2)
+        with pytest.raises(AssertionError, match="step 2 was logged after step 2"):
+            log(tracker, 2)
+
+
+def test_wandb_online_needs_a_key(tmp_path: Path) -> None:
+    online = TrainConfig(tracking=TrackingConfig(wandb="online"))
+    nowhere = {"NETRC": str(tmp_path / "netrc")}
+    with pytest.raises(ConfigError, match="set WANDB_API_KEY, or wandb=offline"):
+        check_tracking(online, Machine(environ=nowhere))
+    check_tracking(online, Machine(environ=nowhere | {"WANDB_API_KEY": "0" * 40}))
+    check_tracking(online, Machine(environ=nowhere | {"WANDB_MODE": "offline"}))
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {'0' * 40}\n")
+    check_tracking(online, Machine(environ=nowhere))  # as `wandb login` leaves it
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    both = TrainConfig(tracking=TrackingConfig(wandb="offline", tensorboard=True))
+    with pytest.raises(ConfigError) as caught:
+        check_tracking(both, Machine(version=lambda package: None))
+    assert len(caught.value.problems) == 2
+    assert "pip install wandb, or wandb=off" in str(caught.value)
+    assert "pip install tensorboard, or tensorboard=false" in str(caught.value)
+
+
+WANDB_RUN = """
+from tpu_kit.config.loader import TrackingConfig, TrainConfig
+from tpu_kit.training.metrics import Tracker
+for start, wandb in ((0, "offline"), (1, "online")):
+    config = TrainConfig(tracking=TrackingConfig(wandb=wandb, tensorboard=True))
+    with Tracker(config, "run", start, tracker.history[:1] if start else None) as tracker:
+        for step in (2,) if start else (1, 2):
+            tracker.log(step, loss=float("nan"), grad_norm=1.0, lr=0.1, tokens=step, compiles=1, epoch=0.0)
+        tracker.log_eval(2, loss=1.25)
+"""
+
+
+def test_wandb_offline_and_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    key = "0123456789abcdef" * 2 + "01234567"
+    # The second part says online, and WANDB_MODE=offline of the tests' environment wins.
+    done = run_python(WANDB_RUN, env={"WANDB_API_KEY": key}, cwd=tmp_path)
+    runs = list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    run_id = (tmp_path / "run" / "wandb_run_id").read_text()
+    assert runs
+    assert {path.stem for path in runs} == {f"run-{run_id}"}  # the resumed part belongs to the same run
+    assert any(b"train/grad_norm" in path.read_bytes() for path in runs)
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert key not in done.stdout + done.stderr
+    assert not any(key.encode() in content for content in written)
+
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/lr")] == [1, 2]  # once each, though step 2 was done twice
+    assert events.Scalars("eval/loss")[0].value == 1.25
+
+
+def build_llama(**changed: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    return LlamaForCausalLM(LlamaConfig(**shape, **heads, attn_implementation="eager", **changed))
+
+
+def counted(model: Any, length: int) -> float:
+    """FLOPs per token of one forward and backward pass, counted operator by operator by torch."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, length, dtype=torch.long)).logits.sum().backward()
+    return counter.get_total_flops() / length
+
+
+def build_adapted(**changed: Any) -> Any:
+    import peft
+
+    return peft.get_peft_model(build_llama(**changed), peft.LoraConfig(r=4, target_modules="all-linear"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+def test_flops_agree_with_torch(lora: bool, tied: bool) -> None:
+    model = build_adapted(tie_word_embeddings=tied) if lora else build_llama(tie_word_embeddings=tied)
+    length = 128
+    formula = model_flops_per_token(model, length)
+    # The formula takes norms for matrices, and the gradient of the first layer's input for needed: small, and over.
+    real = counted(model, length)
+    assert real <= formula <= 1.04 * real
+    if not lora:
+        assert formula == flops_per_token(0, model.num_parameters() - (0 if tied else 96 * 64), 6, 128, length)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_flops_of_integers_are_those_of_the_weights_that_they_stand_for(bits: int) -> None:
+    from tpu_kit.models import causal_lm as models
+    from tpu_kit.models.layer_scan import stack
+    from tpu_kit.models.quantization import Scheme, quantize_model
+
+    lora, length = LoraConfig(r=4), 128
+    plain = models.adapt(build_llama(), lora, "fp32")
+    real = counted(build_adapted(), length)
+    base = build_llama()
+    quantize_model(base, Scheme(bits, 16 if bits == 4 else 0))
+    model = models.adapt(base, lora, "int4")
+    formula = model_flops_per_token(model, length)
+    assert formula == model_flops_per_token(plain, length)
+    assert real <= formula <= 1.04 * real
+    stack(model.get_decoder())  # as on a TPU
+    assert model_flops_per_token(model, length) == formula
+
+
+def test_flops_of_an_8b_model_in_int4() -> None:
+    """Four for each number in the matrices of Llama 3.1 8B, 6.98e9 in layers and 0.53e9 in the head, and attention."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tpu_kit.models.architecture import shipped_shapes
+    from tpu_kit.models.quantization import Scheme, replace_layers
+
+    settings = shipped_shapes()["meta-llama/Llama-3.1-8B-Instruct"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+        replace_layers(model, Scheme(4, 128))
+    formula = model_flops_per_token(model.requires_grad_(False), 2048)
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
+    assert formula == pytest.approx(4 * matrices + 12 * 32 * 4096 * 2048, rel=1e-3)
+
+
+def test_no_flops_of_a_mixture_of_experts() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = MixtralForCausalLM(MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
+    assert model_flops_per_token(model, 128) is None

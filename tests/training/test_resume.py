@@ -1,0 +1,147 @@
+"""A run that goes on from a checkpoint is the run that was not interrupted, and another run is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from tpu_kit.assets import embedded
+from tpu_kit.checkpointing import manager
+from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.recipes import sft
+from tpu_kit.training.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Neither the log (3) nor the epoch ends where the checkpoint (4) is written; dropout, the average and warm-up are on.
+SETTINGS = {
+    "base_dtype": "fp32", "max_length": 128, "batch_size": 2, "max_steps": 8, "warmup_steps": 2, "save_steps": 4,
+    "logging_steps": 3, "eval_steps": 4, "eval_rows": 8, "generate_rows": 0, "dropout": 0.1, "ema_decay": 0.9,
+    "loss_chunk": 128, "keep": 5,
+}  # fmt: skip
+
+
+def run_config(folder: Path, **changes: Any) -> TrainConfig:
+    values = {"device_type": "cpu", **SETTINGS, **changes, "output_dir": str(folder)}
+    return load_config("embedded-cot", values)
+
+
+def ended(folder: Path) -> tuple[str, list[tuple[Any, ...]]]:
+    """The adapter's hash, and what was logged, apart from the times."""
+    adapter = (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+    kept = ("kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch")
+    return hashlib.sha256(adapter).hexdigest(), [tuple(r.get(k) for k in kept) for r in read_metrics(folder)]
+
+
+def interrupted(whole: Path, folder: Path) -> None:
+    """What a kill right after the checkpoint of step 4 leaves of the run in `whole`."""
+    shutil.copytree(whole / "checkpoints" / "step-00000004", folder / "checkpoints" / "step-00000004")
+    shutil.copy(whole / "metrics.jsonl", folder)  # later lines too: they are to be cut
+
+
+XLA = pytest.param(
+    {"device_type": "xla-cpu", "num_replicas": 2},
+    id="xla-cpu",
+    marks=[  # quick sibling: tests/integration/test_interruption.py, where a process is killed
+        pytest.mark.slow,
+        pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed"),
+    ],
+)
+
+
+@pytest.mark.parametrize("where", [pytest.param({}, id="cpu"), XLA])
+def test_resumed_equals_uninterrupted(where: dict[str, Any], tmp_path: Path) -> None:
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    first = sft.train(run_config(whole, **where))
+    interrupted(whole, again)
+    second = sft.train(run_config(again, **where))
+    assert ended(again) == ended(whole)
+    assert second.step == first.step == 8 and second.metrics["eval_loss"] == first.metrics["eval_loss"]
+    assert second.metrics.get("compiles", 0) <= first.metrics.get("compiles", 0)
+    # The first record after the checkpoint, too, has the tokens of its own seconds alone.
+    trained = {record["step"]: record for record in read_metrics(again) if record["kind"] == "train"}
+    tokens = {0: 0, 4: manager.scan(again / "checkpoints")[0][0].document("state")["tokens"]}
+    tokens |= {step: record["tokens"] for step, record in trained.items()}
+    for start, end in ((0, 3), (4, 6), (6, 8)):
+        seconds = trained[end]["step_seconds"] * (end - start)
+        assert trained[end]["tokens_per_second"] * seconds == pytest.approx(tokens[end] - tokens[start])
+
+
+def test_a_finished_run_stays_finished(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = run_config(tmp_path / "run")
+    first = sft.train(config)
+    before = ended(tmp_path / "run")
+    again = sft.train(config)
+    assert (again.status, again.step, ended(tmp_path / "run")) == ("finished", 8, before)
+    assert again.metrics["eval_loss"] == first.metrics["eval_loss"]
+    assert "resumed          from step 8" in capfd.readouterr().out
+
+
+def test_another_run_is_refused_with_what_differs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    sft.train(run_config(folder, max_steps=4))
+    before = ended(folder)
+    with pytest.raises(ValueError, match="is of another run:") as caught:
+        sft.train(run_config(folder, r=8, learning_rate=1e-3, batch_size=4))
+    text = str(caught.value)
+    for part in ("lora.r: 16 there, 8 now", "optim.learning_rate: 0.005 there, 0.001 now",
+                 "rows per update: 2 there, 4 now", "checkpoint.resume=never"):  # fmt: skip
+        assert part in text
+    assert ended(folder) == before  # nothing is lost
+    capfd.readouterr()
+    assert sft.train(run_config(folder, max_steps=6)).step == 6  # longer is no other run
+    assert "optim.max_steps is 6, was 4" in capfd.readouterr().out
+    anew = sft.train(run_config(folder, max_steps=4, r=8, resume="never"))
+    assert anew.step == 4 and (folder / "checkpoints.previous" / "step-00000006").is_dir()
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_refused_run_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
+    """config.yaml, too: export and notebook 5 read which run it is from there."""
+    rows = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": f"{row['question']}\n", "completion": row["answer"]})
+             for row in embedded.cot_rows("train", 24)]  # fmt: skip
+    rows.write_text("\n".join(lines[:20]))
+    folder = tmp_path / "run"
+    common = {"source": str(rows), "max_steps": 2, "warmup_steps": 0, "ema_decay": 0, "eval_steps": None}
+    config = run_config(folder, **common)
+    sft.train(config)
+    before = everything(folder)
+    assert {"config.yaml", "metrics.jsonl"} < before.keys()
+
+    with pytest.raises(ValueError, match=r"lora.r: 16 there, 8 now"):  # by its configuration
+        sft.train(run_config(folder, **common, r=8))
+    assert everything(folder) == before
+    with pytest.raises(ValueError, match=r"data.source: .*rows.jsonl' there, .*run/data/"):  # by rows in memory
+        sft.train(config, Dataset.from_list([json.loads(line) for line in lines]))
+    assert everything(folder) == before and not (folder / "data").exists()
+    with pytest.raises(ConfigError, match=r"optim.global_batch_size"):  # before anything is looked at
+        sft.train(run_config(folder, **common, global_batch_size=5))
+    assert everything(folder) == before
+    rows.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="the data: other rows, tokens or packing than there"):  # by what the rows are
+        sft.train(run_config(folder, **{**common, "max_steps": 3}))
+    assert everything(folder) == before
+    rows.write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        sft.train(run_config(folder, **{**common, "max_steps": 3}))
+    assert everything(folder) == before
+
+    rows.write_text("\n".join(lines[:20]))
+    assert sft.train(run_config(folder, **{**common, "max_steps": 3})).step == 3  # nothing was in the way
+    assert load_config(folder / "config.yaml").optim.max_steps == 3
+
+
+def test_resume_must_have_something(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"resume=must, but .* has no complete checkpoint: check output_dir"):
+        sft.train(run_config(tmp_path / "run", resume="must"))

@@ -1,0 +1,445 @@
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.training_functions import OPTIM, contents, control, dealt, rows, split, tiny
+from tpu_kit.config.loader import LaunchConfig, OptimConfig, TrainConfig
+from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.launch import launch
+from tpu_kit.models import causal_lm as models
+from tpu_kit.training import optimizer as optimizer_module
+from tpu_kit.training.step import WINDOW, TrainState, _update, eval_step, restore, sections, token_loss, train_step
+
+CPU = torch.device("cpu")
+AVERAGED = replace(OPTIM, ema_decay=0.9)
+ALONE = CpuRuntime(0, 1, CPU)
+
+
+class Net(torch.nn.Module):
+    """Matrices and vectors, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(5, 7)
+        self.norm = torch.nn.LayerNorm(7)
+        self.frozen = torch.nn.Linear(7, 7).requires_grad_(False)
+        self.last = torch.nn.Linear(7, 3, bias=False)
+
+
+def gradients(net: torch.nn.Module, step: int, size: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [size * torch.randn(p.shape, generator=generator) for p in net.parameters() if p.requires_grad]
+
+
+def update(
+    state: TrainState, parts: Sequence[torch.Tensor], control: torch.Tensor, optim: OptimConfig, tokens: float = 1.0
+) -> None:
+    """One update from gradients that were summed over `tokens` tokens, with a loss of 2 for each."""
+    named = {name: part * tokens for name, part in zip(state.parameters, parts, strict=True)}
+    with torch.no_grad():
+        _update(state, [one.join(named) for one in state.groups], torch.tensor([2.0 * tokens, tokens]), control, optim)
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+def torch_adamw(net: torch.nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+    matrices = [p for p in net.parameters() if p.requires_grad and p.ndim > 1]
+    vectors = [p for p in net.parameters() if p.requires_grad and p.ndim < 2]
+    optimizer_module = [
+        {"params": matrices, "weight_decay": optim.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(optimizer_module, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+
+
+def torch_step(net: torch.nn.Module, theirs: torch.optim.AdamW, parts: list[torch.Tensor], rate: float, most: float):
+    trained = [p for p in net.parameters() if p.requires_grad]
+    for parameter, part in zip(trained, parts, strict=True):
+        parameter.grad = part.clone()
+    norm = torch.nn.utils.clip_grad_norm_(trained, most or math.inf)
+    for group in theirs.param_groups:
+        group["lr"] = rate
+    theirs.step()
+    return norm
+
+
+@pytest.mark.parametrize("most", [0.0, 1.0, 100.0])  # never, always and not clipped
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adamw_is_torchs(most: float, decay: float) -> None:
+    optim = replace(OPTIM, max_grad_norm=most, weight_decay=decay)
+    mine, other = Net(), Net()
+    state, theirs = TrainState(mine, CPU, OPTIM), torch_adamw(other, optim)
+    for step in range(1, 11):
+        rate = 1e-2 * step  # it changes, as in warm-up
+        parts = gradients(mine, step)
+        update(state, parts, control(rate, step), optim, tokens=13.0)
+        norm = torch_step(other, theirs, parts, rate, most)
+    for (name, a), b in zip(mine.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=name)
+    assert float(state.applied) == 10
+    assert norm > 1
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw8bit"])
+def test_large_parameters_are_updated_by_themselves_and_alike(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    optim = replace(AVERAGED, optimizer=optimizer, weight_decay=0.1)
+    together = TrainState(Net(), CPU, optim)
+    monkeypatch.setattr(optimizer_module, "ALONE", 20)
+    apart, again = TrainState(Net(), CPU, optim), None
+    assert [len(state.groups) for state in (together, apart)] == [1, 3]  # of 35 and 21 numbers, and the vectors
+    net = Net()
+    for step in range(1, 9):
+        for state in filter(None, (together, apart, again)):
+            update(state, gradients(net, step), control(1e-2, step), optim)
+        if step == 4:
+            saved = apart.to_host(ALONE)
+            restore(net, saved)
+            again = TrainState(net, CPU, optim, saved)
+            with monkeypatch.context() as patch:  # a checkpoint does not know how its parameters were grouped
+                patch.setattr(optimizer_module, "ALONE", 2**24)
+                regrouped = TrainState(net, CPU, optim, saved)
+            assert len(regrouped.groups) == 1
+            assert_same(regrouped.to_host(ALONE), saved)
+    assert again is not None
+    assert_same(contents(again), contents(apart))
+    assert_same(again.to_host(ALONE), apart.to_host(ALONE))
+    ended = sections(together.to_host(ALONE))
+    for name in ("parameters", "average"):
+        torch.testing.assert_close(sections(apart.to_host(ALONE))[name], ended[name])
+
+
+def test_what_a_checkpoint_holds() -> None:
+    """A tensor for each parameter, in its own shape and under its own name; one transfer for all of them."""
+    reads = []
+
+    class Counting(CpuRuntime):
+        def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            reads.append(len(tensors))
+            return super().to_host(tensors)
+
+    net = Net()
+    found = TrainState(net, CPU, AVERAGED).to_host(Counting(0, 1, CPU))
+    assert len(reads) == 1
+    shapes = {name: one.shape for name, one in net.named_parameters() if one.requires_grad}
+    held = sections(found)
+    assert held.keys() == {"", "parameters", "average", "moments/first", "moments/second"}
+    assert held.pop("").keys() == {"applied", "usual", "streak", "window"}
+    for named in held.values():
+        assert {name: tensor.shape for name, tensor in named.items()} == shapes
+    del found["parameters/last.weight"]
+    with pytest.raises(
+        ValueError, match=r"1 of 5 differ, such as last.weight: none there, \(3, 7\) now. Use the model"
+    ):
+        restore(Net(), found)
+
+
+def test_a_frozen_parameter_and_its_decay_are_left_alone() -> None:
+    net = Net()
+    before = net.frozen.weight.clone()
+    state = TrainState(net, CPU, OPTIM)
+    assert not any("frozen" in name for name in state.parameters)
+    update(state, gradients(net, 1), control(0.1, 1), OPTIM)
+    assert torch.equal(net.frozen.weight, before)
+
+
+@pytest.mark.parametrize("applied", [325, 16_700, 20_000, 1_000_000])
+def test_the_bias_correction_late_in_a_run(applied: int) -> None:
+    optim = replace(OPTIM, beta2=0.999)
+    mine, other = Net(), Net()
+    state, theirs = TrainState(mine, CPU, OPTIM), torch_adamw(other, optim)
+    for step in (1, 2):
+        if step == 2:
+            state.applied.fill_(float(applied - 1))
+            for value in theirs.state.values():
+                value["step"].fill_(float(applied - 1))
+        parts = gradients(mine, step)
+        update(state, parts, control(1e-2, step), optim)
+        torch_step(other, theirs, parts, 1e-2, 1.0)
+    for a, b in zip(mine.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert float(state.applied) == applied
+
+
+def test_the_bias_correction_is_exact_at_the_first_step() -> None:
+    """The whole step is then rate * sign(gradient), however small beta's distance to 1."""
+    net = Net()
+    before = {name: value.detach().clone() for name, value in net.named_parameters()}
+    state = TrainState(net, CPU, OPTIM)
+    optim = replace(OPTIM, beta1=0.9999, beta2=0.99999, weight_decay=0.0, max_grad_norm=0.0, eps=1e-12)
+    parts = gradients(net, 1)
+    update(state, parts, control(0.5, 1), optim)
+    for (name, parameter), part in zip(state.parameters.items(), parts, strict=True):
+        torch.testing.assert_close(parameter.detach(), before[name] - 0.5 * part.sign(), rtol=1e-3, atol=1e-3)
+
+
+def test_the_average_follows_the_parameters() -> None:
+    net, optim = Net(), replace(OPTIM, ema_decay=0.9)
+    state = TrainState(net, CPU, AVERAGED)
+    assert state.average is not None
+    expected = torch.cat([p.detach().reshape(-1) for p in state.parameters.values()]).double()
+    torch.testing.assert_close(state.average[0].double(), expected)
+    for step in range(1, 11):
+        update(state, gradients(net, step), control(0.1, step), optim)
+        now = torch.cat([p.detach().reshape(-1) for p in state.parameters.values()]).double()
+        expected = 0.9 * expected + 0.1 * now
+    torch.testing.assert_close(state.average[0].double(), expected, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(state.average[0].double(), now)
+
+
+def test_the_average_stands_in_for_the_parameters() -> None:
+    net = Net()
+    state = TrainState(net, CPU, AVERAGED)
+    start = contents(state)
+    update(state, gradients(net, 1), control(0.1, 1), replace(OPTIM, ema_decay=0.999))
+    tuned = contents(state)
+    with state.averaged():
+        for name, parameter in state.parameters.items():
+            torch.testing.assert_close(parameter.detach(), start[name], rtol=0, atol=1e-3)
+            assert not torch.equal(parameter, tuned[name])
+    assert_same(contents(state), tuned)
+
+
+@pytest.mark.parametrize("poison", ["gradient", "infinite gradient", "loss", "huge gradient"])
+def test_an_update_that_is_not_finite_changes_nothing_but_the_counters(poison: str) -> None:
+    net, optim = Net(), replace(OPTIM, ema_decay=0.9)
+    state = TrainState(net, CPU, AVERAGED)
+    for step in (1, 2):
+        update(state, gradients(net, step), control(0.1, step, keep=float(step > 1)), optim, tokens=3.0)
+    before, window = contents(state), state.window.tolist()
+    for step in (3, 4):
+        parts = gradients(net, step)
+        # The norm of the huge one overflows, although each of its numbers is finite.
+        bad = {"gradient": math.nan, "infinite gradient": math.inf, "huge gradient": 1e30}.get(poison, 1.0)
+        parts[1][0] = bad
+        totals = torch.tensor([math.nan if poison == "loss" else 6.0, 3.0])
+        with torch.no_grad():
+            _update(state, [torch.cat([p.reshape(-1) for p in parts])], totals, control(0.1, step), optim)
+    assert_same(contents(state), before)
+    after = dict(zip(WINDOW, state.window.tolist(), strict=True))
+    assert list(after.values())[:3] == window[:3]
+    assert after["skipped"] == 2
+    assert after["first_skipped_step"] == 3
+
+    update(state, gradients(net, 5), control(0.1, 5), optim, tokens=3.0)
+    assert float(state.applied) == 3
+    assert float(state.window[1]) == 9
+    assert all(torch.isfinite(value).all() for value in contents(state).values())
+
+
+def test_a_bad_first_step() -> None:
+    """Where nothing was applied yet, the bias correction divides by 0."""
+    net, clean = Net(), Net()
+    state, other = TrainState(net, CPU, AVERAGED), TrainState(clean, CPU, AVERAGED)
+    before = contents(state)
+    parts = [torch.full_like(part, math.nan) for part in gradients(net, 1)]
+    update(state, parts, control(0.1, 1, keep=0.0), OPTIM)
+    assert_same(contents(state), before)
+    for each in (state, other):
+        update(each, gradients(net, 2), control(0.1, 2), OPTIM)
+    assert_same(contents(state), contents(other))
+
+
+def test_an_exploding_loss_is_skipped_and_counted() -> None:
+    net, optim = Net(), replace(OPTIM, max_loss_rise=3.0)
+    state = TrainState(net, CPU, optim)
+
+    def step(number: int, loss: float, optim: OptimConfig = optim) -> None:
+        flat = torch.cat([part.reshape(-1) for part in gradients(net, number)])
+        with torch.no_grad():
+            _update(state, [4.0 * flat], torch.tensor([4.0 * loss, 4.0]), control(0.1, number), optim)
+
+    step(1, 9.0)  # nothing is usual yet
+    for number in range(2, 60):
+        step(number, 2.0)
+    assert float(state.usual) == pytest.approx(2.0, abs=0.05)
+    before = contents(state)
+    for number in (60, 61):
+        step(number, 5.2)
+        assert_same(contents(state), before)
+        assert float(state.streak) == number - 59
+    assert dict(zip(WINDOW, state.window.tolist(), strict=True))["first_skipped_step"] == 60
+    step(62, 4.8)  # a jump, but no explosion
+    assert float(state.streak) == 0 and not torch.equal(contents(state)["first.0"], before["first.0"])
+    step(63, 50.0, replace(optim, max_loss_rise=None))
+    assert float(state.streak) == 0
+
+
+def test_the_report_outlives_the_next_step() -> None:
+    net = Net()
+    state = TrainState(net, CPU, OPTIM)
+    update(state, gradients(net, 1), control(0.1, 1, keep=0.0), OPTIM, tokens=3.0)
+    report, window = state.report, state.window.tolist()
+    update(state, gradients(net, 2), control(0.1, 2, keep=0.0), OPTIM, tokens=5.0)
+    assert report.tolist() == [*window, 2.0, 0.0] and state.window.tolist() != window
+
+
+def test_no_token_with_loss_at_all() -> None:
+    net = Net()
+    state = TrainState(net, CPU, OPTIM)
+    optim = replace(OPTIM, weight_decay=0.0)
+    before = {name: value.detach().clone() for name, value in net.named_parameters()}
+    with torch.no_grad():
+        _update(state, [torch.zeros(state.groups[0].shape)], torch.zeros(2), control(0.1, 1), optim)
+    assert_same(dict(net.named_parameters()), before)
+
+
+def test_a_window_sums_until_it_begins_anew() -> None:
+    net = Net()
+    state = TrainState(net, CPU, OPTIM)
+    norms = []
+    for step, keep in ((1, 0.0), (2, 1.0), (3, 1.0)):
+        parts = gradients(net, step)
+        norms.append(float(torch.cat([p.reshape(-1) for p in parts]).norm()))
+        update(state, parts, control(0.1, step, keep), OPTIM, tokens=float(step))
+    assert state.window.tolist() == pytest.approx([12.0, 6.0, sum(norms), 0.0, 0.0])  # a loss of 2 for each token
+    update(state, [torch.full_like(part, math.nan) for part in parts], control(0.1, 4), OPTIM)
+    assert state.window.tolist()[3:] == [1.0, 4.0]
+    update(state, parts, control(0.1, 5, keep=0.0), OPTIM, tokens=7.0)
+    assert state.window.tolist() == pytest.approx([14.0, 7.0, norms[-1], 0.0, 0.0])
+
+
+# ------------------------------------------------------------------------------- with a model, and rows dealt to ranks
+
+
+class Together:
+    """An all-reduce between threads, summed in the order of the ranks as a real one's result is the same on all."""
+
+    def __init__(self, replicas: int) -> None:
+        self.barrier = threading.Barrier(replicas, timeout=60)
+        self.given: list[list[torch.Tensor]] = [[] for _ in range(replicas)]
+
+
+class ThreadRuntime(CpuRuntime):
+    def __init__(self, rank: int, together: Together) -> None:
+        super().__init__(rank, len(together.given), CPU)
+        self.together = together
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.together.given[self.rank] = [tensor.clone() for tensor in tensors]
+        self.together.barrier.wait()
+        for number, tensor in enumerate(tensors):
+            tensor.copy_(sum(given[number] for given in self.together.given))
+        self.together.barrier.wait()
+
+
+def train_split(replicas: int, steps: int = 3, optim: OptimConfig = OPTIM) -> list[dict[str, torch.Tensor]]:
+    """Every update takes 8 rows, one a pass, on so many replicas; what each replica ends with."""
+    together = Together(replicas)
+    built = [tiny() for _ in range(replicas)]
+    states = [TrainState(model, CPU, AVERAGED) for model in built]
+    failed: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            for step in range(1, steps + 1):
+                mine, runtime = dealt(rank, replicas, step), ThreadRuntime(rank, together)
+                train_step(built[rank], states[rank], mine, control(1e-2, step, float(step > 1)), optim, runtime)
+        except BaseException as error:
+            failed.append(error)
+            together.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    return [{**contents(state), "window": state.window} for state in states]
+
+
+def test_the_update_is_the_same_for_any_split() -> None:
+    optim = replace(OPTIM, ema_decay=0.9)
+    one = train_split(1, optim=optim)[0]
+    start = contents(TrainState(tiny(), CPU, AVERAGED))
+    assert any((one[name] - start[name]).abs().max() > 1e-2 for name in start if "lora" in name)
+    for replicas in (2, 4, 8):
+        ended = train_split(replicas, optim=optim)
+        for name, value in one.items():
+            torch.testing.assert_close(ended[0][name], value, rtol=1e-5, atol=1e-5, msg=f"{replicas} {name}")
+        for other in ended[1:]:
+            assert_same(other, ended[0])
+
+
+def test_accumulated_passes_are_one_large_batch() -> None:
+    whole, parts = tiny(), tiny()
+    batch = rows()
+    a, b = TrainState(whole, CPU, OPTIM), TrainState(parts, CPU, OPTIM)
+    train_step(whole, a, [batch], control(1e-2, 1, 0.0), OPTIM, ALONE)
+    halves = [{name: value[i : i + 4] for name, value in batch.items()} for i in (0, 4)]
+    train_step(parts, b, halves, control(1e-2, 1, 0.0), OPTIM, ALONE)
+    for name, value in contents(a).items():
+        torch.testing.assert_close(contents(b)[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_the_step_is_the_gradient_of_the_mean_over_all_loss_tokens() -> None:
+    """Against autograd through transformers' own loss; means of means would weigh the rows otherwise."""
+    model, other = tiny(), tiny()
+    batch = rows()
+    state = TrainState(model, CPU, OPTIM)
+    passes = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(8)]
+    optim = replace(OPTIM, beta1=0.0, max_grad_norm=0.0)
+    train_step(model, state, passes, control(1e-2, 1, 0.0), optim, ALONE)  # `first` is then the gradient
+    reference: Any = other
+    loss = reference(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+    loss.backward()
+    expected = torch.cat(
+        [p.grad.reshape(-1) for p in models.trainable_parameters(other).values() if p.grad is not None]
+    )
+    torch.testing.assert_close(state.moments["first.0"], expected, rtol=1e-4, atol=1e-6)
+    assert float(state.window[0] / state.window[1]) == pytest.approx(loss.item(), rel=1e-5)
+    # Rows of one loss token and of fifteen: the mean of the rows' means is another number.
+    means = [float(torch.div(*token_loss(other, part, optim, smooth=False))) for part in passes]
+    assert abs(sum(means) / 8 - loss.item()) > 1e-3
+
+
+def test_no_gradient_is_left_for_the_next_step() -> None:
+    model = tiny()
+    state = TrainState(model, CPU, OPTIM)
+    train_step(model, state, [rows(2)], control(1e-2, 1, 0.0), OPTIM, ALONE)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_parameter_without_a_gradient_is_left_as_it_is() -> None:
+    model = tiny()
+    model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    state = TrainState(model, CPU, OPTIM)
+    train_step(model, state, [rows(2)], control(1e-2, 1, 0.0), OPTIM, ALONE)
+    assert torch.equal(state.parameters["unused"], torch.ones(3))
+
+
+def test_trained_in_less_than_fp32_is_refused() -> None:
+    with pytest.raises(AssertionError, match="other than fp32"):
+        TrainState(torch.nn.Linear(2, 2).to(torch.bfloat16), CPU, OPTIM)
+
+
+def test_evaluation_sums_losses_and_smooths_no_label() -> None:
+    model = tiny().eval()
+    optim = replace(OPTIM, label_smoothing=0.3)
+    sums = torch.zeros(2)
+    for seed in (1, 2):
+        eval_step(model, rows(4, seed=seed), sums, optim, ALONE)
+    expected = [torch.stack(token_loss(model, rows(4, seed=seed), OPTIM, smooth=False)) for seed in (1, 2)]
+    torch.testing.assert_close(sums, torch.stack(expected).sum(0).detach())
+    smoothed = token_loss(model, rows(4, seed=1), optim, smooth=True)[0]
+    assert float(smoothed) > float(expected[0][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device_type", "replicas"), [("cpu", 8), ("cpu", 4), ("xla-cpu", 8), ("xla-cpu", 2)])
+def test_the_update_is_the_same_on_real_replicas(device_type: Any, replicas: int) -> None:
+    one = launch(split, TrainConfig(launch=LaunchConfig(device_type="cpu", num_replicas=1)))
+    many = launch(split, TrainConfig(launch=LaunchConfig(device_type=device_type, num_replicas=replicas)))
+    assert one.keys() == many.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(torch.tensor(many[name]), torch.tensor(value), rtol=1e-5, atol=1e-5, msg=name)

@@ -1,0 +1,206 @@
+"""The compiler's texts: loops, collectives, what is in memory at the peak, and out-of-memory messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from tpu_kit.xla.hlo import Module, padded_bytes
+from tpu_kit.xla.hlo_memory import at_peak, parse_out_of_memory, where
+
+# As the TPU compiler prints it: a 64-bit counter is two 32-bit ones, and a loop within a loop.
+LOOPS = """HloModule step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
+
+%inner_body (inner.p: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %inner.p = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %inner.i = s32[]{:T(128)} get-tuple-element(%inner.p), index=0
+  %two = s32[]{:T(128)} constant(2)
+  %inner.next = s32[]{:T(128)} add(%inner.i, %two)
+  %inner.x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%inner.p), index=1
+  %inner.y = f32[8,128]{1,0:T(8,128)} negate(%inner.x)
+  %big = f32[64,128]{1,0:T(8,128)} broadcast(%inner.y), dimensions={0,1}, metadata={op_name="model.2/mlp.11/aten__mm" source_file="/x/site-packages/transformers/models/llama/modeling_llama.py" source_line=66}
+  %inner.z = f32[8,128]{1,0:T(8,128)} slice(%big), slice={[0:8], [0:128]}
+  ROOT %inner.t = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%inner.next, %inner.z)
+}
+
+%inner_condition (inner.c: (s32[], f32[8,128])) -> pred[] {
+  %inner.c = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %inner.ci = s32[]{:T(128)} get-tuple-element(%inner.c), index=0
+  %six = s32[]{:T(128)} constant(6)
+  ROOT %inner.less = pred[]{:T(512)} compare(%inner.ci, %six), direction=LT
+}
+
+%body (p: (u32[], u32[], f32[8,128])) -> (u32[], u32[], f32[8,128]) {
+  %p = (u32[]{:T(128)}, u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %one = u32[]{:T(128)} constant(1)
+  %low = u32[]{:T(128)} get-tuple-element(%p), index=0
+  %high = u32[]{:T(128)} get-tuple-element(%p), index=1
+  %next = u32[]{:T(128)} add(%low, %one)
+  %carry = pred[]{:T(512)} compare(%next, %low), direction=LT
+  %more = u32[]{:T(128)} add(%high, %one)
+  %up = u32[]{:T(128)} select(%carry, %more, %high)
+  %x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%p), index=2
+  %zero = s32[]{:T(128)} constant(0)
+  %start = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%zero, %x)
+  %inner = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) while(%start), condition=%inner_condition, body=%inner_body
+  %y = f32[8,128]{1,0:T(8,128)} get-tuple-element(%inner), index=1
+  %sum = f32[8,128]{1,0:T(8,128)} all-reduce(%y), replica_groups={}, to_apply=%adding
+  ROOT %t = (u32[]{:T(128)}, u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%next, %up, %sum)
+}
+
+%condition (c: (u32[], u32[], f32[8,128])) -> pred[] {
+  %c = (u32[]{:T(128)}, u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %c.low = u32[]{:T(128)} get-tuple-element(%c), index=0
+  %c.high = u32[]{:T(128)} get-tuple-element(%c), index=1
+  %none = u32[]{:T(128)} constant(0)
+  %five = u32[]{:T(128)} constant(5)
+  %flat = pred[]{:T(512)} compare(%c.high, %none), direction=EQ
+  %less = pred[]{:T(512)} compare(%c.low, %five), direction=LT
+  ROOT %both = pred[]{:T(512)} and(%flat, %less)
+}
+
+%adding (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[]{:T(128)} parameter(0)
+  %b = f32[]{:T(128)} parameter(1)
+  ROOT %ab = f32[]{:T(128)} add(%a, %b)
+}
+
+ENTRY %main (w: f32[8,128], v: f32[16,128]) -> (f32[8,128], f32[16,128]) {
+  %w = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %v = f32[16,128]{1,0:T(8,128)} parameter(1)
+  %nil = u32[]{:T(128)} constant(0)
+  %nil.copy = u32[]{:T(128)} copy(%nil)
+  %w.copy = f32[8,128]{1,0:T(8,128)} copy(%w)
+  %begin = (u32[]{:T(128)}, u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%nil.copy, %nil, %w.copy)
+  %loop = (u32[]{:T(128)}, u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) while(%begin), condition=%condition, body=%body
+  %end = f32[8,128]{1,0:T(8,128)} get-tuple-element(%loop), index=2
+  %new = f32[16,128]{1,0:T(8,128)} negate(%v), metadata={op_name="aten__neg" source_file="/home/me/tpu_kit/training/step.py" source_line=7}
+  ROOT %result = (f32[8,128]{1,0:T(8,128)}, f32[16,128]{1,0:T(8,128)}) tuple(%end, %new)
+}
+"""  # noqa: E501
+
+
+def test_loops_are_followed_and_collectives_counted_at_every_turn() -> None:
+    module = Module(LOOPS)
+    assert module.entry == "main" and len(module.computations) == 6
+    assert module.trips() == {"loop": 5, "inner": 3}
+    assert module.weights()["inner_body"] == 15
+    assert module.collectives() == [{"kind": "all-reduce", "count": 5, "bytes": 5 * 8 * 128 * 4}]
+
+
+def test_a_loop_without_a_known_end_counts_once() -> None:
+    module = Module(LOOPS.replace("%nil.copy = u32[]{:T(128)} copy(%nil)", "%nil.copy = u32[]{:T(128)} rng(%nil)"))
+    assert module.trips() == {"loop": None, "inner": 3}
+    assert module.weights()["inner_body"] == 3
+
+
+def test_a_part_is_a_whole_module_of_what_it_calls() -> None:
+    part = Module(Module(LOOPS).part("body"))
+    assert part.entry == "body"
+    assert set(part.computations) == {"body", "inner_body", "inner_condition", "adding"}
+
+
+def test_what_is_in_memory_at_the_peak() -> None:
+    total, buffers = at_peak(Module(LOOPS), ["layers.0.weight", "batch.input_ids"])
+    # In the inner loop: its two results beside the copy that is carried; that copy ends as the donated argument.
+    assert total == (64 + 8) * 128 * 4 + 512  # and the counter
+    assert [(one["kind"], one["name"], one["bytes"]) for one in buffers[:4]] == [
+        ("temporary", "big", 64 * 128 * 4),
+        ("argument", "batch.input_ids", 16 * 128 * 4),
+        ("temporary", "inner.y", 8 * 128 * 4),
+        ("argument", "layers.0.weight", 8 * 128 * 4),
+    ]
+    assert buffers[0]["operation"] == "model/mlp/aten__mm" and buffers[0]["shape"] == "f32[64,128]"
+    assert buffers[0]["source"] == "transformers/models/llama/modeling_llama.py:66"
+    in_loop = where('op_name="a/xla__scan/call.944/aten__mm/jit(f)/g" source_file="/x/loss.py" source_line=4')
+    assert in_loop == {"operation": "a/xla__scan/call/aten__mm", "source": ""}
+    assert (
+        where('op_name="a" source_file="/home/me/tpu_kit/training/step.py" source_line=7')["source"]
+        == "tpu_kit/training/step.py:7"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("bf16[4,100]{1,0:T(8,128)(2,1)}", 8 * 128 * 2),
+        ("f32[256,16]{0,1:T(8,128)}", 256 * 16 * 4),  # the first dimension is the minor-most
+        ("f32[256,16]{1,0:T(8,128)}", 256 * 128 * 4),
+        ("f32[]{:T(128)}", 512),
+        ("s64[4,256]{1,0:T(4,128)}", 4 * 256 * 8),
+        ("pred[300]{0:T(512)(128)(4,1)}", 512),
+        ("bf16[2,3,5,64]{3,2,1,0:T(8,128)(2,1)}", 2 * 3 * 8 * 128 * 2),
+        ("bf16[2048,256]{1,0:T(8,128)(2,1)S(1)}", 0),  # on-chip memory
+        ("bf16[2,3]", 12),
+        ("token[]", 0),
+    ],
+)
+def test_bytes_with_the_padding_of_tiles(shape: str, size: int) -> None:
+    assert padded_bytes(shape) == size
+
+
+# What libtpu 0.0.21 wrote, shortened to three allocations.
+OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 28.62G of 15.75G hbm. Exceeded hbm capacity by 12.87G.
+
+Total hbm usage >= 28.87G:
+    reserved        258.00M 
+    program           9.54G 
+    arguments        19.08G 
+
+Output size 1.50M; shares 1.50M with arguments.
+
+Program hbm requirement 9.54G:
+    HLO temp          9.54G (100.0% utilization: Unpadded (9.54G) Padded (9.54G), 0.0% fragmentation (0B))
+
+  Largest program allocations in hbm:
+
+  1. Size: 9.54G
+     Operator: op_name="loss.4/aten__mm" source_file="/x/tpu_kit/training/loss.py" source_line=107 source_end_line=107
+     Shape: bf16[128,40000000]{1,0:T(8,128)(2,1)}
+     Unpadded size: 9.54G
+     XLA label: fusion.590.remat = fusion(Arg_26.129, bitcast.12), kind=kOutput, calls=fused_computation.31.clone
+     Allocation type: HLO temp
+     ==========================
+
+  2. Size: 64.0K
+     Operator: op_name="model.1/layers-0.3/self_attn.2/xla__cast" source_file="/x/site-packages/transformers/models/llama/modeling_llama.py" source_line=147
+     Shape: f32[128,64]{1,0:T(8,128)}
+     Unpadded size: 32.0K
+     Extra memory due to padding: 32.0K (2.0x expansion)
+     XLA label: fusion.283 = fusion(Arg_3.1), kind=kLoop, calls=fused_computation.1
+     Allocation type: HLO temp
+     ==========================
+
+  3. Size: 64.0K
+     Shape: pred[1,4,128,64]{3,2,1,0:T(32,128)(4,1)}
+     Unpadded size: 32.0K
+     XLA label: constant literal
+     Allocation type: global
+     ==========================
+"""  # noqa: E501
+
+
+def test_an_out_of_memory_text() -> None:
+    found = parse_out_of_memory(OUT_OF_MEMORY)
+    assert found is not None
+    assert (found["used_bytes"], found["limit_bytes"]) == (round(28.62 * 2**30), round(15.75 * 2**30))
+    assert found["reserved_bytes"] == 258 * 2**20 and found["argument_bytes"] == round(19.08 * 2**30)
+    first, second, third = found["largest_buffers"]
+    assert first == {
+        "bytes": round(9.54 * 2**30), "shape": "bf16[128,40000000]", "kind": "temporary", "name": "fusion.590.remat",
+        "operation": "loss/aten__mm", "source": "tpu_kit/training/loss.py:107",
+    }  # fmt: skip
+    assert second["source"] == "transformers/models/llama/modeling_llama.py:147"
+    assert second["operation"] == "model/layers-0/self_attn/xla__cast"
+    assert third["operation"] == "" and third["bytes"] == 2**16
+
+
+def test_other_out_of_memory_texts() -> None:
+    short = OUT_OF_MEMORY.replace("program           9.54G", "program      unknown size").replace("19.08G", "0B")
+    found = parse_out_of_memory(short)
+    assert found is not None and found["program_bytes"] is None and found["argument_bytes"] == 0
+    one = "RESOURCE_EXHAUSTED: Allocation (size=52428800000) would exceed memory (size=17179869184) :: #allocation299"
+    found = parse_out_of_memory(one)
+    assert found is not None and found["used_bytes"] == 52428800000 and found["largest_buffers"] == []
+    assert parse_out_of_memory("INTERNAL: Mosaic failed to compile TPU kernel") is None
+    vmem = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20M of 16M vmem."
+    assert parse_out_of_memory(vmem) is None, "a kernel's fault, which no smaller batch mends"

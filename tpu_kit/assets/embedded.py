@@ -1,0 +1,277 @@
+"""The embedded default: a tiny pre-trained model and chain-of-thought word problems for it, with no download.
+
+`model.name=embedded data.source=embedded` runs the whole pipeline anywhere. The model, which `assets/make_embedded.py`
+made, knows number facts, the vocabulary and one-step sums, and answers longer problems at once, mostly wrongly. What
+fine-tuning on `cot_rows` teaches is to write the steps down first, and `is_correct` measures how far that got.
+
+Problems are made by code from a seed. Every question belongs to one split by a hash of its text, so no question of the
+held-out split can occur in the train split, whatever the seeds and the numbers of rows.
+"""
+
+import hashlib
+import itertools
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+ASSETS = Path(__file__).parent / "embedded"
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+LIMIT = 60  # no number in a problem, nor in its steps, is larger: the tiny model knows its facts up to here
+NAMES = (
+    "Tom", "Mia", "Ben", "Ana", "Leo", "Eva", "Sam", "Zoe", "Max", "Ida", "Kim", "Roy",
+    "Amy", "Dan", "Lea", "Ian", "Joy", "Ned", "Uma", "Ray",
+)  # fmt: skip
+ITEMS = (
+    "apples", "books", "cards", "coins", "cups", "eggs", "keys", "pens", "shells", "stones",
+    "stamps", "toys", "nuts", "balls", "rings", "caps",
+)  # fmt: skip
+SINGLES = ("hat", "bell", "lamp", "kite")
+HOLDERS = ("boxes", "bags", "jars", "rows", "packs", "trays")
+GAINS = ("buys", "finds", "wins", "gets", "makes")
+LOSSES = ("sells", "loses", "breaks", "uses", "gives away")
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
+ACTIVITIES = (("reads", "pages"), ("runs", "laps"), ("paints", "tiles"), ("writes", "lines"), ("bakes", "cakes"))
+TIMES = {2: "twice", 3: "three times"}
+
+_HELD_OUT_SHARE = 5  # one question in five belongs to the held-out split
+_MAX_ATTEMPTS = 200  # draws per row before giving up on finding a question that is new
+_ANSWER_END = re.compile(r"<\|(?:end|pad)\|>")
+
+
+class _OutOfRange(Exception):
+    """A draw whose steps leave 1..LIMIT; the caller draws again."""
+
+
+def _step(a: int, sign: str, b: int) -> tuple[str, int]:
+    """Return one written step, such as `("12 + 7 = 19", 19)`.
+
+    Raises:
+        _OutOfRange: the result is not a whole number of 1..LIMIT.
+    """
+    if sign == "/":
+        if a % b:
+            raise _OutOfRange
+        result = a // b
+    else:
+        result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    if not 1 <= result <= LIMIT:
+        raise _OutOfRange
+    return f"{a} {sign} {b} = {result}", result
+
+
+Problem = tuple[str, list[str], int]
+
+
+def _ledger(rng: random.Random) -> Problem:
+    """Something is gained and lost, two or three times."""
+    name, item = rng.choice(NAMES), rng.choice(ITEMS)
+    start = total = rng.randint(3, 30)
+    events, lines = [], []
+    verbs = rng.sample(GAINS + LOSSES, rng.choice((2, 3, 3)))
+    for verb in verbs:
+        amount = rng.randint(2, 20)
+        written, total = _step(total, "+" if verb in GAINS else "-", amount)
+        events.append(f"{verb} {amount}")
+        lines.append(f"{name} {verb} {amount} so {written}.")
+    story = f"{', '.join(events[:-1])} and then {events[-1]}"
+    return f"{name} has {start} {item}. {name} {story}. How many {item} does {name} have now?", lines, total
+
+
+def _groups(rng: random.Random) -> Problem:
+    """Equal groups, some more, some lost."""
+    name, item, holder = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(HOLDERS)
+    groups, each, more, lost = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 20), rng.randint(2, 20)
+    verb = rng.choice(LOSSES)
+    product, total = _step(groups, "*", each)
+    lines = [f"{groups} {holder} of {each} so {product}."]
+    text = f"{name} has {groups} {holder} of {each} {item}"
+    if rng.random() < 0.5:
+        written, total = _step(total, "+", more)
+        text += f" and {more} more {item}"
+        lines.append(f"{more} more so {written}.")
+    written, total = _step(total, "-", lost)
+    lines.append(f"{name} {verb} {lost} so {written}.")
+    return f"{text}. {name} {verb} {lost}. How many {item} are left?", lines, total
+
+
+def _compare(rng: random.Random) -> Problem:
+    """Two or three people hold amounts told by comparison; how many do they have together?"""
+    people, item = rng.sample(NAMES, rng.choice((2, 3, 3))), rng.choice(ITEMS)
+    amounts = [rng.randint(2, 20)]
+    text, lines = [f"{people[0]} has {amounts[0]} {item}."], []
+    for before, name in itertools.pairwise(people):
+        kind = rng.choice(("more", "fewer", "times"))
+        if kind == "times":
+            factor = rng.choice(tuple(TIMES))
+            written, amount = _step(factor, "*", amounts[-1])
+            told = f"{TIMES[factor]} as many {item} as {before}"
+        else:
+            difference = rng.randint(2, 12)
+            written, amount = _step(amounts[-1], "+" if kind == "more" else "-", difference)
+            told = f"{difference} {kind} {item} than {before}"
+        text.append(f"{name} has {told}.")
+        lines.append(f"{name} has {written}.")
+        amounts.append(amount)
+    total = amounts[0]
+    for amount in amounts[1:]:
+        written, total = _step(total, "+", amount)
+        lines.append(f"Together {written}.")
+    return f"{' '.join(text)} How many {item} do they have together?", lines, total
+
+
+def _money(rng: random.Random) -> Problem:
+    """Some of one thing and one of another are bought; what is given back?"""
+    name, many, single = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(SINGLES)
+    count, price, other = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 20)
+    product, cost = _step(count, "*", price)
+    lines = [f"{count} {many} for {price} so {product}."]
+    written, cost = _step(cost, "+", other)
+    lines.append(f"A {single} for {other} so {written}.")
+    paid = cost + rng.randint(1, 20)
+    written, change = _step(paid, "-", cost)
+    if paid > LIMIT:
+        raise _OutOfRange
+    lines.append(f"{name} pays {paid} so {written}.")
+    question = (
+        f"{name} buys {count} {many} for {price} dollars each and a {single} for {other} dollars. "
+        f"{name} pays {paid} dollars. How many dollars does {name} get back?"
+    )
+    return question, lines, change
+
+
+def _share(rng: random.Random) -> Problem:
+    """Two people put what they have together and share it out equally."""
+    (first, second), item, holder = rng.sample(NAMES, 2), rng.choice(ITEMS), rng.choice(HOLDERS)
+    holders, each = rng.randint(2, 9), rng.randint(2, 15)
+    a = rng.randint(2, max(2, holders * each - 2))
+    b = holders * each - a
+    if b < 1:
+        raise _OutOfRange
+    added, total = _step(a, "+", b)
+    divided, result = _step(total, "/", holders)
+    question = (
+        f"{first} has {a} {item} and {second} has {b} {item}. They put all the {item} into {holders} {holder} equally. "
+        f"How many {item} are in each of the {holder}?"
+    )
+    return question, [f"Together {added}.", f"{holders} {holder} so {divided}."], result
+
+
+def _days(rng: random.Random) -> Problem:
+    """An amount on each of two or three days, told by comparison with the day before; how many in all?"""
+    name, (verb, item), start = rng.choice(NAMES), rng.choice(ACTIVITIES), rng.randint(0, 2)
+    days = DAYS[start : start + rng.choice((2, 3, 3))]
+    amounts = [rng.randint(2, 20)]
+    text, lines = [f"{name} {verb} {amounts[0]} {item} on {days[0]}"], []
+    for day in days[1:]:
+        kind = rng.choice(("more", "fewer"))
+        difference = rng.randint(2, 12)
+        written, amount = _step(amounts[-1], "+" if kind == "more" else "-", difference)
+        text.append(f"{difference} {kind} on {day}")
+        lines.append(f"On {day} {written}.")
+        amounts.append(amount)
+    total = amounts[0]
+    for amount in amounts[1:]:
+        written, total = _step(total, "+", amount)
+        lines.append(f"Together {written}.")
+    story = f"{', '.join(text[:-1])} and {text[-1]}"
+    return f"{story}. How many {item} is that in all?", lines, total
+
+
+FAMILIES: dict[str, Callable[[random.Random], Problem]] = {
+    "ledger": _ledger,
+    "groups": _groups,
+    "compare": _compare,
+    "money": _money,
+    "share": _share,
+    "days": _days,
+}
+
+
+def split_of(question: str) -> str:
+    """Return the one split, "train" or "eval", that a question's text belongs to."""
+    return "train" if hashlib.sha256(question.encode()).digest()[0] % _HELD_OUT_SHARE else "eval"
+
+
+def cot_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
+    """Make `n` word problems of two to four steps, each with its rationale and its answer.
+
+    The same arguments give the same rows on every machine; no question occurs twice in one call, and none of one split
+    occurs in the other. The families of problems take turns.
+
+    Args:
+        split: "train" or "eval" (held out: the pre-training corpus has none of these questions either).
+        n: number of rows.
+        seed: another seed gives other rows of the same split.
+
+    Returns:
+        Rows `dict(question, reasoning, answer)`; `reasoning` has one step a line, `answer` is a whole number of 1..60.
+
+    Raises:
+        ValueError: an unknown split, a negative `n`, or more rows than there are problems to be drawn.
+    """
+    if split not in ("train", "eval"):
+        raise ValueError(f'split must be "train" or "eval", got {split!r}')
+    if n < 0:
+        raise ValueError(f"n must be 0 or more, got {n}")
+    rng = random.Random(f"tpu_kit {split} {seed}")
+    makers = list(FAMILIES.values())
+    rows: list[dict[str, str]] = []
+    seen: set[str] = set()
+    while len(rows) < n:
+        maker = makers[len(rows) % len(makers)]
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                question, lines, answer = maker(rng)
+            except _OutOfRange:
+                continue
+            if split_of(question) == split and question not in seen:
+                break
+        else:
+            raise ValueError(f"found no new problem after {len(rows)} rows; ask for fewer than n={n}")
+        seen.add(question)
+        rows.append({"question": question, "reasoning": "\n".join(lines), "answer": str(answer)})
+    return rows
+
+
+def is_correct(row: dict[str, str], text: str, think_open: str = "<think>", think_close: str = "</think>") -> bool:
+    """Say whether a model's reply ends in the row's answer.
+
+    The rule: what counts is the text after the last `think_close`, or all of it when there is no thinking at all, up to
+    the first end-of-turn or padding token. Without surrounding white space and one closing full stop it must equal
+    `row["answer"]` exactly. A reply still thinking when it ended (opened, never closed) is wrong. The rationale itself
+    is not judged.
+
+    Args:
+        row: a row of `cot_rows`, or any dict with an "answer".
+        text: what the model wrote after the prompt, decoded with or without special tokens.
+        think_open: the tag that opens the rationale.
+        think_close: the tag that closes it.
+    """
+    text = _ANSWER_END.split(text, maxsplit=1)[0]
+    _, closed, answer = text.rpartition(think_close)
+    if think_open in answer or (not closed and think_open in text):
+        return False
+    return answer.strip().removesuffix(".").rstrip() == row["answer"].strip()
+
+
+def model_dir() -> Path:
+    """Return the folder of the embedded model: weights, config, tokenizer and chat template.
+
+    Raises:
+        ValueError: a file is missing, so the package was installed without its data.
+    """
+    missing = [name for name in FILES if not (ASSETS / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"the embedded model lacks {', '.join(missing)}: tpu_kit was installed without its data files. "
+            "Install it again, or make the model with python -m tpu_kit.assets.make_embedded"
+        )
+    return ASSETS

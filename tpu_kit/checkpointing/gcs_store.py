@@ -1,0 +1,297 @@
+"""Checkpoints in an object store, where a rename is not atomic: a marker object is created last.
+
+<output_dir>/checkpoints/
+  step-00000400/
+    3f9a1c07b2de/            the files of one attempt to save it, under a name that no other has
+      adapter_model.safetensors, state.json, ...
+    manifest.0.json          the marker: see manifest.py; names that folder; created only where there is none
+    manifest.1.json          the same step, saved again: the larger number counts, and the other one goes
+    manifest.0.json.corrupt  set aside by `CheckpointManager.newest`
+  writer-00000000.json       see tpu_kit.checkpointing.lease
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import shutil
+import sys
+import tempfile
+import uuid
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from tpu_kit.checkpointing.lease import Lease
+from tpu_kit.checkpointing.manifest import (
+    CORRUPT,
+    Checkpoint,
+    DamagedError,
+    Rejected,
+    Tensors,
+    check_size,
+    digest,
+    error_number,
+    fields_of,
+    seal,
+    unseal,
+)
+from tpu_kit.storage.object_store import ObjectFolder
+
+_MARKER = re.compile(r"(step-\d{8,})/manifest\.(\d+)\.json")
+_FILE = re.compile(r"(step-\d{8,}/[0-9a-f]{12})/[^/]+")
+
+
+@dataclass(frozen=True)
+class RemoteCheckpoint(Checkpoint):
+    """One in an object store; its files are downloaded when they are asked for, and checked.
+
+    Attributes:
+        objects: the folder of the run's checkpoints.
+        prefix: what its files' names begin with.
+        marker: the name of its manifest.
+    """
+
+    objects: ObjectFolder
+    prefix: str
+    marker: str
+
+    @property
+    def handle(self) -> str:
+        """The URL of its marker."""
+        return self.objects.place(self.marker)
+
+    def folder(self) -> Path:
+        """A temporary folder with all its files, checked; it lives as long as this object."""
+        self.verify()
+        return self._cache
+
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Raises DamagedError at the first file that is missing, short or long in a listing (name to bytes)."""
+        for name, (size, _) in self.files.items():
+            place = self.objects.place(f"{self.prefix}/{name}")
+            if f"{self.prefix}/{name}" not in sizes:
+                raise DamagedError(f"{place} is missing")
+            check_size(place, sizes[f"{self.prefix}/{name}"], size)
+
+    def names(self) -> list[str]:
+        """Its objects in the order to delete them: without its marker a checkpoint no longer counts."""
+        return [self.marker, *(f"{self.prefix}/{name}" for name in self.files)]
+
+    @cached_property
+    def _cache(self) -> Path:
+        path = Path(tempfile.mkdtemp(prefix="tpu_kit-checkpoint-"))
+        weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+        return path
+
+    def _checked(self, name: str) -> Path:
+        self._check_name(name)
+        size, sha256 = self.files[name]
+        path, place = self._cache / name, self.objects.place(f"{self.prefix}/{name}")
+        # Twice, because a connection that breaks may leave a short file, and that is no damage.
+        for attempt in range(2):
+            try:
+                if not path.exists():
+                    self.objects.get(f"{self.prefix}/{name}", path)
+            except FileNotFoundError as error:
+                raise DamagedError(f"{place} is missing") from error
+            if digest(path) == sha256:
+                return path
+            found = path.stat().st_size
+            path.unlink()
+            if attempt:
+                check_size(place, found, size)
+        raise DamagedError(f"{place} is not what was written: its SHA-256 is another")
+
+
+class BucketStore:
+    """The checkpoints of a run in an object store, for the one process that writes them.
+
+    Args:
+        url: gs://bucket/.../checkpoints.
+
+    Raises:
+        ValueError: another process writes there, or the URL is not usable.
+        OSError: the object store cannot be written to; the text says what to do.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.objects = ObjectFolder(url)
+        self.known: list[Checkpoint] = []  # of the last look, for when the next one fails
+        self._lease = Lease(self.objects)
+        try:
+            self._clean()
+        except BaseException:
+            self._lease.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the place free for another process."""
+        self._lease.close()
+
+    def scan(self) -> tuple[list[Checkpoint], list[Rejected]]:
+        """See `tpu_kit.checkpointing.manager.scan`."""
+        self.known, rejected = scan_bucket(self.objects.url)
+        return self.known, rejected
+
+    def free(self) -> int | None:
+        """Bytes that can be written: an object store has no end."""
+        return None
+
+    def write(self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str]) -> None:
+        """Uploads the files, then creates the marker.
+
+        Raises:
+            ValueError: another process has saved this step, or taken the folder, in the meantime; it is named.
+            OSError: the object store, or the temporary folder of this machine, does not take them.
+        """
+        step = f"step-{about['step']:08d}"
+        older = sorted(
+            int(match[2]) for name in self.objects.list() if (match := _MARKER.match(name)) and match[1] == step
+        )
+        prefix, marker = f"{step}/{uuid.uuid4().hex[:12]}", f"{step}/manifest.{older[-1] + 1 if older else 0}.json"
+        files = {**self._put_tensors(prefix, tensors), **self._put_texts(prefix, texts)}
+        manifest = seal({**about, "folder": prefix.rpartition("/")[2], "files": files}).encode()
+        try:
+            self._lease.check()
+            self.objects.create(marker, manifest)
+        except (FileExistsError, ValueError) as error:
+            with contextlib.suppress(OSError):  # otherwise the next run's `_clean` does it
+                self.objects.remove([f"{prefix}/{name}" for name in files])
+            if isinstance(error, ValueError):
+                raise
+            writer = unseal(self.objects.read(marker), marker, marker).get("writer", "another process")
+            raise ValueError(
+                f"{self.objects.url} is being written to by {writer}: it has just saved step {about['step']}, too; end "
+                "one of the two, or set another output_dir"
+            ) from error
+        for number in older:
+            self._discard_replaced(f"{step}/manifest.{number}.json")
+
+    def _put_tensors(self, prefix: str, tensors: Tensors) -> dict[str, dict[str, Any]]:
+        files = {}
+        with tempfile.TemporaryDirectory(prefix="tpu_kit-upload-") as staging:
+            for name, group in tensors.items():  # one after the other: the disk holds one at a time
+                path = Path(staging, f"{name}.safetensors")
+                whole = {key: value.contiguous() for key, value in group.items()}
+                try:
+                    save_file(whole, path, metadata={"format": "pt"})
+                    files[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+                except (OSError, SafetensorError) as error:
+                    text = f"{tempfile.gettempdir()} takes no file to upload ({error}): set TMPDIR to another folder"
+                    raise OSError(error_number(error), text) from error
+                self.objects.put(path, f"{prefix}/{path.name}")
+                path.unlink()
+        return files
+
+    def _put_texts(self, prefix: str, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        files = {}
+        for name, text in texts.items():
+            content = text.encode()
+            self.objects.write(f"{prefix}/{name}", content)
+            files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        return files
+
+    def discard(self, checkpoint: Checkpoint) -> None:
+        """Deletes a checkpoint, its marker first: killed in between, it leaves none that looks damaged."""
+        assert isinstance(checkpoint, RemoteCheckpoint)
+        self.objects.remove(checkpoint.names())
+
+    def set_aside(self, found: Rejected) -> str:
+        """Renames the marker of a checkpoint so that no scan finds it; returns its new name."""
+        marker = str(found.path).removeprefix(f"{self.objects.url}/")
+        aside = marker + CORRUPT
+        while aside in self.objects.list():
+            aside = f"{marker}.{uuid.uuid4().hex[:6]}{CORRUPT}"
+        self.objects.write(aside, self.objects.read(marker))
+        self.objects.remove([marker])
+        return aside
+
+    def restart(self) -> None:
+        """Moves all checkpoints to `<url>.previous`, and deletes what was there."""
+        names = [name for name in self.objects.list() if name.startswith("step-")]
+        if not names:
+            return
+        previous = ObjectFolder(f"{self.objects.url}.previous")
+        _remove_markers_first(previous, list(previous.list()))
+        for name in sorted(names, key=lambda name: bool(_MARKER.fullmatch(name))):
+            self.objects.copy(name, previous)
+        _remove_markers_first(self.objects, names)
+
+    def _discard_replaced(self, marker: str) -> None:
+        """Deletes a checkpoint that a later one of the same step has replaced; the later one is complete either way."""
+        try:
+            self.discard(_read(self.objects, marker, self.objects.read(marker)))
+        except (OSError, ValueError) as error:
+            print(f"warning: {self.objects.place(marker)} could not be deleted ({error})", file=sys.stderr, flush=True)
+
+    def _clean(self) -> None:
+        """Removes what killed writers have left behind: files without a marker, and what has been replaced."""
+        sizes = self.objects.list()
+        markers = [name for name in sizes if _MARKER.fullmatch(name)]
+        newest: dict[str, RemoteCheckpoint] = {}
+        unclear = set()
+        for marker, text in sorted(self.objects.read_all(markers).items(), key=lambda item: _number(item[0])):
+            step = marker.partition("/")[0]
+            try:
+                checkpoint = _read(self.objects, marker, text)
+                checkpoint.check_sizes(sizes)
+            except ValueError:
+                unclear.add(step)  # it is for `newest` to say
+                continue
+            if step in newest:
+                self.discard(newest[step])
+            newest[step] = checkpoint
+        kept = {checkpoint.prefix for checkpoint in newest.values()}
+        unclear |= {name.partition("/")[0] for name in sizes if name.endswith(CORRUPT)}
+        for name in sizes:
+            match = _FILE.fullmatch(name)
+            if match and match[1] not in kept and name.partition("/")[0] not in unclear:
+                self.objects.remove([name])
+
+
+def scan_bucket(url: str, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
+    """`tpu_kit.checkpointing.manager.scan` of an object store."""
+    objects = ObjectFolder(url)
+    sizes = objects.list()
+    found: dict[int, Checkpoint] = {}
+    rejected = []
+    texts = objects.read_all([name for name in sizes if _MARKER.fullmatch(name)])
+    for marker in sorted(texts, key=_number):
+        try:
+            checkpoint = _read(objects, marker, texts[marker])
+            checkpoint.check_sizes(sizes)
+            if verify:
+                checkpoint.verify()
+            found[checkpoint.step] = checkpoint
+        except DamagedError as error:
+            if marker in objects.list():  # otherwise the writer has just deleted it
+                rejected.append(Rejected(objects.place(marker), str(error)))
+    return [found[step] for step in sorted(found)], rejected
+
+
+def _read(objects: ObjectFolder, marker: str, text: bytes) -> RemoteCheckpoint:
+    """The checkpoint that a marker stands for, by its content alone."""
+    step = marker.partition("/")[0]
+    manifest = unseal(text, objects.place(marker), objects.place(step))
+    prefix = f"{step}/{manifest['folder']}"
+    return RemoteCheckpoint(
+        path=objects.place(prefix), objects=objects, prefix=prefix, marker=marker, **fields_of(manifest)
+    )
+
+
+def _number(marker: str) -> int:
+    match = _MARKER.fullmatch(marker)
+    assert match is not None, marker
+    return int(match[2])
+
+
+def _remove_markers_first(objects: ObjectFolder, names: list[str]) -> None:
+    objects.remove(sorted(names, key=lambda name: not _MARKER.fullmatch(name)))

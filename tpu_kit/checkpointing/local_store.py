@@ -1,0 +1,164 @@
+"""Checkpoints in a folder of this machine: each is written beside its place, then renamed.
+
+<output_dir>/checkpoints/
+  step-00000400/             a complete checkpoint; its name means nothing, its manifest.json all
+    adapter_model.safetensors, state.json, ...
+    manifest.json            see tpu_kit.checkpointing.manifest; written last
+  .step-00000412.part/       being written, or left by a process that was killed
+  .step-00000412.old/        for a moment, while the same step is saved again
+  step-00000300.corrupt/     set aside by `CheckpointManager.newest`
+  .lock                      held by the one process that writes here; names its host and PID
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from safetensors.torch import save_file
+
+from tpu_kit.checkpointing.lease import holder_name
+from tpu_kit.checkpointing.manifest import CORRUPT, MANIFEST, Checkpoint, Rejected, Tensors, digest, scan_folder, seal
+from tpu_kit.storage import atomic
+from tpu_kit.storage.atomic import OLD, PART
+
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}  # some network and FUSE folders
+
+
+class FolderStore:
+    """The checkpoints of a run in a folder, for the one process that writes them.
+
+    Args:
+        folder: `<output_dir>/checkpoints`; made where missing.
+
+    Raises:
+        ValueError: another process writes there.
+        OSError: it cannot be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock, alone = _lock(folder / ".lock")
+        try:
+            if alone:  # then whoever wrote these is dead
+                self._clean()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the folder free for another process."""
+        self._lock.close()
+
+    def scan(self) -> tuple[list[Checkpoint], list[Rejected]]:
+        """See `tpu_kit.checkpointing.manager.scan`."""
+        return scan_folder(self.folder)
+
+    @property
+    def known(self) -> list[Checkpoint]:
+        """The complete ones, as far as can be told."""
+        with contextlib.suppress(OSError, ValueError):
+            return self.scan()[0]
+        return []
+
+    def free(self) -> int | None:
+        """Bytes that can be written."""
+        return shutil.disk_usage(self.folder).free
+
+    def write(self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str]) -> None:
+        """Writes files, then manifest, then name, each durable before the next; raises OSError or SafetensorError."""
+        place = self.folder / f"step-{about['step']:08d}"
+        with atomic.replacing(place, durable=True) as part:
+            part.mkdir()
+            self._fill(part, about, tensors, texts)
+
+    def _fill(self, part: Path, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str]) -> None:
+        for name, group in tensors.items():
+            whole = {key: value.contiguous() for key, value in group.items()}
+            save_file(whole, part / f"{name}.safetensors", metadata={"format": "pt"})
+            with contextlib.suppress(OSError):  # safetensors lets nobody else read it; some folders allow no chmod
+                (part / f"{name}.safetensors").chmod(part.stat().st_mode & 0o666)
+        for name, text in texts.items():
+            (part / name).write_bytes(text.encode())
+        files = {}
+        for path in sorted(part.iterdir()):
+            atomic.sync(path)
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+        (part / MANIFEST).write_text(seal({**about, "files": files}))
+        atomic.sync(part / MANIFEST)
+
+    def discard(self, checkpoint: Checkpoint) -> None:
+        """Deletes a checkpoint; killed in between, it leaves none that looks damaged."""
+        self._remove(Path(checkpoint.path))
+
+    def set_aside(self, found: Rejected) -> str:
+        """Renames a checkpoint so that no scan finds it; returns its new name."""
+        path = Path(found.path)
+        aside = path.with_name(path.name + CORRUPT)
+        while aside.exists():
+            aside = aside.with_name(f"{path.name}.{time.time_ns()}{CORRUPT}")
+        path.rename(aside)
+        return aside.name
+
+    def restart(self) -> None:
+        """Moves all checkpoints to `<folder>.previous`, and deletes what was there."""
+        previous = self.folder.with_name(self.folder.name + ".previous")
+        entries = [path for path in self.folder.iterdir() if path.is_dir()]
+        if entries:
+            shutil.rmtree(previous, ignore_errors=True)
+            previous.mkdir()
+            for path in entries:
+                path.rename(previous / path.name)
+            atomic.sync(self.folder)
+
+    def _remove(self, path: Path) -> None:
+        gone = path.with_name(f".{path.name.lstrip('.')}.gone{PART}")
+        try:
+            shutil.rmtree(gone, ignore_errors=True)
+            path.rename(gone)
+            shutil.rmtree(gone)
+        except OSError as error:  # it costs room, which `save` looks after: no reason to end a run
+            print(f"warning: {path} could not be deleted ({error.strerror})", file=sys.stderr, flush=True)
+
+    def _clean(self) -> None:
+        """Removes what killed writers have left behind."""
+        for path in self.folder.glob(f".*{PART}"):
+            shutil.rmtree(path)
+        for path in self.folder.glob(f".*{OLD}"):
+            place = self.folder / path.name[1 : -len(OLD)]
+            if place.exists():
+                self._remove(path)
+            else:  # killed between the two renames
+                path.rename(place)
+
+
+def _lock(path: Path) -> tuple[TextIO, bool]:
+    """Locks a file until it is closed or this process dies; (file, False) where the file system knows no locks."""
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ValueError(
+            f"{path.parent} is being written to by {holder}: end that one first, or set another output_dir"
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            file.close()
+            raise
+        print(f"warning: {path.parent} has no file locks: see to it that one run alone writes there", file=sys.stderr)
+        return file, False
+    file.truncate(0)
+    file.write(f"{holder_name()}\n")
+    file.flush()
+    return file, True

@@ -1,0 +1,338 @@
+"""Saves a run's checkpoints in the background, deletes surplus ones, finds the newest, and lists them for the user.
+
+Checkpoints are kept in a folder (`local_store`) or an object store (`gcs_store`).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from tpu_kit.checkpointing.gcs_store import BucketStore, scan_bucket
+from tpu_kit.checkpointing.lease import holder_name
+from tpu_kit.checkpointing.local_store import FolderStore
+from tpu_kit.checkpointing.manifest import (
+    FORMAT,
+    MANIFEST,
+    Checkpoint,
+    DamagedError,
+    Rejected,
+    Tensors,
+    best_of,
+    error_number,
+    scan_folder,
+)
+from tpu_kit.config.loader import ConfigError
+from tpu_kit.storage.object_store import is_url, join
+
+
+class CheckpointManager:
+    """Writes a run's checkpoints; one process at a time may, the others use `scan`.
+
+    A context manager: on exit the last checkpoint becomes durable, and another process may write.
+
+    Args:
+        place: `<output_dir>/checkpoints`, a folder (made where missing) or a URL in an object store.
+        keep: how many of the newest checkpoints are kept; the best one is kept as well.
+        keep_every: checkpoints whose step is a multiple of this are never deleted.
+        clock: seconds since the epoch, for the manifests; tests inject their own.
+
+    Attributes:
+        rejected: the damaged checkpoints that `newest` has set aside.
+
+    Raises:
+        ValueError: the place cannot be written to, or another process writes there.
+    """
+
+    def __init__(
+        self,
+        place: Path | str,
+        keep: int,
+        keep_every: int | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        assert keep >= 1 and (keep_every is None or keep_every >= 1), (keep, keep_every)
+        self.place, self.keep, self.keep_every, self.clock = place, keep, keep_every, clock
+        self.rejected: list[Rejected] = []
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._store: FolderStore | BucketStore
+        try:
+            self._store = BucketStore(str(place)) if is_url(place) else FolderStore(Path(place))
+        except OSError as error:
+            why = (
+                f": {error.strerror}" if is_url(place) else f" ({error.strerror}): set output_dir to a folder that can"
+            )
+            raise ValueError(f"{place} cannot be written to{why}") from error
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if kind is None:
+                raise
+            print(failure, file=sys.stderr, flush=True)  # the error on its way tells more than this one
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is durable and releases the lock; raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._store.close()
+
+    def complete(self) -> list[Checkpoint]:
+        """All checkpoints with a valid manifest and files of the right size, the smallest step first."""
+        return self._store.scan()[0]
+
+    def newest(self) -> Checkpoint | None:
+        """The undamaged checkpoint of the largest step, all its files read and checked; None if there is none.
+
+        Damaged ones of larger steps are renamed to *.corrupt, reported on stderr, and added to `rejected`.
+
+        Raises:
+            ValueError: one has a format that this tpu_kit does not read.
+            OSError: the place cannot be read; nothing is set aside then.
+        """
+        good, damaged = self._store.scan()
+        for found in damaged:
+            self._set_aside(found)
+        for checkpoint in reversed(good):
+            try:
+                checkpoint.verify()
+            except DamagedError as error:
+                self._set_aside(Rejected(checkpoint.handle, str(error)))
+            else:
+                return checkpoint
+        return None
+
+    def restart(self) -> None:
+        """Moves all checkpoints to `<place>.previous`, for a run that starts anew, and deletes what was there.
+
+        Otherwise the larger steps of the earlier run would count as the newest.
+        """
+        self.wait()
+        self._store.restart()
+
+    def withdraw(self, step: int) -> None:
+        """Sets aside the checkpoints of this step and of later ones, written after the training diverged."""
+        self.wait()
+        for checkpoint in self.complete():
+            if checkpoint.step >= step:
+                aside = self._store.set_aside(Rejected(checkpoint.handle, ""))
+                _warn(f"the checkpoint of step {checkpoint.step} is set aside as {aside}: the training diverged")
+
+    def save(
+        self,
+        step: int,
+        tensors: Tensors,
+        documents: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        best: bool = False,
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts to write a checkpoint in a thread and returns. A checkpoint of the same step is replaced.
+
+        Waits for the previous one first, so at most one is being written. At its end, the interpreter waits for one
+        that goes to a folder; for an object store call `close`.
+
+        Args:
+            step: updates done.
+            tensors: file name without ".safetensors" to CPU tensors, which must not change any more.
+            documents: file name without ".json" to what `json.dumps` takes; may change later.
+            metrics: shown in lists.
+            best: whether it is the best so far: it is then kept until a better one is saved.
+            texts: file name to what `Checkpoint.text` returns, such as the log up to this step.
+
+        Raises:
+            OSError: the previous one could not be written, or there is no room for this one. To make room, older ones
+                are deleted, but not the newest, the best, or those of `keep_every`.
+            ValueError: another process has written there in the meantime.
+        """
+        self.wait()
+        written = {f"{name}.json": json.dumps(content) for name, content in documents.items()} | dict(texts or {})
+        assert MANIFEST not in written and all("/" not in name for name in (*written, *tensors)), "bad file names"
+        sizes = [value.numel() * value.element_size() for group in tensors.values() for value in group.values()]
+        # Headers take some 100 bytes a tensor, and each file is rounded up to the file system's block.
+        files = len(tensors) + len(written) + 1
+        needed = sum(sizes) + sum(len(text.encode()) for text in written.values()) + 256 * len(sizes) + 8192 * files
+        self._make_room(step, needed)
+        about: dict[str, Any] = {"format": FORMAT, "step": step, "created": self.clock(), "best": best}
+        about |= {"metrics": {name: float(value) for name, value in metrics.items()}, "writer": holder_name()}
+        self._thread = threading.Thread(target=self._run, args=(about, tensors, written, needed))
+        self._thread.start()
+
+    def poll(self) -> None:
+        """Raises what `wait` would if the last writing has ended in an error; returns at once in any case."""
+        if self._error is not None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is durable; raises, once, the error that its writing ended in."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, about: dict[str, Any], tensors: Tensors, texts: Mapping[str, str], needed: int) -> None:
+        try:
+            self._store.write(about, tensors, texts)
+            for surplus in self._surplus(self.keep):
+                self._discard(surplus)
+        except (OSError, SafetensorError) as error:
+            self._error = self._failure(about["step"], error, needed)
+            self._error.__cause__ = error
+        except Exception as error:
+            self._error = error
+
+    def _surplus(self, keep: int) -> list[Checkpoint]:
+        """The complete ones that may be deleted: all but the `keep` newest, the best, and those of `keep_every`."""
+        complete = self.complete()
+        best = best_of(complete)
+        stay = [best.step] if best is not None else []
+        if self.keep_every is not None:
+            stay += [checkpoint.step for checkpoint in complete if checkpoint.step % self.keep_every == 0]
+        return [checkpoint for checkpoint in complete[:-keep] if checkpoint.step not in stay]
+
+    def _discard(self, checkpoint: Checkpoint) -> None:
+        try:
+            self._store.discard(checkpoint)
+        except OSError as error:  # it costs room, which `save` looks after: no reason to end a run
+            _warn(f"{checkpoint.path} could not be deleted ({error.strerror})")
+
+    def _set_aside(self, found: Rejected) -> None:
+        aside = self._store.set_aside(found)
+        self.rejected.append(found)
+        _warn(f"{found.reason}; the checkpoint is set aside as {aside}")
+
+    def _make_room(self, step: int, needed: int) -> None:
+        """Deletes older ones if there is no room otherwise, and if that makes enough of it."""
+        free = self._store.free()
+        if free is None or free >= needed:
+            return
+        surplus = self._surplus(1)
+        if free + sum(older.size for older in surplus) < needed:
+            raise self._failure(step, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
+        while surplus and (self._store.free() or 0) < needed:
+            older = surplus.pop(0)
+            _warn(f"{self.place} is full: the checkpoint of step {older.step} makes room for step {step}")
+            self._discard(older)
+
+    def _failure(self, step: int, error: Exception, needed: int) -> OSError:
+        """The error to raise for the user when writing has failed with `error`."""
+        code = error_number(error)
+        known = self._store.known
+        last = f"The checkpoint of step {known[-1].step} stays good" if known else "There is no earlier one"
+        begin = f"the checkpoint of step {step} could not be written to {self.place}"
+        if isinstance(self._store, BucketStore):
+            return OSError(code, f"{begin}: {getattr(error, 'strerror', None) or error}. {last}")
+        try:
+            free = f"{self._store.free():,}"
+        except OSError:  # this is to tell of another error, and must not hide it
+            free = "nobody knows how many"
+        advice = "delete something there or lower checkpoint.keep, or " if code in (errno.ENOSPC, errno.EDQUOT) else ""
+        return OSError(
+            code,
+            f"{os.strerror(code)}: {begin}. It needs {needed:,} bytes, and {free} are free: {advice}set output_dir to "
+            f"another disk. {last}",
+        )
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
+    """Looks at the checkpoints of a run and changes nothing: it takes no lock and may run beside the writer.
+
+    Args:
+        place: `<output_dir>/checkpoints`, a folder or a URL; may be missing.
+        verify: whether to read all files, too, instead of their sizes alone.
+
+    Returns:
+        The complete ones, the smallest step first, and the damaged ones.
+
+    Raises:
+        ValueError: one has a format that this tpu_kit does not read.
+        OSError: an object store cannot be read.
+    """
+    return scan_bucket(str(place), verify=verify) if is_url(place) else scan_folder(Path(place), verify=verify)
+
+
+def report(run: str, verify: bool = False, as_json: bool = False) -> int:
+    """Prints the checkpoints of a run.
+
+    Args:
+        run: its output_dir, or the checkpoints folder there; a folder or gs://bucket/run.
+        verify: read and check every file.
+        as_json: print one JSON object.
+
+    Returns:
+        0, or 1 if one is damaged or of another format, or the object store cannot be read.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    place: Path | str = run if is_url(run) else Path(run)
+    if isinstance(place, Path):
+        place = place / "checkpoints" if (place / "checkpoints").is_dir() else place
+        if not place.is_dir():
+            raise ConfigError([f"{place}: no such folder"])
+    try:
+        good, damaged = scan(place, verify=verify)
+        if isinstance(place, str) and not good and not damaged:
+            place = join(place, "checkpoints")
+            good, damaged = scan(place, verify=verify)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    best = best_of(good)
+    ages = {found.step: time.time() - found.created for found in good}
+    if as_json:
+        names = ("step", "created", "metrics", "files")
+        listed = {
+            "complete": [
+                {
+                    **{name: getattr(found, name) for name in names},
+                    "best": found is best,
+                    "path": str(found.path),
+                    "bytes": found.size,
+                    "age_seconds": ages[found.step],
+                }
+                for found in good
+            ],
+            "damaged": [{"path": str(found.path), "reason": found.reason} for found in damaged],
+        }
+        print(json.dumps(listed, indent=1))
+        return int(bool(damaged))
+    for found in good:
+        state = ("verified" if verify else "complete") + ", best" * (found is best)
+        values = "  ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
+        size = f"{found.size / 1e6:,.1f} MB"
+        print(f"step {found.step:>9,}{size:>14}{_age(ages[found.step]):>9}  {state:<14}  {values}".rstrip())
+    for rejected in damaged:
+        print(f"damaged: {rejected.reason}")
+    if not good and not damaged:
+        print(f"no checkpoints in {place}")
+    return int(bool(damaged))
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"  # a clock may have gone back

@@ -1,0 +1,220 @@
+"""Format of a checkpoint: reads it and checks it against its manifest.
+
+The manifest holds a format number, the step, the time, metrics, and the size and SHA-256 of every file. It is written
+last: a folder without a valid manifest is no checkpoint. Tensors are stored as safetensors, all else as JSON (Python's,
+with NaN and Infinity) or plain text: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tpu_kit.storage.atomic import PART
+
+MANIFEST = "manifest.json"
+FORMAT = 3  # a tensor for each parameter of each layer; 2: vectors of many, see training/resume.py
+READABLE = (2, FORMAT)
+CORRUPT = ".corrupt"  # how the name ends of a checkpoint that is set aside
+
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""File name without ".safetensors" -> the CPU tensors of the file by name."""
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what its manifest says, or has none; the text names the file."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One complete checkpoint.
+
+    Attributes:
+        format: how its tensors are laid out.
+        step: updates done.
+        path: where it is, as told to users: its folder, or its URL.
+        created: seconds since the epoch, by the writer's clock; the order is by step.
+        metrics: what was given to `CheckpointManager.save`.
+        best: whether it was the best of its run when it was saved; of several, `best_of` says which is.
+        files: name to (bytes, SHA-256), the manifest left out.
+    """
+
+    format: int
+    step: int
+    path: Path | str
+    created: float
+    metrics: dict[str, float]
+    best: bool
+    files: dict[str, tuple[int, str]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files, the manifest left out."""
+        return sum(size for size, _ in self.files.values())
+
+    @property
+    def handle(self) -> Path | str:
+        """The path of `Rejected` for this checkpoint."""
+        return self.path
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The CPU tensors of `<name>.safetensors`; raises DamagedError, and ValueError if there is no such file."""
+        # load_file maps the file: copied, the tensors outlive a checkpoint that retention deletes.
+        return {key: value.clone() for key, value in load_file(self._checked(f"{name}.safetensors")).items()}
+
+    def document(self, name: str) -> Any:
+        """The content of `<name>.json`; raises DamagedError, and ValueError if there is no such file."""
+        return json.loads(self._checked(f"{name}.json").read_text())
+
+    def text(self, name: str) -> str:
+        """The content of the text file `name`; raises DamagedError, and ValueError if there is no such file."""
+        return self._checked(name).read_bytes().decode()
+
+    def folder(self) -> Path:
+        """A folder of this machine with all its files, checked: stock PEFT loads an adapter from there."""
+        self.verify()
+        return Path(self.path)
+
+    def verify(self) -> None:
+        """Reads all files; raises DamagedError at the first that is not what was written."""
+        for name in self.files:
+            self._checked(name)
+
+    def _checked(self, name: str) -> Path:
+        """A file of this machine with the content that was written."""
+        self._check_name(name)
+        _check_sizes(self)
+        path = Path(self.path, name)
+        if digest(path) != self.files[name][1]:
+            raise DamagedError(f"{path} is not what was written: its SHA-256 is another")
+        return path
+
+    def _check_name(self, name: str) -> None:
+        if name not in self.files:
+            raise ValueError(f"{self.path} holds no {name}; it holds {', '.join(sorted(self.files))}")
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A damaged checkpoint, and what is wrong with it."""
+
+    path: Path | str
+    reason: str
+
+
+def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """The best one by evaluation, of the smallest step first: the last that was better than all before it."""
+    return next((checkpoint for checkpoint in reversed(checkpoints) if checkpoint.best), None)
+
+
+def scan_folder(folder: Path, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
+    """`checkpointing.manager.scan` of a folder."""
+    found: dict[int, Checkpoint] = {}
+    rejected = []
+    # Hidden names come first, so that a step's new checkpoint hides the old one that it is about to replace.
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if not path.is_dir() or path.suffix in (PART, CORRUPT):
+            continue
+        if not (path / MANIFEST).exists() and not path.name.startswith("step-"):
+            continue  # not ours
+        try:
+            checkpoint = _read(path)
+            if verify:
+                checkpoint.verify()
+            found[checkpoint.step] = checkpoint
+        except DamagedError as error:
+            if path.exists():  # otherwise the writer has just deleted it
+                rejected.append(Rejected(path, str(error)))
+    return [found[step] for step in sorted(found)], rejected
+
+
+def _read(path: Path) -> Checkpoint:
+    """The checkpoint of a folder, by its manifest and the sizes of its files."""
+    try:
+        text = (path / MANIFEST).read_bytes()
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path / MANIFEST} is missing") from error
+    checkpoint = Checkpoint(path=path, **fields_of(unseal(text, path / MANIFEST, path)))
+    _check_sizes(checkpoint)
+    return checkpoint
+
+
+def _check_sizes(checkpoint: Checkpoint) -> None:
+    """Raises DamagedError at the first file that is missing, short or long; reads none of them."""
+    for name, (size, _) in checkpoint.files.items():
+        path = Path(checkpoint.path, name)
+        if not path.exists():
+            raise DamagedError(f"{path} is missing")
+        check_size(path, path.stat().st_size, size)
+
+
+def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
+    """The content of a manifest.
+
+    Args:
+        text: what `seal` has made.
+        file: where it was read.
+        place: the checkpoint.
+
+    Raises:
+        DamagedError: it is not what was written.
+        ValueError: its format is one that this tpu_kit does not read.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads(text)
+        sealed = manifest.pop("sha256") == _seal(manifest)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{file} is no manifest") from error
+    if not sealed:
+        raise DamagedError(f"{file} is not what was written: its SHA-256 is another")
+    if manifest["format"] not in READABLE:
+        reads = " and ".join(map(str, READABLE))
+        raise ValueError(
+            f"{place} has format {manifest['format']}, and this tpu_kit reads {reads}: use the tpu_kit that wrote it, "
+            "or set another output_dir"
+        )
+    return manifest
+
+
+def fields_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `Checkpoint` that its manifest holds."""
+    files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    return {"files": files} | {name: manifest[name] for name in ("format", "step", "created", "metrics", "best")}
+
+
+def check_size(path: Path | str, now: int, then: int) -> None:
+    """Raises DamagedError if a file's size is not what it was."""
+    if now != then:
+        raise DamagedError(f"{path} has {now:,} bytes, and had {then:,} when it was written")
+
+
+def seal(manifest: Mapping[str, Any]) -> str:
+    """The manifest's text, with the SHA-256 of its content: a flipped bit in a metric is found, too."""
+    return json.dumps({**manifest, "sha256": _seal(manifest)}, indent=1)
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def error_number(error: Exception) -> int:
+    """The errno of an error of the system; safetensors writes in Rust and has it in its text alone."""
+    number = re.search(r"os error (\d+)", str(error)) if isinstance(error, SafetensorError) else None
+    return int(number[1]) if number else getattr(error, "errno", None) or errno.EIO

@@ -1,0 +1,504 @@
+"""The command line: `python -m tpu_kit COMMAND [files] [--flags] [key=value ...]`; each `@command` function is one.
+
+argparse reads files and flags. A `key=value` sets a field of one of the command's own dataclasses, or else a parameter
+of the run's configuration. A command imports what it needs when it runs: help and refusals come without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, get_origin
+
+import tpu_kit
+from tpu_kit.config.fields import ConfigField, closest, knob, knobs_of
+from tpu_kit.config.loader import UNREADABLE, ConfigError, describe, explain, load_config, read_value
+from tpu_kit.config.migration_hints import NAMES
+from tpu_kit.config.schema import parameters
+from tpu_kit.exporting.options import ExportOptions
+from tpu_kit.generation.options import Sampling, SearchOptions
+
+OK, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: run it again
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch-tpu would open the TPU when torch is imported
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if not name.startswith("-") and name not in COMMANDS:
+        near = closest(name, COMMANDS)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"{name}: no such command; {advice}", file=sys.stderr)
+        return BAD_USAGE
+    given = None
+    try:
+        given = parse(name, rest)
+        return COMMANDS[name].run(given) if given else OK
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BAD_USAGE
+    except (ValueError, RuntimeError) as error:
+        from tpu_kit.distributed.launch import LaunchError
+
+        if given is None or not isinstance(error, ValueError | LaunchError):
+            raise
+        print(error, file=sys.stderr)  # a replica's failure holds its own traceback; ours would say nothing more
+        return FAILED
+
+
+# ------------------------------------------------------------------------------------------------------------- parsing
+
+
+class Parser(argparse.ArgumentParser):
+    """Parses the files and flags of a command; raises ConfigError where argparse would end the process.
+
+    Attributes:
+        run: the command; takes what `parse` returns, and returns the exit code.
+        details: exit codes, and what else `--help` says.
+        flags: its flags, without --help.
+        own: the dataclasses of its own `key=value`.
+        others: whether it takes any other `key=value`: parameters of a run or of a notebook.
+    """
+
+    run: Callable[[argparse.Namespace], int]
+    details = ""
+    flags: Sequence[str] = ()
+    own: Sequence[type] = ()
+    others = False
+
+    def error(self, message: str) -> NoReturn:
+        """Refuses with the form that is right."""
+        raise ConfigError([f"{message}; write {' '.join(self.format_usage().split()[1:])}"])
+
+    def format_help(self) -> str:
+        """The text of --help."""
+        parts = [self.details]
+        if own := [str(one) for kind in self.own for one in knobs_of(kind).values()]:
+            parts.append("\n".join(["Its own key=value:", *own]))
+        if self.prog.endswith(" train"):
+            note = "(without their section where no other has the name, as in batch_size=2)"
+            parts.append(f"Parameters {note}:\n{explain()}")
+        elif self.others:
+            parts.append("The other parameters are those of `train`, whose --help lists them.")
+        self.epilog = "\n\n".join(parts)
+        return super().format_help()
+
+
+_STYLE = partial(argparse.RawDescriptionHelpFormatter, width=120)
+_PARSER = Parser(prog="python -m tpu_kit", formatter_class=_STYLE, allow_abbrev=False)
+_PARSER.add_argument("--version", action="version", version=f"tpu_kit {tpu_kit.__version__}")
+_COMMANDS = _PARSER.add_subparsers(title="commands", metavar="COMMAND", required=True)
+COMMANDS = _COMMANDS.choices
+"""The parser of each command."""
+
+Run = Callable[[argparse.Namespace], int]
+
+
+def command(
+    details: str, arguments: Mapping[str, Mapping[str, Any]], own: Sequence[type] = (), others: bool = True
+) -> Callable[[Run], Run]:
+    """Makes a function a command of its name, and the first line of its docstring the summary.
+
+    Args:
+        details: as in `Parser`.
+        arguments: options of `add_argument`, by file or flag.
+        own: as in `Parser`.
+        others: as in `Parser`.
+    """
+
+    def add(run: Run) -> Run:
+        made = _COMMANDS.add_parser(
+            run.__name__, help=run.__doc__, description=run.__doc__, formatter_class=_STYLE, allow_abbrev=False
+        )
+        for name, options in arguments.items():
+            made.add_argument(name, **options)
+        made.run, made.details, made.own, made.others = run, details, own, others
+        made.flags = [name for name in arguments if name.startswith("-")]
+        if own or others:
+            made.usage = " ".join([*made.format_usage().split()[1:], "[key=value ...]"])
+        return run
+
+    return add
+
+
+def parse(name: str, texts: Sequence[str]) -> argparse.Namespace | None:
+    """Reads the arguments of a command.
+
+    Args:
+        name: of the command, or a flag in its place.
+        texts: what follows it.
+
+    Returns:
+        The files and flags; `config`, the configuration, where the command takes one; `own`, an instance of each of its
+        dataclasses; `settings`, the other `key=value` texts. None after --help or --version.
+
+    Raises:
+        ConfigError: what is wrong with flags and values, or a file is missing or one too many.
+    """
+    if name.startswith("-") or {"-h", "--help"} & set(texts):
+        try:
+            _PARSER.parse_args([name] if name.startswith("-") else [name, "--help"])
+        except SystemExit:
+            return None
+    parser, problems = COMMANDS[name], []
+    pairs = [text for text in texts if (parser.own or parser.others) and _is_pair(text)]
+    words = [text for text in texts if text not in pairs]
+    for word, after in zip(words, [*words[1:], ""], strict=False):
+        if word.startswith("-") and word.partition("=")[0] not in parser.flags:
+            problems.append(_no_such_flag(parser, word, after))
+    own, settings = _read_own(parser.own, pairs, problems)
+    if settings and not parser.others:
+        known = ", ".join(one for kind in parser.own for one in knobs_of(kind))
+        problems += [f"{text.partition('=')[0]}: no such option; there are {known}" for text in settings]
+    if problems:
+        raise ConfigError(problems)
+    given, more = _PARSER.parse_known_args([name, *words])
+    if more and "config" in given:
+        files = ", ".join([given.config, *more])
+        raise ConfigError([f"{files}: one configuration file at most; the others are key=value"])
+    if more:
+        parser.error(f"{', '.join(more)}: not expected")
+    given.own, given.settings = own, settings
+    if "config" in given:
+        given.config = load_config(given.config, settings)
+    return given
+
+
+def _is_pair(text: str) -> bool:
+    """Whether it is `key=value`, not a flag and not a path such as runs/learning_rate=0.1."""
+    key, equals, _ = text.partition("=")
+    return bool(equals) and "/" not in key and not key.startswith("-")
+
+
+def _no_such_flag(parser: Parser, flag: str, after: str) -> str:
+    """What is wrong with a flag; of a parameter's name, the form that is right."""
+    given, equals, value = flag.partition("=")
+    key = given.lstrip("-").replace("-", "_")
+    names = {name for kind in parser.own for name in knobs_of(kind)}
+    if parser.others:
+        names |= {name for one in parameters().values() for name in (one.name, one.leaf)}
+        key = NAMES.get(key, key)
+    if key in names:
+        if not equals:
+            value = after if after and not after.startswith("-") else "..."
+        return f"{given}: a parameter has no dashes; write {key}={value}"
+    return f"{given}: no such option; there are {', '.join([*parser.flags, '--help'])}"
+
+
+def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) -> tuple[list[Any], list[str]]:
+    """An instance of each dataclass, and the pairs that set no field of them; adds what is wrong to `problems`."""
+    values: dict[type, dict[str, Any]] = {kind: {} for kind in kinds}
+    homes = {name: (values[kind], one) for kind in kinds for name, one in knobs_of(kind).items()}
+    for name, _, text in (pair.partition("=") for pair in pairs if pair.partition("=")[0] in homes):
+        place, one = homes[name]
+        try:
+            place[name] = _value(one, text, place.get(name, ()))
+        except ValueError as error:
+            problems.append(str(error))
+    made = []
+    for kind in kinds:
+        try:
+            made.append(kind(**values[kind]))
+        except ValueError as error:
+            problems.append(str(error))
+    return made, [pair for pair in pairs if pair.partition("=")[0] not in homes]
+
+
+def _value(one: ConfigField, text: str, before: Sequence[str]) -> Any:
+    """The value of a field; a list has an item for each time that it is given."""
+    if get_origin(one.hint) is tuple:
+        return one.read((*before, text))
+    if one.name == "score" and ":" in text:
+        from tpu_kit.evaluation.verifiers import imported
+
+        try:
+            return imported(text)
+        except ValueError as error:
+            raise ValueError(f"score={text}: {error}") from error
+    return one.read(text if one.text_only else _plain(one.name, text))
+
+
+def _plain(name: str, text: str) -> Any:
+    try:
+        return read_value(text)
+    except UNREADABLE:
+        raise ConfigError([f"{name}: {text!r} cannot be read; quote it"]) from None
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+_CONFIG = {"config": {"nargs": "?", "metavar": "config.yaml", "help": "a file, or the name of a shipped configuration"}}
+_JSON = {"--json": {"action": "store_true", "help": "print JSON, and nothing else"}}
+_ADAPTER = "The folder that training wrote, also in gs://; null = the base model alone."
+
+
+@command(
+    "Exit codes: 0 all are good, 1 one is damaged, 2 bad arguments.",
+    {
+        "run": {"metavar": "OUTPUT_DIR", "help": "a folder, or gs://bucket/run"},
+        "--verify": {"action": "store_true", "help": "read and check every file"},
+        **_JSON,
+    },
+    others=False,
+)
+def checkpoints(given: argparse.Namespace) -> int:
+    """List a run's checkpoints: steps, sizes, age, validity, metrics."""
+    from tpu_kit.checkpointing.manager import report
+
+    return report(given.run, given.verify, given.json)
+
+
+@command("Exit codes: 0 nothing stands in the way of the run, 1 something does, 2 bad configuration.", _CONFIG | _JSON)
+def doctor(given: argparse.Namespace) -> int:
+    """Check this machine for a run, each finding with its fix."""
+    from tpu_kit.diagnostics.doctor import report
+
+    return report(given.config, given.json)
+
+
+@dataclass
+class _Result:
+    adapter: str | None = knob(None, _ADAPTER)
+    out: str | None = knob(None, "A file for the result: of evaluate as JSON, of search as HTML.")
+
+    def __post_init__(self) -> None:
+        if self.out and not Path(self.out).absolute().parent.is_dir():
+            raise ValueError(f"out={self.out}: there is no folder {Path(self.out).parent}; make it, or name another")
+
+    def write(self, text: str) -> None:
+        if self.out:
+            Path(self.out).write_text(text)
+
+
+@command(
+    "The held-out rows are those of `train`; those that the training data ask too are left out. generate_rows=200\n"
+    "bounds them, generate_tokens the length of an answer, verifier says what judges it. With an adapter the result\n"
+    "is written as eval.json into the run's folder.\n\n"
+    "Exit codes: 0 done, 1 error, 2 bad arguments.",
+    _CONFIG | _JSON,
+    (_Result,),
+)
+def evaluate(given: argparse.Namespace) -> int:
+    """Compare the base and the tuned model on held-out rows."""
+    from tpu_kit.evaluation import evaluate as evaluation
+
+    (own,) = given.own
+    if own.adapter:
+        comparison = evaluation.evaluate_adapter(given.config, own.adapter)
+        text, plain = str(comparison), comparison.to_dict()
+    else:
+        rows, prompts, seen = evaluation.held_out(given.config)
+        found = evaluation.evaluate(given.config, rows, prompts)
+        text = f"{found}\n{seen} rows left out, because the training data ask the same"
+        plain = {"base": found.to_dict(), "seen_in_training": seen}
+    written = json.dumps(plain, indent=2)
+    own.write(written)
+    print(written if given.json else text)
+    return OK
+
+
+@command(
+    "Exit codes: 0 written and checked, 1 refused, or not the tuned model, 2 bad arguments.",
+    {"run": {"metavar": "RUN_DIR", "help": "what training wrote: a folder, or gs://bucket/run"}, **_JSON},
+    (ExportOptions,),
+    others=False,
+)
+def export(given: argparse.Namespace) -> int:
+    """Write a tuned model for PEFT, transformers, vLLM, llama.cpp or Ollama, and check it."""
+    from tpu_kit.exporting.export import export as run
+
+    done = run(given.run, **asdict(given.own[0]))
+    print(json.dumps(asdict(done), indent=1) if given.json else done)
+    return OK
+
+
+@dataclass
+class _Prompts:
+    prompt: tuple[str, ...] = knob((), "The question; may be given several times.")
+    prompts: str | None = knob(None, "A file with more: a text in each line, or .jsonl with a prompt or messages.")
+    adapter: str | None = knob(None, _ADAPTER)
+    chat: bool = knob(True, "Whether prompts go through the chat template, or are taken as they stand.")
+    n: int = knob(1, "Samples of each prompt.", at_least=1)
+    rows: int = knob(8, "The most rows of a batch in each replica.", at_least=1)
+    truncate: bool = knob(False, "Leave out the beginning of a prompt that is too long.")
+
+    def __post_init__(self) -> None:
+        found = [*self.prompt, *(_read_prompts(self.prompts) if self.prompts else [])]
+        if not found:
+            raise ValueError('prompt: there is none; give prompt="..." or prompts=FILE')
+        chats = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in found]
+        self.asked = chats if self.chat else found
+
+
+def _read_prompts(file: str) -> list[Any]:
+    try:
+        lines = [line for line in Path(file).read_text().splitlines() if line.strip()]
+        rows = [json.loads(line) for line in lines] if file.endswith(".jsonl") else lines
+        return [row if isinstance(row, str) else row.get("messages") or row["prompt"] for row in rows]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"prompts={file} cannot be read ({type(error).__name__}: {error}); give a text file, or JSON lines with "
+            "prompt or messages"
+        ) from error
+
+
+@command("Exit codes: 0 done, 1 error, 2 bad arguments.", _CONFIG | _JSON, (_Prompts, Sampling))
+def generate(given: argparse.Namespace) -> int:
+    """Answer prompts with a base or tuned model."""
+    from tpu_kit.generation import service as generation
+    from tpu_kit.generation.prompts import to_json
+
+    own, sampling = given.own
+    options = {"adapter_dir": own.adapter, "truncate": own.truncate}
+    if len(own.asked) == own.n == 1 and not given.json:
+        generation.stream(given.config, own.asked[0], sampling, **options)
+        return OK
+    found = generation.generate(given.config, own.asked, sampling, own.n, batch_size=own.rows, **options)
+    texts = (f"[{row // own.n}.{row % own.n}] {reply.text.strip()}" for row, reply in enumerate(found))
+    print(to_json(found) if given.json else "\n\n".join(texts))
+    return OK
+
+
+@dataclass
+class _Executed:
+    out: str = knob("runs/notebooks", "The folder for executed notebooks, HTML and logs.")
+
+
+@command(
+    "Another name=value is a parameter, given to each of the notebooks that names it; if none does, to those that\n"
+    "configure a run.\n\n"
+    "Exit codes: 0 all cells ran, 1 one failed, 2 bad arguments, 75 preempted or told to stop: the same command goes\n"
+    "on. A notebook counts as preempted by the result of `train` that a cell shows.",
+    {"notebooks": {"nargs": "+", "metavar": "FILE.ipynb"}},
+    (_Executed,),
+)
+def notebooks(given: argparse.Namespace) -> int:
+    """Run notebooks one after the other, into executed notebooks and HTML."""
+    from tpu_kit.notebook.runner import run
+
+    pairs = (setting.partition("=") for setting in given.settings)
+    values = {name: _plain(name, text) for name, _, text in pairs}
+    return run([Path(file) for file in given.notebooks], Path(given.own[0].out), values)
+
+
+def _chips(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("name at least one chip after it, such as --chip v5e,v6e")
+    return names
+
+
+@command(
+    "batch_size and remat are kept where they are given and chosen where not. A folder with only a config.json is a\n"
+    "model.\n\nExit codes: 0 the plans are printed (of what does not fit, too), 2 bad arguments.",
+    {
+        **_CONFIG,
+        "--chip": {
+            "nargs": "?", "const": "", "action": "extend", "type": _chips, "metavar": "NAME,...",
+            "help": "chips (v5e), slices (v5litepod-8) or topologies (v5e:2x4) to plan for; v5e by default",
+        },
+        "--exact": {"action": "store_true", "help": "ask the real TPU compiler; some minutes for each chip"},
+        **_JSON,
+    },
+)  # fmt: skip
+def plan(given: argparse.Namespace) -> int:
+    """Say before a run which settings fit a TPU, how long it takes and what it costs."""
+    from tpu_kit.planning.planner import plan as find
+    from tpu_kit.planning.report import report
+
+    try:
+        found = find(given.config, given.chip or ["v5e"], given.exact)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return BAD_USAGE
+    for one in found:
+        if one.note:
+            print(f"{one.where.name}: {one.note}", file=sys.stderr)
+    print(json.dumps([one.to_dict() for one in found], indent=2) if given.json else report(given.config, found))
+    return OK
+
+
+@dataclass
+class _Question(_Result):
+    prompt: str | None = knob(None, "The question.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.prompt:
+            raise ValueError('prompt: there is none; give prompt="..."')
+
+
+@command("Exit codes: 0 done, 1 error, 2 bad arguments.", _CONFIG | _JSON, (_Question, SearchOptions))
+def search(given: argparse.Namespace) -> int:
+    """Answer a question by a tree of thoughts, and print the tree."""
+    from tpu_kit.generation.tree_search import think
+
+    own, options = given.own
+    found = think(given.config, own.prompt, options, adapter_dir=own.adapter)
+    own.write(found._repr_html_())
+    print(json.dumps(found.to_dict(), indent=2) if given.json else found)
+    return OK
+
+
+@command(
+    """\
+sweep.yaml holds:
+
+  fixed: {source: my_rows.jsonl, max_steps: 200}   every run has these
+  grid: {learning_rate: [1e-4, 3e-4], r: [8, 32]}  every combination of these
+  runs: [{learning_rate: 1e-3, r: 4}]              and these sets besides, or in place of a grid
+  dollars_per_hour: 9.6                            of the machine; by default the list price of the TPU here
+  output_dir: runs/rates                           by default the file's name, where `train` would write
+
+Each run has a folder there, with the executed notebook, its log, and all that `train` writes; results.html and
+results.csv beside them are sorted by the loss on held-out rows. The same command again skips what is finished, goes on
+with what was under way, and tries again what failed.
+
+Exit codes: 0 all finished, 1 some failed, 2 bad arguments, 75 told to stop (the same command goes on).""",
+    {"notebook": {"metavar": "notebook.ipynb"}, "sweep": {"metavar": "sweep.yaml"}},
+    others=False,
+)
+def sweep(given: argparse.Namespace) -> int:
+    """Run a notebook with many parameter sets, one after the other."""
+    from tpu_kit.notebook.sweep import sweep as run
+
+    return run(Path(given.notebook), Path(given.sweep))
+
+
+@command(
+    "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted (the same command goes on).",
+    _CONFIG | {"--exact": {"action": "store_true", "help": "ask the TPU compiler first whether the batch fits"}},
+)
+def train(given: argparse.Namespace) -> int:
+    """Fine-tune a model."""
+    print(describe(given.config), flush=True)
+
+    from tpu_kit.recipes.sft import train as run
+
+    result = run(given.config, exact=given.exact)
+    print(result)
+    return PREEMPTED if result.status == "preempted" else OK
+
+
+@dataclass
+class _Report:
+    report: str = knob("verify-report.json", "The file for the report.")
+
+
+@command(
+    "It needs no download. The configuration says where (device_type, num_replicas); attach the report to an issue\n"
+    "about a TPU.\n\nExit codes: 0 every check passed, 1 one did not, 2 bad arguments.",
+    _CONFIG,
+    (_Report,),
+)
+def verify(given: argparse.Namespace) -> int:
+    """Compare this machine's devices with the CPU and measure them; plan and train use what it finds."""
+    from tpu_kit.diagnostics.verify import report
+
+    return report(given.config, given.own[0].report)

@@ -1,0 +1,309 @@
+"""Documented, bounded dataclass fields, and how plain values from YAML, a shell or a notebook become theirs.
+
+It knows nothing of training: schema.py says which parameters there are, this module how one is read and refused.
+"""
+
+import difflib
+import math
+import numbers
+import os
+import re
+import types
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+_SHOWN = 50  # problems in the text of an error
+
+_SECRET_NAME = re.compile(r"(token|secret|passw(or)?d|credentials?|(api|access|private)[_-]?keys?)$", re.IGNORECASE)
+# Only shapes that nothing else has: a W&B key of 40 hexadecimal digits looks like a commit, as model.revision may be.
+_SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-[\w-]{20,}|AIza[\w-]{30,}|AKIA[A-Z0-9]{16})"
+    r"|://[^/\s:@]+:[^/\s@]+@"
+)
+SECRET_ADVICE = (
+    "secrets do not belong in a configuration, which is printed and saved: set it in the environment "
+    "(HF_TOKEN, WANDB_API_KEY) instead"
+)
+
+
+class ConfigError(ValueError):
+    """All that is wrong with a configuration, at once.
+
+    Attributes:
+        problems: one text per problem, each naming the parameter, its value and the fix.
+    """
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        more = [f"and {len(self.problems) - _SHOWN} more"] if len(self.problems) > _SHOWN else []
+        super().__init__("\n  - ".join([f"{count} in the configuration:", *self.problems[:_SHOWN], *more]))
+
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
+        return type(self), (self.problems,)  # the default would rebuild it from the joined text
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers that a field takes; texts and None are outside its reach."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return True
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        limits = {name.replace("_", " "): limit for name, limit in vars(self).items() if limit is not None}
+        return " and ".join(f"{name} {limit}" for name, limit in limits.items())
+
+
+def knob(
+    default: T,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> T:
+    """Declare a dataclass field with its default, what it means and which numbers it takes."""
+    metadata = {"help": help, "bounds": Bounds(at_least, above, at_most, below)}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ConfigField:
+    """One parameter as it was declared; `name` is dotted, such as `optim.batch_size`."""
+
+    name: str
+    hint: Any
+    default: Any
+    help: str
+    bounds: Bounds
+
+    @property
+    def leaf(self) -> str:
+        """The name without its section."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def text_only(self) -> bool:
+        """Whether text is all it takes (besides null), so that the shell's text is the value and no YAML is read."""
+        return all(m in (str, types.NoneType) or get_origin(m) is Literal for m in _members(self.hint))
+
+    def __str__(self) -> str:
+        kind = ", ".join(filter(None, (wanted(self.hint), str(self.bounds))))
+        return f"  {self.name}={show(self.default)}  ({kind})\n      {self.help}"
+
+    def read(self, value: object) -> Any:
+        """Return `value` in the declared type.
+
+        Raises:
+            ValueError: of another type, out of bounds, or it looks like a secret; the text is ready for the user.
+        """
+        if _SECRET_VALUE.search(str(value)):
+            raise ValueError(f"{self.name}: the value looks like a secret; {SECRET_ADVICE}")
+        result, found = _convert(value, self.hint)
+        if not found:
+            raise ValueError(f"{self.name}: {show(value)} is not {wanted(self.hint)}{self._fix(value)}")
+        if not all(map(_is_writable, _texts(result))):
+            text = "holds a character that no file can (NUL, or one of half a pair)"
+            raise ValueError(f"{self.name}: {show(value)} {text}; remove it")
+        if result not in self.bounds:
+            raise ValueError(
+                f"{self.name}: {show(value)} is out of range; give a number {self.bounds} (the default is "
+                f"{show(self.default)})"
+            )
+        if isinstance(result, int | float) and not _is_computable(result):
+            limits = "below 2**32" if isinstance(result, int) else "that float32 holds: 0, or 1.2e-38 to 3.4e38 in size"
+            raise ValueError(f"{self.name}: {show(value)} is out of range; give a number {limits}")
+        return result
+
+    def _fix(self, value: object) -> str:
+        choices = [c for m in _members(self.hint) if get_origin(m) is Literal for c in get_args(m)]
+        if near := closest(str(value), choices):
+            return f'; did you mean "{near[0]}"?'
+        if str in _members(self.hint) and isinstance(value, bool | int | float):
+            return f'; write it in quotes: "{value}"'
+        return f"; the default is {show(self.default)}"
+
+
+def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
+    """All parameters of a dataclass and of the dataclasses in it, by dotted name, in the order of declaration."""
+    found: dict[str, ConfigField] = {}
+    hints = get_type_hints(cls)
+    for f in fields(cls):
+        name = prefix + f.name
+        if is_dataclass(hints[f.name]):
+            found |= knobs_of(hints[f.name], f"{name}.")
+        elif "help" in f.metadata:
+            assert f.default is not MISSING, name
+            found[name] = ConfigField(name, hints[f.name], f.default, f.metadata["help"], f.metadata["bounds"])
+    return found
+
+
+def show(value: object) -> str:
+    """A value as the user would write it, shortened, and never a secret."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, tuple):
+        value = list(value)
+    text = repr(value)
+    if _SECRET_VALUE.search(text):
+        return "(hidden: it looks like a secret)"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def wanted(hint: Any) -> str:
+    """What a type annotation asks for, in words."""
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        types.NoneType: "null",
+        tuple: "a list of texts",
+        dict: "a mapping of texts to texts",
+        Callable: "a function",
+    }
+    texts = []
+    for member in _members(hint):
+        if get_origin(member) is Literal:
+            texts += [f'"{choice}"' for choice in get_args(member)]
+        else:
+            texts.append(words[get_origin(member) or member])
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+
+
+def closest(word: str, known: Iterable[str], similarity: float = 0.6) -> list[str]:
+    """The known name nearest to a misspelled one, in a list; an empty list if none is near."""
+    return difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=similarity)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a parameter of this name would hold a token, a key or a password."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names to one dictionary per section."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        section, dot, leaf = name.partition(".")
+        if dot:
+            nested.setdefault(section, {})[leaf] = value
+        else:
+            nested[name] = value
+    return nested
+
+
+def near_multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` on either side of `number`, for an error text."""
+    lower = number // unit * unit
+    return f"{lower} or {lower + unit}" if lower else str(unit)
+
+
+def escape_interpolation(value: Any) -> Any:
+    """`value` with every "${" written as OmegaConf reads it back, instead of looking up another value."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {key: escape_interpolation(item) for key, item in value.items()}  # OmegaConf reads keys as they are
+    return [escape_interpolation(item) for item in value] if isinstance(value, list) else value
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _convert(value: object, hint: Any) -> tuple[Any, bool]:
+    for member in _members(hint):
+        with suppress(TypeError, ValueError, OverflowError):
+            return _as(value, member), True
+    return None, False
+
+
+def _as(value: Any, kind: Any) -> Any:
+    """`value` as one plain type; raises TypeError, ValueError or OverflowError where it is not one."""
+    if get_origin(kind) is Literal:
+        if value is False and "off" in get_args(kind):
+            return "off"  # YAML 1.1 reads a bare off as false
+        if isinstance(value, str) and value in get_args(kind):
+            return value
+    elif kind is types.NoneType:
+        if value is None:
+            return None
+    elif kind is bool:
+        if isinstance(value, bool):
+            return value
+    elif kind is int:
+        number = _number(value)
+        if number == int(number):
+            return int(number)
+    elif kind is float:
+        number = _number(value)
+        if math.isfinite(number):
+            return float(number)
+    elif kind is str:
+        text = os.fspath(value)
+        if isinstance(text, str) and text:
+            return text
+    elif get_origin(kind) is tuple:
+        if isinstance(value, list | tuple) and value:
+            return tuple(_as(item, str) for item in value)
+    elif get_origin(kind) is Callable:
+        if callable(value):
+            return value
+    elif get_origin(kind) is dict:
+        if isinstance(value, Mapping) and value:
+            return {_as(key, str): _as(item, str) for key, item in value.items()}
+    else:
+        raise AssertionError(f"no rule for fields of type {kind}")
+    raise TypeError
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return list(value) if isinstance(value, tuple) else []
+
+
+def _is_computable(number: int | float) -> bool:
+    """Whether a device computes with it as it is: a count in 32 bits, another number in float32, neither inf nor 0."""
+    if isinstance(number, int):
+        return abs(number) < 2**32
+    return number == 0 or 1.2e-38 <= abs(number) <= 3.4e38
+
+
+def _is_writable(text: str) -> bool:
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _number(value: Any) -> int | float:
+    """A number, also of numpy or in text ("1e-4" is text to YAML 1.1, which wants 1.0e-4)."""
+    if isinstance(value, bool):
+        raise TypeError
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return int(value)
+    elif not isinstance(value, numbers.Real):
+        raise TypeError
+    return float(value)

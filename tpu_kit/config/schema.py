@@ -1,0 +1,321 @@
+"""Every parameter of a run: its type, default, bounds and meaning.
+
+loader.py sets them from YAML, the command line and notebooks, and is where other modules import these names from.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+
+from tpu_kit.config.fields import ConfigError, ConfigField, escape_interpolation, knob, knobs_of, nest, show
+from tpu_kit.config.migration_hints import instead
+from tpu_kit.config.rules import conflicts
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The base model."""
+
+    name: str = knob("embedded", 'Hub id, a folder, or "embedded": the small model that comes with the kit.')
+    revision: str | None = knob(None, "Branch, tag or commit on the hub.")
+    gguf_file: str | None = knob(None, "The GGUF file in that folder or repository to read the weights from.")
+    base_dtype: Literal["bf16", "fp32", "int8", "int4"] = knob(
+        "bf16", "Type of frozen base weights, and of matrix products; with int8 and int4 these are in bf16."
+    )
+    quant_group: int = knob(128, "Columns of a weight that share a scale, of base_dtype=int4.", at_least=16)
+    quant_cache: str | None = knob(
+        "~/.cache/tpu_kit/quantized", "Folder that keeps int8 and int4 weights for the next run; null = none."
+    )
+    attention: Literal["auto", "splash", "flash", "sdpa"] = knob(
+        "auto", "auto is the splash kernel on TPU and sdpa elsewhere."
+    )
+    trust_remote_code: bool = knob(False, "Run code that the model's repository brings.")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Which weights are trained."""
+
+    r: int = knob(
+        16, "Rank of the adapters; 0 trains all weights instead (full fine-tuning).", at_least=0, at_most=16384
+    )
+    alpha: float = knob(32.0, "The adapters are scaled by alpha / r (rslora: alpha / sqrt(r)).", above=0)
+    dropout: float = knob(0.0, "Dropout on the adapters' input.", at_least=0, below=1)
+    targets: str | tuple[str, ...] = knob("all-linear", "all-linear, or the name endings of the layers to adapt.")
+    rslora: bool = knob(False, "Scale by alpha / sqrt(r).")
+    dora: bool = knob(False, "Train a magnitude beside the direction (DoRA).")
+    init: Literal["default", "gaussian", "olora", "pissa", "orthogonal"] = knob("default", "PEFT's initialisation.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the rows come from and how they become tokens."""
+
+    source: str = knob(
+        "embedded",
+        'Hub id (openai/gsm8k:main), path, glob or gs:// of jsonl/json/csv/tsv/parquet, "embedded" or "rationales".',
+    )
+    eval_source: str | None = knob(None, "Evaluation rows from elsewhere, in the same forms as source.")
+    split: str = knob("train", "The split of source to train on.")
+    eval_split: str | None = knob(None, "The split to evaluate on, of eval_source if that is given, else of source.")
+    eval_rows: int = knob(
+        64, "Rows held out from source for evaluation if eval_source and eval_split are null; 0 = none.", at_least=0
+    )
+    format: Literal["auto", "cot", "messages", "prompt_completion", "text"] = knob(
+        "auto", "What a row holds; auto looks at the column names."
+    )
+    columns: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
+        None, "Role -> column, as in {question: problem, reasoning: rationale, answer: target}; an empty name: none."
+    )
+    think_open: str = knob("<think>", "Text before the reasoning.")
+    think_close: str = knob("</think>", "Text between the reasoning and the answer.")
+    system_prompt: str | None = knob(None, "Put before every conversation that has none.")
+    loss_on: Literal["completion", "all"] = knob("completion", "The tokens that carry loss: the answers, or all.")
+    max_length: int = knob(1024, "Tokens per packed row; every batch has this width.", at_least=8)
+    packing: bool = knob(True, "Put several examples in a row; none attends to another.")
+    too_long: Literal["truncate", "drop", "error"] = knob("truncate", "What to do with an example over max_length.")
+    on_bad_row: Literal["stop", "skip"] = knob(
+        "stop", "What to do with a row that cannot be used; skip leaves out up to half of them, counted and shown."
+    )
+    num_proc: int | None = knob(None, "Processes that tokenize; null = this one.", at_least=1, at_most=1024)
+    seed: int = knob(0, "Seed of the held-out split and of the order of rows.", at_least=0, at_most=2**32 - 1)
+    shuffle: bool = knob(True, "Shuffle the training rows, anew each epoch.")
+
+
+MOST_ROWS = 10**6
+"""The largest batch_size: far more than any chip holds."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The batch, the optimizer and how long to train."""
+
+    batch_size: int | Literal["auto"] = knob(
+        4,
+        "Rows per replica in one forward and backward pass; auto takes the fastest that fits.",
+        at_least=1,
+        at_most=MOST_ROWS,
+    )
+    global_batch_size: int | None = knob(
+        None, "Rows per update over all replicas; gradient_accumulation follows from it.", at_least=1, at_most=10**8
+    )
+    gradient_accumulation: int = knob(
+        1, "Passes per update; leave it at 1 when global_batch_size is given.", at_least=1, at_most=10**6
+    )
+    optimizer: Literal["adamw", "adamw8bit", "adafactor"] = knob(
+        "adamw", "adamw8bit keeps AdamW's moments in 8 bits; adafactor keeps hardly any. All three run on XLA."
+    )
+    learning_rate: float = knob(2e-4, "The peak, after warm-up.", above=0)
+    min_learning_rate_ratio: float = knob(
+        0.0, "Where the schedule ends, as a share of the peak.", at_least=0, at_most=1
+    )
+    schedule: Literal["cosine", "linear", "constant"] = knob("cosine", "The shape of the decay.")
+    warmup_steps: int = knob(0, "Updates of linear warm-up.", at_least=0)
+    warmup_ratio: float = knob(0.0, "Warm-up as a share of all updates, instead of warmup_steps.", at_least=0, below=1)
+    max_steps: int | None = knob(None, "Updates to make; wins over epochs.", at_least=1, at_most=10**7)
+    epochs: float | None = knob(1.0, "Passes over the data, if max_steps is null.", above=0, at_most=1e5)
+    weight_decay: float = knob(0.0, "Decoupled weight decay.", at_least=0)
+    beta1: float = knob(0.9, "Decay of AdamW's mean of gradients.", at_least=0, below=1)
+    beta2: float = knob(0.999, "Decay of the mean of squared gradients.", at_least=0, below=1)
+    eps: float = knob(1e-8, "Added to the denominator of the update.", above=0)
+    max_grad_norm: float = knob(1.0, "Clip the gradients' norm over all parameters; 0 = never.", at_least=0)
+    ema_decay: float = knob(
+        0.0, "Keep an average of the trained weights with this decay; 0 = off.", at_least=0, below=1
+    )
+    remat: Literal["none", "outputs", "full"] = knob(
+        "full",
+        "full computes each layer again in the backward pass to save memory; outputs all but products and attention.",
+    )
+    scan_layers: Literal["auto", "on", "off"] = knob(
+        "auto", "Run the decoder's layers as a loop over stacked weights; auto does so on TPU. Not with remat=none."
+    )
+    mlp_tile: int | None = knob(
+        2048,
+        "Tokens that go through an MLP at a time where layers are scanned with remat=full; null = all.",
+        at_least=1,
+    )
+    loss_chunk: int = knob(512, "Tokens per chunk of the loss: the logits of one chunk exist at a time.", at_least=1)
+    label_smoothing: float = knob(0.0, "Share of the target spread over all tokens.", at_least=0, below=1)
+    on_nan: Literal["skip", "stop"] = knob(
+        "skip", "What to do with an update whose loss or gradients are not finite, or whose loss explodes."
+    )
+    max_loss_rise: float | None = knob(
+        5.0, "An update's loss explodes if it is so much above that of the last ones, in nats per token; null = never.",
+        above=0,
+    )  # fmt: skip
+    eval_steps: int | None = knob(None, "Updates between evaluations; null = at the end only.", at_least=1)
+    early_stop_patience: int | None = knob(
+        None, "Stop after this many evaluations without a better loss; null = never.", at_least=1
+    )
+    batch_growth_factor: float = knob(1.0, "Multiply gradient_accumulation by this as training goes on.", at_least=1)
+    batch_growth_steps: int | None = knob(None, "Updates between two such growths.", at_least=1)
+    batch_growth_max: int | None = knob(None, "Rows per update that growth stops at.", at_least=1)
+    batch_growth_lr: Literal["none", "sqrt", "linear"] = knob("none", "How the learning rate grows with the batch.")
+    seed: int = knob(
+        0, "Seed of the initialisation and of dropout; seed= without a section sets data.seed too.",
+        at_least=0, at_most=2**32 - 1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and whether to go on from what was saved."""
+
+    save_steps: int = knob(100, "Updates between checkpoints.", at_least=1)
+    save_minutes: float | None = knob(None, "Minutes after which one is written in any case; null = never.", above=0)
+    keep: int = knob(2, "Complete checkpoints that stay: the newest ones, and beside them the best.", at_least=1)
+    keep_every: int | None = knob(
+        None, "Those whose step is a multiple of this stay for good; null = none of them.", at_least=1
+    )
+    budget_minutes: float | None = knob(
+        None, "Minutes from the start of a launch after which it saves and ends, to be gone on with; null = no limit.",
+        above=0,
+    )  # fmt: skip
+    resume: Literal["auto", "never", "must"] = knob(
+        "auto", "auto goes on from the newest complete checkpoint if there is one; must fails if there is none."
+    )
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Where it runs."""
+
+    device_type: Literal["auto", "tpu", "cuda", "cpu", "xla-cpu"] = knob(
+        "auto", "auto takes the TPU if there is one; xla-cpu rehearses the TPU's path on the CPU."
+    )
+    num_replicas: int | None = knob(None, "Replicas of the model; null = all devices.", at_least=1, at_most=1024)
+    torch_compile: bool = knob(True, "Compile the model's layers with torch.compile, on CUDA.")
+    hang_timeout: float = knob(
+        600.0, "Seconds without any sign of life, or three times as long in one step, before a launch is ended.",
+        above=0, at_most=1e9,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """What is logged, and where."""
+
+    logging_steps: int = knob(10, "Updates between two readings of the metrics from the device.", at_least=1)
+    wandb: Literal["off", "online", "offline"] = knob("off", "Log to Weights & Biases.")
+    wandb_project: str = knob("tpu_kit", "The project there.")
+    tensorboard: bool = knob(False, "Write TensorBoard events.")
+    generate_rows: int = knob(
+        0, "Held-out rows answered by generation before and after training; 0 = none.", at_least=0
+    )
+    eval_generate_rows: int = knob(
+        0, "Held-out rows answered at each evaluation, for its accuracy; 0 = none. Needs layers that are not scanned.",
+        at_least=0,
+    )  # fmt: skip
+    generate_tokens: int = knob(256, "The most tokens of such an answer.", at_least=1)
+    verifier: str = knob(
+        "auto", "What judges it: auto, exact, numeric, choice, math, regex:PATTERN, reasoning_gym or module:function."
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run.
+
+    Raises:
+        ConfigError: on construction, with everything that is wrong.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    output_dir: str | None = knob(
+        None, "Folder, or gs:// address, for all that the run writes; null = Drive on Colab, or runs/<run_name>."
+    )
+    run_name: str = knob("default", "The run's name.")
+    # Dotted name -> where its value came from, for those that are not defaults. Neither compared nor written.
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        problems: list[str] = []
+        values: dict[str, Any] = {}
+        refused: set[str] = set()
+        for section, kind in SECTIONS.items():
+            if not isinstance(getattr(self, section), kind):
+                raise ConfigError([f"{section}: {show(getattr(self, section))} is not a {kind.__name__}"])
+        for name, parameter in parameters().items():
+            try:
+                values[name] = parameter.read(self[name])
+            except ValueError as error:
+                advice = instead(name, self[name])
+                problems.append(f"{error} ({advice})" if advice else str(error))
+                refused.add(name)
+                values[name] = parameter.default  # so that the others can be checked against each other
+        for name, value in nest(values).items():
+            object.__setattr__(self, name, SECTIONS[name](**value) if name in SECTIONS else value)
+        for names, text in conflicts(self):
+            first, *others = names.split()
+            if refused.isdisjoint([first, *others]):
+                problems.append(f"{first}: {show(self[first])} {text}")
+        if problems:
+            raise ConfigError(problems)
+        in_code = {name: "code" for name, parameter in parameters().items() if values[name] != parameter.default}
+        object.__setattr__(self, "sources", in_code | dict(self.sources))
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a parameter by its dotted name."""
+        value: Any = self
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
+
+    @property
+    def output_path(self) -> Path:
+        """The local folder that the run writes to; not created here. With gs://, what it works with until it ends."""
+        if self.output_dir and not self.remote:
+            return Path(self.output_dir).expanduser()
+        return Path("runs") / self.run_name
+
+    @property
+    def remote(self) -> str | None:
+        """The address in an object store that the run's results go to; None where it writes to a folder."""
+        return self.output_dir.rstrip("/") if self.output_dir and "://" in self.output_dir else None
+
+    @property
+    def checkpoints_place(self) -> Path | str:
+        """Where its checkpoints are: a folder, or an address in an object store."""
+        return f"{self.remote}/checkpoints" if self.remote else self.output_path / "checkpoints"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested values, such as JSON has; `from_dict` takes them back."""
+        return nest({name: _plain(self[name]) for name in parameters()})
+
+    def to_yaml(self) -> str:
+        """The text of a YAML file that `load_config` reads back as an equal configuration."""
+        return OmegaConf.to_yaml(OmegaConf.create(escape_interpolation(self.to_dict())))
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "lora": LoraConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "checkpoint": CheckpointConfig,
+    "launch": LaunchConfig,
+    "tracking": TrackingConfig,
+}
+
+
+@cache
+def parameters() -> dict[str, ConfigField]:
+    """Every parameter by dotted name, in the order of declaration."""
+    return knobs_of(TrainConfig)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it, and no part of the configuration: a change to it stays there."""
+    if isinstance(value, dict):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value

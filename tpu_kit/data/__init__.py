@@ -1,0 +1,5 @@
+"""Rows to packed batches: sources, columns, schemas, chat encoding, packing, batches.
+
+Offers `prepare.prepare`, which returns the data of a run with its report.
+Must not know models or devices.
+"""

@@ -1,0 +1,444 @@
+"""Finds the role of each column of a data set, and the reasoning within a text.
+
+Roles are found from the names of the columns and from the first values in them, never from the name of the data set.
+`tests/data/test_columns.py` holds a row of each reasoning data set that the rules were written for. Reasoning within a
+text is found by the tags around it, or by the closing words that state the answer after it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from tpu_kit.config.loader import DataConfig
+
+MESSAGE_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which the messages of a chat hold reasoning beside their content; the first that holds text counts."""
+
+_TAGS = (("<think>", "</think>"), ("<|begin_of_thought|>", "<|end_of_thought|>"))
+_ANSWER_TAGS = ("<|begin_of_solution|>", "<|end_of_solution|>")
+_STATED = re.compile(r"\n[ \t]*The answer is:[ \t]*(\S.*?)\s*\Z", re.IGNORECASE)
+_MARKED = re.compile(r"####[ \t]*(.*?)\s*\Z")  # on the last line: elsewhere it is a heading of Markdown
+
+
+def reply(reasoning: str, answer: str, config: DataConfig) -> str:
+    """Returns a reply: the reasoning in its tags, then the answer."""
+    return f"{config.think_open}\n{reasoning}\n{config.think_close}\n{answer}"
+
+
+def reasoning_of(text: str, config: DataConfig) -> str:
+    """Returns the reasoning of a reply, without white space around it; empty if there is none."""
+    before, closed, _ = text.partition(config.think_close)
+    return before.lstrip().removeprefix(config.think_open).strip() if closed else ""
+
+
+def answer_of(text: str, config: DataConfig) -> str:
+    """Returns the text of a reply after its reasoning."""
+    return text.rpartition(config.think_close)[2]
+
+
+def in_message(message: Mapping[str, Any], config: DataConfig) -> str:
+    """Returns the reasoning of a message, from its own key or from the tags in its content; empty if there is none."""
+    for key in MESSAGE_KEYS:
+        if isinstance(message.get(key), str) and message[key].strip():
+            return str(message[key]).strip()
+    content = message.get("content")
+    return reasoning_of(content, config) if isinstance(content, str) else ""
+
+
+def with_own_tags(text: str, config: DataConfig) -> str:
+    """Replaces tags of reasoning such as `<|begin_of_thought|>` by those of the configuration.
+
+    A reply becomes `reply` of its reasoning and its answer. In another text, such as a system prompt that asks for the
+    tags, each tag is replaced.
+    """
+    for opening, closing in _TAGS:
+        if closing == config.think_close or (opening not in text and closing not in text):
+            continue
+        for tag in _ANSWER_TAGS:
+            text = text.replace(tag, "")
+        before, closed, after = text.partition(closing)
+        if closed and before.lstrip().startswith(opening):
+            return reply(before.lstrip().removeprefix(opening).strip(), after.strip(), config)
+        text = text.replace(opening, config.think_open).replace(closing, config.think_close)
+    return text
+
+
+def split_solution(text: str, config: DataConfig, *, boxed: bool) -> tuple[str, str]:
+    r"""Splits a solution into reasoning and answer; the reasoning is empty if there is none.
+
+    Recognised are the tags, a last line "The answer is: ..." (MetaMathQA), "####" on the last line (GSM8K) and, where
+    `boxed`, the last \boxed{} (MATH), which stays in the reasoning too.
+
+    Raises:
+        ValueError: nothing follows the tags or the "####".
+    """
+    if config.think_close in text:
+        answer = answer_of(text, config).strip()
+        if not answer:
+            raise ValueError(f"nothing after {config.think_close}")
+        return reasoning_of(text, config), answer
+    if stated := _STATED.search(text):
+        return _MARKED.sub("", text[: stated.start()]).strip(), stated[1]
+    if marked := _MARKED.search(text):
+        if not marked[1]:
+            raise ValueError("nothing after ####")
+        return text[: marked.start()].strip(), marked[1]
+    if boxed and (answer := last_boxed(text)):
+        return text.strip(), answer
+    return "", text
+
+
+def last_boxed(text: str) -> str:
+    r"""Returns what the last \boxed{} of a text holds, nested braces included; empty if there is none."""
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return ""
+    start, depth = start + len(r"\boxed{"), 1
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end].strip()
+    return ""
+
+
+_TRACES = (
+    "reasoning", "rationale", "thinking", "thought", "thoughts", "cot", "complex_cot", "chain_of_thought",
+    "reasoning_content", "thinking_trajectories", "thinking_trajectory", "deepseek_thinking_trajectory",
+    "gemini_thinking_trajectory", "deepseek_reasoning",
+)  # fmt: skip
+_SOLUTIONS = ("solution", "generated_solution", "r1_solution_1", "deepseek_solution")
+_REPLIES = (
+    "answer", "final_answer", "expected_answer", "response", "output", "target", "completion", "attempt",
+    "deepseek_attempt", "gemini_attempt",
+)  # fmt: skip
+
+NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "messages": (("messages", "conversations", "conversation"),),
+    "tools": (("tools",),),
+    "system": (("system", "system_prompt"),),
+    "prompt": (("prompt",),),
+    "completion": (("completion",),),
+    "text": (("text",),),
+    "question": (("question", "problem", "query", "instruction", "prompt"), ("input",), ("source",)),
+    "context": (("context", "passage", "article", "support", "hint"), ("input",)),
+    "options": (("options", "choices"),),
+    "reasoning": (_TRACES, _SOLUTIONS, ("explanation",)),
+    "answer": (_REPLIES, ("answers", "answerkey", "correct_answer", "correct"), ("content",)),
+}
+"""Role -> the names of its columns, compared without case, in groups of falling priority. Two columns of one group that
+hold different values are an ambiguity, which is an error."""
+
+_BESIDE = {("question", "source"): "target", ("answer", "content"): "reasoning_content"}
+"""(role, name) -> the other column that must exist for the name to mean this role."""
+
+ROLES: dict[str, tuple[str, ...]] = {
+    "cot": ("system", "question", "context", "options", "reasoning", "answer"),
+    "messages": ("system", "messages", "tools", "reasoning", "answer"),
+    "prompt_completion": ("prompt", "completion", "tools"),
+    "text": ("text",),
+}
+"""Format -> the roles it reads; chats have reasoning and answer where their last turn is in columns of its own."""
+
+KNOWN = frozenset(
+    name for role, groups in NAMES.items() for name in chain(*groups) if (role, name) not in _BESIDE
+)  # fmt: skip
+"""Every name that means a role by itself."""
+
+_TELLING = {"messages": {"messages", "tools"}, "prompt_completion": {"prompt", "completion"}, "text": {"text"}}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+}
+_NEEDED = {
+    "cot": ("question", "answer"),
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+_SWITCHES = {"on", "off", "yes", "no", "true", "false"}  # values of a column `reasoning` that holds no text
+_SAMPLE = 100  # values read of each column
+_AT_A_TIME = 1000  # rows
+
+Values = Mapping[str, Sequence[Any]]
+"""Column -> the first of its values that are not empty; none where the whole column is."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the columns of a data set are read.
+
+    Attributes:
+        format: "cot", "messages", "prompt_completion" or "text".
+        columns: role -> column.
+        ignored: columns that are not used.
+    """
+
+    format: str
+    columns: Mapping[str, str]
+    ignored: tuple[str, ...]
+
+    def __str__(self) -> str:
+        used = ", ".join(f"{role}={column}" for role, column in self.columns.items())
+        return f"{self.format} ({used})" + (f", not used: {', '.join(self.ignored)}" if self.ignored else "")
+
+
+class Ambiguous(ValueError):
+    """Several columns could have a role."""
+
+
+def first_values(rows: Any) -> dict[str, list[Any]]:
+    """Returns the first values of each column that are not empty.
+
+    Args:
+        rows: a `datasets.Dataset`. All of it is read for a column without values, and its beginning for the others.
+    """
+    found: dict[str, list[Any]] = {name: [] for name in rows.column_names}
+    for start in range(0, len(rows), _AT_A_TIME):
+        wanted = [name for name, values in found.items() if len(values) < _SAMPLE]
+        if not wanted:
+            break
+        # As Arrow holds them: images would be decoded otherwise.
+        table = rows.select_columns(wanted).with_format("arrow")[start : start + _AT_A_TIME]
+        for name in wanted:
+            values = (value for value in table.column(name).drop_null().to_pylist() if is_filled(value))
+            found[name] = [*found[name], *values][:_SAMPLE]
+    return found
+
+
+def is_filled(value: Any) -> bool:
+    """Whether a cell holds more than nothing, white space, NaN, or a list or struct of only these."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    if isinstance(value, Mapping):
+        return any(map(is_filled, value.values()))
+    if isinstance(value, list):
+        return any(map(is_filled, value))
+    return value is not None and value == value
+
+
+def detect_layout(columns: Sequence[str], config: DataConfig, values: Values | None = None) -> Layout:
+    """Finds the format and the roles of columns; `config.format` and `config.columns` override.
+
+    Args:
+        columns: their names.
+        config: the data section. An empty name in `config.columns` gives that role to no column.
+        values: of `first_values`: a column without values gets no role, and several that hold the same are no
+            ambiguity. None goes by the names alone.
+
+    Raises:
+        ValueError: an unknown role, a missing column, columns that fit no format, or several that fit one role.
+    """
+    given = dict(config.columns or {})
+    if unknown := sorted(set(given) - set(NAMES)):
+        raise ValueError(f"data.columns: unknown role {', '.join(unknown)}; the roles are {', '.join(NAMES)}")
+    if absent := sorted({column for column in given.values() if column} - set(columns)):
+        raise ValueError(f"data.columns: no column {', '.join(absent)}; the data has {', '.join(columns)}")
+    return _Detection(tuple(columns), config, given, values).layout()
+
+
+@dataclass(frozen=True)
+class _Detection:
+    """The search for the roles of columns."""
+
+    columns: tuple[str, ...]
+    config: DataConfig
+    given: Mapping[str, str]
+    values: Values | None
+
+    def layout(self) -> Layout:
+        fmt = self.config.format if self.config.format != "auto" else self._format()
+        used = self._cot() if fmt == "cot" else self._named(fmt)
+        missing = [role for role in _NEEDED.get(fmt, ()) if not used.get(role)]
+        if not fmt or missing:
+            wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
+            empty = [name for name in self.columns if self.values is not None and not self.values[name]]
+            without = f" ({', '.join(empty)} without values)" if empty else ""
+            raise ValueError(
+                f"missing columns: {wanted}; the data has {', '.join(self.columns) or 'none'}{without}. Name "
+                "them, for example data.columns={question: problem, reasoning: rationale, answer: target}, or set "
+                "data.format"
+            )
+        used = {role: used[role] for role in ROLES[fmt] if used.get(role)}
+        return Layout(fmt, used, tuple(column for column in self.columns if column not in used.values()))
+
+    def _held(self, column: str | None) -> Sequence[Any]:
+        return self.values[column] if self.values is not None and column else ()
+
+    def _find(self, role: str) -> str | None:
+        """Returns the column of a role, None if there is none; raises Ambiguous if several fit it."""
+        if role in self.given:
+            return self.given[role] or None
+        for group in NAMES[role]:
+            found = [column for name in group if (column := self._fitting(role, name))]
+            if len(found) > 1 and (self.values is None or any(self._held(x) != self._held(found[0]) for x in found)):
+                raise Ambiguous(f"{role} could be {' or '.join(found)}")
+            if found:
+                return found[0]
+        return None
+
+    def _fitting(self, role: str, name: str) -> str | None:
+        """Returns the column of this name if it holds values that fit the role."""
+        lower = {column.lower(): column for column in reversed(self.columns)}
+        if name not in lower or _BESIDE.get((role, name), name) not in lower:
+            return None
+        held = self._held(lower[name])
+        if role == "reasoning":
+            held = [x for x in held if not isinstance(x, bool) and str(x).strip().lower() not in _SWITCHES]
+        return lower[name] if held or self.values is None else None
+
+    def _search(self, *roles: str) -> dict[str, str | None]:
+        """Returns the column of each role; raises one Ambiguous for all roles that several columns fit."""
+        found, problems = {}, []
+        for role in roles:
+            try:
+                found[role] = self._find(role)
+            except Ambiguous as error:
+                problems.append(str(error))
+        if problems:
+            raise Ambiguous(f"ambiguous columns: {'; '.join(problems)}. Say which in data.columns={{role: column}}")
+        return found
+
+    def _format(self) -> str:
+        told = {role for role, column in self.given.items() if column}
+        for fmt, roles in _TELLING.items():
+            if told & roles:
+                return fmt
+        if told - {"system"}:
+            return "cot"
+        if self._find("messages"):
+            return self._chat_or_columns()
+        if self._find("prompt") and self._find("completion") and not self._traces():
+            return "prompt_completion"
+        if self._chat():
+            return "messages"
+        if self._cot().keys() >= {"question", "answer"}:
+            return "cot"
+        return "text" if self._find("text") else ""
+
+    def _traces(self) -> list[str]:
+        return [column for name in chain(*NAMES["reasoning"]) if (column := self._fitting("reasoning", name))]
+
+    def _chat(self) -> str | None:
+        """Returns the column of chats: one named so, or one of questions whose values are lists of messages."""
+        if column := self._find("messages"):
+            return column
+        held = self._held(column := self._find("question"))
+        return column if held and all(isinstance(x, list) and _is_chat(x) for x in held) else None
+
+    def _chats(self) -> list[list[Mapping[str, Any]]]:
+        return [chat for x in self._held(self._chat()) if _is_chat(chat := _parsed(x))]
+
+    def _chat_or_columns(self) -> str:
+        """Returns the format of rows with a chat and perhaps with question and answer too: the one with reasoning."""
+        chats = self._chats()
+        replies = [turn for chat in chats for turn in chat if role_of(turn) == "assistant"]
+        if not replies or any(in_message(_plain(turn, self.config), self.config) for turn in replies):
+            return "messages"
+        try:
+            used = self._cot()
+        except Ambiguous:
+            if self._traces():
+                raise
+            return "messages"
+        if not {"question", "answer"} <= used.keys() or not self._has_reasoning(used):
+            return "messages"
+        asked = {str(_words(turn)).strip() for chat in chats for turn in chat if role_of(turn) == "user"}
+        if len(replies) == len(chats) and asked & {str(x).strip() for x in self._held(used["question"])}:
+            return "cot"
+        raise Ambiguous(
+            f"ambiguous columns: {self._chat()} holds chats without reasoning, and {', '.join(used.values())} other "
+            "rows with reasoning. Set data.format=messages or data.format=cot"
+        )
+
+    def _has_reasoning(self, used: Mapping[str, str]) -> bool:
+        boxed = is_solution(used["answer"])
+        texts = (with_own_tags(str(x), self.config) for x in self._held(used["answer"]))
+        try:
+            return "reasoning" in used or any(split_solution(text, self.config, boxed=boxed)[0] for text in texts)
+        except ValueError:  # tags or "####" without an answer after them
+            return True
+
+    def _named(self, fmt: str) -> dict[str, str]:
+        """Returns the roles of a format other than cot."""
+        found = self._search(*(role for role in ROLES.get(fmt, ()) if role not in ("reasoning", "answer")))
+        if fmt == "messages":
+            found["messages"] = self._chat()
+            chats = self._chats()
+            if "answer" in self.given or (chats and not any(role_of(turn) == "assistant" for x in chats for turn in x)):
+                found |= self._answered(self._search("reasoning", "answer"))
+        return {role: column for role, column in found.items() if column}
+
+    def _cot(self) -> dict[str, str]:
+        """Returns the roles of the format cot."""
+        found = self._search(*ROLES["cot"])
+        context, question = found["context"] or "", found["question"] or ""
+        if "context" not in self.given and context.lower() == "input" and question.lower() != "instruction":
+            found["context"] = None  # an `input` column is context to an `instruction` only
+        found |= self._answered(found)
+        return {role: column for role, column in found.items() if column}
+
+    def _answered(self, found: Mapping[str, str | None]) -> dict[str, str | None]:
+        """Returns the columns of reasoning and answer, given those found by their names."""
+        reasoning, answer = found["reasoning"], found["answer"]
+        if reasoning == answer and "reasoning" not in self.given:
+            reasoning = None
+        if answer is None and reasoning and "answer" not in self.given:
+            answer = self._solution_beside(reasoning)
+            if answer is None and "reasoning" not in self.given:  # a solution alone holds both
+                reasoning, answer = None, reasoning
+        if "reasoning" not in self.given and self._is_whole(answer):
+            reasoning = None
+        elif not {"reasoning", "answer"} & self.given.keys() and self._is_whole(reasoning):
+            reasoning, answer = None, reasoning
+        return {"reasoning": reasoning, "answer": answer}
+
+    def _solution_beside(self, trace: str) -> str | None:
+        """Returns the column of solutions beside a column of reasoning, to be the answer."""
+        found = [column for name in _SOLUTIONS if (column := self._fitting("answer", name)) and column != trace]
+        if len(found) > 1:
+            raise Ambiguous(f"ambiguous columns: answer could be {' or '.join(found)}. Say which in data.columns")
+        return found[0] if found else None
+
+    def _is_whole(self, column: str | None) -> bool:
+        """Whether a column holds whole replies: reasoning in tags, then an answer."""
+        texts = [with_own_tags(x, self.config) for x in self._held(column) if isinstance(x, str)]
+        return any(self.config.think_close in x and answer_of(x, self.config).strip() for x in texts)
+
+
+def is_solution(column: str) -> bool:
+    """Whether a column of this name holds worked solutions, which may end in a boxed answer."""
+    return column.lower() in _SOLUTIONS
+
+
+def role_of(turn: Mapping[str, Any]) -> Any:
+    """Returns the role of a message as chat templates name it."""
+    role = turn.get("role") or turn.get("from")
+    return _SHAREGPT_ROLES.get(str(role), role)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(turn, Mapping) and role_of(turn) for turn in value)
+
+
+def _parsed(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (json.JSONDecodeError, RecursionError):
+        return None
+
+
+def _words(turn: Mapping[str, Any]) -> Any:
+    return turn.get("content") if turn.get("content") is not None else turn.get("value")
+
+
+def _plain(turn: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
+    words = _words(turn)
+    return {**turn, "content": with_own_tags(words, config) if isinstance(words, str) else None}

@@ -1,0 +1,544 @@
+"""Prepares the data of a run: load rows, hold out, tokenise, check, pack, report.
+
+`prepare` does all of this; its result depends on its arguments alone, and a checkpoint keeps its `fingerprint`.
+`prepare_once` runs it in one process of a host. The other replicas of the host memory-map the arrays that it writes,
+so the host holds them once, however many replicas it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, DatasetDict
+from datasets import config as datasets_config
+
+from tpu_kit.config.loader import DataConfig, TrainConfig
+from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_template
+from tpu_kit.data.columns import detect_layout, first_values
+from tpu_kit.data.packing import Documents, PackedDataset
+from tpu_kit.data.records import PROBLEM
+from tpu_kit.data.schemas import Layout, RowError, final_answer, normalised, problem
+from tpu_kit.data.sources import GENERATED, SHOWN, load_rows, pick_split, places
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.storage import atomic
+
+_ROWS_PER_PROCESS = 10_000  # below this a second process takes longer to start than it saves
+_CACHE_VERSION = 4  # raise it when the code below gives other tokens for the same row
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Counts of what was read, dropped and used.
+
+    A row gives one document, or one for each reply of a chat where the chat template drops the reasoning of earlier
+    turns (`Encoder.parts`).
+
+    Attributes:
+        source: where the rows came from.
+        layout: the format and the columns used.
+        rows_read: rows of the source.
+        held_out: rows kept back for evaluation, with all rows that ask the same.
+        seen_in_training: rows of the held-out split dropped because the train split asks the same.
+        dropped_too_long: documents over max_length that were dropped.
+        truncated: documents cut to max_length and kept.
+        dropped_no_loss: documents dropped because no token with loss was left in max_length tokens.
+        rows_used: rows of which a document is used.
+        documents: documents used.
+        tokens: tokens of these documents.
+        loss_tokens: tokens that carry loss.
+        packed_rows: rows of max_length tokens after packing.
+        fill: share of the slots of packed rows that hold real tokens, the emptiest row left out.
+        lengths: tokens of each document before truncation.
+        reasoning: see `Kept`, summed over the documents.
+        skipped: bad rows left out as `data.on_bad_row=skip` asks; of the other counts, only rows_read includes them.
+        skipped_rows: the first bad rows, each with what is wrong with it.
+    """
+
+    source: str
+    layout: str
+    rows_read: int
+    held_out: int
+    seen_in_training: int
+    dropped_too_long: int
+    truncated: int
+    dropped_no_loss: int
+    rows_used: int
+    documents: int
+    tokens: int
+    loss_tokens: int
+    packed_rows: int
+    fill: float
+    lengths: tuple[int, ...]
+    reasoning: Kept
+    skipped: int = 0
+    skipped_rows: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        middle, tail = np.percentile(self.lengths, [50, 95]).astype(int)
+        lines = [
+            f"source           {self.source}: {self.layout}",
+            f"rows             {self.rows_read:,} read, {self.rows_used:,} used{self._split()}",
+            f"with reasoning   {self.reasoning.found:,} of {self.reasoning.replies:,} replies{self._lost()}",
+            f"held out         {self.held_out:,}; dropped as seen in training {self.seen_in_training:,}",
+            f"too long         {self.dropped_too_long:,} dropped, {self.truncated:,} truncated, "
+            f"{self.dropped_no_loss:,} dropped because truncation left no loss",
+            f"tokens           {self.tokens:,}, with loss {self.loss_tokens:,} ({self.loss_tokens / self.tokens:.0%})",
+            f"tokens of a row  median {middle}, 95 % up to {tail}, longest {max(self.lengths)}",
+            f"packed           {self.packed_rows:,} rows, {self.fill:.1%} full",
+        ]
+        return "\n".join(lines + ([f"bad rows         {self.skipped_text}"] if self.skipped else []))
+
+    @property
+    def skipped_text(self) -> str:
+        """How many bad rows were left out, and what is wrong with the first of them."""
+        more = f"; and {self.skipped - len(self.skipped_rows):,} more" if self.skipped > len(self.skipped_rows) else ""
+        return f"{self.skipped:,} skipped (data.on_bad_row): {'; '.join(self.skipped_rows)}{more}"
+
+    def _split(self) -> str:
+        if self.documents == self.rows_used:
+            return ""
+        return (
+            f" as {self.documents:,} documents: the chat template drops the reasoning of earlier turns, so each reply "
+            "is trained after the prompt of its own"
+        )
+
+    def _lost(self) -> str:
+        _, held, found = self.reasoning
+        if found == held:
+            return ""
+        return f"; WARNING: the rows hold reasoning for {held:,}, and {held - found:,} lose some of it: " + (
+            "raise data.max_length" if self.truncated else "the tokenizer changes its text"
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data ready for training.
+
+    Attributes:
+        train: packed rows.
+        eval: packed held-out rows; None without evaluation.
+        eval_rows: the held-out rows as read; chain-of-thought rows also have the texts of `schemas.problem`: question,
+            reasoning and answer; others an "answer" (`schemas.final_answer`), where they have none of their own.
+        eval_prompts: for each held-out row the text that the model continues (empty for plain text). Prompts of chats
+            have their special tokens already: tokenise them with `add_special_tokens=False`.
+        report: of the train rows.
+        eval_report: of the held-out rows.
+        encoder: turns another row of the same kind into tokens.
+        fingerprint: hash of all tokens, loss masks, packing and order; equal exactly if training sees the same.
+    """
+
+    train: PackedDataset
+    eval: PackedDataset | None
+    eval_rows: list[dict[str, Any]]
+    eval_prompts: list[str]
+    report: DataReport
+    eval_report: DataReport | None
+    encoder: Encoder
+    fingerprint: str
+
+    def example(self, number: int = 0) -> Example:
+        """Return one training document, for `decoded_example`."""
+        ids, mask = self.train.document(number)
+        return Example(ids.tolist(), mask.tolist())
+
+
+@dataclass(frozen=True)
+class _Tokenized:
+    """All rows of one source; the arrays have one entry per document.
+
+    Attributes:
+        documents: of all rows, in their order; a bad row has one placeholder.
+        full_lengths: tokens before truncation.
+        questions: the hash of the question of the document's row.
+        kept: the numbers of `Kept`, (documents, 3).
+        good: whether the document's row can be used; bool.
+        skipped_rows: the first bad rows, each with what is wrong with it.
+    """
+
+    documents: Documents
+    full_lengths: np.ndarray
+    questions: np.ndarray
+    kept: np.ndarray
+    good: np.ndarray
+    skipped_rows: tuple[str, ...]
+
+
+def prepare(
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    model_positions: int | None = None,
+    vocab_size: int | None = None,
+    dataset: Dataset | DatasetDict | None = None,
+) -> Prepared:
+    """Load, hold out, tokenise, check and pack.
+
+    Args:
+        config: the data section.
+        tokenizer: a fast Hugging Face tokenizer; one without a chat template is given `chat_encoding.DEFAULT_TEMPLATE`
+            if the rows are chats.
+        model_positions: `max_position_embeddings` of the model; None skips the check.
+        vocab_size: rows of the model's embedding; None skips the check.
+        dataset: rows to use in place of `config.source`.
+
+    Raises:
+        ValueError: bad rows, columns, files or settings; the text names them.
+    """
+    if model_positions is not None and config.max_length > model_positions:
+        raise ValueError(
+            f"data.max_length={config.max_length} is longer than the {model_positions} positions of the model; "
+            f"set it to {model_positions} or less"
+        )
+    source = "the data set given" if dataset is not None else config.source
+    skip = config.on_bad_row == "skip"
+    rows = (
+        load_rows(source, config.split, config.seed, skip=skip)
+        if dataset is None
+        else pick_split(dataset, config.split)
+    )
+    if not len(rows):
+        raise ValueError(f"{source} has no rows")
+    encoder = _encoder(rows, tokenizer, config, source)
+    everything = _tokenize(rows, encoder, source, config.split, vocab_size)
+    train = everything.good
+    eval_source, eval_split = _eval_source(config, dataset)
+    eval_data: PackedDataset | None = None
+    eval_report: DataReport | None = None
+    eval_rows: list[dict[str, Any]] = []
+    prompts: list[str] = []
+    if eval_source or config.eval_rows:
+        if eval_source:
+            own = isinstance(dataset, DatasetDict) and not config.eval_source
+            held = (
+                pick_split(dataset, eval_split) if own else load_rows(eval_source, eval_split, config.seed, skip=skip)
+            )
+            eval_encoder = _encoder(held, tokenizer, config, eval_source)
+            held_tokens = _tokenize(held, eval_encoder, eval_source, eval_split, vocab_size)
+            chosen = held_tokens.good & ~np.isin(held_tokens.questions, everything.questions[everything.good])
+            seen = _count(held_tokens, held_tokens.good & ~chosen)
+            if not chosen.any():
+                raise ValueError(f"every question of the evaluation rows ({eval_source}) is in the train rows too")
+        else:
+            held, eval_encoder, held_tokens, seen = rows, encoder, everything, 0
+            chosen, train = _hold_out(everything, config)
+        eval_data, eval_report = _pack(held_tokens, chosen, eval_encoder, eval_source or source, seen_in_training=seen)
+        eval_rows, prompts = _raw_rows(held, np.unique(held_tokens.documents.source_rows[chosen]), eval_encoder)
+    held_out = _count(everything, everything.good & ~train)
+    packed, report = _pack(everything, train, encoder, source, held_out=held_out)
+    order = f"{packed.fingerprint()} {config.seed} {config.shuffle}"
+    fingerprint = hashlib.blake2b(order.encode(), digest_size=16).hexdigest()
+    return Prepared(packed, eval_data, eval_rows, prompts, report, eval_report, encoder, fingerprint)
+
+
+def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> Encoder:
+    columns = [column for column in rows.column_names if column != PROBLEM]
+    try:
+        layout = detect_layout(columns, config, first_values(rows))
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+    for role, column in layout.columns.items():
+        alike = [other for other in columns if other.lower() == column.lower()]
+        if len(alike) > 1 and role not in (config.columns or {}):
+            raise ValueError(
+                f"{source}: the columns {' and '.join(alike)} differ in case alone; say which of them is the {role}, "
+                f"as in data.columns={{{role}: {column}}}"
+            )
+    plain = layout.format == "text"
+    if layout.format == "prompt_completion":
+        prompts = (row[layout.columns["prompt"]] for row in rows)
+        plain = isinstance(next((prompt for prompt in prompts if isinstance(prompt, str | list)), None), str)
+    if plain and config.system_prompt:
+        raise ValueError("data.system_prompt needs chats; these rows are plain text, which no chat template is put on")
+    if not plain:
+        ensure_chat_template(tokenizer)
+    return Encoder(tokenizer, layout, config)
+
+
+def _eval_source(config: DataConfig, dataset: Dataset | DatasetDict | None) -> tuple[str | None, str]:
+    """Return the source of the evaluation rows (None: the train rows) and their split."""
+    if config.eval_source:
+        name = "eval" if config.eval_source in GENERATED else "train"
+        return config.eval_source, config.eval_split or name
+    if config.eval_split and (dataset is None or isinstance(dataset, DatasetDict)):
+        return config.source if dataset is None else "the data set given", config.eval_split
+    if dataset is None and config.source in GENERATED and config.eval_rows:
+        return config.source, f"eval[:{config.eval_rows}]"
+    return None, ""
+
+
+def _count(tokens: _Tokenized, chosen: np.ndarray) -> int:
+    """Return how many rows the chosen documents come from."""
+    return len(np.unique(tokens.documents.source_rows[chosen]))
+
+
+def _hold_out(tokens: _Tokenized, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Choose questions by a hash of their text; return the masks of the documents for evaluation and for training.
+
+    Of each chosen question one row is used for evaluation; other rows that ask the same are not used at all.
+    """
+    questions, source_rows, good = tokens.questions, tokens.documents.source_rows, np.flatnonzero(tokens.good)
+    unique, first = np.unique(questions[good], return_index=True)
+    if len(unique) <= config.eval_rows:
+        raise ValueError(
+            f"data.eval_rows={config.eval_rows} leaves nothing to train on: there are {len(unique)} different "
+            "questions. Set it lower, or to 0 for no evaluation"
+        )
+    salted = [hashlib.blake2b(f"{config.seed} {key}".encode()).digest() for key in unique]
+    picked = sorted(range(len(unique)), key=salted.__getitem__)[: config.eval_rows]
+    evaluates = np.isin(source_rows, source_rows[good[first[picked]]])
+    return evaluates, tokens.good & ~np.isin(questions, unique[picked])
+
+
+def _raw_rows(rows: Dataset, chosen: np.ndarray, encoder: Encoder) -> tuple[list[dict[str, Any]], list[str]]:
+    picked = [dict(rows[int(i)]) for i in chosen]
+    talks = [encoder.conversation(row) for row in picked]
+    prompts = [encoder.prompt(talk) for talk in talks]
+    if encoder.layout.format == "cot":
+        return [row | problem(row, encoder.layout, encoder.config) for row in picked], prompts
+    for row, talk in zip(picked, talks, strict=True):
+        if row.get("answer") is None and (said := final_answer(talk, encoder.config)):
+            row["answer"] = said
+    return picked, prompts
+
+
+def _pack(
+    tokens: _Tokenized, chosen: np.ndarray, encoder: Encoder, source: str, held_out: int = 0, seen_in_training: int = 0
+) -> tuple[PackedDataset, DataReport]:
+    """Apply `too_long` to the chosen documents and pack them; the last two arguments go into the report."""
+    config, documents = encoder.config, tokens.documents
+    long = (tokens.full_lengths > config.max_length) & chosen
+    if config.too_long == "error" and long.any():
+        worst = int(np.argmax(np.where(long, tokens.full_lengths, 0)))
+        raise ValueError(
+            f"{source}: {long.sum()} rows have more than data.max_length={config.max_length} tokens, the longest is "
+            f"row {worst} with {tokens.full_lengths[worst]}. Raise it, or set data.too_long=truncate or drop"
+        )
+    starts = np.cumsum(documents.lengths) - documents.lengths
+    loss_tokens = np.add.reduceat(documents.loss_mask.astype(np.int64), starts)
+    keep = chosen & ~long if config.too_long == "drop" else chosen & (loss_tokens > 0)
+    dropped_long = int(long.sum()) if config.too_long == "drop" else 0
+    if not keep.any():
+        raise ValueError(
+            f"{source}: no loss tokens left: data.max_length={config.max_length} is too short for all {chosen.sum()} "
+            f"rows; the shortest has {tokens.full_lengths[chosen].min()} tokens"
+        )
+    kept = documents.select(keep)
+    pad_id = encoder.tokenizer.pad_token_id or 0
+    packed = PackedDataset(kept, config.max_length, packing=config.packing, pad_id=pad_id)
+    report = DataReport(
+        source=source,
+        layout=str(encoder.layout),
+        rows_read=len(np.unique(documents.source_rows)),
+        held_out=held_out,
+        seen_in_training=seen_in_training,
+        dropped_too_long=dropped_long,
+        truncated=int((long & keep).sum()),
+        dropped_no_loss=int((chosen & ~keep).sum()) - dropped_long,
+        rows_used=len(np.unique(kept.source_rows)),
+        documents=len(kept),
+        tokens=int(kept.lengths.sum()),
+        loss_tokens=int(kept.loss_mask.sum()),
+        packed_rows=len(packed),
+        fill=packed.fill(),
+        lengths=tuple(tokens.full_lengths[keep].tolist()),
+        reasoning=Kept(*tokens.kept[keep].sum(axis=0).tolist()),
+        skipped=int((~tokens.good).sum()),
+        skipped_rows=tokens.skipped_rows,
+    )
+    return packed, report
+
+
+def _tokenize(rows: Dataset, encoder: Encoder, source: str, split: str, vocab_size: int | None) -> _Tokenized:
+    """Tokenise all rows, or read them from the cache of `datasets`.
+
+    Raises:
+        ValueError: rows that cannot be used, all counted and the first of them named, where `data.on_bad_row` says
+            stop or they are most rows; or ids outside the vocabulary.
+    """
+    name, folder = _fingerprint(rows, encoder), Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
+    folder.mkdir(parents=True, exist_ok=True)
+    table = rows.map(
+        partial(_tokenize_row, encoder=encoder),
+        remove_columns=rows.column_names,
+        num_proc=_processes(len(rows), encoder.config.num_proc),
+        cache_file_name=str(folder / f"{name}.arrow"),
+        new_fingerprint=name,
+        desc=f"Tokenising {source}",
+    ).with_format("numpy")
+    errors = table["error"][:]
+    bad = [i for i, error in enumerate(errors) if error]
+    places_of_bad = places(source, split, bad[:SHOWN])
+    shown = tuple(
+        f"row {i}: {errors[i]}{place and f' ({place})'}" for i, place in zip(bad[:SHOWN], places_of_bad, strict=True)
+    )
+    skip, most = encoder.config.on_bad_row == "skip", 2 * len(bad) > len(errors)
+    if bad and (most or not skip):
+        more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+        advice = "Mend or drop them"
+        if skip:
+            advice += "; data.on_bad_row=skip leaves out no more than half of the rows, and these are more than half"
+        elif not most:
+            advice += ", or leave them out with data.on_bad_row=skip"
+        rows_text = f"{len(bad)} of {len(errors)} rows cannot be used: {'; '.join(shown)}{more}"
+        raise ValueError(f"{source}: {rows_text}. {advice}")
+    columns = table.with_format("arrow")[:]
+    parts = columns["lengths"].combine_chunks()
+    counts, lengths = np.diff(parts.offsets.to_numpy()), parts.flatten().to_numpy().astype(np.int64)
+    source_rows = np.repeat(np.arange(len(counts)), counts)
+    input_ids = columns["input_ids"].combine_chunks().flatten().to_numpy().astype(np.int32)
+    highest = int(input_ids.max())
+    if vocab_size is not None and highest >= vocab_size:
+        row = source_rows[np.searchsorted(np.cumsum(lengths), int(input_ids.argmax()), side="right")]
+        raise ValueError(
+            f"the tokenizer and the model do not belong together: {source}, row {row} has token "
+            f"{encoder.tokenizer.convert_ids_to_tokens(highest)!r} with id {highest}, and the model's vocabulary ends "
+            f"at {vocab_size - 1}"
+        )
+    loss_mask = columns["loss_mask"].combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(bool)
+    documents = Documents(input_ids, loss_mask, lengths, source_rows)
+    full_lengths = columns["full_lengths"].combine_chunks().flatten().to_numpy()
+    questions = np.repeat(columns["question"].to_numpy().astype(str), counts)
+    kept = columns["kept"].combine_chunks().flatten().to_numpy().reshape(-1, len(Kept._fields))
+    return _Tokenized(documents, full_lengths, questions, kept, ~np.isin(source_rows, bad), shown)
+
+
+_PLACEHOLDER = {
+    "input_ids": [0], "loss_mask": [False], "lengths": [1], "full_lengths": [0], "kept": [0, 0, 0], "question": "",
+}  # fmt: skip
+
+
+def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
+    """Return the documents of a row, concatenated, or a placeholder with the error of a bad row."""
+    try:
+        if unread := row.get(PROBLEM):
+            raise RowError(unread)
+        talk = encoder.conversation(row)
+        parts = encoder.parts(talk)
+        whole = [encoder.encode(part) for part in parts]
+    except RowError as error:
+        return _PLACEHOLDER | {"error": str(error)}
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:  # an unforeseen form
+        unread = f"it cannot be read as {encoder.layout.format}: {type(error).__name__}: {error}"
+        return _PLACEHOLDER | {"error": unread}
+    end = encoder.config.max_length
+    cut = [Example(ids[:end], mask[:end]) for ids, mask in whole]
+    return {
+        "input_ids": [i for example in cut for i in example.input_ids],
+        "loss_mask": [loss for example in cut for loss in example.loss_mask],
+        "lengths": [len(example.input_ids) for example in cut],
+        "full_lengths": [len(example.input_ids) for example in whole],
+        "kept": [n for part, example in zip(parts, cut, strict=True) for n in encoder.kept(part, example)],
+        "question": hashlib.blake2b(normalised(talk.question).encode(), digest_size=16).hexdigest(),
+        "error": "",
+    }
+
+
+def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
+    """Return a hash of all that tokens depend on: rows, tokenizer, template and settings."""
+    tokenizer, config = encoder.tokenizer, asdict(encoder.config)
+    del config["source"], config["eval_source"], config["split"], config["eval_split"]  # the rows stand for these
+    for setting in ("eval_rows", "seed", "shuffle", "num_proc", "packing", "too_long", "on_bad_row"):
+        del config[setting]  # applied after tokenising
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    parts = [_CACHE_VERSION, rows._fingerprint, tokenizer.backend_tokenizer.to_str(), special, tokenizer.chat_template]
+    parts += [config, str(encoder.layout)]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _processes(rows: int, wanted: int | None) -> int | None:
+    """Return how many processes tokenise, by default by rows and cores; None is this process alone."""
+    if wanted is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        wanted = min(cores, rows // _ROWS_PER_PROCESS)
+    return wanted if 1 < wanted <= rows else None
+
+
+def prepare_once(config: TrainConfig, rt: Runtime, tokenizer: Any, make: Callable[[], Prepared]) -> Prepared:
+    """Prepare the data in one replica of each host, and read it in all of them.
+
+    An error in preparing ends the launch, and so the replicas that wait.
+
+    Args:
+        config: the run.
+        rt: the replica.
+        tokenizer: this replica's; it gets the chat template that the data was prepared with.
+        make: prepares the data; called where `local_rank` is 0.
+    """
+    run = json.dumps([str(config.output_path.absolute()), config.to_dict()["model"], config.to_dict()["data"]])
+    name = hashlib.blake2b(run.encode(), digest_size=16).hexdigest()
+    folder = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit" / "prepared" / name
+    if rt.local_rank == 0:
+        write_prepared(make(), folder)
+    rt.barrier()
+    prepared = read_prepared(folder, tokenizer, config.data)
+    rt.barrier()
+    if rt.local_rank == 0:
+        shutil.rmtree(folder)  # what is mapped stays until the replicas end
+    return prepared
+
+
+def write_prepared(prepared: Prepared, folder: Path) -> None:
+    """Write what `prepare` returned; the folder replaces an earlier one once it is whole."""
+    with atomic.replacing(folder, shared=True) as made:
+        made.mkdir(parents=True)
+        for part, packed in (("train", prepared.train), ("eval", prepared.eval)):
+            for name, array in (packed.arrays() if packed else {}).items():
+                np.save(made / f"{part}-{name}.npy", array, allow_pickle=False)
+        document = {
+            "pad_id": prepared.train.pad_id,
+            "eval_rows": prepared.eval_rows,
+            "eval_prompts": prepared.eval_prompts,
+            "report": asdict(prepared.report),
+            "eval_report": prepared.eval_report and asdict(prepared.eval_report),
+            "layout": asdict(prepared.encoder.layout),
+            "chat_template": prepared.encoder.tokenizer.chat_template,
+            "fingerprint": prepared.fingerprint,
+        }
+        # Cells that JSON has not, such as dates of Parquet, are text in the held-out rows.
+        (made / "prepared.json").write_text(json.dumps(document, default=str))
+
+
+def read_prepared(folder: Path, tokenizer: Any, config: DataConfig) -> Prepared:
+    """Return what `write_prepared` wrote, its arrays memory-mapped."""
+    document = json.loads((folder / "prepared.json").read_text())
+
+    def packed(part: str) -> PackedDataset | None:
+        arrays = {
+            path.stem.removeprefix(f"{part}-"): np.load(path, mmap_mode="r", allow_pickle=False)
+            for path in folder.glob(f"{part}-*.npy")
+        }
+        return PackedDataset.from_arrays(arrays, config.max_length, document["pad_id"]) if arrays else None
+
+    train = packed("train")
+    assert train is not None
+    tokenizer.chat_template = document["chat_template"]
+    layout = {name: _tuple(value) for name, value in document["layout"].items()}
+    return Prepared(
+        train=train,
+        eval=packed("eval"),
+        eval_rows=document["eval_rows"],
+        eval_prompts=document["eval_prompts"],
+        report=_report(document["report"]),
+        eval_report=document["eval_report"] and _report(document["eval_report"]),
+        encoder=Encoder(tokenizer, Layout(**layout), config),
+        fingerprint=document["fingerprint"],
+    )
+
+
+def _report(values: dict[str, Any]) -> DataReport:
+    plain = {name: _tuple(value) for name, value in values.items()}
+    return DataReport(**{**plain, "reasoning": Kept(*values["reasoning"])})
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,280 @@
+"""Reads the conversation of a row from the columns that `columns.py` found.
+
+Four formats are known: `cot` (question, reasoning, answer), `messages` (chats, with tools), `prompt_completion` and
+`text`. `chat_encoding.py` turns the conversation into token ids.
+"""
+
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.columns import (
+    Layout,
+    answer_of,
+    in_message,
+    is_filled,
+    is_solution,
+    reasoning_of,
+    reply,
+    role_of,
+    split_solution,
+    with_own_tags,
+)
+
+_PLAIN = str.maketrans("\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}\N{LEFT DOUBLE QUOTATION MARK}"
+                       "\N{RIGHT DOUBLE QUOTATION MARK}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}", "''\"\"---")  # fmt: skip
+_SHAREGPT_KEYS = {"from": "role", "value": "content"}
+_OWN_LABEL = re.compile(r"\(?([A-Z])[).:]\s*(.*)", re.DOTALL)
+
+
+class RowError(ValueError):
+    """One row cannot be used; the caller adds which."""
+
+
+class Conversation(NamedTuple):
+    """The content of one row.
+
+    Attributes:
+        messages: a chat, or plain text.
+        first: the messages (in plain text, the characters) before this index are the prompt and carry no loss.
+        tools: JSON schemas for the chat template.
+    """
+
+    messages: list[dict[str, Any]] | str
+    first: int
+    tools: list[Any] | None = None
+
+    @property
+    def question(self) -> str:
+        """The question, which must not be in both the train and the held-out split."""
+        if isinstance(self.messages, str):
+            return self.messages[: self.first] or self.messages
+        asked = [message for message in self.messages[: self.first] if message["role"] != "system"]
+        if len(asked) == 1:  # so that it is the same in a chat, in a row of columns and in plain text
+            return str(asked[0].get("content"))
+        return "\n".join(f"{message['role']}: {message.get('content')}" for message in asked)
+
+
+def normalised(text: str) -> str:
+    """Returns a question without case, extra white space, typographic quotes and dashes, and final punctuation."""
+    text = unicodedata.normalize("NFC", text).translate(_PLAIN).casefold()
+    return " ".join(text.split()).rstrip(" .?:;,\"'")
+
+
+def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Read one row.
+
+    Raises:
+        RowError: a cell is empty or of another type than its role needs, or no assistant turn carries loss.
+    """
+    columns = layout.columns
+    if layout.format == "text":
+        return Conversation(_cell(row, columns["text"]), 0)
+    if layout.format == "cot":
+        return _chain_of_thought(row, layout, config)
+    system = _system(row, layout, config)
+    tools = _without_none(_parsed(row.get(columns["tools"]), columns["tools"])) or None if "tools" in columns else None
+    if layout.format == "messages":
+        turns = _parsed(row.get(columns["messages"]), columns["messages"])
+        if "answer" in columns:
+            turns = [*turns, _last_turn(turns, row, columns, config)] if isinstance(turns, list) else turns
+        messages = _messages(turns, columns["messages"], 0, system, config)
+        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        return Conversation(messages, replies[-1 if "answer" in columns else 0], tools)
+    prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
+    if isinstance(prompt, list) != isinstance(completion, list):
+        raise RowError("prompt and completion must both be text or both be lists of messages")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        messages = _messages(prompt + completion, columns["completion"], len(prompt), system, config)
+        return Conversation(messages, len(messages) - len(completion), tools)
+    asked = _cell(row, columns["prompt"])
+    return Conversation(asked + _cell(row, columns["completion"]), len(asked))
+
+
+def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[str, str]:
+    """Returns question, reasoning (empty if the row has none) and answer of a chain-of-thought row as text.
+
+    The question holds the context and the options that belong to it.
+
+    Raises:
+        RowError: a cell is empty or neither text nor a number.
+    """
+    columns = layout.columns
+    question, options = _cell(row, columns["question"]), _options(row, columns)
+    if "context" in columns and is_filled(row.get(columns["context"])):
+        told = _cell(row, columns["context"])
+        # A passage comes before the question about it; an instruction comes before its input.
+        first = columns["question"].lower() == "instruction"
+        question = f"{question}\n\n{told}" if first else f"{told}\n\n{question}"
+    if options:
+        question += "\n\n" + "\n".join(f"{label}) {text}" for label, text in options.items())
+    reasoning, answer = _solved(row, columns, config, options)
+    return {"question": question, "reasoning": reasoning, "answer": answer}
+
+
+def _solved(
+    row: Mapping[str, Any], columns: Mapping[str, str], config: DataConfig, options: Mapping[str, str]
+) -> tuple[str, str]:
+    """Returns the reasoning (empty if there is none) and the answer of a row that holds them in columns."""
+    answer = with_own_tags(_chosen(_cell(row, columns["answer"]), options, columns["answer"]), config)
+    if "reasoning" not in columns:
+        try:
+            return split_solution(answer, config, boxed=is_solution(columns["answer"]))
+        except ValueError as error:
+            raise RowError(f"column {columns['answer']!r} has {error}") from error
+    reasoning = with_own_tags(_cell(row, columns["reasoning"]), config)
+    if config.think_close in answer:
+        raise RowError(
+            f"column {columns['answer']!r} holds reasoning in tags, and column {columns['reasoning']!r} holds some "
+            "too; set data.columns={reasoning: ''} to use the former"
+        )
+    return reasoning_of(reasoning, config) or reasoning, answer
+
+
+def _options(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:
+    """Returns label -> text of the options of a row; empty if it has none."""
+    column = columns.get("options", "")
+    value = row.get(column)
+    value = _parsed(value, column) if isinstance(value, str) and value.lstrip().startswith(("[", "{")) else value
+    if not is_filled(value):
+        return {}
+    labels: list[Any] = []
+    if isinstance(value, list) and all(isinstance(x, Mapping) for x in value):
+        value = {key: [x.get(key) for x in value] for key in ("label", "text")}
+    if isinstance(value, Mapping) and isinstance(value.get("text"), list):
+        value, labels = value["text"], list(value.get("label") or ())
+    elif isinstance(value, Mapping):
+        value = {key: text for key, text in value.items() if text is not None}
+        value, labels = list(value.values()), list(value)
+    if not isinstance(value, list) or not all(isinstance(x, str | int | float) for x in value):
+        raise RowError(f"column {column!r} holds no list of options: {str(value)[:60]}")
+    texts = [str(x).strip() for x in value]
+    letters = [chr(ord("A") + i) for i in range(len(texts))]
+    own = [match for x in texts if (match := _OWN_LABEL.fullmatch(x))]
+    if [match[1] for match in own] == letters:
+        texts = [match[2] for match in own]
+    return dict(zip(map(str, labels if len(labels) == len(texts) else letters), texts, strict=True))
+
+
+def _chosen(answer: str, options: Mapping[str, str], column: str) -> str:
+    """Returns the answer, or the label of the option that it numbers, counted from 0."""
+    if not options or not answer.strip().isdecimal() or answer.strip() in options:
+        return answer
+    number, labels = int(answer), list(options)
+    if (answer.strip() in options.values()) != (number < len(labels)):
+        return labels[number] if number < len(labels) else answer
+    raise RowError(f"column {column!r} holds {answer}: whether that is an option or its number is not certain")
+
+
+def final_answer(talk: Conversation, config: DataConfig) -> str:
+    """Returns the last assistant turn, or the completion, without its reasoning; empty if there is none."""
+    if isinstance(talk.messages, str):
+        said = talk.messages[talk.first :] if talk.first else ""
+    else:
+        said = next(turn.get("content") or "" for turn in reversed(talk.messages) if turn["role"] == "assistant")
+    return answer_of(str(said), config).strip()
+
+
+def _chain_of_thought(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    question, reasoning, answer = problem(row, layout, config).values()
+    content = reply(reasoning, answer, config) if reasoning else answer
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
+    messages = _messages(turns, layout.columns["question"], 1, _system(row, layout, config), config)
+    return Conversation(messages, len(messages) - 1)
+
+
+def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str | None:
+    """Return the system prompt of the row, else the one of the settings."""
+    own = row.get(layout.columns["system"]) if "system" in layout.columns else None
+    if own is not None and not isinstance(own, str):
+        raise RowError(f"column {layout.columns['system']!r} holds a {type(own).__name__}, text is needed")
+    return with_own_tags(own, config) if own else config.system_prompt
+
+
+def _last_turn(
+    turns: list[Any], row: Mapping[str, Any], columns: Mapping[str, str], config: DataConfig
+) -> dict[str, Any]:
+    """Returns the reply to a chat that a row holds in the columns of reasoning and answer."""
+    if turns and isinstance(turns[-1], Mapping) and role_of(turns[-1]) == "assistant":
+        raise RowError(f"column {columns['messages']!r} ends in a reply, and {columns['answer']!r} holds another")
+    reasoning, answer = _solved(row, columns, config, {})
+    role, content = ("from", "value") if turns and "from" in turns[0] else ("role", "content")
+    return {role: "assistant", content: reply(reasoning, answer, config) if reasoning else answer}
+
+
+def _messages(value: Any, column: str, first: int, system: str | None, config: DataConfig) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
+        raise RowError(f"column {column!r} must be a list of messages, got {str(value)[:60]!r}")
+    messages = [_without_none(message) for message in value]
+    if any("from" in message for message in messages):  # ShareGPT
+        messages = [{_SHAREGPT_KEYS.get(key, key): value for key, value in message.items()} for message in messages]
+        messages = [{**message, "role": role_of(message)} for message in messages]
+    for i, message in enumerate(messages):
+        name = f"message {i} of column {column!r}"
+        if not isinstance(message.get("role"), str):
+            raise RowError(f"{name} has no role")
+        if isinstance(message.get("content"), list):
+            message["content"] = _joined(message["content"], name)
+        if isinstance(message.get("content"), str) and message["role"] in ("assistant", "system"):
+            message["content"] = with_own_tags(message["content"], config)
+        said = message.get("content") or message.get("tool_calls") or in_message(message, config) or None
+        if i >= first and message["role"] == "assistant" and not (said.strip() if isinstance(said, str) else said):
+            raise RowError(f"{name}, the completion, is empty")
+        if said is None and "content" not in message:
+            raise RowError(f"{name}, from {message['role']}, has no content")
+    if not any(message["role"] == "assistant" for message in messages[first:]):
+        raise RowError(f"column {column!r} has no assistant turn, so nothing to learn from")
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _joined(parts: list[Any], name: str) -> str:
+    """Return the text of a message that is given in parts, as chats with images are."""
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RowError(f"{name} has a part of type {kind}; only text can be trained on")
+    return "".join(part["text"] for part in parts)
+
+
+def _parsed(value: Any, column: str) -> Any:
+    """Return a list that a file holds as JSON text, as all files of CSV must."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except json.JSONDecodeError as error:
+        raise RowError(f"column {column!r} is not valid JSON: {error}: {value[:60]!r}") from error
+
+
+def _without_none(value: Any) -> Any:
+    """Drop the None that Arrow puts in for absent keys of a struct."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _cell(row: Mapping[str, Any], column: str) -> str:
+    """Return a cell as text; whole numbers are written without a decimal point."""
+    value = row.get(column)
+    if column.lower() == "answers":  # SQuAD: several that are right, each where the context has it
+        value = value.get("text") if isinstance(value, Mapping) else value
+        value = next(iter(value), None) if isinstance(value, list) else value
+    elif column.lower() == "thinking_trajectories" and isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowError(f"column {column!r} holds {value}, which is no answer")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise RowError(f"column {column!r} is empty")
+    if not isinstance(value, str):
+        raise RowError(f"column {column!r} holds a {type(value).__name__}, text is needed: {str(value)[:60]}")
+    return value

@@ -1,0 +1,269 @@
+"""Ordered checks of the machine, each with what was found and the exact command that fixes it.
+
+    python -m tpu_kit doctor [--json] [config.yaml] [key=value ...]
+
+The calling process imports no torch and initialises no device: `machine` and `host` read files, and what needs a device
+runs last, in a child process through `launch`, as a training run would. Rows appear as they are found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.config.loader import TrainConfig, from_dict
+from tpu_kit.distributed.child_process import run_child
+from tpu_kit.hardware import chips, host, machine
+from tpu_kit.hardware.machine import Check, Machine
+from tpu_kit.hardware.units import GIB
+
+_CHILD_SECONDS = 240.0
+# Width of the matrices, products in one program, and timed executions of it: a tenth of a second or more on a TPU, so
+# that starting a program (about a millisecond) does not count.
+_MATMUL = {"tpu": (8192, 16, 5), "cuda": (8192, 16, 5)}
+_MATMUL_CPU = (256, 4, 5)
+_SLOW_SHARE = 0.4  # of the peak; a matmul of this size should reach 70 % or more
+
+
+def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> Iterator[Check]:
+    """Check the machine for a run of this config; the rows come one by one, the quick ones first.
+
+    Args:
+        config: The run; the default one when None.
+        at: Where to look; this machine when None.
+    """
+    from tpu_kit.distributed import runtime
+
+    config, at = config or TrainConfig(), at or Machine()
+    failed = False
+    for check in _accelerator(config, at):
+        failed = failed or check.status == "failure"
+        yield check
+    replicas = None
+    try:
+        backend = runtime.detect(config.launch, at)
+    except (ValueError, ImportError, OSError) as error:  # to count GPUs it loads torch, which may be broken
+        failed = True
+        yield Check("Device type", "failure", " ".join(str(error).split()), "device_type=auto, without num_replicas")
+    else:
+        replicas = backend.num_replicas
+        yield Check("Device type", "ok", str(backend))
+    replicas = replicas or sum(chips.chip(name).devices_per_chip for name in at.tpus()) or 1
+    yield host.check_memory(at, config, replicas)
+    yield host.check_disk(at, config)
+    yield host.check_cache(at)
+    yield host.check_hub(at, config)
+    yield host.check_wandb(at, config)
+    if failed:
+        yield Check("Replicas run", "skipped", "not tried: mend the failures above first")
+    else:
+        yield from check_device(at, config, replicas)
+
+
+def _accelerator(config: TrainConfig, at: Machine) -> Iterator[Check]:
+    asked = config.launch.device_type
+    on_tpu = asked == "tpu" or (asked == "auto" and bool(at.tpus()))
+    yield machine.check_python(at)
+    yield machine.check_packages(at, on_tpu)
+    yield machine.check_process(at)
+    yield machine.check_tpu(at, asked == "tpu")
+    yield machine.check_metadata(at)
+    yield machine.check_holder(at)
+    yield machine.check_lock(at)
+    yield machine.check_replicas(at, config)
+    yield machine.check_settings(at)
+
+
+def probe(config: TrainConfig) -> dict[str, Any]:
+    """What each replica runs: an all-reduce, and a program of bf16 matmuls, executed again and again.
+
+    Returns:
+        Plain values: device_type, device (CUDA's name), replicas, total (the sum of rank + 1 over the replicas), flops
+        (FLOP/s of this replica), width and executions of the matmul, compiles and fallbacks (programs compiled, and
+        operations run on the host, while it was repeated), used and limit (bytes of device memory, None where
+        the backend does not say), host_bytes (peak of this process), cores (of each replica: sum, flops, used).
+    """
+    import torch
+
+    from tpu_kit.distributed import runtime
+
+    rt = runtime.current()
+    # Made on the host: a number made on the device may become a constant of the program, another one in each replica.
+    total = torch.tensor([rt.rank + 1.0]).to(rt.local_device)
+    rt.all_reduce([total])
+    rt.sync()
+    summed = rt.to_host([total])[0].item()
+
+    width, products, executions = _MATMUL.get(rt.device_type, _MATMUL_CPU)
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(256, width, generator=generator).repeat(width // 256, 1) / math.sqrt(width)
+    weight, x = block.bfloat16().to(rt.local_device), block.bfloat16().to(rt.local_device)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(products):
+            x = x @ weight
+        rt.sync()
+        return x
+
+    def wait(x: torch.Tensor) -> None:
+        head = x[:1, :1].clone()
+        rt.sync()
+        rt.to_host([head])
+
+    for _ in range(2):
+        x = run(x)
+        wait(x)
+    before, start = rt.counters(), time.perf_counter()
+    for _ in range(executions):
+        x = run(x)
+    wait(x)
+    seconds, after = time.perf_counter() - start, rt.counters()
+    used, limit = rt.memory()
+    flops = 2 * width**3 * products * executions / seconds
+    cores = torch.zeros(3, rt.world_size)
+    cores[:, rt.rank] = torch.tensor([summed, flops, float(used or 0)])
+    cores = cores.to(rt.local_device)
+    rt.all_reduce([cores])
+    rt.sync()
+    return {
+        "device_type": rt.device_type,
+        "device": torch.cuda.get_device_name() if rt.device_type == "cuda" else None,
+        "replicas": rt.world_size,
+        "total": summed,
+        "flops": flops,
+        "width": width,
+        "executions": executions,
+        # Off XLA nothing is counted: there nothing is compiled either.
+        **{name: after.get(name, 0) - before.get(name, 0) for name in ("compiles", "fallbacks")},
+        "used": used,
+        "limit": limit,
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "cores": rt.to_host([cores])[0].T.tolist(),
+    }
+
+
+def _probe_in_child(result_path: str, config_text: str) -> None:
+    """Runs in the child: launches `probe` and leaves rank 0's answer, or the error, in a JSON file."""
+    from tpu_kit.distributed.launch import LaunchError, launch
+
+    try:
+        answer = launch(probe, from_dict(json.loads(config_text)))
+    except (LaunchError, ValueError) as error:
+        answer = {"error": str(error)}
+    Path(result_path).write_text(json.dumps(answer))
+
+
+def check_device(at: Machine, config: TrainConfig, replicas: int, seconds: float = _CHILD_SECONDS) -> Iterator[Check]:
+    """Launch `probe` as a training run would be, and judge what it measured.
+
+    Args:
+        at: Its environment is the child's, and its chip the one whose peak is compared.
+        config: Which device, and how many replicas are asked for.
+        replicas: How many there must be; more is right where the TPU has several hosts.
+        seconds: After these the child and all that it started are killed.
+    """
+    name, start = "Replicas run", time.monotonic()
+    config = replace(config, launch=replace(config.launch, hang_timeout=min(config.launch.hang_timeout, seconds / 2)))
+    code = "import sys; from tpu_kit.diagnostics.doctor import _probe_in_child; _probe_in_child(*sys.argv[1:])"
+    retry = "python -m tpu_kit doctor device_type=xla-cpu num_replicas=2 tells whether it is the software or the TPU"
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        try:
+            done = run_child(["-c", code, str(result), json.dumps(config.to_dict())], at.environ, seconds=seconds)
+        except TimeoutError as error:
+            yield Check(name, "failure", f"{error}: a replica hangs", retry)
+            return
+        if not result.exists():
+            fix = "num_replicas=1, or a host with more memory" if done.status == -signal.SIGKILL else retry
+            yield Check(name, "failure", f"the child ended with {done.how}: {done.last_lines(1).strip()[:300]}", fix)
+            return
+        measured = json.loads(result.read_text())
+    if "error" in measured:
+        lines = [line for line in measured["error"].splitlines() if line.strip()]
+        yield Check(name, "failure", lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}", retry)
+        return
+    text = f"{measured['replicas']} on {measured['device_type']}, started and done in {time.monotonic() - start:.0f} s"
+    if measured["replicas"] < replicas:
+        preset = [variable for variable in ("CPU_NUM_DEVICES", *machine.PER_PROCESS) if variable in at.environ]
+        fix = machine.unset(preset) if preset else retry
+        yield Check(name, "failure", f"{text}, but there should be {replicas}", fix)
+    else:
+        yield Check(name, "ok", f"{text}; rank 0's process took {measured['host_bytes'] / GIB:.1f} GiB of host memory")
+    yield from judge(measured, next(iter(at.tpus()), None))
+
+
+def judge(measured: Mapping[str, Any], tpu: str | None) -> Iterator[Check]:
+    """Turn what `probe` measured into rows; `tpu` names the machine's chip."""
+    replicas = measured["replicas"]
+    expected = replicas * (replicas + 1) / 2
+    peak = _peak(measured["device"] or tpu) if measured["device_type"] in ("cuda", "tpu") else None
+    limit = measured["limit"]
+    cores: tuple[Mapping[str, float | None], ...] = tuple(
+        {
+            "core": rank, "all-reduce": total, "TFLOP/s": flops / 1e12, "of the peak": peak and flops / peak,
+            "GiB in use": limit and used / GIB, "GiB in all": limit and limit / GIB,
+        }
+        for rank, (total, flops, used) in enumerate(measured["cores"])
+    )  # fmt: skip
+    total = f"sum of 1..{replicas} is {measured['total']:g}"
+    if measured["total"] == expected:
+        yield Check("All-reduce", "ok", total, cores=cores)
+    else:
+        text = f"{total}, not {expected:g}: the replicas do not see each other"
+        yield Check("All-reduce", "failure", text, machine.unset(machine.PER_PROCESS), cores)
+
+    repeats = f"{measured['executions']} repeats of one shape"
+    if measured["compiles"] or measured["fallbacks"]:
+        text = f"{measured['compiles']} compiles and {measured['fallbacks']} operations on the host in {repeats}"
+        yield Check("Compiles", "failure", text, machine.unset(["XLA_USE_EAGER_DEBUG_MODE", "PT_XLA_DEBUG"]))
+    else:
+        yield Check("Compiles", "ok", f"none in {repeats}, nothing run on the host")
+
+    text = f"{measured['flops'] / 1e12:.3g} TFLOP/s a replica (bf16, {measured['width']} wide)"
+    if peak is None:
+        yield Check("Matmul speed", "ok", f"{text}; no peak is known to compare with")
+    else:
+        share = measured["flops"] / peak
+        slow = "python -m tpu_kit doctor again with nothing else running; if it stays, another machine"
+        text += f", {share:.0%} of the peak of {peak / 1e12:.0f}"
+        fast = share >= _SLOW_SHARE
+        yield Check("Matmul speed", "ok" if fast else "warning", text, "" if fast else slow)
+
+    if limit is None:
+        yield Check("Device memory", "skipped", f"{measured['device_type']} has the host's")
+    else:
+        used = measured["used"] / GIB
+        yield Check("Device memory", "ok", f"{limit / GIB:.2f} GiB, {used:.2f} of them in use by the test")
+
+
+def _peak(device: str | None) -> float | None:
+    """Peak bf16 FLOP/s of one replica's device: a v2 or v3 chip is two."""
+    try:
+        chip = chips.chip(device or "")
+    except ValueError:
+        return None
+    return chip.bf16_flops and chip.bf16_flops / chip.devices_per_chip
+
+
+def report(config: TrainConfig, as_json: bool = False) -> int:
+    """Print the rows as they are found, or all of them as a list of JSON objects.
+
+    Returns:
+        0, or 1 if there is a failure.
+    """
+    checks = []
+    for check in diagnose(config):
+        checks.append(check)
+        if not as_json:
+            print(check, flush=True)
+    if as_json:
+        print(json.dumps([asdict(check) for check in checks], ensure_ascii=False, indent=1))
+    return int(any(check.status == "failure" for check in checks))

@@ -1,0 +1,543 @@
+"""Installs the kit's packages with one line of pip or uv, and checks that they pair. Needs nothing but Python.
+
+    from tpu_kit.diagnostics import install
+    install.ensure(kit_source)
+
+Every notebook begins with this; it prints one line where nothing is missing. Notebook 1 shows the parts:
+
+    decision = install.decide(install.look())
+    print(decision)
+    install.carry_out(decision)
+    install.show_checks(install.check(decision))
+
+What `decide` says follows from a `Site` and the requirements file alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import distributions, requires
+from pathlib import Path
+from typing import Any, Literal
+
+from tpu_kit.config.fields import ConfigError
+from tpu_kit.distributed.child_process import run_child
+from tpu_kit.hardware.compatibility import CHECKED, PACKAGES, PAIRINGS, PYTHONS, bare, find_pairing, mismatches
+from tpu_kit.hardware.machine import Check, Machine
+from tpu_kit.hardware.units import GIB
+from tpu_kit.notebook.display import show_checks as show_checks
+from tpu_kit.notebook.display import show_table as show_table
+from tpu_kit.notebook.parameters import check_names, explain_missing_names, parameters
+
+Kind = Literal["tpu", "gpu"]
+"""What is installed: torch with torch_xla, libtpu and jax, for a TPU or its simulation on a CPU; or torch alone."""
+
+REPOSITORY = "https://github.com/tpu-kit/tpu_kit"
+"""Where the kit is developed; a test compares the notebooks, README.md and pyproject.toml with it."""
+_LINUX = "Linux x86_64"
+_GIB_NEEDED = 14  # while pip unpacks torch with CUDA's libraries, which is more than stays
+_OPTIONS = ("kit_source", "hardware", "extras", "torch_index", "restart")
+# A kernel that loaded one of these before the installation keeps the old version.
+_LOADED = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "transformers", "peft", "datasets", "tpu_kit")
+_LINE = re.compile(r"([\w.-]+)(?:\[[^\]]*\])?\s*([^;]*?)\s*(?:;\s*(.*))?")
+
+explain_missing_names()
+
+
+# -------------------------------------------------------------------------------------------------------- what is there
+
+
+@dataclass(frozen=True)
+class Site:
+    """What there is.
+
+    Attributes:
+        place: "Colab", "Kaggle", "TPU VM", "GPU machine" or "computer without an accelerator".
+        accelerator: such as "4 x v5e"; empty without.
+        system: operating system and processor, such as "Linux x86_64".
+        python: major and minor version.
+        versions: of all installed packages, by normalised name.
+        free_gib: room where packages go.
+        uv: path of uv; empty without.
+        pip: whether this Python has pip.
+    """
+
+    place: str
+    accelerator: str
+    system: str
+    python: tuple[int, int]
+    versions: Mapping[str, str]
+    free_gib: float
+    uv: str = ""
+    pip: bool = True
+
+    @property
+    def has_tpu(self) -> bool:
+        """Whether TPU chips are attached."""
+        return self.accelerator != "" and "GPU" not in self.accelerator
+
+    def version(self, package: str) -> str | None:
+        """The installed version of a package."""
+        return self.versions.get(normal(package))
+
+    def rows(self) -> list[dict[str, str]]:
+        """For a table: what was found."""
+        have = {name: self.version(name) for name in (*PACKAGES, "transformers", "peft")}
+        return [
+            {"what": "runs on", "found": self.place},
+            {"what": "accelerator", "found": self.accelerator or "none: the CPU rehearses the TPU's path"},
+            {"what": "system", "found": self.system},
+            {"what": "Python", "found": ".".join(map(str, self.python))},
+            {"what": "room for packages", "found": f"{self.free_gib:.0f} GiB"},
+            *({"what": name, "found": version or "not installed"} for name, version in have.items()),
+            {"what": "tpu_kit", "found": str(Path(__file__).parents[1])},
+        ]
+
+
+def normal(name: str) -> str:
+    """The name of a package as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def installed() -> dict[str, str]:
+    """Versions of all installed packages, by normalised name; of two copies, the one that Python imports."""
+    return {normal(one.name): one.version for one in reversed(list(distributions())) if one.name}
+
+
+def look(at: Machine | None = None) -> Site:
+    """Look around, without importing what is to be installed, and without touching a device."""
+    at = at or Machine()
+    tpus, gpu = at.tpus(), (at.root / "proc/driver/nvidia/version").exists()
+    accelerator = f"{len(tpus)} x {tpus[0]}" if tpus else "NVIDIA GPU" if gpu else ""
+    if "COLAB_RELEASE_TAG" in at.environ:
+        place = "Colab"
+    elif "KAGGLE_KERNEL_RUN_TYPE" in at.environ:
+        place = "Kaggle"
+    else:
+        place = "TPU VM" if tpus else "GPU machine" if gpu else "computer without an accelerator"
+    return Site(
+        place, accelerator, f"{platform.system()} {platform.machine()}", at.python, installed(),
+        shutil.disk_usage(sys.prefix).free / GIB, shutil.which("uv") or "",
+        importlib.util.find_spec("pip") is not None,
+    )  # fmt: skip
+
+
+def matrix(site: Site) -> list[dict[str, str]]:
+    """Which wheels there are for which system and Python; the line of this machine is marked."""
+    lines: list[tuple[str, tuple[tuple[int, int], ...], str, str, str]] = []
+    for pairing in PAIRINGS:
+        runs = "TPU, its compiler, the rehearsal on a CPU; GPU"
+        picks = {python: pairing.libtpu_for(python) for python in PYTHONS}
+        for driver in pairing.libtpu:
+            fit = tuple(python for python, pick in picks.items() if pick == driver)
+            lines.append((_LINUX, fit, pairing.torch, driver, runs))
+    lines.append(("others", PYTHONS, "no wheel", "no wheel", "GPU or CPU, by torch alone: no TPU, no rehearsal"))
+    have = find_pairing(site.version) or PAIRINGS[0]
+    found = []
+    for system, pythons, xla, driver, runs in lines:
+        here = site.python in pythons and (site.system == _LINUX) == (system == _LINUX)
+        mine = here and (system == "others" or xla == have.torch)
+        found.append(
+            {"here": "→" if mine else "", "system": system, "Python": ", ".join(map(_dotted, pythons)),
+             "torch and torch_xla": xla, "libtpu": driver, f"what runs (wheels looked up {CHECKED})": runs}
+        )  # fmt: skip
+    return found
+
+
+def _dotted(python: tuple[int, int]) -> str:
+    return ".".join(map(str, python))
+
+
+# ------------------------------------------------------------------------------------------------------ what is missing
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to be done.
+
+    Attributes:
+        action: "nothing", "install", or "impossible" with this Python on this machine.
+        kind: what is installed.
+        why: one line for each thing that is missing or wrong, or stands in the way.
+        add: the requirements that are installed.
+        keep: "name==version" of what is there and must not be replaced; empty where something has to be.
+        commands: one line of pip or uv; one that removes something may come before it.
+        ways_out: where it is impossible.
+    """
+
+    action: Literal["nothing", "install", "impossible"]
+    kind: Kind
+    why: tuple[str, ...]
+    add: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    commands: tuple[tuple[str, ...], ...] = ()
+    ways_out: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.action == "nothing":
+            return "Nothing to do: " + "; ".join(self.why)
+        if self.action == "install":
+            kept = [f"Left as they are: {len(self.keep)} packages"] if self.keep else []
+            return "\n".join(["To install, because:", *_list(self.why), *kept, *map(shlex.join, self.commands)])
+        return "\n".join(["It cannot be installed here:", *_list(self.why), "Ways out:", *_list(self.ways_out)])
+
+
+def _list(lines: Sequence[str]) -> list[str]:
+    return [f"  - {line}" for line in lines]
+
+
+def decide(
+    site: Site,
+    hardware: str = "auto",
+    torch_index: str = "",
+    source: str = "",
+    extras: Sequence[str] = (),
+    pins: str | None = None,
+) -> Decision:
+    """What has to be installed there. What is there and fits is left as it is.
+
+    Args:
+        site: what there is.
+        hardware: "tpu", "gpu", or "auto": the TPU's packages wherever their wheels fit, because a CPU rehearses with
+            them, except on a machine with a GPU and where torch is there without torch_xla.
+        torch_index: address of an index with other wheels of torch.
+        source: where the kit came from: a folder of wheels is the only place where packages are looked for.
+        extras: of the kit's extras, those that are to be installed too, such as "trackers".
+        pins: text of the requirements file with the tested versions; read by default.
+    """
+    kind, against = _kind(site, hardware)
+    if against:
+        return Decision("impossible", kind, tuple(against), ways_out=_ways_out(site, kind, source))
+    tested = _pins(pins if pins is not None else requirements(kind, source).read_text())
+    add, wrong, names = {}, [], list(PACKAGES) if kind == "tpu" else []
+    if kind == "tpu":
+        add = mismatches(site.version, site.python, with_tpu=True)
+        pairing = find_pairing(site.version) or PAIRINGS[0]
+        wrong = [
+            f"{name} is {site.version(name)}, and must be {' or '.join(pairing.allowed(name))}"
+            for name in add
+            if site.version(name)
+        ]
+        # Built for one torch: where an image brings another, importing transformers fails.
+        beside = {name: pin for name, pin in pairing.beside.items() if bare(site.version(name) or pin) != pin}
+        wrong += [f"{name} {site.version(name)} is built for another torch: {pin}" for name, pin in beside.items()]
+        add |= beside
+    add = {name: f"=={pin}" for name, pin in add.items()}
+    for name, bounds in _needed(extras).items():
+        if name in names:
+            continue
+        names.append(name)
+        have = site.version(name)
+        if have is not None and not _within(have, bounds):
+            wrong.append(f"{name} is {have}, and must be {bounds}")
+        if have is None or not _within(have, bounds):
+            add[name] = tested.get(normal(name), bounds)
+    absent = [name for name in add if site.version(name) is None]
+    wrong = [f"not installed: {', '.join(absent)}"] * bool(absent) + wrong
+    remove: list[str] = []
+    if kind == "tpu" and (other := site.version("torch_tpu")):
+        wrong.append(f"torch_tpu {other} claims the TPU too, and needs another torch")
+        remove = ["torch_tpu"]
+    if not wrong:
+        pair = ", ".join(f"{name} {site.version(name)}" for name in (PACKAGES if kind == "tpu" else ("torch",)))
+        return Decision("nothing", kind, (f"all {len(names)} packages are there, and {pair} pair",))
+    if not site.uv and not site.pip:
+        why = "this Python has no pip, and there is no uv: run `python -m ensurepip`, or install uv, and look again"
+        return Decision("impossible", kind, (why,), ways_out=(why,))
+    tool = [site.uv, "pip"] if site.uv else [sys.executable, "-m", "pip"]
+    of_this = ["--python", sys.executable] if site.uv else []
+    line = [*tool, "install", *of_this, "--quiet"]
+    if wheels := wheel_folder(source):
+        line += ["--no-index", "--find-links", wheels]
+    if torch_index and "torch" in add:
+        line += ["--extra-index-url", torch_index, *(["--index-strategy", "unsafe-best-match"] if site.uv else [])]
+    elif "torch" in absent and site.free_gib < _GIB_NEEDED:
+        wrong.append(
+            f"warning: {site.free_gib:.0f} GiB are free, and torch's default wheels bring CUDA: up to "
+            f"{_GIB_NEEDED} GiB while they are unpacked. Without a GPU set torch_index to an index without CUDA"
+        )
+    wanted = tuple(f"{name}{bounds}" for name, bounds in add.items())
+    quiet = [] if site.uv else ["--yes"]
+    first = [(*tool, "uninstall", *of_this, *quiet, *remove)] if remove else []
+    keep = _all_of(site) if len(absent) == len(add) and not remove else ()
+    return Decision("install", kind, tuple(wrong), wanted, keep, (*first, (*line, *wanted)))
+
+
+def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
+    """What is to be installed, and what stands against it."""
+    on_linux = site.system == _LINUX
+    kind: Kind
+    if hardware != "auto":
+        kind = hardware  # type: ignore[assignment]
+    else:
+        # Where torch is used without torch_xla, and no TPU is attached, it stays as it is.
+        alone = site.version("torch") is not None and site.version("torch_xla") is None and not site.has_tpu
+        kind = "gpu" if "GPU" in site.accelerator or not on_linux or alone else "tpu"
+    against = []
+    if site.python not in PYTHONS:
+        against.append(f"Python {_dotted(site.python)}: the kit needs 3.11 to 3.13")
+    if kind != "gpu" and not on_linux:
+        against.append(f"{site.system}: torch_xla has wheels for {_LINUX} alone; hardware='gpu' installs torch alone")
+    return kind, against
+
+
+def requirements(kind: Kind, source: str = "") -> Path:
+    """The file with the tested versions: of the folder that the kit is installed from, or the one that came with it."""
+    name = f"requirements-{kind}.txt"
+    beside = Path(source).expanduser() / name
+    return beside if source and beside.is_file() else Path(__file__).parents[1] / name
+
+
+def wheel_folder(source: str) -> str:
+    """The folder, where `source` is one that holds wheels, such as a Kaggle dataset; else empty."""
+    folder = Path(source).expanduser()
+    return str(folder) if source and folder.is_dir() and any(folder.glob("*.whl")) else ""
+
+
+def _all_of(site: Site) -> tuple[str, ...]:
+    """What is there, as constraints; versions that pip could not read are left out."""
+    return tuple(f"{name}=={one}" for name, one in sorted(site.versions.items()) if re.fullmatch(r"\d[\w.+!-]*", one))
+
+
+def _needed(extras: Sequence[str]) -> dict[str, str]:
+    """What the kit, and those extras of it, need: package to bounds such as ">=5.15"."""
+    project_file = Path(__file__).parents[2] / "pyproject.toml"
+    if project_file.is_file():  # a clone: newer than what an editable installation noted of it
+        import tomllib
+
+        project = tomllib.loads(project_file.read_text())["project"]
+        lines = list(project["dependencies"])
+        for extra, needs in project["optional-dependencies"].items():
+            lines += [f'{line}; extra == "{extra}"' for line in needs]
+    else:
+        lines = requires("tpu_kit") or []
+    found = {}
+    for line in lines:
+        name, bounds, marker = _LINE.fullmatch(line).groups()  # type: ignore[union-attr]
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker or "")
+        if extra is None or extra[1] in extras:
+            found[name] = bounds.replace(" ", "")
+    return found
+
+
+def _pins(text: str) -> dict[str, str]:
+    """The tested versions of a requirements file: normalised name to bounds."""
+    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+    matches = [_LINE.fullmatch(line) for line in lines if line]
+    return {normal(match[1]): match[2].replace(" ", "") for match in matches if match}
+
+
+def _within(version: str, bounds: str) -> bool:
+    return all(_meets(version, part) for part in bounds.split(",") if part)
+
+
+def _meets(version: str, specifier: str) -> bool:
+    sign, wanted = re.fullmatch(r"\s*(==|>=|<=|!=|<|>)\s*([\w.]+)\s*", specifier).groups()  # type: ignore[union-attr]
+    if sign in ("==", "!="):
+        return (bare(version) == wanted) == (sign == "==")
+    have, want = ([int(number) for number in re.findall(r"\d+", text)] for text in (bare(version), wanted))
+    return {">=": have >= want, "<=": have <= want, "<": have < want, ">": have > want}[sign]
+
+
+def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
+    ways = []
+    if site.place == "Colab":
+        ways.append("Runtime > Change runtime type > Runtime version: one with Python 3.11 to 3.13; then run all again")
+    if site.place == "Kaggle":
+        ways.append("Settings > Environment: one with Python 3.11 to 3.13; then run all again")
+    if site.system == _LINUX:
+        local = Path(source).expanduser()
+        kit = str(local) if source and local.exists() else "tpu_kit" if source == "index" else f"git+{REPOSITORY}"
+        file = requirements(kind, source)
+        given = shlex.join(["-r", str(file), kit])
+        ways.append(
+            "an environment with a Python that fits, which uv fetches: pip install uv && uv venv --python 3.12 "
+            f"~/tpu_kit-env && uv pip install --python ~/tpu_kit-env {given} && "
+            "~/tpu_kit-env/bin/python -m ipykernel install --user --name tpu_kit"
+        )
+        one_kernel = site.place in ("Colab", "Kaggle")
+        ways.append(
+            "in it, as this service has one kernel only: !~/tpu_kit-env/bin/python -m tpu_kit train embedded-cot"
+            if one_kernel
+            else "then choose the kernel tpu_kit for the notebooks (Kernel > Change Kernel)"
+        )
+    else:
+        ways.append("hardware='gpu' here, for torch alone; or a Linux machine, Colab or Kaggle for TPU")
+    return tuple(ways)
+
+
+# -------------------------------------------------------------------------------------------------------- installing it
+
+
+def options(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """The notebook's parameters, checked.
+
+    Raises:
+        ConfigError: a name that is none, with the nearest, or a value that cannot be.
+    """
+    given = parameters(namespace)
+    check_names(given, _OPTIONS)
+    problems = []
+    if given.get("hardware", "auto") not in ("auto", "tpu", "gpu"):
+        problems.append(f"hardware={given['hardware']!r}: there are auto, tpu and gpu")
+    problems += [
+        f"{name}={given[name]!r} must be a text"
+        for name in ("kit_source", "extras", "torch_index")
+        if not isinstance(given.get(name, ""), str)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return given
+
+
+def ensure(kit_source: str = "git") -> None:
+    """Installs what the kit needs and this environment lacks, and prints what was left and what was added.
+
+    Args:
+        kit_source: where the kit came from, as in the parameters of the notebooks.
+
+    Raises:
+        ValueError: it is impossible here, a command failed, or a package that is loaded was replaced: the kernel must
+            be restarted.
+    """
+    decision = decide(look(), source=kit_source)
+    if decision.action == "nothing":
+        print(f"tpu_kit is ready: {decision.why[0]}")
+        return
+    carry_out(decision)
+    if stale():
+        raise ValueError("Restart the kernel, then run all cells again: " + "; ".join(stale()))
+
+
+def carry_out(decision: Decision) -> None:
+    """Run the commands, if there are any; show what they say, what was left as it is and what was added.
+
+    Raises:
+        ValueError: it is impossible, or a command failed, with the end of what it said.
+    """
+    if decision.action == "impossible":
+        raise ValueError(str(decision))
+    if decision.action == "nothing":
+        print("Nothing was to be done.")
+        return
+    before, start = installed(), time.monotonic()
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="tpu_kit-keep-") as keep:
+        keep.write("\n".join(decision.keep))
+        keep.flush()
+        # As constraints: where a package cannot be had beside what is there, pip fails and replaces nothing.
+        environment = {**os.environ, "PIP_CONSTRAINT": keep.name, "UV_CONSTRAINT": keep.name}
+        for command in decision.commands:
+            _run(command, environment if decision.keep else dict(os.environ))
+    after = installed()
+    added = [f"{name} {version}" for name, version in after.items() if name not in before]
+    replaced = [f"{name} {before[name]} -> {now}" for name, now in after.items() if before.get(name, now) != now]
+    same = [name for name in before if after.get(name) == before[name]]
+    left = [f"{name} {before[normal(name)]}" for name in PACKAGES if normal(name) in same]
+    print(f"Installed in {time.monotonic() - start:.0f} s.")
+    print("Added:", ", ".join(added) or "nothing")
+    print("Replaced:", ", ".join(replaced) or "nothing")
+    print("Left as they were:", ", ".join([*left, f"{len(same) - len(left)} others"]))
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Runs one command and shows what it says.
+
+    Raises:
+        ValueError: it failed, with the end of what it said.
+    """
+    print("$", shlex.join(command), flush=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        said.append(line.rstrip())
+    if process.wait():
+        raise ValueError(f"{shlex.join(command)} failed{_advice(said)}:\n" + "\n".join(said[-10:]))
+
+
+def _advice(said: Sequence[str]) -> str:
+    text = "\n".join(said)
+    if "No space left" in text:
+        return " (the disk is full: without a GPU set torch_index to an index without CUDA, or free some room)"
+    if "Temporary failure in name resolution" in text or "Failed to establish a new connection" in text:
+        return " (no network: on Kaggle turn on Settings > Internet, or attach a dataset of wheels as kit_source)"
+    if "ResolutionImpossible" in text or "conflict" in text:
+        return " (what is missing conflicts with a package that is here; nothing was replaced: use a new environment)"
+    return ""
+
+
+_CHILD = """
+import importlib, json, sys
+found, error = {}, ""
+try:
+    for name in sys.argv[1].split():
+        found[name] = getattr(importlib.import_module(name), "__version__", "")
+    if "torch_xla" in found:
+        import torch
+        found["sum"] = (torch.ones(3, device=importlib.import_module("torch_xla").device()) + 1).sum().item()
+except BaseException as problem:
+    error = f"{type(problem).__name__}: {problem}"
+print(json.dumps({"found": found, "error": error}))
+"""
+
+
+def check(decision: Decision) -> list[Check]:
+    """Load the packages in a fresh process, as a run will, and compute one sum with torch_xla on its CPU."""
+    names = {"tpu": "torch torch_xla libtpu jax", "gpu": "torch"}[decision.kind]
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "USE_TORCH_XLA": "1"}
+    done = run_child(["-c", _CHILD, f"{names} transformers peft datasets omegaconf tpu_kit"], environment)
+    lines = done.output.splitlines() or ['{"found": {}, "error": ""}']
+    answer = json.loads(lines[-1])
+    error = answer["error"] or (f"the process ended with {done.how}" if done.status else "")
+    found, fix = answer["found"], "run this notebook again from the top"
+    pair = " ".join(f"{name} {found[name]}".strip() for name in names.split() if name in found) or "nothing"
+    if error:
+        pairing = "undefined symbol" in error
+        text = f"{pair} loaded, then {error[:300]}"
+        return [Check("They pair", "failure", f"{text}{': torch and torch_xla do not pair' if pairing else ''}", fix)]
+    rows = [Check("They pair", "ok", f"{pair} load together")]
+    if "sum" in found:
+        status: Literal["ok", "failure"] = "ok" if found["sum"] == 6 else "failure"
+        rows.append(Check("They compute", status, f"(1 + 1) * 3 is {found['sum']:g} on torch_xla's CPU"))
+    return rows
+
+
+def stale() -> list[str]:
+    """Packages that this process loaded before another version was installed."""
+    versions, found = installed(), []
+    for name in _LOADED:
+        loaded, now = getattr(sys.modules.get(name), "__version__", None), versions.get(normal(name))
+        if loaded and now and bare(loaded) != bare(now):
+            found.append(f"{name} {loaded} is loaded, {now} is installed")
+    return found
+
+
+def restart(allowed: bool = False) -> None:
+    """Say whether the kernel must be restarted; do so where that is allowed."""
+    old = stale()
+    if not old:
+        print("The kernel can stay as it is.")
+        return
+    print("The kernel must be restarted: " + "; ".join(old))
+    if not allowed:
+        print("Kernel > Restart (Colab: Runtime > Restart session), then go on with the next notebook.")
+        print("Or set restart = True above, run its cell and this one again, and it restarts by itself.")
+        return
+    from IPython import get_ipython
+
+    get_ipython().kernel.do_shutdown(restart=True)

@@ -1,0 +1,250 @@
+"""Functions that `verify` launches on the devices: they compare a device with the CPU, or measure it.
+
+Each comparison computes the same on the replica's device and with plain PyTorch on the host, and returns figures, which
+`verify` judges. XLA:CPU runs the same code, with the splash kernel in Pallas' interpreter.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.distributed import runtime
+from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.generation.service import load_here
+from tpu_kit.models import attention, splash_attention
+from tpu_kit.models import causal_lm as models
+from tpu_kit.models.loading import read_config
+from tpu_kit.planning.trace import empty_model
+from tpu_kit.training.step import TrainState, place, train_step
+
+LENGTH = 2048
+"""Tokens of a row for the kernels: more than one block of them, and as long as rows of a run."""
+ROWS = 2
+"""Rows of a replica in the step that is compared."""
+NEW_TOKENS = 24
+WARM_UP, TIMED = 3, 10
+"""Steps before the ones that are timed, and those."""
+PROMPTS = (
+    "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?",
+    "Leo has 3 trays of 6 coins. Leo gives away 17.",
+    "3 boxes of 6 so",
+    "Mia has 4 bags",
+)
+
+# Replicas of XLA:CPU are threads: they share torch's generator, and the imports under way.
+_building = threading.Lock()
+
+
+class Case(NamedTuple):
+    """A shape of attention: query heads, key-value heads, their size; whether rows have segments; window, soft cap."""
+
+    heads: int
+    pairs: int
+    head_dim: int
+    segments: bool = False
+    window: int | None = None
+    softcap: float | None = None
+
+
+CASES = {
+    "head size 64": Case(2, 2, 64),
+    "head size 128": Case(2, 2, 128),
+    "head size 256": Case(2, 2, 256),
+    "grouped heads": Case(6, 2, 64),
+    "segments": Case(4, 2, 128, segments=True),
+    "window": Case(4, 2, 64, segments=True, window=300),
+    "soft cap": Case(2, 1, 128, segments=True, softcap=2.0),
+    "window and soft cap": Case(2, 1, 256, segments=True, window=300, softcap=2.0),
+}
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
+    """Compares the kernel that `model.attention` names with plain attention, in bf16 against fp32 on the host.
+
+    Returns:
+        By name of `CASES`: of the output and of the gradients of query, key and value, the norm of the difference over
+        the norm of the expected one. Flash has neither window nor soft cap: those cases are left out.
+    """
+    rt, kernel, found = runtime.current(), config.model.attention, {}
+    for name, case in CASES.items():
+        if kernel == "flash" and (case.window or case.softcap):
+            continue
+        print(f"{kernel}, {name}", flush=True)  # for the report, if the process dies
+
+        def plain(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor, case: Case = case
+        ) -> torch.Tensor:
+            options: dict[str, Any] = {"sliding_window": case.window, "softcap": case.softcap}
+            output, _ = attention.sdpa_attention(
+                torch.nn.Module(), query, key, value, None, segment_ids=segments, **options
+            )
+            return output.transpose(1, 2)
+
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(1, count, LENGTH, case.head_dim) for count in (case.heads, case.pairs, case.pairs, case.heads)]
+        states = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+        segments = torch.ones(1, LENGTH, dtype=torch.int32)
+        if case.segments:
+            segments[:, LENGTH // 3 :], segments[:, -7:] = 2, 0
+        ours = _differentiate(_kernel(kernel, case, rt), states, segments, rt, torch.bfloat16)
+        expected = _differentiate(plain, states, segments, _host(), torch.float32)
+        parts = zip(("output", "query", "key", "value"), ours, expected, strict=True)
+        found[name] = {part: float((a.float() - b).norm() / b.norm()) for part, a, b in parts}
+    return found
+
+
+def _kernel(kernel: str, case: Case, rt: Runtime) -> Attend:
+    """The kernel as the model's layers call it; its interpreter where there is no TPU."""
+    settings = splash_attention.Settings(case.window, case.softcap, interpret=rt.device_type != "tpu")
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+        if kernel == "splash":
+            return splash_attention.splash_attention(query * case.head_dim**-0.5, key, value, segments, settings)
+        output, _ = attention.flash_attention(torch.nn.Module(), query, key, value, None, segment_ids=segments)
+        return output.transpose(1, 2)
+
+    return call
+
+
+def _differentiate(
+    attend: Attend, states: list[torch.Tensor], segments: torch.Tensor, rt: Runtime, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """The output of an attention and its gradients by query, key and value, on the host."""
+    *inputs, upstream = [tensor.to(rt.local_device, dtype) for tensor in states]
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    output = attend(*inputs, segments.to(rt.local_device))  # type: ignore[call-arg]
+    found = [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
+    rt.sync()
+    return rt.to_host(found)
+
+
+def _host() -> Runtime:
+    return CpuRuntime(0, 1, torch.device("cpu"))
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def compare_step(config: TrainConfig) -> dict[str, float] | None:
+    """Takes one training step on all replicas, and the same one on the host with unrolled layers and plain attention.
+
+    Returns:
+        Of rank 0: loss (nats a token) and grad_norm of the replicas' step, host_loss and host_grad_norm of the other.
+    """
+    rt = runtime.current()
+    with _building:
+        whole = _rows(config, ROWS * rt.world_size)
+    loss, norm = _step(config, rt, {name: tensor[rt.rank :: rt.world_size] for name, tensor in whole.items()})
+    if rt.rank:
+        return None
+    model = replace(config.model, attention="sdpa")
+    plain = replace(config, model=model, optim=replace(config.optim, scan_layers="off", remat="none"))
+    host_loss, host_norm = _step(plain, _host(), whole)
+    return {"loss": loss, "grad_norm": norm, "host_loss": host_loss, "host_grad_norm": host_norm}
+
+
+def _step(config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Loss per token and gradient norm of a run's first step."""
+    with _building:
+        model = models.load_model(config.model, config.lora)
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in models.trainable_parameters(model).items():
+            if "lora_B" in name:  # of zeros, half of the gradients would be zero
+                parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
+    state, batches, control = _ready(model, config, rt, batch)
+    train_step(model, state, batches, control, config.optim, rt)
+    rt.sync()
+    loss, tokens, norm = rt.to_host([state.report])[0][:3].tolist()
+    return loss / max(tokens, 1), norm
+
+
+def _ready(
+    model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
+) -> tuple[TrainState, list[dict[str, torch.Tensor]], torch.Tensor]:
+    """What `train_step` takes, on the device."""
+    state = place(model, config, rt)
+    sent, rest = rt.place_batch([batch, {"control": torch.tensor([1e-4, 1.0, 1.0])}])
+    rt.sync()
+    rt.barrier()
+    return state, [sent], rest["control"]
+
+
+def _rows(config: TrainConfig, count: int) -> dict[str, torch.Tensor]:
+    """Rows of two documents each, of the same random tokens at every call."""
+    settings, length = read_config(config.model), config.data.max_length
+    assert settings is not None
+    vocabulary = settings.get_text_config().vocab_size
+    ids = torch.randint(2, vocabulary, (count, length), generator=torch.Generator().manual_seed(1))
+    first = length // 3
+    positions = torch.cat([torch.arange(first), torch.arange(length - first)]).repeat(count, 1)
+    segments = torch.ones_like(ids)
+    segments[:, first:] = 2
+    return {"input_ids": ids, "labels": ids, "position_ids": positions, "segment_ids": segments}
+
+
+def measure_step(config: TrainConfig) -> dict[str, float | None]:
+    """Trains a model of random weights for some steps.
+
+    Returns:
+        seconds of a step, without the first ones; and peak_bytes, the most device memory in use so far, None where
+        nobody counts.
+    """
+    rt = runtime.current()
+    with _building:
+        model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
+    batch = _rows(config, batch_arithmetic(config, rt.world_size).batch_size)
+    state, batches, control = _ready(model, config, rt, batch)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            train_step(model, state, batches, control, config.optim, rt)
+            rt.sync()
+        rt.to_host([state.report])
+
+    run(WARM_UP)
+    start = time.perf_counter()
+    run(TIMED)
+    return {"seconds": (time.perf_counter() - start) / TIMED, "peak_bytes": rt.memory()[0]}
+
+
+# ---------------------------------------------------------------------------------------------------------- generation
+
+
+def compare_tokens(config: TrainConfig) -> dict[str, float]:
+    """Lets the device and the host complete the same prompts, greedily.
+
+    Returns:
+        tokens generated by the device; equal, of them those that the host has generated at the same place; and gap,
+        the most by which the host's logit of its own choice is above its logit of a token of the device, given all
+        tokens before: 0 where both choose alike, small where two tokens are nearly as likely.
+    """
+    host = _host()
+    ours, theirs = (_complete(config, rt) for rt in (runtime.current(), host))
+    model, tokenizer = load_here(config, None, host)
+    gaps, equal = [0.0], 0
+    for text, tokens, expected in zip(PROMPTS, ours, theirs, strict=True):
+        prompt = tokenizer(text)["input_ids"]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        gaps.append(float((logits.max(dim=1).values - chosen).max()))
+        equal += sum(a == b for a, b in zip(tokens, expected, strict=False))
+    return {"tokens": sum(map(len, ours)), "equal": equal, "gap": max(gaps)}
+
+
+def _complete(config: TrainConfig, rt: Runtime) -> list[list[int]]:
+    model, tokenizer = load_here(config, None, rt)
+    generator = Generator(model, tokenizer, rt, max_prompt=64, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
+    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    return [list(found.tokens) for found in generator.generate(prompts, Sampling(NEW_TOKENS))]

@@ -1,0 +1,430 @@
+"""Compares a device's results with the CPU's, measures its speed and memory, and runs a small training as a smoke test.
+
+    from tpu_kit.diagnostics.verify import rehearse, verify
+    for check in [*verify(config), *rehearse(config)]:
+        print(check)
+
+Each check of `verify` is a launch with a time limit: one that fails, hangs or dies does not stop the others. Their
+results go to verify-report.json, for the user to attach to an issue, and to this machine's calibration, which `plan`
+and `train` use. `rehearse` trains the embedded model, saves, resumes and generates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
+from tpu_kit.diagnostics import doctor, smoke_test
+from tpu_kit.distributed import runtime
+from tpu_kit.distributed.launch import launch
+from tpu_kit.hardware import calibration, chips
+from tpu_kit.hardware.calibration import Calibration
+from tpu_kit.hardware.chips import Chip
+from tpu_kit.hardware.compatibility import PACKAGES, TESTED, installed_version
+from tpu_kit.hardware.machine import Check, Machine, Status
+from tpu_kit.models.architecture import read_shape
+from tpu_kit.planning.compile_check import compile_step, with_shipped_shape
+from tpu_kit.planning.step_time import step_time, work
+from tpu_kit.storage import atomic
+
+T = TypeVar("T")
+
+REPORT = "verify-report.json"
+SECONDS: Mapping[str, float] = {"tpu": 600.0}
+"""Time limit of each launch; elsewhere `_SECONDS`."""
+_SECONDS = 300.0
+# What is measured on a chip, and what stands for it where there is none.
+_SHAPES: tuple[dict[str, Any], ...] = (
+    {"model.name": "Qwen/Qwen2.5-0.5B-Instruct", "max_length": 1024, "batch_size": 4},
+    {"model.name": "HuggingFaceTB/SmolLM2-135M-Instruct", "max_length": 512, "batch_size": 16},
+)
+_SMALL: tuple[dict[str, Any], ...] = ({"model.name": "embedded", "max_length": 128, "batch_size": 2},)
+KERNEL_TOLERANCE = 0.02
+"""Norm of the difference over the norm of the result; rounding to bf16 alone gives 0.003 (measured on XLA:CPU)."""
+LOSS_TOLERANCE = 0.01
+NORM_TOLERANCE = 0.05
+"""Relative differences of loss and gradient norm, with products in bf16 on both sides."""
+GAP_TOLERANCE = 0.1
+"""The same of a logit: two tokens nearer than this may change places by rounding alone."""
+MEMORY_RATIOS = (0.5, 1.25)
+TIME_RATIOS = (0.5, 4.0)
+"""Measured over predicted; what is outside is no measurement to plan with, and is not kept."""
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+
+_FIRST, _THEN = 4, 8  # updates before and after the checkpoint
+_QUESTION = "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?"
+_RUN = {
+    "split": "train[:1000]", "max_length": 128, "batch_size": 2, "warmup_steps": 1, "logging_steps": 1,
+    "save_steps": _FIRST, "eval_rows": 0, "eval_steps": None, "generate_rows": 0, "r": 8,
+}  # fmt: skip
+
+
+class NotMeasured(Exception):
+    """Why there is nothing to compare on this device."""
+
+
+@dataclass(frozen=True)
+class Record(Check):
+    """A check of `verify`: a row, and what the report has of it besides.
+
+    Attributes:
+        figures: what was computed or measured.
+        tolerance: what it had to be within.
+        seconds: that the check took.
+        error: all of the error's text; empty where there was none.
+    """
+
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: str = ""
+    seconds: float = 0.0
+    error: str = ""
+
+
+def verify(
+    config: TrainConfig, report: str | Path = REPORT, announce: Callable[[str], None] = lambda name: None
+) -> Iterator[Record]:
+    """Checks this machine's devices; the rows come one by one, and none stops those after it.
+
+    After each, the report and the calibration are written: what was found survives whatever comes next.
+
+    Args:
+        config: its `launch` section says where.
+        report: path of the report.
+        announce: called with a check's name before it begins.
+    """
+    path, at = Path(report).absolute(), Machine()
+    records: list[Record] = []
+    try:
+        backend = runtime.detect(config.launch, at)
+    except (ValueError, ImportError, OSError) as error:
+        yield Record("Verify", "failure", str(error), "python -m tpu_kit doctor")
+        return
+    known = calibration.begin(calibration.device_of(backend.device_type, at), path)
+    try:
+        _write_report(path, backend, known, records)
+    except OSError as error:
+        found = f"{path} cannot be written to ({error.strerror})"
+        yield Record("Report", "failure", found, "report=/another/place.json")
+        return
+    first_contact = _FirstContact(config, backend, known, announce)
+    for record in first_contact.checks():
+        records.append(record)
+        first_contact.known.save()
+        _write_report(path, backend, first_contact.known, records)
+        yield record
+
+
+class _FirstContact:
+    """The checks in their order, and what is known after each.
+
+    Attributes:
+        known: what was found so far; a kernel that failed is not used by the checks after it.
+    """
+
+    def __init__(
+        self, config: TrainConfig, backend: runtime.Backend, known: Calibration, announce: Callable[[str], None]
+    ) -> None:
+        self.known, self._backend, self._announce = known, backend, announce
+        self._limit = SECONDS.get(backend.device_type, _SECONDS)
+        # A hang is told with its stacks, before the limit ends it.
+        hang = min(config.launch.hang_timeout, self._limit / 2)
+        self._all = replace(config.launch, device_type=backend.device_type, hang_timeout=hang)
+        self._one = replace(self._all, num_replicas=1)
+        self._steps_taken: dict[str, dict[str, float | None]] = {}
+
+    def checks(self) -> Iterator[Record]:
+        """Runs them."""
+        yield self._check("Cores", partial(launch, doctor.probe, self._config(), self._limit), _judge_cores, "exact")
+        yield from self._kernels()
+        yield from self._steps()
+        config = self._config(one=True, base_dtype="fp32")
+        yield self._check(
+            "Tokens", partial(launch, smoke_test.compare_tokens, config, self._limit), _judge_tokens,
+            f"a token is the CPU's choice, or within {GAP_TOLERANCE} of its logit",
+        )  # fmt: skip
+        yield self._measure("Memory", self._memory, MEMORY_RATIOS, "the compiler's figure")
+        yield self._measure("Step time", self._time, TIME_RATIOS, "the roofline")
+
+    def _config(self, one: bool = False, **settings: Any) -> TrainConfig:
+        """A run of the embedded model, with what is known not to work left out."""
+        values = {"model.name": "embedded", "data.source": "embedded", "max_length": 128, **settings}
+        config = load_config(None, parameters=values)
+        return self.known.apply(replace(config, launch=self._one if one else self._all))[0]
+
+    def _kernels(self) -> Iterator[Record]:
+        """Splash, and flash where that fails."""
+        if self._backend.device_type not in ("tpu", "xla-cpu"):
+            yield Record("Splash kernel", "skipped", f"it is for a TPU, and this is {self._backend.device_type}")
+            return
+        for kernel in ("splash", "flash"):
+            config = self._config(one=True, attention=kernel)
+            record = self._check(
+                f"{kernel.capitalize()} kernel",
+                partial(launch, smoke_test.compare_kernel, config, self._limit),
+                _judge_kernel, f"relative difference at most {KERNEL_TOLERANCE}",
+                f"attention=auto takes {'flash, or else ' if kernel == 'splash' else ''}sdpa here from now on",
+            )  # fmt: skip
+            failed = "" if record.status == "ok" else record.found
+            self.known = replace(self.known, kernels={**self.known.kernels, kernel: failed})
+            yield record
+            if not failed:
+                return
+
+    def _steps(self) -> Iterator[Record]:
+        """Layers as a loop, and one by one where that fails."""
+        tolerance = f"loss within {LOSS_TOLERANCE:.0%}, gradient norm within {NORM_TOLERANCE:.0%} of the CPU's"
+        for layers, scan in (("scanned", "on"), ("unrolled", "off")):
+            action = "layers are unrolled here from now on, if the next check passes" if scan == "on" else ""
+            config = self._config(scan_layers=scan)
+            record = self._check(
+                f"Step, {layers}",
+                partial(launch, smoke_test.compare_step, config, self._limit),
+                _judge_step, tolerance, action,
+            )  # fmt: skip
+            if scan == "on":
+                failed = record.found
+            elif record.status == "ok":
+                self.known = replace(self.known, scan=failed)
+            yield record
+            if record.status == "ok":
+                return
+
+    def _shapes(self) -> list[TrainConfig]:
+        shapes = _SHAPES if self._backend.device_type == "tpu" else _SMALL
+        return [with_shipped_shape(self._config(one=True, **shape)) for shape in shapes]
+
+    def _step(self, config: TrainConfig) -> dict[str, float | None]:
+        """What a step takes; each shape is run once, for its memory and its time."""
+        if (name := _name(config)) not in self._steps_taken:
+            self._steps_taken[name] = launch(smoke_test.measure_step, config, self._limit)
+        return self._steps_taken[name]
+
+    def _memory(self) -> dict[str, dict[str, float]]:
+        found = {}
+        for config in self._shapes():
+            measured = self._step(config)["peak_bytes"]
+            if measured is None:
+                raise NotMeasured(f"{self._backend.device_type} does not count the memory of its programs")
+            compiled = compile_step(config, self.known.device, progress=False, time_limit=self._limit).total_bytes
+            found[_name(config)] = compare(measured, compiled)
+        return found
+
+    def _time(self) -> dict[str, dict[str, float]]:
+        config = self._shapes()[0]
+        seconds = self._step(config)["seconds"]
+        assert seconds is not None
+        chip = _chip(self.known.device)
+        if chip is None or chip.bf16_flops is None:
+            raise NotMeasured(f"{seconds:.3f} s a step; no peak of {self.known.device} is known to compare with")
+        predicted = step_time(work(config, read_shape(config.model), batch_arithmetic(config, 1)), chip, 1).seconds
+        return {_name(config): compare(seconds, predicted)}
+
+    def _measure(
+        self, name: str, run: Callable[[], dict[str, dict[str, float]]], bounds: tuple[float, float], against: str
+    ) -> Record:
+        """A check of ratios; where all are within the bounds, the largest is kept."""
+        tolerance = f"{bounds[0]} to {bounds[1]} times {against}"
+        judge, action = partial(_judge_ratios, bounds=bounds, against=against), "what is predicted stays as it is"
+        record = self._check(name, run, judge, tolerance, action)
+        if record.status == "ok":
+            ratio = max(one["ratio"] for one in record.figures.values())
+            self.known = replace(self.known, **{"memory" if name == "Memory" else "time": ratio})
+        return record
+
+    def _check(
+        self, name: str, run: Callable[[], Any], judge: Callable[[Any], Verdict], tolerance: str,
+        action: str = "",
+    ) -> Record:  # fmt: skip
+        """Runs a check and judges its figures; whatever it raises is its record.
+
+        `action` is what the kit does where the check fails, which then is a warning; without one it is a failure.
+        """
+        self._announce(f"{name}: {self._limit:.0f} s at most for each launch")
+        said, start, figures = io.StringIO(), time.monotonic(), {}
+        failed: Status = "warning" if action else "failure"
+        status, error = failed, ""
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                figures = run()
+            good, found = judge(figures)
+            status = "ok" if good else failed
+        except NotMeasured as reason:
+            status, found = "skipped", f"not measured: {reason}"
+        except Exception as failure:  # of whatever kind: the checks after it must still run
+            error = f"{str(failure) or type(failure).__name__}\n\nIts last output:\n{said.getvalue()[-4000:]}"
+            # The last of a traceback's lines that name an error: JAX writes a remark below its own.
+            named = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", getattr(failure, "traceback", ""), re.MULTILINE)
+            found = " ".join([(str(failure) or type(failure).__name__).splitlines()[0], *named[-1:]])
+        advice = "; ".join(filter(None, [action, f"attach {Path(self.known.report).name} to an issue"]))
+        return Record(
+            name, status, found[:400], advice if status == failed else "",
+            figures=figures, tolerance=tolerance, seconds=round(time.monotonic() - start, 1), error=error,
+        )  # fmt: skip
+
+
+def _name(config: TrainConfig) -> str:
+    rows, length = config.optim.batch_size, config.data.max_length
+    return f"{Path(config.model.name).name}, {rows} x {length} tokens"
+
+
+def _chip(device: str) -> Chip | None:
+    try:
+        return chips.chip(device)
+    except ValueError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------- verdicts
+
+Verdict = tuple[bool, str]  # whether the figures are right, and a text
+
+
+def _judge_cores(figures: Mapping[str, Any]) -> Verdict:
+    """Every core must have the sum of 1 to their number."""
+    count = figures["replicas"]
+    sums = enumerate(core[0] for core in figures["cores"])
+    wrong = [f"core {rank} has {total:g}" for rank, total in sums if total != count * (count + 1) / 2]
+    return not wrong, f"sum of 1..{count} on each of {count}" + (f": {', '.join(wrong)}" if wrong else "")
+
+
+def _judge_kernel(figures: Mapping[str, Mapping[str, float]]) -> Verdict:
+    differences = {f"{part}, {case}": value for case, parts in figures.items() for part, value in parts.items()}
+    wrong = [f"{name}: {value:.3g}" for name, value in differences.items() if not value <= KERNEL_TOLERANCE]  # NaN too
+    if wrong:
+        return False, f"differs from plain attention in {len(wrong)} of {len(differences)}: {'; '.join(wrong)}"
+    return True, f"{len(figures)} shapes, forward and backward: {max(differences.values()):.2g} off at most"
+
+
+def _judge_step(figures: Mapping[str, float]) -> Verdict:
+    loss = abs(figures["loss"] / figures["host_loss"] - 1)
+    norm = abs(figures["grad_norm"] / figures["host_grad_norm"] - 1)
+    text = "loss {loss:.4f} (CPU: {host_loss:.4f}), gradient norm {grad_norm:.4f} ({host_grad_norm:.4f})"
+    return loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE, text.format(**figures)
+
+
+def _judge_tokens(figures: Mapping[str, float]) -> Verdict:
+    text = "{equal:.0f} of {tokens:.0f} tokens are the CPU's; {gap:.3f} below its choice at most"
+    return figures["tokens"] > 0 and figures["gap"] <= GAP_TOLERANCE, text.format(**figures)
+
+
+def compare(measured: float, predicted: float) -> dict[str, float]:
+    """A measured figure, the predicted one, and their ratio."""
+    return {"measured": measured, "predicted": predicted, "ratio": measured / predicted}
+
+
+def _judge_ratios(figures: Mapping[str, Mapping[str, float]], bounds: tuple[float, float], against: str) -> Verdict:
+    text = "; ".join(f"{name}: {one['ratio']:.2f} of {against}" for name, one in figures.items())
+    return all(bounds[0] <= one["ratio"] <= bounds[1] for one in figures.values()), text
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def _write_report(path: Path, backend: runtime.Backend, known: Calibration, records: Sequence[Record]) -> None:
+    names = (*PACKAGES, *TESTED)
+    content = {
+        "tpu_kit": installed_version("tpu_kit"), "made": known.made, "python": platform.python_version(),
+        "versions": {name: installed_version(name) for name in names}, "device": known.device,
+        "backend": str(backend), "calibration": asdict(known),
+        "checks": [
+            {
+                "name": one.name, "passed": None if one.status == "skipped" else one.status == "ok", "found": one.found,
+                "figures": one.figures, "tolerance": one.tolerance, "seconds": one.seconds, "error": one.error,
+                "next_action": one.fix,
+            }
+            for one in records
+        ],
+    }  # fmt: skip
+    atomic.write_text(path, without_secrets(json.dumps(content, indent=1)))
+
+
+def without_secrets(text: str) -> str:
+    """The text without the values of secret environment variables, tokens of the hub and the home folder's path."""
+    for name, value in os.environ.items():
+        if _SECRET.search(name) and len(value) > 5:
+            text = text.replace(value, "***")
+    return re.sub(r"\bhf_\w{8,}", "***", text).replace(str(Path.home()), "~")
+
+
+def report(config: TrainConfig, file: str = REPORT) -> int:
+    """Prints the rows as they are found; returns 0, or 1 if a check failed."""
+    records = []
+    for record in verify(config, file, lambda text: print(text, file=sys.stderr, flush=True)):
+        print(f"{record}  ({record.seconds:.0f} s)", flush=True)
+        records.append(record)
+    print(f"report: {Path(file).absolute()}")
+    return int(any(record.status in ("warning", "failure") for record in records))
+
+
+# ------------------------------------------------------------------------------------------------------- a run in small
+
+
+def rehearse(config: TrainConfig) -> Iterator[Check]:
+    """Runs a small training with a checkpoint, a resume and a generation; yields a row for each, up to a failure.
+
+    Args:
+        config: its `launch` section says where.
+    """
+    from tpu_kit.checkpointing import manager
+    from tpu_kit.generation.service import Sampling, generate
+    from tpu_kit.recipes.sft import train
+    from tpu_kit.training.metrics import read_metrics
+
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
+        small = load_config("embedded-cot", {**_RUN, "output_dir": folder, "max_steps": _FIRST})
+        small = replace(small, launch=config.launch)
+        longer = replace(small, optim=replace(small.optim, max_steps=_THEN))
+        try:
+            seconds, said, result = _quietly(lambda: train(small))
+            losses = [record["loss"] for record in read_metrics(folder)]
+            programs = f", {result.metrics['compiles']:.0f} compiled programs" if "compiles" in result.metrics else ""
+            text = f"{result.step} updates in {seconds:.0f} s, loss {losses[0]:.2f} -> {losses[-1]:.2f}{programs}"
+            yield Check("Training", "ok" if losses[-1] < losses[0] else "warning", text)
+
+            found, damaged = manager.scan(small.checkpoints_place, verify=True)
+            if damaged or not found or found[-1].step != _FIRST:
+                yield Check(
+                    "Checkpoint", "failure", f"of step {_FIRST} there is none that is whole", "look at the disk"
+                )
+                return
+            text = f"step {found[-1].step}, {found[-1].size / 1e6:.1f} MB, every file as its manifest says"
+            yield Check("Checkpoint", "ok", text)
+
+            seconds, said, result = _quietly(lambda: train(longer))
+            resumed = read_metrics(folder)[-1]["resumed_from"]
+            text = f"went on from step {resumed} to {result.step} in {seconds:.0f} s"
+            yield Check("Resume", "ok" if resumed == _FIRST else "failure", text, "" if resumed else said[-300:])
+
+            prompt = [{"role": "user", "content": _QUESTION}]
+            sampling = Sampling(max_new_tokens=32)
+            seconds, said, (reply,) = _quietly(
+                lambda: generate(longer, [prompt], sampling, adapter_dir=result.adapter_dir)
+            )
+            yield Check("Generation", "ok", f"{len(reply.tokens)} tokens with the adapter, in {seconds:.0f} s in all")
+        except (RuntimeError, ValueError, OSError) as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            text = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+            where = f"device_type={config.launch.device_type}"
+            fix = f"python -m tpu_kit train embedded-cot max_steps={_FIRST} {where} shows all of it"
+            yield Check("Rehearsal", "failure", text[:400], fix)
+
+
+def _quietly(run: Callable[[], T]) -> tuple[float, str, T]:
+    """Seconds, what it printed, and the result."""
+    said, start = io.StringIO(), time.monotonic()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        result = run()
+    return time.monotonic() - start, said.getvalue(), result

@@ -1,0 +1,125 @@
+"""Several replicas on XLA:CPU, as dependable as a test runner: the rehearsal of the TPU on a machine without one.
+
+The replicas are threads of one process, each with its own XLA device, and their collectives really meet. Two things
+make that dependable; neither is needed on a TPU, where each replica is a process of its own.
+
+**One compiles, the others follow.** The same graph compiled twice gets other collective ids, and the two programs never
+meet. So `install` puts a barrier around torch_xla's step marker: when all replicas have traced, rank 0 compiles and
+starts, then the others find the program in the cache.
+
+**No buffer is donated** (`environment` turns torch_xla's parameter aliasing off). A donated buffer can only be freed
+when the execution that took it has ended, and freeing it earlier blocks the thread that does. Threads do free early,
+and block while they hold what the last replica needs to start, so that the collective never fills and XLA ends the
+process ("Expected 4 threads to join the rendezvous, but only 3 of them arrived"). Two such threads were seen in native
+stack traces: a worker of torch_xla's pool, which took the last replica's work from the queue and then blocked
+destroying its previous task (`XLAGraphExecutor::Async`, that owns the inputs); and Python, dropping the token of the
+last all-reduce with the GIL held. Without donation nothing blocks: of 9 launches of 50 steps with
+donation 8 aborted on two busy cores, without it none did (tests/distributed/test_cpu_simulation.py runs 5, and 100
+as the slow test).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_meeting: _Meeting | None = None
+
+
+class _Meeting:
+    """A barrier of ranks that says who is missing."""
+
+    def __init__(self, count: int, timeout: float) -> None:
+        self._count, self._timeout = count, timeout
+        self._condition = threading.Condition()
+        self._arrived: set[int] = set()
+        self._round = 0
+        self._failure: str | None = None
+
+    def wait(self, rank: int) -> None:
+        with self._condition:
+            if self._failure:  # too late: the others have gone
+                raise MeetingError(self._failure)
+            now = self._round
+            self._arrived.add(rank)
+            if len(self._arrived) == self._count:
+                self._arrived.clear()
+                self._round += 1
+                self._condition.notify_all()
+                return
+            moved = self._condition.wait_for(lambda: self._round != now or self._failure, self._timeout)
+            if self._round != now:
+                return
+            if not moved:
+                missing = sorted(set(range(self._count)) - self._arrived)
+                self._failure = (
+                    f"rank {', '.join(map(str, missing))} did not come to the step in {self._timeout:g} s "
+                    f"(launch.hang_timeout), where rank {', '.join(map(str, sorted(self._arrived)))} waited"
+                )
+                self._condition.notify_all()
+                faulthandler.dump_traceback()  # what the missing ones do instead
+            raise MeetingError(self._failure)
+
+    def end(self, why: str) -> None:
+        with self._condition:
+            self._failure = self._failure or why
+            self._condition.notify_all()
+
+
+class MeetingError(RuntimeError):
+    """The replicas cannot meet any more: one failed, or did not come."""
+
+
+def environment(replicas: int) -> dict[str, str]:
+    """Variables that a process of `replicas` XLA:CPU replicas must start with."""
+    settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(replicas)}
+    if replicas > 1:
+        # Two threads a replica: one starts programs, the other moves data.
+        settings |= {"XLA_THREAD_POOL_SIZE": str(2 * replicas), "XLA_ENABLE_PARAM_ALIASING": "0"}
+    return settings
+
+
+def install(replicas: int, timeout: float, rank_of_this_thread: Callable[[], int]) -> None:
+    """Makes every step marker of this process keep the order; before the first of them, and in no process twice.
+
+    Args:
+        replicas: how many threads will come to each step.
+        timeout: seconds after which a replica that does not come is reported.
+        rank_of_this_thread: tells who calls.
+    """
+    global _meeting
+    import torch_xla
+
+    extension: Any = torch_xla._XLAC
+    mark = extension._xla_step_marker
+    meeting = _meeting = _Meeting(replicas, timeout)
+
+    def ordered(*args: Any, **kwargs: Any) -> None:
+        rank = rank_of_this_thread()
+        meeting.wait(rank)  # all have traced
+        if rank == 0:
+            mark(*args, **kwargs)
+        meeting.wait(rank)  # the program is compiled
+        if rank != 0:
+            mark(*args, **kwargs)
+
+    if replicas > 1:
+        extension._xla_step_marker = ordered
+
+
+def meet(rank: int) -> None:
+    """Waits on the host for all replicas.
+
+    Raises:
+        MeetingError: one of them failed or did not come.
+    """
+    assert _meeting is not None, "rehearsal.install comes first"
+    _meeting.wait(rank)
+
+
+def end(why: str) -> None:
+    """Sends all replicas that wait, or will, home."""
+    if _meeting is not None:
+        _meeting.end(why)

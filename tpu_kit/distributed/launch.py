@@ -1,0 +1,537 @@
+"""launch(fn, config): run a function on every device, from a notebook, a script or a test.
+
+    calling process              launcher (worker.py)            replicas (worker.py)
+    (a kernel; touches      -->  a session of its own; gets  -->  TPU: processes of xmp.spawn
+    no device) launch.py     fn and config through stdin      xla-cpu: threads of the launcher (cpu_simulation.py)
+         ^                                                        CUDA, several CPUs: processes of torch.distributed
+         |                                                             |
+         +-- text of rank 0 (stdout, stderr), a socket of messages ----+
+
+Any end of the caller ends the launcher and all replicas. One CPU replica runs inline: there is no device to keep free.
+What ends a launch early, and how a training loop then saves first, is in preemption.py.
+
+What to do about errors of torch_xla and libtpu that say nothing of their cause, by their text.
+
+The calling process's side of a launch: starts the launcher, passes its text on, and judges how it ends.
+
+Every replica has a connection to here (worker.py says what it sends), and the launcher tells which of them died.
+Whether anything moves is read from /proc, so that a replica that holds the GIL, in a long compile, need not answer; and
+from the steps that replicas start, since one that computes for ever is no better than one that waits for ever.
+"""
+
+from __future__ import annotations
+
+import builtins
+import codecs
+import contextlib
+import os
+import pickle
+import queue
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.distributed import preemption, runtime
+from tpu_kit.distributed.preemption import Notices, StopFlag
+from tpu_kit.distributed.runtime import Backend
+from tpu_kit.distributed.worker import LAUNCHER
+from tpu_kit.hardware.host import check_memory, compile_cache
+from tpu_kit.hardware.machine import Machine, check_holder, check_process, preset_per_process
+
+_KNOWN = (
+    (
+        r"module 'torch' has no attribute 'xla'",
+        "torch.utils.checkpoint does not know XLA: set optim.remat=full, or in a function of your own call "
+        "torch_xla.utils.checkpoint.checkpoint, without which XLA would keep what it should compute again",
+    ),
+    (
+        r"undefined symbol|cannot import name '_XLAC'|No module named '_XLAC'",
+        "torch and torch_xla do not pair: `python -m tpu_kit doctor` names the versions and the line that mends them",
+    ),
+    (
+        r"Runtime is already initialized|Cannot replicate if number of devices",
+        "the device was touched before the launch: do not call torch_xla.device() in a cell, and restart the kernel",
+    ),
+    (
+        r"(libtpu|TPU)[^\n]{0,40} already in use|resource busy|/dev/(accel|vfio)[^\n]{0,60}(not permitted|denied)",
+        "another process holds the TPU, or it is not this user's: `python -m tpu_kit doctor` names its PID and the fix",
+    ),
+    (
+        r"`?fused=True`? requires|FusedAdam",
+        "XLA has no fused optimizer: use fused=False, or leave the optimizer to optim.optimizer=adamw",
+    ),
+    (
+        r"metadata\.google\.internal|169\.254\.169\.254|Failed to get TPU metadata",
+        "torch_xla asks Google Cloud what TPU this is, and nobody answers: `python -m tpu_kit doctor` prints the "
+        "variables that tell it, or use device_type=xla-cpu where there is no TPU",
+    ),
+    (
+        r"attempted to access the data pointer on an invalid python storage",
+        "a tensor of the device cannot be saved as it is: move it to the CPU first, as train does with the adapter",
+    ),
+)
+
+
+def advice(text: str) -> str:
+    """What to do about an error or traceback; one line for each cause it names, empty where none is known."""
+    return "\n".join(f"-> {what}" for pattern, what in _KNOWN if re.search(pattern, text, re.IGNORECASE))
+
+
+_BEAT = 1.0  # seconds between two looks at who computes
+_SETTLE = 1.0  # seconds in which the causes and consequences of one failure are reported
+_GRACE = 10.0  # seconds that replicas get to end after being asked to
+_TICKS = 0.03 * os.sysconf("SC_CLK_TCK")  # processor time in a beat that is more than an idle process takes
+_SPINS = 3  # times the hang_timeout without a step are too many for a replica that computes; a compile takes less
+_SLOWER = 10  # and as many times the longest step so far
+_LAST_LINES = 10  # of stderr, in the error on a replica that left no traceback
+# How a replica ends because another one did; the other one's end is the news.
+_CONSEQUENCE = r"MeetingError|Connection (closed|reset) by peer|remote process exited|ncclRemoteError"
+
+
+class LaunchError(RuntimeError):
+    """A replica failed, died or hung.
+
+    Attributes:
+        rank: the replica that was first; None where it was the process that holds them all.
+        traceback: its traceback; empty where it left none.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+
+class Steps:
+    """Judges by the steps that replicas start whether one computes for ever.
+
+    A limit holds between two steps (`PreemptionGuard.pause` suspends it), once a step is over, so that the duration of
+    one is known with its compilation; in the first step, once another replica has waited for `hang_timeout`.
+
+    Args:
+        hang_timeout: seconds; the limit is 3 times as much, or 10 times the longest step so far if that is more.
+    """
+
+    def __init__(self, hang_timeout: float) -> None:
+        self._hang_timeout = hang_timeout
+        self._reached = 0  # the step that all replicas have started; 0 where they are not in a step
+        self._since = self._longest = 0.0
+        self._computed: dict[int, float] = {}
+
+    def look(self, steps: Mapping[int, int], computing: Collection[int], now: float) -> tuple[list[int], str] | None:
+        """Looks at the replicas.
+
+        Args:
+            steps: `StopFlag.steps`.
+            computing: the ranks whose processes have used the processor since the last look.
+            now: seconds, monotonic.
+
+        Returns:
+            The ranks that compute for ever, and the text of the error; None where there are none.
+        """
+        reached = min(steps.values(), default=0)
+        if reached != self._reached:
+            if self._reached and reached:
+                self._longest = max(self._longest, now - self._since)
+            self._reached, self._since = reached, now
+            self._computed = dict.fromkeys(steps, now)
+        self._computed |= {rank: now for rank in computing if rank in steps}
+        waiting = [rank for rank in steps if now - self._computed.get(rank, now) > self._hang_timeout]
+        limit, quiet = max(_SPINS * self._hang_timeout, _SLOWER * self._longest), now - self._since
+        if not reached or quiet <= limit or not (self._longest or waiting):
+            return None
+        behind = [rank for rank, step in steps.items() if step == reached and rank not in waiting]
+        ranks = behind or list(steps)
+        return ranks, (
+            f"{_names(ranks)} {'computes, but has' if len(ranks) == 1 else 'compute, but have'} started no step after "
+            f"step {reached} for {quiet:.0f} s (more than {_SPINS} x launch.hang_timeout={self._hang_timeout:g} s, and "
+            f"{_SLOWER} x the longest step so far)"
+        )
+
+
+class Supervisor:
+    """The calling process's side of one launch.
+
+    Args:
+        backend: where it runs.
+        hang_timeout: seconds without output or processor time after which it is ended.
+        time_limit: seconds after which it is ended in any case; None for no limit.
+    """
+
+    def __init__(self, backend: Backend, hang_timeout: float, time_limit: float | None = None) -> None:
+        self._backend = backend
+        self._hang_timeout = hang_timeout
+        self._time_limit = time_limit
+        self._messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
+        self._pids: dict[int, int] = {}
+        self._results: dict[int, bytes] = {}  # by rank: of those that are done
+        self._last_life = time.monotonic()
+        self._stderr = ""  # its end
+
+    def run(self, payload: bytes, notices: Notices) -> Any:
+        """Starts the launcher and stays until all have ended.
+
+        Args:
+            payload: function and config, pickled.
+            notices: what hears of the launch's early end; a function that heeds notices ends by itself.
+
+        Returns:
+            Rank 0's result.
+
+        Raises:
+            LaunchError: a replica failed, died or hung.
+            KeyboardInterrupt, SystemExit: see `Notices`; after all have ended.
+        """
+        with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder, self._listen(folder) as (address, key):
+            path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+            settings = {
+                "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1",
+                "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch-tpu, where it is installed, would open the TPU
+            }  # fmt: skip
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tpu_kit.distributed.worker"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                env={**_inherited(self._backend), **_environment(self._backend), **settings},
+            )  # fmt: skip
+            streams: list[threading.Thread] = []
+            try:
+                streams.append(self._stream(process.stdout, sys.stdout))
+                streams.append(self._stream(process.stderr, sys.stderr))
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # it died at once; `_result` says how
+                    pickle.dump(
+                        (address, key, notices.board.path, self._backend, self._hang_timeout, payload), process.stdin
+                    )
+                    process.stdin.flush()
+                return self._result(process, notices.board)
+            finally:
+                # A function that does not heed notices is asked to end, and may have its own way to; then it is killed.
+                asked = isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit) and not notices.at_once
+                _end(process, signal.SIGTERM if asked else signal.SIGKILL)
+                for stream in streams:
+                    stream.join(5)
+
+    @contextlib.contextmanager
+    def _listen(self, folder: str) -> Iterator[tuple[str, bytes]]:
+        address, key = f"{folder}/messages", secrets.token_bytes(32)
+        with Listener(address, family="AF_UNIX", authkey=key, backlog=256) as listener:
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+            yield address, key
+
+    def _accept(self, listener: Listener) -> None:
+        while True:
+            try:
+                connection = listener.accept()
+            except (EOFError, AuthenticationError, ConnectionError):  # one that died while it knocked
+                continue
+            except OSError:  # closed: the launch is over
+                return
+            threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+
+    def _receive(self, connection: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._messages.put(connection.recv())
+
+    def _stream(self, source: IO[bytes] | None, target: IO[str]) -> threading.Thread:
+        assert source is not None
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+        def copy() -> None:
+            while chunk := os.read(source.fileno(), 65536):
+                self._last_life = time.monotonic()
+                text = decoder.decode(chunk)
+                if target is sys.stderr:
+                    self._stderr = (self._stderr + text)[-4096:]
+                # Where nobody reads us any more (`| head`), the replicas must still not block on a full pipe.
+                with contextlib.suppress(OSError, ValueError):
+                    target.write(text)
+                    target.flush()
+
+        thread = threading.Thread(target=copy, daemon=True)
+        thread.start()
+        return thread
+
+    def _result(self, process: subprocess.Popen[bytes], board: StopFlag) -> Any:
+        ticks: dict[int, int] = {}
+        gone: dict[int, float] = {}  # processes that ended with status 0, and when
+        looked, steps = time.monotonic(), Steps(self._hang_timeout)
+        started = looked
+        while True:
+            if time.monotonic() - looked > _BEAT:
+                looked, before, ticks = time.monotonic(), ticks, _ticks(process.pid)
+                # Who computes or compiles is alive, however long it says nothing; who waits is not.
+                computing = {pid for pid, now in ticks.items() if now - before.get(pid, 0) > _TICKS}
+                if computing:
+                    self._last_life = looked
+                elif looked - self._last_life > self._hang_timeout:
+                    silent = f"no sign of life for {self._hang_timeout:g} s (launch.hang_timeout)"
+                    raise self._hung(process, f"{silent}: no output, no processor time used")
+                if self._time_limit is not None and looked - started > self._time_limit:
+                    raise self._hung(process, f"not done after the time limit of {self._time_limit:g} s")
+                ranks = [rank for rank, pid in self._pids.items() if pid in computing]
+                if spinning := steps.look(board.steps(), ranks, looked):
+                    raise self._hung(process, spinning[1], spinning[0][0])
+            try:
+                rank, kind, value = self._messages.get(timeout=0.2)
+            except queue.Empty:
+                for pid, at in gone.items():
+                    if time.monotonic() - at > _SETTLE and not self._is_done(pid):
+                        raise self._failed(LAUNCHER, "ended", (pid, 0)) from None
+                if process.poll() is None:
+                    continue
+                time.sleep(0.2)  # for the last messages
+                if not self._messages.empty():
+                    continue
+                if process.returncode == 0 and 0 in self._results:
+                    return _unpickled(self._results[0])
+                raise self._died(process) from None
+            if kind == "started":
+                self._pids[rank], count = value
+                if len(self._pids.keys() - {LAUNCHER}) == count:  # all have opened it
+                    board.hide()
+            elif kind == "done":
+                self._results[rank] = value
+            elif kind == "ended" and value[1] == 0:  # well, if it has said before that it is done
+                gone[value[0]] = time.monotonic()
+            else:
+                raise self._failed(rank, kind, value)
+
+    def _failed(self, *event: Any) -> LaunchError | ValueError:
+        """What failed first, judged with what others report in the next moments, often because of it."""
+        events: list[Any] = [event]
+        until = time.monotonic() + _SETTLE
+        while (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                events.append(self._messages.get(timeout=left))
+        for rank, kind, value in events:
+            if kind == "started":
+                self._pids[rank], _ = value
+            elif kind == "done":
+                self._results[rank] = value
+        events = [e for e in events if e[1] in ("error", "refused", "ended")]
+        events = [e for e in events if e[1] != "ended" or e[2][1] or not self._is_done(e[2][0])] or [event]
+        explained = {(self._pids.get(rank), 1) for rank, kind, _ in events if kind in ("error", "refused")}
+        events = [e for e in events if e[1] != "ended" or e[2] not in explained]  # its own report says more
+        events = [e for e in events if not self._is_consequence(*e)] or events
+        rank, kind, value = events[0]
+        if kind == "refused":
+            return ValueError(value)
+        if kind == "ended":
+            ends = dict(value for _, kind, value in events if kind == "ended")  # process id -> status
+            first = next((rank for rank, pid in self._pids.items() if pid == value[0]), None)
+            return LaunchError("\n".join(self._end_of(*end) for end in ends.items()) + self._last_words(), first)
+        ranks: dict[str, list[int]] = {}  # of one text: all replicas often fail alike
+        for other, kind, text in events:
+            if kind == "error":
+                ranks.setdefault(text, []).append(other)
+        texts = [f"{_names(who)} failed:\n{text.rstrip()}" for text, who in ranks.items()]
+        texts += filter(None, [advice(value)])
+        return LaunchError("\n\n".join(texts), None if rank == LAUNCHER else rank, value)
+
+    def _is_done(self, pid: int) -> bool:
+        """Whether all replicas of a process have said that they are done; so is one that holds no replica."""
+        return all(rank in self._results for rank, process in self._pids.items() if process == pid)
+
+    def _is_consequence(self, rank: int, kind: str, value: Any) -> bool:
+        if kind == "ended":  # asked to, by the launcher, because another one failed
+            return value[1] == -signal.SIGTERM
+        return rank == LAUNCHER or re.search(_CONSEQUENCE, value.rstrip().rpartition("\n")[2]) is not None
+
+    def _end_of(self, pid: int, status: int) -> str:
+        ranks = [rank for rank, process in self._pids.items() if process == pid]
+        return f"{_names(ranks) if ranks else 'a replica that had not started yet'} (process {pid}) {_how(status)}"
+
+    def _last_words(self) -> str:
+        lines = [line.rpartition("\r")[2].rstrip() for line in self._stderr.split("\n")]  # of a bar, its last state
+        told = [line for line in lines if line][-_LAST_LINES:]
+        return "\n".join(["\n\nThe last lines on stderr:", *told]) if told else ""
+
+    def _died(self, process: subprocess.Popen[bytes]) -> LaunchError:
+        holds = "that holds all replicas " if self._backend.device_type == "xla-cpu" else "that starts the replicas "
+        return LaunchError(f"the process {holds}({process.pid}) {_how(process.returncode)}{self._last_words()}")
+
+    def _hung(self, process: subprocess.Popen[bytes], text: str, rank: int | None = None) -> LaunchError:
+        for pid in dict.fromkeys([*self._pids.values(), process.pid]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)  # faulthandler prints all stacks, even of threads without the GIL
+            time.sleep(0.5)  # one after the other, or they would write between each other's lines
+        text = f"{text}. The replicas were ended; what each thread was doing is printed above"
+        return LaunchError(text, rank)
+
+
+def _names(ranks: list[int]) -> str:
+    if LAUNCHER in ranks:
+        return "the launcher"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _how(status: int) -> str:
+    """How a process ended, as `subprocess` gives its status."""
+    if status >= 0:
+        return f"ended with status {status} and no result"
+    number = -status
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    hint = ": often the kernel, out of host memory (dmesg tells); try fewer replicas or a smaller model"
+    return f"was ended by {name}{hint if number == signal.SIGKILL else ''}"
+
+
+def _unpickled(result: bytes) -> Any:
+    try:
+        return pickle.loads(result)
+    except Exception as error:
+        text = f"rank 0's result cannot be read in this process: {type(error).__name__}: {error}"
+        raise LaunchError(text, 0) from error
+
+
+def _ticks(session: int) -> dict[int, int]:
+    """Processor time of each process of a session, in clock ticks: all threads, user and system."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            fields = path.read_text().rpartition(")")[2].split()  # from field 3 of proc_pid_stat(5) on
+            if int(fields[3]) == session:
+                found[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    return found
+
+
+def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
+    for number, patience in ((first, _GRACE), (signal.SIGKILL, _GRACE)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        try:
+            process.wait(patience)
+            break
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # an impatient second one: no more asking
+            continue
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # replicas that outlived the launcher
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def _inherited(backend: Backend) -> dict[str, str]:
+    """This process's environment, without what would give several TPU processes the same chip."""
+    several = backend.device_type == "tpu" and backend.num_replicas != 1
+    left_out = preset_per_process(Machine()) if several else []
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
+def _environment(backend: Backend) -> dict[str, str]:
+    if backend.device_type == "xla-cpu":
+        from tpu_kit.distributed import cpu_simulation
+
+        assert backend.num_replicas is not None
+        return {"USE_TORCH_XLA": "1", **cpu_simulation.environment(backend.num_replicas)}
+    if backend.device_type == "tpu":
+        # Programs are kept for the next run; XLA:CPU could write them, but not read them back.
+        return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU", "XLA_PERSISTENT_CACHE_PATH": str(compile_cache(Machine()))}
+    return {"USE_TORCH_XLA": "0"}
+
+
+__all__ = ["LaunchError", "launch"]
+
+T = TypeVar("T")
+# A cell that calls the device, not one that only imports the library.
+_TOUCHES = r"xla_device\(|torch_xla\.(device|devices|real_devices|sync|launch)\(|\b(xm|xr|xmp)\.\w+\(|\.to\(.xla"
+
+
+def launch(fn: Callable[[TrainConfig], T], config: TrainConfig, time_limit: float | None = None) -> T:
+    """Runs `fn(config)` in every replica and returns rank 0's result.
+
+    Args:
+        fn: a function of a module (one of a notebook's cell cannot reach another process). In it,
+            `runtime.current()` is the replica's runtime.
+        config: the run; its `launch` section says where.
+        time_limit: seconds after which all replicas are ended; with one, a single CPU replica is a process too.
+
+    Returns:
+        What rank 0 returned; it must be picklable.
+
+    Raises:
+        ValueError: what was asked for cannot be had: the device, its memory, or `fn` itself.
+        LaunchError: a replica failed, or the time limit was exceeded; the message has the rank and the traceback.
+        KeyboardInterrupt, SystemExit: a signal, once all replicas have ended. A function that heeds notices
+            (`preemption.PreemptionGuard`) returns its result at the first signal, and is ended at the second.
+    """
+    backend = runtime.detect(config.launch)
+    # A notebook shows stderr as if it were an error; a command's stdout may be JSON.
+    print(f"tpu_kit: {backend}", file=sys.stdout if hasattr(builtins, "__IPYTHON__") else sys.stderr, flush=True)
+    if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None:
+        with Notices(_budget(config)) as notices:
+            return _inline(fn, config, notices.board)
+    payload = _payload(fn, config)
+    _check_host(backend, config)
+    with Notices(_budget(config)) as notices:
+        return Supervisor(backend, config.launch.hang_timeout, time_limit).run(payload, notices)
+
+
+def _budget(config: TrainConfig) -> float | None:
+    minutes = config.checkpoint.budget_minutes
+    return None if minutes is None else minutes * 60
+
+
+def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, board: StopFlag) -> T:
+    import torch
+
+    from tpu_kit.distributed.backends.native import CpuRuntime
+
+    board.hide()
+    preemption.join(board)
+    runtime.enter(CpuRuntime(0, 1, torch.device("cpu")))
+    try:
+        return fn(config)
+    finally:
+        runtime.enter(None)
+        preemption.join(None)
+
+
+def _payload(fn: Callable[..., Any], config: TrainConfig) -> bytes:
+    name = getattr(fn, "__qualname__", repr(fn))
+    if getattr(fn, "__module__", None) == "__main__":
+        raise ValueError(
+            f"{name} is defined in a notebook cell or in the script itself, and replicas are other processes, which "
+            f"cannot find it there. Put it into a file, say steps.py, and use: from steps import {name}"
+        )
+    try:
+        return pickle.dumps((fn, config))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{name} cannot be sent to the replicas ({error}): use a plain function of a module"
+        ) from error
+
+
+def _check_host(backend: Backend, config: TrainConfig) -> None:
+    """What would only fail, or be killed, in the replicas: memory for all models, and a TPU that another one holds."""
+    at = Machine()
+    processes = backend.num_replicas or max(len(at.tpus()), 1)
+    memory = check_memory(at, config, processes)
+    if memory.status == "failure":
+        raise ValueError(f"not enough host memory to start {processes} replicas: {memory.found}. Use {memory.fix}")
+    if backend.device_type == "tpu":
+        for check in (check_process(at), check_holder(at)):
+            if check.status == "failure":
+                raise ValueError(f"the TPU cannot be used: {check.found}{_culprit()}. {check.fix}")
+
+
+def _culprit() -> str:
+    """The notebook cell that likely initialised the device."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    cells = shell.user_ns.get("In", []) if shell else []
+    for number, source in enumerate(cells):
+        if line := next((line for line in source.splitlines() if re.search(_TOUCHES, line)), None):
+            return f" (likely by cell [{number}]: {line.strip()})"
+    return ""

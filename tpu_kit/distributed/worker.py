@@ -1,0 +1,301 @@
+"""The other processes of a launch: `python -m tpu_kit.distributed.worker` is the launcher, which starts the replicas.
+
+Each sends the calling process (launch.py) messages `(rank, kind, value)`: started (its process id, and how many
+replicas this host has), done (of rank 0: the pickled result), error (the traceback), refused (the text of an error in
+what the user gave); and the launcher: ended (process id and status of each process). Notices come the other
+way, on a board (preemption.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.distributed import preemption, runtime
+from tpu_kit.distributed.preemption import StopFlag
+from tpu_kit.distributed.runtime import Backend, Runtime
+
+LAUNCHER = -1  # the launcher's number among the ranks
+_PR_SET_PDEATHSIG = 1
+
+
+class _Reporter:
+    """A replica's (or the launcher's) line to the calling process."""
+
+    def __init__(self, rank: int, address: str, key: bytes, replicas: int | None = None) -> None:
+        self._rank, self._lock = rank, threading.Lock()
+        self._connection = Client(address, family="AF_UNIX", authkey=key)
+        self.send("started", (os.getpid(), replicas))
+
+    def send(self, kind: str, value: Any) -> None:
+        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send((self._rank, kind, value))
+
+
+class _ResultPickler(pickle.Pickler):
+    """Refuses what would touch a device in the process that reads it."""
+
+    def persistent_id(self, obj: Any) -> None:
+        device = getattr(obj, "device", None) if type(obj).__module__.startswith("torch") else None
+        if device is not None and device.type != "cpu":
+            raise pickle.PicklingError(f"it holds a tensor on {device}; read it with runtime.current().to_host([...])")
+
+
+def _pickled(name: str, result: Any) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        _ResultPickler(buffer).dump(result)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"{name} returned a {type(result).__name__} that cannot be sent to the calling process ({error}); return "
+            "plain values, or write it to a file and return its path"
+        ) from error
+    return buffer.getvalue()
+
+
+def _replica(rank: int, replicas: int, make: Callable[[], Runtime], address: str, key: bytes, payload: bytes) -> None:
+    """Runs fn in one of this host's replicas and reports how it ended."""
+    reporter = _Reporter(rank, address, key, replicas)
+    try:
+        runtime.enter(make())
+        fn, config = pickle.loads(payload)
+        result = fn(config)
+        reporter.send("done", _pickled(fn.__qualname__, result) if rank == 0 else None)
+    except BaseException as error:
+        if _is_for_the_user(error):
+            reporter.send("refused", str(error))
+        else:
+            reporter.send("error", traceback.format_exc())
+        raise SystemExit(1) from None  # which prints nothing: all is told
+
+
+def _is_for_the_user(error: BaseException) -> bool:
+    """Whether it is one of the kit's own texts on what the user gave, to which a traceback adds nothing."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+    return isinstance(error, ValueError) and raised_in.startswith("tpu_kit.")
+
+
+def _xla_replica(_index: int, address: str, key: bytes, board: str, payload: bytes, backend: Backend) -> None:
+    """One TPU device's process (or thread of it), or one thread of the rehearsal."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from tpu_kit.distributed import cpu_simulation
+    from tpu_kit.distributed.backends.xla import SimulatedRuntime, TpuRuntime
+
+    rank = xr.global_ordinal()
+
+    def make() -> Runtime:
+        kind = TpuRuntime if backend.device_type == "tpu" else SimulatedRuntime
+        return kind(rank, xr.world_size(), torch_xla.device())
+
+    if backend.device_type == "tpu":
+        _prepare()
+        preemption.join(StopFlag(board))
+        _quiet(threads=xr.process_index() == 0)
+    _replica(rank, xr.local_device_count(), make, address, key, payload)
+    # All replicas take the same steps: one that still waits for this one would wait for ever.
+    cpu_simulation.end(f"rank {rank} has returned, and will not come to another step")
+
+
+def _torch_replica(
+    rank: int, address: str, key: bytes, board: str, payload: bytes, backend: Backend, port: int
+) -> None:
+    """One GPU's process, or one of several CPU processes."""
+    _prepare()
+    preemption.join(StopFlag(board))
+    import torch
+    import torch.distributed as dist
+
+    from tpu_kit.distributed.backends.native import CpuRuntime, CudaRuntime
+
+    device_type, world_size = backend.device_type, backend.num_replicas or 1
+
+    def make() -> Runtime:
+        device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+        if device_type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+        if world_size > 1:
+            kind = "nccl" if device_type == "cuda" else "gloo"
+            with _no_stdout():  # gloo says there who is connected, and has no switch for it
+                dist.init_process_group(kind, f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+        return (CudaRuntime if device_type == "cuda" else CpuRuntime)(rank, world_size, device)
+
+    _quiet(threads=rank == 0)
+    _replica(rank, world_size, make, address, key, payload)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class _FromRankZero:
+    """The stdout of a process whose threads are replicas: only rank 0's text (and that of other threads) passes."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def write(self, text: str) -> int:
+        try:
+            rank = runtime.current().rank
+        except RuntimeError:
+            rank = 0
+        if rank == 0:
+            self._target.write(text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+def _quiet(threads: bool) -> None:
+    """Only rank 0 writes to stdout; warnings and errors of all are seen."""
+    if threads:
+        if not isinstance(sys.stdout, _FromRankZero):
+            sys.stdout = _FromRankZero(sys.stdout)
+    else:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+@contextlib.contextmanager
+def _no_stdout() -> Iterator[None]:
+    sys.stdout.flush()
+    kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nothing)
+
+
+def _prepare() -> None:
+    """What every process here does first: say where it is when asked or when it crashes, and not outlive its parent."""
+    import faulthandler
+
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the caller sends it when nothing moves
+    if sys.platform == "linux":
+        # By the kernel, so also while a blocked thread holds the GIL. `_die_with_caller` reaches the grandchildren too.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _die_with_caller(board: str) -> None:
+    """The caller holds our stdin open: when it ends, for whatever reason, this session's processes end too."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    Path(board).unlink(missing_ok=True)  # a caller that was killed has left it, if not all had opened it yet
+    os.killpg(0, signal.SIGKILL)
+
+
+def _watch(reporter: _Reporter, board: StopFlag) -> None:
+    # Who is asked to end decides how: its replicas, which are asked too. (SIG_IGN would be inherited by them.)
+    signal.signal(signal.SIGTERM, board.ask)
+    threading.Thread(target=_watch_children, args=(reporter,), daemon=True).start()
+
+
+def _watch_children(reporter: _Reporter) -> None:
+    """Tells of each process that ends, whatever became of the others; a thread waits for each."""
+    watched: set[int] = set()
+    pause = 0.2  # replicas are started at once; later looks are rare, or they would count as a sign of life
+    while True:
+        for pid in _children() - watched:
+            watched.add(pid)
+            threading.Thread(target=_tell_end, args=(reporter, pid), daemon=True).start()
+        time.sleep(pause)
+        pause = min(1.2 * pause, 10.0)
+
+
+def _children() -> set[int]:
+    """Processes that this one has started; those that have ended, but were not reaped yet, among them."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            parent = path.read_text().rpartition(")")[2].split()[1]  # field 4 of proc_pid_stat(5)
+            if int(parent) == os.getpid():
+                found.add(int(path.parent.name))
+    return found
+
+
+def _tell_end(reporter: _Reporter, pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its status stays for whoever started it
+        if ended is not None:
+            signalled = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            reporter.send("ended", (pid, -ended.si_status if signalled else ended.si_status))
+
+
+def main() -> None:
+    """The launcher: starts the replicas and stays until they end."""
+    _prepare()
+    address, key, path, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_die_with_caller, args=(path,), daemon=True).start()
+    reporter = _Reporter(LAUNCHER, address, key)
+    board = StopFlag(path)
+    preemption.join(board)
+    arguments = (address, key, path, payload, backend)
+    status = 0
+    try:
+        if backend.device_type == "xla-cpu":
+            preemption.catch_sigterm()
+            _rehearse(arguments, backend.num_replicas, hang_timeout)
+        elif backend.device_type == "tpu":
+            import torch_xla.distributed.xla_multiprocessing as xmp
+
+            _watch(reporter, board)
+            xmp.spawn(_xla_replica, args=arguments, nprocs=backend.num_replicas)
+        else:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            _watch(reporter, board)
+            spawn = multiprocessing.get_context("spawn")
+            ranks = range(backend.num_replicas or 1)
+            replicas = [spawn.Process(target=_torch_replica, args=(rank, *arguments, port)) for rank in ranks]
+            for replica in replicas:
+                replica.start()
+            for replica in replicas:  # in any order: if one fails, the caller ends the others
+                replica.join()
+            status = int(any(replica.exitcode for replica in replicas))
+    except Exception:
+        reporter.send("error", traceback.format_exc())
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads of the XLA runtime, and the one that reads stdin, need not agree to end
+
+
+def _rehearse(arguments: tuple[Any, ...], replicas: int, hang_timeout: float) -> None:
+    import torch_xla.runtime as xr
+    from torch_xla._internal import pjrt
+
+    from tpu_kit.distributed import cpu_simulation
+
+    _quiet(threads=True)
+    cpu_simulation.install(replicas, hang_timeout, xr.global_ordinal)
+    # What xmp.spawn does in the one process that it would make for the CPU; this process is that one.
+    pjrt._run_thread_per_device(0, 1, lambda: _xla_replica(0, *arguments), pjrt.initialize_multiprocess)
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__" and os.environ.get("PJRT_DEVICE") == "TPU":
+    # The main thread of a TPU's process, which only waits for the threads that are its replicas.
+    preemption.catch_sigterm()

@@ -1,0 +1,293 @@
+"""Evaluates a model's answers to held-out rows, before and after training.
+
+from tpu_kit.evaluation.evaluate import evaluate_adapter
+print(evaluate_adapter(config, "runs/my-run/adapter"))
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.config.loader import ConfigError, DataConfig, TrainConfig
+from tpu_kit.data.chat_encoding import Encoder, Example, ensure_chat_template
+from tpu_kit.data.columns import Layout, detect_layout, is_filled
+from tpu_kit.data.prepare import prepare
+from tpu_kit.data.schemas import RowError
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.evaluation.report import Accuracy, Comparison, Evaluation, Sample, compare, mcnemar
+from tpu_kit.evaluation.verifiers import Verifier, judge, verifier_named, well_formed
+from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.generation.service import GenerationRequest, answer
+from tpu_kit.models.architecture import read_shape
+from tpu_kit.models.loading import load_tokenizer
+from tpu_kit.storage.object_store import ObjectFolder, is_url
+
+__all__ = [
+    "Accuracy", "Comparison", "Evaluation", "Sample", "compare", "count_correct", "evaluate", "evaluate_adapter",
+    "mcnemar",
+]  # fmt: skip
+
+_PROBLEM = ("question", "reasoning", "answer")  # of `schemas.problem`
+_ANSWERED = ("generate_rows", "eval_generate_rows")
+_BATCH = 32  # rows that a replica answers at a time
+
+
+def evaluate_adapter(
+    config: TrainConfig, adapter_dir: str | Path, verifier: str | Verifier | None = None
+) -> Comparison:
+    """Let the base and the tuned model answer the held-out rows, and write the comparison beside the adapter.
+
+    Rows whose question the training data have too are left out before: `prepare` compares the texts, without case,
+    white space and closing punctuation.
+
+    Args:
+        config: the run; `tracking.generate_rows` bounds the rows (0 = all that are held out).
+        adapter_dir: what training wrote, a folder or gs://bucket/run/adapter; eval.json goes beside it.
+        verifier: as in `evaluate`.
+
+    Raises:
+        ValueError: as in `evaluate` and `prepare`.
+        LaunchError: a replica failed.
+    """
+    rows, prompts, seen = held_out(config)
+    base = evaluate(config, rows, prompts, verifier=verifier)
+    tuned = evaluate(config, rows, prompts, adapter_dir, verifier)
+    found = compare(base, tuned, seen)
+    written = json.dumps(found.to_dict(), indent=2)
+    if is_url(adapter_dir):
+        ObjectFolder(str(adapter_dir).rstrip("/").rpartition("/")[0]).write("eval.json", written.encode())
+    else:
+        (Path(adapter_dir).absolute().parent / "eval.json").write_text(written)
+    return found
+
+
+def check_answers(config: TrainConfig) -> None:
+    """Checks before training that the held-out rows can be answered and judged.
+
+    Nothing is read where `tracking.generate_rows` and `tracking.eval_generate_rows` are both 0.
+
+    Raises:
+        ConfigError: the rows ask nothing, prompts and answers are longer than the model's positions, or the verifier
+            can judge none of the rows.
+        ValueError: as in `prepare`.
+    """
+    tracking = config.tracking
+    wanted = max(tracking.generate_rows, tracking.eval_generate_rows)
+    if not wanted:
+        return
+    asked = next(
+        f"tracking.{name}={getattr(tracking, name)}" for name in _ANSWERED if getattr(tracking, name) == wanted
+    )
+    prepared = prepare(config.data, load_tokenizer(config.model))
+    rows, prompts = prepared.eval_rows[:wanted], prepared.eval_prompts[:wanted]
+    if not rows:
+        raise ConfigError([f"{asked} needs held-out rows, and there are none; set data.eval_rows=64"])
+    tokenizer = prepared.encoder.tokenizer
+    try:
+        ids = _encoded(tokenizer, rows, prompts)
+    except ValueError as error:
+        raise ConfigError([f"{asked}: {error}"]) from error
+    if len(rows) < wanted:
+        print(f"plan             {asked}: there are {len(rows)} held-out rows, and all are answered", flush=True)
+    off, longest, positions = asked.partition("=")[0] + "=0", max(map(len, ids)), _positions(config)
+    if longest + tracking.generate_tokens > positions:
+        advice = f"use at most {positions - longest:g}" if positions > longest else "leave longer rows out"
+        raise ConfigError(
+            [
+                f"tracking.generate_tokens={tracking.generate_tokens} and the {longest} tokens of held-out row "
+                f"{list(map(len, ids)).index(longest)} are more than the {positions:g} positions of the model; "
+                f"{advice}, or set {off}"
+            ]
+        )
+    rule = verifier_named(tracking.verifier)
+    verdicts = (judge(row, str(row.get("answer") or ""), config.data, rule) for row in rows)
+    errors = []
+    for verdict in verdicts:
+        if verdict.correct is not None:
+            return
+        errors.append(verdict.error or "the row has no answer to compare with")
+    raise ConfigError(
+        [
+            f"tracking.verifier={tracking.verifier} can judge none of the {len(rows)} held-out rows that {asked} asks "
+            f"for ({errors[0]}); use another verifier, or set {off}"
+        ]
+    )
+
+
+def _positions(config: TrainConfig) -> float:
+    """The longest sequence of the model; without a limit where its shape is not known, for loading it says more."""
+    try:
+        return read_shape(config.model).positions
+    except ValueError:
+        return math.inf
+
+
+def held_out(config: TrainConfig) -> tuple[list[dict[str, Any]], list[str], int]:
+    """The held-out rows, their prompts, and how many were left out because training asks the same.
+
+    Raises:
+        ValueError: as in `prepare`.
+    """
+    prepared = prepare(config.data, load_tokenizer(config.model))
+    count = config.tracking.generate_rows or None
+    seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
+    return prepared.eval_rows[:count], prepared.eval_prompts[:count], seen
+
+
+def evaluate(
+    config: TrainConfig,
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Sequence[str],
+    adapter_dir: str | Path | None = None,
+    verifier: str | Verifier | None = None,
+) -> Evaluation:
+    """Let the model answer held-out rows, judge the answers, and measure the perplexity of the rows' own.
+
+    Args:
+        config: the run; `tracking.generate_tokens` bounds an answer. The rows are dealt over the replicas of
+            `config.launch`.
+        rows: `Prepared.eval_rows`, or the first of them.
+        prompts: for each row `Prepared.eval_prompts`.
+        adapter_dir: folder of the trained adapter; None evaluates the base model.
+        verifier: a function of a row and the answer after the reasoning, or the name of one as in
+            `tracking.verifier`, which is the default. Where it raises, the row is in no accuracy, and shown.
+
+    Raises:
+        ValueError: no rows, no such verifier, or what `answer` raises.
+        LaunchError: a replica failed.
+    """
+    if len(rows) != len(prompts):
+        raise ValueError(f"{len(rows)} rows and {len(prompts)} prompts: there must be one prompt for each row")
+    if not rows:
+        raise ValueError(
+            "there are no rows to evaluate on; hold some out with data.eval_rows, or give data.eval_source"
+        )
+    rule = verifier_named(verifier or config.tracking.verifier)
+    tokenizer, data, limit = load_tokenizer(config.model), config.data, config.tracking.generate_tokens
+    ask = GenerationRequest(_encoded(tokenizer, rows, prompts), Sampling(limit))
+    examples = _examples(tokenizer, rows, data)
+    ids = [example.input_ids for example in examples]
+    found = answer(config, [ask], ids, adapter_dir=adapter_dir, batch_size=_BATCH)
+    given, samples = found.completions[0], []
+    for row, prompt, reply in zip(rows, prompts, given, strict=True):
+        text = _opened(prompt, data) + reply.text
+        expected, verdict = row.get("answer"), judge(row, text, data, rule)
+        samples.append(
+            Sample(
+                question=str(row.get("question") or prompt),
+                expected=None if expected is None else str(expected),
+                answer=text,
+                correct=verdict.correct,
+                error=verdict.error,
+            )
+        )
+    judged = [sample.correct for sample in samples if sample.correct is not None]
+    told = [
+        logprob
+        for example, rating in zip(examples, found.ratings, strict=True)
+        for logprob, loss in zip(rating.logprobs, example.loss_mask[1:], strict=True)
+        if loss
+    ]
+    return Evaluation(
+        accuracy=Accuracy.of(sum(judged), len(judged)),
+        format_adherence=sum(well_formed(sample.answer, data) for sample in samples) / len(samples),
+        mean_tokens=sum(len(reply.tokens) for reply in given) / len(given),
+        unfinished=sum(reply.finish_reason == "length" for reply in given) / len(given),
+        max_new_tokens=limit,
+        samples=tuple(samples),
+        perplexity=math.exp(-sum(told) / len(told)) if told else None,
+        perplexity_tokens=len(told),
+    )
+
+
+def _examples(tokenizer: Any, rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Example]:
+    """The rows as training sees them, cut to max_length; those that are no training rows are passed over."""
+    found = []
+    for row, layout in zip(rows, _layouts(rows, data), strict=False):
+        encoder = Encoder(tokenizer, layout, data)
+        try:
+            made = [encoder.encode(part) for part in encoder.parts(encoder.conversation(row))]
+        except RowError:
+            continue
+        cut = [Example(ids[: data.max_length], mask[: data.max_length]) for ids, mask in made]
+        found += [example for example in cut if any(example.loss_mask)]
+    return found
+
+
+def _layouts(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Layout]:
+    """The layout of each row; none where the rows hold questions alone."""
+    values = {name: [row.get(name) for row in rows if is_filled(row.get(name))] for name in rows[0]}
+    try:
+        layout = detect_layout(list(rows[0]), data, values)
+        if layout.format != "cot":
+            return [layout] * len(rows)
+    except ValueError:
+        layout = None
+    if not all(isinstance(row.get(role), str) for row in rows for role in _PROBLEM):
+        return [layout] * len(rows) if layout else []
+    # Held-out rows: context and options are in the question already, and a row without reasoning has an empty one.
+    system = layout.columns.get("system") if layout else (data.columns or {}).get("system")
+    shared = {"system": system} if system else {}
+    return [Layout("cot", shared | {role: role for role in _PROBLEM if row[role]}, ()) for row in rows]
+
+
+def count_correct(
+    model: Any,
+    tokenizer: Any,
+    config: TrainConfig,
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Sequence[str],
+    rt: Runtime,
+) -> tuple[int, int]:
+    """Let a model that is being trained answer held-out rows; every replica takes a part of them.
+
+    Args:
+        model: the replica's, in evaluation mode.
+        tokenizer: its tokenizer.
+        config: as in `evaluate`.
+        rows: as in `evaluate`; one or more.
+        prompts: as in `evaluate`.
+        rt: the replica.
+
+    Returns:
+        Of this replica's part how many are correct, and how many have an answer to compare with.
+    """
+    ids, data, limit = _encoded(tokenizer, rows, prompts), config.data, config.tracking.generate_tokens
+    generator = Generator(
+        model, tokenizer, rt, max_prompt=max(map(len, ids)), max_new_tokens=limit,
+        batch_size=min(_BATCH, -(-len(ids) // rt.world_size)), data=data,
+    )  # fmt: skip
+    given = generator.share(ids, Sampling(limit))
+    rule, verdicts = verifier_named(config.tracking.verifier), []
+    for (row, _), reply in given.items():
+        verdicts.append(judge(rows[row], _opened(prompts[row], data) + reply.text, data, rule).correct)
+    return sum(filter(None, verdicts)), sum(verdict is not None for verdict in verdicts)
+
+
+def _encoded(tokenizer: Any, rows: Sequence[Mapping[str, Any]], prompts: Sequence[str]) -> list[list[int]]:
+    """The prompts' token ids; raises ValueError where there is nothing to answer."""
+    # A prompt that equals a cell of its row was rendered by no chat template: plain text, as in training.
+    plain = [prompt in row.values() for row, prompt in zip(rows, prompts, strict=True)]
+    if not all(plain):
+        ensure_chat_template(tokenizer)
+    ids = []
+    for prompt, special in zip(prompts, plain, strict=True):
+        ids.append(list(tokenizer(prompt, add_special_tokens=special)["input_ids"]))
+        if special and ids[-1][-1:] == [tokenizer.eos_token_id]:
+            ids[-1].pop()  # some tokenizers end every text, and after its end nothing would be added
+    if empty := [row for row, prompt in enumerate(ids) if not prompt]:
+        raise ValueError(
+            f"row {empty[0]}: its prompt is empty, so there is nothing to answer; rows of plain text ask nothing, for "
+            "them set tracking.generate_rows=0 and tracking.eval_generate_rows=0"
+        )
+    return ids
+
+
+def _opened(prompt: str, data: DataConfig) -> str:
+    """The part of an answer that is in its prompt: the reasoning's opening tag, if the prompt ends with it."""
+    return f"{data.think_open}\n" if prompt.rstrip().endswith(data.think_open) else ""

@@ -1,0 +1,199 @@
+"""A model of the kit for lm-evaluation-harness, so that its tasks run on the kit's generator, on any of its backends.
+
+    import lm_eval                                    # pip install lm-eval
+    from tpu_kit.evaluation.lm_eval_adapter import harness_model
+    lm_eval.simple_evaluate(harness_model(config, "runs/my-run/adapter"), tasks=["gsm8k"])
+
+Each kind of request is one launch, in which the replicas share the work; the calling process touches no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.generation.service import GenerationRequest, answer
+from tpu_kit.models import rotary
+from tpu_kit.models.loading import load_tokenizer, read_config
+
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
+_PASSED_ON = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+def harness_model(
+    config: TrainConfig,
+    adapter_dir: str | Path | None = None,
+    *,
+    batch_size: int = 32,
+    truncate: bool = False,
+) -> Any:
+    """Make an `lm_eval.api.model.LM`.
+
+    Args:
+        config: the model and where it runs.
+        adapter_dir: what training wrote; None for the base model.
+        batch_size: the most rows of a batch in each replica.
+        truncate: leave out the beginning of contexts that are too long; without it they are errors.
+
+    Raises:
+        ValueError: lm-eval is not installed.
+    """
+    try:
+        from lm_eval.api.model import LM
+    except ImportError as error:
+        raise ValueError(f"lm-evaluation-harness cannot be imported ({error}): pip install lm-eval") from error
+    kind = type("HarnessModel", (Requests, LM), {"__module__": __name__})
+    return kind(config, adapter_dir, batch_size, truncate)
+
+
+class Requests:
+    """The three kinds of requests, answered; what `harness_model` adds to lm-eval's own class.
+
+    A request has `args`: (context, options), (context, continuation) or (text,).
+    """
+
+    def __init__(self, config: TrainConfig, adapter_dir: str | Path | None, batch_size: int, truncate: bool) -> None:
+        super().__init__()
+        self._config, self._adapter, self._batch_size, self._truncate = config, adapter_dir, batch_size, truncate
+        self._tokenizer = load_tokenizer(config.model)
+        settings = read_config(config.model)
+        positions = rotary.positions(settings.get_text_config()) if settings else None
+        self._positions = positions or config.data.max_length
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """The texts that follow the contexts, each up to the first of its stop strings.
+
+        Raises:
+            ValueError: an option that the generator has not, or a context that is too long.
+        """
+        groups: dict[Sampling, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(_sampling(request.args[1]), []).append(number)
+        asks = [
+            GenerationRequest([self._encode(requests[number].args[0]) or [self._first] for number in numbers], sampling,
+                truncate=self._truncate)
+            for sampling, numbers in groups.items()
+        ]  # fmt: skip
+        found = self._answer(asks).completions
+        texts: dict[int, str] = {}
+        for numbers, completions in zip(groups.values(), found, strict=True):
+            texts |= zip(numbers, (completion.text for completion in completions), strict=True)
+        return [texts[number] for number in range(len(requests))]
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """How likely each continuation is after its context, in nats; and whether it is what greedy decoding gives.
+
+        Raises:
+            ValueError: a continuation is empty, or both together are too long.
+        """
+        rows, lengths = [], []
+        for number, request in enumerate(requests):
+            head, tail = self._pair(*request.args)
+            if not tail:
+                raise ValueError(f"request {number}: the continuation {request.args[1]!r} is empty")
+            rows.append(self._cut([*head, *tail], number))
+            lengths.append(len(tail))
+        ratings = self._answer([], rows).ratings
+        return [
+            (sum(rating.logprobs[-length:]), all(rating.likeliest[-length:]))
+            for rating, length in zip(ratings, lengths, strict=True)
+        ]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """How likely whole texts are, each token once; long ones in windows as wide as the model's context."""
+        rows, owners, lengths = [], [], []
+        for number, request in enumerate(requests):
+            for row, new in windows([self._first, *self._encode(request.args[0], special=False)], self._positions):
+                rows.append(row)
+                owners.append(number)
+                lengths.append(new)
+        found = [0.0] * len(requests)
+        for owner, length, rating in zip(owners, lengths, self._answer([], rows).ratings, strict=True):
+            found[owner] += sum(rating.logprobs[-length:])
+        return found
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a chat."""
+        text: str = self._tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )  # fmt: skip
+        return text
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template that chats are rendered with, for lm-eval's records."""
+        return str(self._tokenizer.chat_template or "")
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What lm-eval keeps rendered requests under."""
+        return self._config.model.name.replace("/", "__")
+
+    def _answer(self, asks: Sequence[GenerationRequest], rows: Sequence[Sequence[int]] = ()) -> Any:
+        return answer(self._config, asks, rows, adapter_dir=self._adapter, batch_size=self._batch_size)
+
+    @property
+    def _first(self) -> int:
+        """The token that a text begins with which nothing precedes."""
+        begin = self._tokenizer.bos_token_id
+        return int(self._tokenizer.eos_token_id if begin is None else begin)
+
+    def _encode(self, text: str, special: bool = True) -> list[int]:
+        begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token_id
+        special = special and not (begin and text.startswith(begin))  # a rendered chat has it already
+        ids = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        return ids[:-1] if special and ids[-1:] == [end] else ids
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of the context, and those that hold the continuation; the context's last spaces go with it."""
+        bare, whole = context.rstrip(), context + continuation
+        if not bare:
+            return [self._first], self._encode(whole, special=False)
+        begin = self._tokenizer.bos_token
+        special = not (begin and context.startswith(begin))
+        found = self._tokenizer(whole, add_special_tokens=special, return_offsets_mapping=True)
+        ids, ends = list(found["input_ids"]), [end for _, end in found["offset_mapping"]]
+        if special and ids[-1:] == [self._tokenizer.eos_token_id]:
+            ids.pop()  # some tokenizers end every text
+        cut = next((place for place, end in enumerate(ends[: len(ids)]) if end > len(bare)), len(ids))
+        return ids[:cut] or [self._first], ids[cut:]
+
+    def _cut(self, row: list[int], number: int) -> list[int]:
+        if len(row) > self._positions and not self._truncate:
+            raise ValueError(
+                f"request {number}: its {len(row)} tokens are more than the {self._positions} positions of the model; "
+                "leave out its beginning with harness_model(truncate=True)"
+            )
+        return row[-self._positions :]
+
+
+def windows(row: list[int], width: int) -> Iterable[tuple[list[int], int]]:
+    """Rows of at most `width` tokens that cover a long one, each with the number of its last tokens that are new.
+
+    The first token is only read. Of each later window the token before its new ones is read, and of the last as many
+    more as fit.
+    """
+    done = 1
+    while done < len(row):
+        end = min(len(row), done + width - 1)
+        yield row[max(0, end - width) : end] if end == len(row) else row[done - 1 : end], end - done
+        done = end
+
+
+def _sampling(options: Mapping[str, Any]) -> Sampling:
+    given = dict(options)
+    lengths = [given.pop(name) for name in _LENGTHS if name in given]
+    stop = given.pop("until", None) or []
+    temperature = given.pop("temperature", None)
+    if (drawn := given.pop("do_sample", None)) is False:
+        temperature = 0.0
+    elif temperature is None:
+        temperature = 1.0 if drawn else 0.0
+    passed = {name: given.pop(name) for name in _PASSED_ON if name in given}
+    if given:
+        raise ValueError(f"generation options {', '.join(given)}: the generator has none of that name; leave them out")
+    texts = tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text)
+    return Sampling(int(lengths[0]) if lengths else 256, float(temperature), stop=texts, **passed)

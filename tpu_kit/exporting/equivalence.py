@@ -1,0 +1,292 @@
+"""Is an export the model that was tuned? The same real prompts go through both, and their logits are compared.
+
+The export is read in a fresh process, by stock transformers and PEFT or by llama.cpp, so that nothing of this process
+can stand in for what is missing on disk: `python -m tpu_kit.exporting.equivalence JOB.json RESULT` is that process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tpu_kit.distributed.child_process import run_child
+
+KEPT = 32  # positions at the end of a prompt whose logits are compared
+NEW, LIKELIEST = 16, 10  # tokens that llama.cpp adds to a prompt, and its likeliest tokens at each
+_SECONDS = 3600
+
+LIMITS = {"fp32": (0.01, 0.99), "f16": (0.05, 0.95), "bf16": (0.3, 0.9), "q8_0": (0.3, 0.9)}
+"""For weights stored so: the most that a logit may differ, in standard deviations of the tuned model's logits over the
+vocabulary, and the least share of positions at which the likeliest token must be the same.
+
+Measured for SmolLM2-135M under LoRA: see tests/exporting/test_export.py. The bounds leave room for deeper models and
+still catch an adapter that was left out, scaled wrongly or put on another layer."""
+
+LOST = 0.5  # share of the tuning's own mean effect that the export may differ by
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a comparison found.
+
+    Attributes:
+        by: what read the export.
+        unit: what is compared: "logits", or "log-probabilities" where the runtime tells no logits.
+        positions: tokens compared.
+        largest: largest difference from the tuned model.
+        limit: the most it may be.
+        agreement: share of positions with the same likeliest token.
+        least: the least it must be.
+        mean: mean difference from the tuned model.
+        effect: mean difference between the tuned model and the base: what tuning has changed.
+    """
+
+    by: str
+    unit: str
+    positions: int
+    largest: float
+    limit: float
+    agreement: float
+    least: float
+    mean: float
+    effect: float
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with the export; empty if nothing is."""
+        found = []
+        if not self.largest <= self.limit:  # also where it is not a number
+            found.append(f"the largest difference of its {self.unit} is {self.largest:.4g}, more than {self.limit:.4g}")
+        if not self.agreement >= self.least:
+            found.append(f"its likeliest token is the tuned model's at {self.agreement:.1%} of the positions only")
+        if not self.mean <= LOST * self.effect:
+            found.append(
+                f"it differs from the tuned model by {self.mean:.3g} on average, and tuning changed the base model by "
+                f"{self.effect:.3g}: rounding, or an adapter left out, hides what was learnt; a finer format (fp32, "
+                "f16) or a longer training helps"
+            )
+        return found
+
+    def __str__(self) -> str:
+        return (
+            f"{self.by}: largest difference of {self.unit} {self.largest:.4g} (limit {self.limit:.4g}), likeliest "
+            f"token the same at {self.agreement:.1%} of {self.positions} positions (limit {self.least:.0%}); mean "
+            f"difference {self.mean:.3g}, while tuning changed the base by {self.effect:.3g}"
+        )
+
+
+def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]], kept: int = KEPT) -> list[torch.Tensor]:
+    """The logits of the last positions of each prompt, (up to `kept`, V) fp32 on the CPU."""
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        return [
+            model(input_ids=torch.tensor([list(ids)], device=device), use_cache=False).logits[0, -kept:].float().cpu()
+            for ids in prompts
+        ]
+
+
+def compare(tuned: Sequence[torch.Tensor], found: Sequence[torch.Tensor], effect: float, stored: str, by: str) -> Check:
+    """Compares logits of an export with those of the tuned model.
+
+    Args:
+        tuned: of each prompt, (positions, V).
+        found: the export's; it may have rows for more tokens than there are, or fewer.
+        effect: of `mean_difference` between tuned and base.
+        stored: what the export's weights are stored in, a key of `LIMITS`.
+        by: what read it.
+
+    Raises:
+        ValueError: the vocabularies differ.
+    """
+    if tuned[0].shape[1] != found[0].shape[1]:
+        raise ValueError(
+            f"the export has {found[0].shape[1]} logits for a token and the tuned model {tuned[0].shape[1]}: it is "
+            "another model"
+        )
+    limit, least = LIMITS[stored]
+    here, there = torch.cat(list(tuned)), torch.cat(list(found))
+    return Check(
+        by,
+        "logits",
+        len(here),
+        float((here - there).abs().max()),
+        limit * float(here.std(dim=1).mean()),
+        float((here.argmax(1) == there.argmax(1)).float().mean()),
+        least,
+        mean_difference(tuned, found),
+        effect,
+    )
+
+
+def mean_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
+    """Mean absolute difference of two models' logits."""
+    return float((torch.cat(list(first)) - torch.cat(list(second))).abs().mean())
+
+
+def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] | None = None) -> list[torch.Tensor]:
+    """The logits of an exported folder, read by stock transformers in a fresh process.
+
+    Args:
+        folder: a whole model, or an adapter.
+        prompts: token ids.
+        base: for an adapter, the arguments of transformers' `from_pretrained` for its base model.
+
+    Raises:
+        ValueError: it cannot be read; the text ends with what transformers said.
+    """
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as scratch:
+        place = Path(scratch) / "logits.safetensors"
+        _child({"folder": str(folder.absolute()), "base": base, "prompts": [list(ids) for ids in prompts]}, place)
+        found = {name: value.clone() for name, value in load_file(place).items()}
+    return [found[str(number)] for number in range(len(prompts))]
+
+
+class LlamaCpp(NamedTuple):
+    """What llama.cpp made of a GGUF file.
+
+    Attributes:
+        answers: for each prompt the tokens that it added, greedily, each with the log-probabilities of the likeliest
+            tokens at that place.
+        lengths: for each text its tokens by llama.cpp's own tokenizer.
+    """
+
+    answers: list[list[tuple[int, dict[int, float]]]]
+    lengths: list[int]
+
+
+def run_llama_cpp(
+    model: Path, prompts: Sequence[Sequence[int]], texts: Sequence[str], adapter: Path | None = None
+) -> LlamaCpp:
+    """Loads a GGUF file in llama.cpp, in a fresh process.
+
+    Args:
+        model: the file.
+        prompts: token ids to go on from.
+        texts: to be made into tokens.
+        adapter: a LoRA adapter's file, for its base model's.
+
+    Raises:
+        ValueError: llama.cpp refuses the file; the text ends with what it said.
+    """
+    lora = str(adapter.absolute()) if adapter else None
+    job = {"gguf": str(model.absolute()), "lora": lora, "prompts": list(map(list, prompts)), "texts": list(texts)}
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as scratch:
+        place = Path(scratch) / "tokens.json"
+        _child(job, place)
+        said = json.loads(place.read_text())
+    answers = [[(token, {int(id_): value for id_, value in top}) for token, top in row] for row in said["answers"]]
+    return LlamaCpp(answers, said["lengths"])
+
+
+def compare_llama_cpp(
+    model: torch.nn.Module,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[tuple[int, dict[int, float]]]],
+    effect: float,
+    stored: str,
+) -> Check:
+    """Compares what llama.cpp said with the tuned model, which is given the same tokens.
+
+    Args:
+        model: the tuned model, on the CPU in fp32.
+        prompts: as given to `run_llama_cpp`.
+        answers: what that returned.
+        effect: of `mean_difference` between tuned and base.
+        stored: what the file's weights are stored in, a key of `LIMITS`.
+    """
+    differences, same, spreads = [], [], []
+    for ids, answer in zip(prompts, answers, strict=True):
+        tokens = [token for token, _ in answer]
+        (rows,) = logits(model, [[*ids, *tokens]], len(tokens) + 1)
+        for row, (_, top) in zip(rows[:-1], answer, strict=True):
+            known, own = list(top), torch.log_softmax(row, 0)
+            differences.append((own[known] - torch.tensor([top[id_] for id_ in known])).abs())
+            same.append(int(own.argmax()) == max(known, key=top.__getitem__))
+            spreads.append(float(row.std()))
+    limit, least = LIMITS[stored]
+    every = torch.cat(differences)
+    return Check(
+        "llama.cpp", "log-probabilities", len(same), float(every.max()), limit * sum(spreads) / len(spreads),
+        sum(same) / len(same), least, float(every.mean()), effect,
+    )  # fmt: skip
+
+
+def _child(job: dict[str, Any], result: Path) -> None:
+    """Runs this module in a fresh process, which touches no accelerator."""
+    order = result.with_name("job.json")
+    order.write_text(json.dumps(job))
+    environment = os.environ | {"PJRT_DEVICE": "CPU", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    command = ["-m", "tpu_kit.exporting.equivalence", str(order), str(result)]
+    try:
+        done = run_child(command, environment, seconds=_SECONDS)
+    except TimeoutError as error:
+        raise ValueError(f"the export cannot be read in a fresh process: {error}") from None
+    if done.status or not result.is_file():
+        raise ValueError(f"the export cannot be read in a fresh process ({done.how}): {done.last_lines(6)}")
+
+
+# ---------------------------------------------------------------------------------------------------- in the child
+
+
+def _main(order: str, result: str) -> None:
+    job = json.loads(Path(order).read_text())
+    if "gguf" in job:
+        Path(result).write_text(json.dumps(_llama_cpp(job)))
+    else:
+        from safetensors.torch import save_file
+
+        found = logits(_stock(job), job["prompts"])
+        save_file({str(number): value.contiguous() for number, value in enumerate(found)}, result)
+
+
+def _stock(job: dict[str, Any]) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    options = job["base"] or {"pretrained_model_name_or_path": job["folder"]}
+    model, info = AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
+        wrong = {name: sorted(map(str, info[name]))[:5] for name in ("missing_keys", "unexpected_keys")}
+        raise ValueError(f"weights that do not fit: {wrong}")
+    if job["base"]:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, job["folder"], torch_device="cpu")
+    return model.eval()
+
+
+def _llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
+    xllamacpp = importlib.import_module("xllamacpp")  # it has no types
+
+    params = xllamacpp.CommonParams()
+    params.model.path = job["gguf"]
+    params.n_ctx = max(map(len, job["prompts"])) + 2 * NEW
+    params.n_parallel, params.n_gpu_layers, params.warmup, params.fit_params = 1, 0, False, False
+    # Its threads spin while they wait for one another: on cores that others use, too, fewer are faster.
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = max(1, (os.cpu_count() or 2) // 2)
+    if job["lora"]:
+        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(job["lora"], 1.0)]
+    server = xllamacpp.Server(params)
+    answers = []
+    for prompt in job["prompts"]:
+        order = {"prompt": prompt, "n_predict": NEW, "temperature": 0, "n_probs": LIKELIEST, "cache_prompt": False}
+        places = server.handle_completions(order)["choices"][0]["logprobs"]["content"]
+        answers.append(
+            [(place["id"], [(top["id"], top["logprob"]) for top in place["top_logprobs"]]) for place in places]
+        )
+    texts = [server.handle_completions({"prompt": text, "n_predict": 1}) for text in job["texts"]]
+    return {"answers": answers, "lengths": [reply["usage"]["prompt_tokens"] for reply in texts]}
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,237 @@
+"""export(run_dir, format): take a tuned model home, as a folder or a file that other programs read.
+
+    from tpu_kit.exporting.export import export
+    print(export("runs/my-run", "merged"))
+
+Every export is written beside its place, read again in a fresh process, compared with the tuned model on real prompts,
+and moved to its place only if it is that model. What merges does so in fp32, and rounds last: merging in bf16 loses
+what is small beside the weights, which is what LoRA has learnt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import textwrap
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.stored import load_stored
+from tpu_kit.exporting import formats, gguf
+from tpu_kit.exporting.equivalence import Check, logits, mean_difference
+from tpu_kit.exporting.model_card import hub_id, model_card
+from tpu_kit.exporting.options import ExportOptions
+from tpu_kit.generation.service import ADAPTER_FILES, load_for_generation
+from tpu_kit.hardware.units import GIB, MIB
+from tpu_kit.models.loading import load_base, load_tokenizer
+from tpu_kit.storage import atomic
+from tpu_kit.storage.object_store import at_hand, is_url
+
+_MARKER = "export.json"  # a folder that holds it may be replaced
+_SPARE = 64 * MIB  # for the tokenizer, the card and what the file system needs
+_NOTHING = 1e-5  # mean change of a logit, as a share of their spread, below which tuning has done nothing
+_PROMPTS = 6
+_QUESTIONS = (
+    "What is 17 + 25?",
+    "Name the capital of France and one river that flows through it.",
+    "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "A train leaves at 9:40 and takes 2 hours and 35 minutes. When does it arrive?",
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A finished export.
+
+    Attributes:
+        format: one of `options.FORMATS`.
+        folder: where it is.
+        files: names of its files.
+        checks: what was compared, each within its limits.
+        notes: what was not checked, and how it is used.
+        pushed: where on the hub it was sent to, if it was.
+    """
+
+    format: str
+    folder: str
+    files: tuple[str, ...]
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...]
+    pushed: str | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.format} in {self.folder}: {', '.join(self.files)}"]
+        lines += [f"  checked, {check}" for check in self.checks]
+        lines = [textwrap.fill(line, 110, subsequent_indent=" " * 6, break_on_hyphens=False) for line in lines]
+        lines += [f"  {note}" for note in self.notes]  # commands among them
+        return "\n".join([*lines, *([f"  pushed to {self.pushed}"] if self.pushed else [])])
+
+
+def export(
+    run_dir: str | Path,
+    format: str = "merged",
+    out: str | Path | None = None,
+    *,
+    dtype: str = "bf16",
+    base: str | None = None,
+    push: str | None = None,
+) -> Exported:
+    """Writes a run's model for another program, and checks it.
+
+    Args:
+        run_dir: what training wrote: config.yaml and adapter/; a folder, or gs://bucket/run.
+        format: "adapter" for PEFT; "merged" for transformers; "vllm"; "gguf-f16", "gguf-bf16", "gguf-q8_0" for
+            llama.cpp and Ollama; "gguf-lora" for an adapter in llama.cpp.
+        out: the folder, of this machine; `<run_dir>/export/<format>` by default, and for gs://bucket/run
+            `runs/<run_name>/export/<format>`. An earlier export there is replaced.
+        dtype: what merged weights are stored in: bf16, f16 or fp32.
+        base: the base model's name on the hub, for files that name it; needed where it was trained from a folder.
+        push: a repository on the hub to send it to, made private if there is none; the token comes from HF_TOKEN.
+
+    Raises:
+        ValueError: the run is not complete, the adapter is missing, half-written or of another model, there is no room,
+            a tool is missing, the object store cannot be read, or the export is not the tuned model.
+    """
+    options = ExportOptions(format, None if out is None else str(out), dtype, base, push)
+    if not is_url(run_dir):
+        return _export(Path(run_dir), False, options)
+    with at_hand(run_dir, "adapter", "config.yaml", "eval.json", "metrics.jsonl") as folder:
+        return _export(folder, True, options)
+
+
+def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
+    """`export` of a run in a folder, which may be a copy that does not last."""
+    config, format = _read_config(folder), options.format
+    target = Path(options.out) if options.out else (config.output_path if copied else folder) / "export" / format
+    _check_replaceable(target)
+    tools = gguf.converter() if format.startswith("gguf") else None  # before minutes of loading
+    with atomic.replacing(target) as part:
+        work = _load(config, folder, part, options)
+        _check_free_space(target, _bytes_needed(work, format))
+        part.mkdir(parents=True)
+        if format == "adapter":
+            kind, checks, notes, use = formats.adapter(work)
+        elif tools is None:
+            kind, checks, notes, use = formats.merged(work, format)
+        elif format == "gguf-lora":
+            kind, checks, notes, use = formats.gguf_adapter(work, tools)
+        else:
+            kind, checks, notes, use = formats.gguf_model(work, format.removeprefix("gguf-"), tools)
+        card = model_card(config, folder, kind, work.base_id, use, [*map(str, checks), *notes])
+        (part / "README.md").write_text(card)
+        done = {"format": format, "checks": [asdict(check) for check in checks], "notes": notes}
+        (part / _MARKER).write_text(json.dumps(done, indent=1))
+    files = tuple(sorted(path.name for path in target.iterdir()))
+    pushed = send_to_hub(target, options.push) if options.push else None
+    told = tuple(note.replace(formats.HERE, str(target)) for note in notes)
+    return Exported(format, str(target), files, tuple(checks), told, pushed)
+
+
+def _read_config(folder: Path) -> TrainConfig:
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"{folder} has no config.yaml: give the folder that a run wrote (its output_dir)")
+    return load_stored(folder / "config.yaml")
+
+
+def _load(config: TrainConfig, folder: Path, part: Path, options: ExportOptions) -> formats.Work:
+    """The tuned model in fp32, what it says and how far that is from what the base says."""
+    adapter = folder / "adapter"
+    # The base as it was released, not as training rounded it (to int8, for instance).
+    settings = replace(config.model, base_dtype="fp32", trust_remote_code=False)
+    try:
+        model: Any = load_for_generation(settings, adapter)
+        tokenizer = load_tokenizer(settings, adapter)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"model.name={config.model.name} comes with Python code of its own, and an export runs no such code, "
+            f"whatever model.trust_remote_code says: where you trust it, load {adapter} with PEFT"
+        ) from error
+    prompts, whole, texts = _prompts(config, tokenizer, folder)
+    tuned = logits(model, whole)
+    if hasattr(model, "disable_adapter"):
+        with model.disable_adapter():
+            plain = logits(model, whole)
+    else:
+        plain = logits(load_base(settings, torch.float32).eval(), whole)
+    effect = mean_difference(tuned, plain)
+    spread = float(torch.cat(tuned).std(dim=1).mean())
+    if not effect > _NOTHING * spread:
+        raise ValueError(
+            f"{adapter} changes nothing: with it the model says what the base model says (mean difference of logits "
+            f"{effect:.2g}). Was it trained at all? Look at the loss in {folder / 'metrics.jsonl'}"
+        )
+    base_id, dtype = options.base or hub_id(config.model.name), options.dtype
+    return formats.Work(config, folder, part, dtype, base_id, model, tokenizer, prompts, whole, texts, tuned, effect)
+
+
+def _prompts(config: TrainConfig, tokenizer: Any, folder: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
+    """Held-out questions that the run answered, or a few general ones: chats, chats with answers, the texts alone."""
+    pairs = [(question, "") for question in _QUESTIONS]
+    if (folder / "eval.json").is_file():
+        samples = json.loads((folder / "eval.json").read_text())["samples"][:_PROMPTS]
+        pairs = [(sample["question"], sample["tuned"]["answer"]) for sample in samples] or pairs
+    prompts, whole = [], []
+    system = [{"role": "system", "content": config.data.system_prompt}] if config.data.system_prompt else []
+    for question, answer in pairs:
+        text, special = question, True
+        if tokenizer.chat_template:
+            chat = [*system, {"role": "user", "content": question}]
+            text, special = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True), False
+        prompts.append(list(tokenizer(text, add_special_tokens=special)["input_ids"]))
+        whole.append(prompts[-1] + list(tokenizer(answer, add_special_tokens=False)["input_ids"] if answer else []))
+    return prompts, whole, [question for question, _ in pairs]
+
+
+def _check_replaceable(folder: Path) -> None:
+    if folder.exists() and not (folder / _MARKER).is_file() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"out={folder} exists and is no earlier export: give a folder that does not exist yet")
+
+
+def _bytes_needed(work: formats.Work, format: str) -> float:
+    weights = sum(parameter.numel() for parameter in work.causal.parameters())
+    if format == "adapter":
+        return float((work.run_dir / "adapter" / ADAPTER_FILES[1]).stat().st_size)
+    if not format.startswith("gguf"):
+        return weights * formats.BYTES[work.dtype]
+    # The converter reads the weights in fp32 from a folder beside; an adapter is tried on its base in f16.
+    return weights * (4 + formats.BYTES["f16" if format == "gguf-lora" else format.removeprefix("gguf-")])
+
+
+def _check_free_space(folder: Path, need: float) -> None:
+    above = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
+    free = shutil.disk_usage(above).free
+    if free < need + _SPARE:
+        raise ValueError(
+            f"no room for the export in {folder}: it needs {(need + _SPARE) / GIB:.2f} GiB and {free / GIB:.2f} are "
+            "free. Give out= a folder on a larger disk, or delete what is not needed"
+        )
+
+
+def send_to_hub(folder: Path, repository: str) -> str:
+    """Sends a folder to the hub, into a private repository if there is none yet; returns its address.
+
+    Raises:
+        ValueError: the hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=os.environ["HF_TOKEN"])  # and no token that an earlier login has left
+    try:
+        api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export by tpu_kit")
+    except Exception as error:  # the hub's own, the network's, and those of names that it refuses
+        text = str(error).strip().split("\n")[0][:200]
+        raise ValueError(
+            f"push={repository}: the hub refuses or cannot be reached ({type(error).__name__}: {text}). The export "
+            f"itself is complete in {folder}"
+        ) from error
+    return f"{api.endpoint}/{repository}"

@@ -1,0 +1,37 @@
+"""What an export can be asked for: the choices alone, which load no torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from tpu_kit.config.fields import knob
+from tpu_kit.storage.object_store import is_url
+
+FORMATS = ("adapter", "merged", "vllm", "gguf-f16", "gguf-bf16", "gguf-q8_0", "gguf-lora")
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "fp32": "float32"}  # their names in torch
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a run is exported.
+
+    Raises:
+        ValueError: there is no such format or dtype, the place cannot be written to, or a token is missing.
+    """
+
+    format: str = knob("merged", f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")
+    out: str | None = knob(None, "The folder; null = RUN_DIR/export/FORMAT. An earlier export there is replaced.")
+    dtype: str = knob("bf16", f"Of merged weights: {', '.join(DTYPES)}.")
+    base: str | None = knob(None, "The base model's name on the hub, where it was trained from a folder.")
+    push: str | None = knob(None, "A repository on the hub to send it to, with the token in HF_TOKEN.")
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"format={self.format}: there are {', '.join(FORMATS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype}: there are {', '.join(DTYPES)}")
+        if self.out and is_url(self.out):
+            raise ValueError(f"out={self.out}: an export is written to a folder of this machine; copy it from there")
+        if self.push and not os.environ.get("HF_TOKEN"):
+            raise ValueError(f"push={self.push} needs a token that may write there: set HF_TOKEN in the environment")

@@ -1,0 +1,391 @@
+"""Prefill, decode steps and scores of a batch of token ids on one device.
+
+On XLA each is one program of fixed shape: a prefill and a score for each width that batches are padded to, and one
+program for `block` decode steps, which changes the cache in place. Elsewhere the same functions run eagerly, and the
+cache is as long as the batch needs.
+
+On XLA the prefill takes all of a prompt but its last token, and the first decode step takes that token: so a prefill
+needs no output head and no sampling, and only the decode program chooses tokens. Elsewhere a step costs more than a
+program, so the prefill is the first step as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.generation import kv_cache
+from tpu_kit.generation.kv_cache import Buffers, Held, Recorder, Slots
+from tpu_kit.generation.sampling import ENDED, START, Kind, choose
+from tpu_kit.models import causal_lm as models
+from tpu_kit.models import rotary
+from tpu_kit.models.causal_lm import output_embedding
+from tpu_kit.xla.traced_function import Traced, replace_contents, write_slot
+
+_NARROWEST = 64  # width; the others are twice the one before
+_AT_ONCE = 64  # positions of a row whose logits exist at a time
+_COMPUTE = "_tpu_kit_compute_dtype"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The prompts of a batch, on the host.
+
+    Attributes:
+        ids: (B, P) int64, the prompts without their last token, padded at the end.
+        lengths: (B,) int64, their lengths, 0 or more.
+        last: (B,) int64, the last tokens.
+    """
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+    last: torch.Tensor
+
+    @property
+    def full(self) -> bool:
+        """Whether no prompt is shorter than the batch is wide."""
+        return bool((self.lengths == self.ids.shape[1]).all())
+
+
+def widths_to(most: int) -> list[int]:
+    """Returns 64, 128 and so on, up to `most` rounded up to a multiple of 64."""
+    widths = [_NARROWEST]
+    while widths[-1] < most:
+        widths.append(min(2 * widths[-1], -(-most // _NARROWEST) * _NARROWEST))
+    return widths
+
+
+def fitting(length: int, widths: Sequence[int]) -> int:
+    """Returns the first width that holds `length` tokens; if none does, the last one, doubled until it does."""
+    width = next((width for width in widths if width >= length), widths[-1])
+    while width < length:
+        width *= 2
+    return width
+
+
+def filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pads rows with zeros: token ids (count, width) int64, and the lengths of the rows (count,) int64."""
+    ids, lengths = torch.zeros(count, width, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
+    for place, row in enumerate(rows):
+        ids[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        lengths[place] = len(row)
+    return ids, lengths
+
+
+@dataclass
+class State:
+    """What one block of decode steps passes to the next, on the device: see `Decoder._step`."""
+
+    width: int
+    done: int  # steps
+    carried: list[torch.Tensor]
+    constant: list[torch.Tensor]
+    full: bool
+    logits: torch.Tensor | None = None  # of the first step, if the prefill took it
+
+
+class Decoder:
+    """Prefill, decode and score programs of a model on its device; to be called within `ready()`.
+
+    Args:
+        model: a causal language model of transformers, or PEFT's around one, on the runtime's device.
+        rt: the replica.
+        block: decode steps between two reads of the device.
+        slots: the length of the cache on XLA.
+    """
+
+    def __init__(self, model: torch.nn.Module, rt: Runtime, block: int, slots: int) -> None:
+        self._model, self._rt, self.block, self._slots = model, rt, block, slots
+        self._causal = kv_cache.causal(model)
+        # In a model that the kit trains, matrix products run in another dtype than its weights have: see causal_lm.py.
+        self._dtype: torch.dtype = getattr(model, _COMPUTE, None) or self._causal.dtype
+        self._programs: dict[Any, Traced] = {}
+        self._prompt_cache: Buffers | None = None  # of the last shape: only one is kept
+        self._sample_cache: Buffers | None = None
+        self._first_logits: torch.Tensor | None = None
+        self.element_bytes = self._dtype.itemsize
+        self.vocabulary = int(self._causal.get_output_embeddings().weight.shape[0])
+        kv_cache.register()
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Makes the model attend over the cache, in evaluation mode and without gradients; restores it at the end."""
+        own, training = self._causal.config._attn_implementation, self._model.training
+        self._causal.set_attn_implementation(kv_cache.CACHED)
+        self._model.eval()
+        kind, mixed = self._rt.local_device.type, self._dtype == torch.bfloat16 and hasattr(self._model, _COMPUTE)
+        compute = torch.autocast(kind, self._dtype, cache_enabled=False) if mixed else contextlib.nullcontext()
+        try:
+            with torch.no_grad(), compute, rotary.fixed(self._causal):
+                yield
+        finally:
+            self._causal.set_attn_implementation(own)
+            self._model.train(training)
+
+    # ------------------------------------------------------------------------------------------------------- prefill
+
+    def prefill(self, batch: Batch, samples: int, steps: int) -> Buffers:
+        """Fills a cache with the prompts, one row for each sample, and room for `steps` more tokens."""
+        rows, width = batch.ids.shape
+        if self._rt.is_xla:
+            assert width + steps <= self._slots, (width, steps, self._slots)
+            return self._prefill_program(batch, samples)
+        device = self._rt.local_device
+        ids, lengths = torch.cat([batch.ids, batch.last[:, None]], 1).to(device), batch.lengths.to(device)
+        columns = torch.arange(width, device=device)[None].expand(rows, width)
+        recorder = Recorder(None if batch.full else lengths, width)
+        positions = torch.cat([columns, lengths[:, None]], 1)
+        output = self._causal(input_ids=ids, position_ids=positions, logits_to_keep=1, **self._with(recorder))
+        self._first_logits = output.logits[:, -1].float().repeat_interleave(samples, 0)
+        return self._copied([*recorder.found.keys, *recorder.found.values], samples, width + steps)
+
+    def _copied(self, found: list[torch.Tensor], samples: int, slots: int) -> Buffers:
+        """Copies keys and values into buffers of `slots`, one row for each sample; not on XLA."""
+        shape, new = self._shape(len(found[0]) * samples, slots), []
+        for have in found:
+            new.append(torch.empty(shape, dtype=self._dtype, device=have.device))
+            new[-1][:, :, : have.shape[2]] = have.repeat_interleave(samples, 0) if samples > 1 else have
+        return Buffers(new[: len(self._layers)], new[len(self._layers) :])
+
+    def _prefill_program(self, batch: Batch, samples: int) -> Buffers:
+        rows, width = batch.ids.shape
+        cache = self._prompt_cache = self._buffers(self._prompt_cache, rows)
+
+        def fill(ids: torch.Tensor, *buffers: torch.Tensor) -> list[torch.Tensor]:
+            recorder, positions = Recorder(), torch.arange(ids.shape[1], device=ids.device)
+            self._causal.get_decoder()(
+                input_ids=ids, position_ids=positions[None].expand_as(ids), **self._with(recorder)
+            )
+            found = [*recorder.found.keys, *recorder.found.values]
+            start = torch.zeros(1, dtype=torch.int64, device=ids.device)
+            return [write_slot(old, new.to(old.dtype), start) for old, new in zip(buffers, found, strict=True)]
+
+        (ids,) = self.send([batch.ids])
+        inputs = [ids, *cache.keys, *cache.values]
+        program = self._program(("prefill", rows, width), fill, inputs)
+        replace_contents(inputs[1:], program(*inputs))
+        self._rt.sync()
+        return self._in_samples(cache, samples)
+
+    def _in_samples(self, cache: Buffers, samples: int) -> Buffers:
+        if samples == 1:
+            return cache
+        both, rows = [*cache.keys, *cache.values], len(cache.keys[0])
+        (index,) = self.send([torch.arange(rows).repeat_interleave(samples)])
+        copies = self._sample_cache = self._buffers(self._sample_cache, rows * samples)
+        replace_contents([*copies.keys, *copies.values], [theirs.index_select(0, index) for theirs in both])
+        self._rt.sync()
+        return copies
+
+    def go_on(self, held: Held, places: Sequence[int], width: int, count: int, samples: int, steps: int) -> Buffers:
+        """Fills a cache from the cache of an earlier batch, in place of a prefill.
+
+        Args:
+            held: the earlier batch.
+            places: its rows that the new batch continues.
+            width: P of the new batch.
+            count: prompts of the new batch, padding included.
+            samples: of each prompt.
+            steps: the number of tokens to leave room for.
+        """
+        rows, source = self.send(list(held.source(places, count, self._slots if self._rt.is_xla else width)))
+        if not self._rt.is_xla:
+            return self._copied(kv_cache.gathered(held.cache, rows, source), samples, width + steps)
+        cache = self._prompt_cache = self._buffers(self._prompt_cache, count)
+        replace_contents([*cache.keys, *cache.values], kv_cache.gathered(held.cache, rows, source))
+        self._rt.sync()
+        return self._in_samples(cache, samples)
+
+    # -------------------------------------------------------------------------------------------------------- decode
+
+    def begin(
+        self,
+        batch: Batch,
+        samples: int,
+        ended: Sequence[bool],
+        uniforms: torch.Tensor,
+        knobs: torch.Tensor,
+        table: torch.Tensor,
+        occurred: torch.Tensor | None,
+    ) -> State:
+        """Sends the inputs of the decode steps.
+
+        Args:
+            batch: the prompts.
+            samples: of each prompt.
+            ended: whether each row is padding.
+            uniforms: (steps, rows) as `Sampling.uniforms` gives them.
+            knobs: as `Sampling.knobs` gives them.
+            table: as `sampling.stop_table` gives it, flat; on the device.
+            occurred: (rows, V) fp32 for the repetition penalty.
+        """
+        width = batch.ids.shape[1]
+        lengths, last = (tensor.repeat_interleave(samples) for tensor in (batch.lengths, batch.last))
+        state = torch.tensor([ENDED if one else START for one in ended])
+        carried = [last, state, torch.zeros(1, dtype=torch.int64)] + ([] if occurred is None else [occurred])
+        sent = self.send([*carried, lengths, torch.tensor([width]), uniforms, knobs])
+        logits, self._first_logits = self._first_logits, None
+        return State(width, 0, sent[: len(carried)], [*sent[len(carried) :], table], batch.full, logits)
+
+    def decode(self, kind: Kind, state: State, cache: Buffers, steps: int) -> torch.Tensor:
+        """Runs a block of steps.
+
+        Returns:
+            (2, steps, B) fp32 on the host: token ids, -1 after the end of a row; and their log-probabilities. On XLA
+            the steps are always `block`. Elsewhere fewer come back once all rows have ended, seen on the CPU at once.
+        """
+        if self._rt.is_xla:
+            return self._decode_program(kind, state, cache)
+        found = []
+        for _ in range(steps):
+            *state.carried, output = self._step(kind, state.carried, state.constant, cache, state)
+            state.done += 1
+            found.append(output)
+            if self._rt.device_type == "cpu" and bool((state.carried[1] == ENDED).all()):
+                break
+        return torch.stack(found, 1).cpu()
+
+    def _decode_program(self, kind: Kind, state: State, cache: Buffers) -> torch.Tensor:
+        layers, count = len(self._layers), len(state.carried)
+        buffers = [*cache.keys, *cache.values]
+        inputs = [*state.carried, *buffers, *state.constant]
+        carried = count + len(buffers)
+
+        def step(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            mine = Buffers(list(tensors[count : count + layers]), list(tensors[count + layers : carried]))
+            *changed, output = self._step(kind, tensors[:count], tensors[carried:], mine, None)
+            return [*changed, *mine.keys, *mine.values, output]
+
+        shapes = (kind, count, len(state.carried[0]), *(tuple(tensor.shape) for tensor in state.constant))
+        program = self._program(("decode", *shapes), step, inputs, self.block, carried)
+        found = program(*inputs)
+        output, state.carried = found[-1], found[:count]
+        replace_contents(buffers, found[count:carried])
+        del found
+        state.done += self.block
+        self._rt.sync()
+        # (block, 2, B) from the device: the one read of the block.
+        return self._rt.to_host([output])[0].transpose(0, 1)
+
+    def _step(
+        self,
+        kind: Kind,
+        carried: Sequence[torch.Tensor],
+        constant: Sequence[torch.Tensor],
+        cache: Buffers,
+        at: State | None,
+    ) -> list[torch.Tensor]:
+        """One token for every row: the carried tensors, changed, and (2, B) fp32 for the host.
+
+        Args:
+            kind: how to choose.
+            carried: the last tokens (B,) int64, states of the stop test (B,) int64, the number of this step (1,) int64
+                and, with a repetition penalty, what occurred (B, V) fp32.
+            constant: lengths (B,), width (1,), uniforms (T, B), knobs (5,), stop table (states * V,).
+            cache: changed, unless the host has the logits of this step.
+            at: the `State` where the host may use its numbers; None in a program for all lengths.
+        """
+        token, state, step, *occurred = carried
+        lengths, width, uniforms, knobs, table = constant
+        seen = [occurred[0].scatter(1, token[:, None], 1.0)] if occurred else []
+        if at is not None and at.logits is not None:
+            logits, at.logits = at.logits, None
+        else:
+            if at is None:
+                slots = Slots(cache, lengths, width, step, lambda buffer, new: write_slot(buffer, new, width + step))
+            else:
+                slot = at.width + at.done
+
+                def write(buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+                    buffer[:, :, slot : slot + 1] = new
+                    return buffer
+
+                slots = Slots(cache, lengths, at.width, at.done, write, slot + 1, at.full)
+            position = (lengths + step)[:, None]
+            output = self._causal(input_ids=token[:, None], position_ids=position, **self._with(slots))
+            logits = output.logits[:, -1].float()
+        uniform = uniforms.index_select(0, step)[0]
+        choice = choose(logits, uniform, knobs, kind, *seen)
+        alive = state != ENDED
+        after = table.index_select(0, state * self.vocabulary + choice.token).to(torch.int64)
+        told = torch.where(alive, choice.token, torch.full_like(token, -1))
+        return [choice.token, after, step + 1, *seen, torch.stack([told.float(), choice.logprob * alive])]
+
+    # --------------------------------------------------------------------------------------------------------- score
+
+    def score(self, ids: torch.Tensor) -> torch.Tensor:
+        """How likely each token of rows is, without all of their logits in memory at a time.
+
+        Args:
+            ids: (B, W) int64, padded at the end.
+
+        Returns:
+            (2, B, W - 1) fp32 on the host: the log-probability, in nats, of tokens 1 to W - 1 after those before them,
+            and 1 where it is the likeliest.
+
+        Raises:
+            ValueError: the output head is not a plain linear layer.
+        """
+        (sent,) = self.send([ids])
+        if self._rt.is_xla:
+            (found,) = self._program(("score", *ids.shape), lambda ids: [self._scores(ids)], [sent])(sent)
+            self._rt.sync()
+        else:
+            found = self._scores(sent)
+        return self._rt.to_host([found])[0][:, :, :-1]
+
+    def _scores(self, ids: torch.Tensor) -> torch.Tensor:
+        """As in `score`, (2, B, W) on the device; the last place has no meaning."""
+        head = output_embedding(self._model)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
+        output = self._causal.get_decoder()(
+            input_ids=ids, position_ids=positions, use_cache=False, device_type=self._rt.device_type
+        )
+        wanted = torch.cat([ids[:, 1:], ids[:, :1]], 1)
+        parts = []
+        for hidden, targets in zip(output.last_hidden_state.split(_AT_ONCE, 1), wanted.split(_AT_ONCE, 1), strict=True):
+            logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float() * head.scale
+            if head.softcap is not None:
+                logits = torch.tanh(logits / head.softcap) * head.softcap
+            chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+            likeliest = (logits.argmax(-1) == targets).float()
+            parts.append(torch.stack([chosen - torch.logsumexp(logits, -1), likeliest]))
+        return torch.cat(parts, -1)
+
+    # ---------------------------------------------------------------------------------------------------- the device
+
+    def _with(self, cache: Recorder | Slots) -> dict[str, Any]:
+        """Arguments with which transformers' layers use the cache and pass it to `kv_cache.cached_attention`."""
+        return {"past_key_values": cache, "use_cache": True, "cache": cache, "device_type": self._rt.device_type}
+
+    @property
+    def _layers(self) -> range:
+        return range(models.text_config(self._model).num_hidden_layers)
+
+    def _shape(self, rows: int, slots: int) -> tuple[int, int, int, int]:
+        return (rows, *kv_cache.cache_shape(models.text_config(self._model), slots))
+
+    def _buffers(self, have: Buffers | None, rows: int) -> Buffers:
+        if have is not None and have.keys[0].shape[0] == rows:
+            return have
+        shape = self._shape(rows, self._slots)
+        # A tensor for each: one that is sent several times would be one buffer for all layers.
+        return Buffers(*(self.send([torch.zeros(shape, dtype=self._dtype) for _ in self._layers]) for _ in "kv"))
+
+    def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies CPU tensors to the device."""
+        named = {str(index): tensor for index, tensor in enumerate(tensors)}
+        return list(self._rt.place_batch([named])[0].values())
+
+    def _program(
+        self, key: Any, fn: Any, example: Sequence[torch.Tensor], steps: int | None = None, carried: int = 0
+    ) -> Traced:
+        if key not in self._programs:
+            weights = [*self._model.parameters(), *self._model.buffers()]
+            self._programs[key] = Traced(str(key[0]), fn, example, weights, steps, carried)
+        return self._programs[key]

@@ -1,0 +1,137 @@
+"""What can be chosen when a model generates or searches: the options alone, which load no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from tpu_kit.config.fields import knob
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["greedy", "plain", "filtered"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, and where a reply ends.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    max_new_tokens: int = knob(256, "The most tokens of a reply, the one that ends it included.")
+    temperature: float = knob(
+        0.0, "0 takes the likeliest token; above, the logits are divided by it and a token is drawn."
+    )
+    top_k: int = knob(0, "Draw among this many likeliest tokens; 0 = all.")
+    top_p: float = knob(1.0, "Then among the fewest likeliest whose probabilities sum to it; 1 = all.")
+    min_p: float = knob(0.0, "Then among those at least this share as likely as the likeliest; 0 = all.")
+    # Keskar et al., arXiv:1909.05858.
+    repetition_penalty: float = knob(
+        1.0, "Divides the logit of a token that occurred, in prompt or reply; multiplies one below 0. 1 = none."
+    )
+    seed: int = knob(0, "Seed of the draws.")
+    stop: tuple[str, ...] = knob((), "A reply ends before the first of these texts.")
+    stop_after_reasoning: bool = knob(False, "End when the reasoning does.")
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
+            "temperature": (0 <= self.temperature < 1e4, "0 (the likeliest token) or more"),
+            "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0, and 1 (all tokens) at most"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 (all tokens) to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < 1e4, "above 0; 1 is none"),
+            "seed": (0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+        }
+        wrong = [f"{name}={getattr(self, name)} must be {text}" for name, (good, text) in bounds.items() if not good]
+        stop: object = self.stop
+        if not isinstance(stop, (tuple, list)) or not all(isinstance(text, str) and text for text in stop):
+            wrong.append(f"stop={stop!r} must be a list of texts, none of them empty")
+        else:
+            object.__setattr__(self, "stop", tuple(stop))
+        if wrong:
+            raise ValueError("sampling: " + "; ".join(wrong))
+
+    @property
+    def kind(self) -> Kind:
+        """Which of the programs for choosing is needed."""
+        if self.temperature == 0:
+            return "greedy"
+        return "plain" if self.top_k == 0 and self.top_p == 1 and self.min_p == 0 else "filtered"
+
+    def knobs(self, vocabulary: int) -> torch.Tensor:
+        """(5,) fp32 for `choose`: temperature, top_k, top_p, min_p and repetition penalty."""
+        import torch
+
+        top_k = self.top_k or vocabulary
+        return torch.tensor([self.temperature or 1.0, top_k, self.top_p, self.min_p, self.repetition_penalty])
+
+    def uniforms(self, steps: int, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Random numbers in [0, 1), (steps, rows) fp32; a row is (number of the prompt, number of its sample)."""
+        import numpy as np
+        import torch
+
+        if self.kind == "greedy":
+            return torch.zeros(steps, len(rows))
+        streams = (np.random.default_rng((self.seed, *row)) for row in rows)
+        return torch.from_numpy(np.stack([stream.random(steps, dtype=np.float32) for stream in streams], axis=1))
+
+
+Scorer = Callable[[str, Sequence[str]], float]
+"""A user's function of the question and the steps so far; the higher the better."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How a tree of thoughts grows.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    max_thoughts: int = knob(5, "The most steps of a chain; then the reasoning is closed and the answer is asked for.")
+    thoughts_per_step: int = knob(3, "Proposals for each next step.")
+    beam: int = knob(2, "Chains that are kept at each level, or followed at a time.")
+    strategy: Literal["beam", "best-first"] = knob(
+        "beam", "beam goes on from the best of each level, best-first from the best of the whole tree."
+    )
+    score: Literal["logprob", "self-evaluation"] | Scorer = knob(  # noqa: RUF009
+        "logprob",
+        "logprob (mean log-probability of the chain's tokens), self-evaluation (how likely the model finds yes when "
+        "asked whether the steps are right), or a function: module:function on the command line.",
+    )
+    max_tokens: int = knob(1024, "Budget of generated tokens, answers and self-evaluation included; never exceeded.")
+    max_nodes: int = knob(64, "Budget of steps.")
+    max_memory_mib: float | None = knob(
+        None,
+        "Budget of keys and values in MiB, by Generator.cache_bytes; a level that takes more is generated in parts. "
+        "null = the generator's own bounds.",
+    )
+    thought_tokens: int = knob(32, "The most tokens of a step.")
+    answer_tokens: int = knob(16, "The most tokens of an answer.")
+    temperature: float = knob(0.7, "Temperature of the proposals.")
+    seed: int = knob(0, "Seed of the proposals.")
+    memory_efficient: bool = knob(
+        True, "Forget the tokens of steps that are not gone on from; their texts stay in the tree."
+    )
+
+    def __post_init__(self) -> None:
+        counts = ("max_thoughts", "thoughts_per_step", "beam", "max_tokens", "max_nodes", "thought_tokens")
+        wrong = [f"{name}={getattr(self, name)} must be 1 or more" for name in counts if getattr(self, name) < 1]
+        if self.strategy not in ("beam", "best-first"):
+            wrong.append(f"strategy={self.strategy} must be beam or best-first")
+        if not callable(self.score) and self.score not in ("logprob", "self-evaluation"):
+            wrong.append(f"score={self.score} must be logprob, self-evaluation or a function")
+        if self.max_memory_mib is not None and not self.max_memory_mib > 0:
+            wrong.append(f"max_memory_mib={self.max_memory_mib} must be above 0")
+        if self.answer_tokens < 1 or not self.temperature > 0:
+            wrong.append("answer_tokens must be 1 or more and temperature above 0, or all proposals would be the same")
+        least = self.thoughts_per_step * self.thought_tokens + self.answer_tokens
+        if self.max_tokens < least:
+            wrong.append(f"max_tokens={self.max_tokens} is less than one level may take: {least}")
+        if wrong:
+            raise ValueError("search: " + "; ".join(wrong))

@@ -1,0 +1,377 @@
+"""Loads a model in every replica, base or tuned, and lets it complete prompts and rate texts.
+
+    from tpu_kit.generation.service import Sampling, generate
+    replies = generate(config, [[{"role": "user", "content": "What is 2 + 3?"}]], Sampling(max_new_tokens=64))
+
+The replicas share the prompts, and the result does not depend on the number of replicas. Use `Generator` for a model
+that is loaded already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tpu_kit.config.loader import ModelConfig, TrainConfig
+from tpu_kit.distributed import runtime
+from tpu_kit.distributed.launch import launch
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.generation.generator import Generator, Rating
+from tpu_kit.generation.kv_cache import causal
+from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, from_json, to_json
+from tpu_kit.generation.reference_check import check_generation
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.models import causal_lm as models
+from tpu_kit.models import rotary
+from tpu_kit.models.loading import brief, load_base, load_frozen, load_tokenizer, read_config
+from tpu_kit.storage.object_store import at_hand
+
+__all__ = ["Completion", "Generator", "Prompt", "Sampling", "generate", "stream"]
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+_FP32_UP_TO = 1_000_000_000  # parameters: 4 GB in fp32, which CPUs compute faster than bf16
+_SHOWN_DIFFERENCES = 5
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Prompts with one way to complete them.
+
+    Attributes:
+        prompts: texts, chats (lists of messages) or lists of token ids.
+        sampling: how tokens are chosen.
+        n: samples of each prompt.
+        truncate: leave out the beginning of a prompt that is too long.
+    """
+
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    n: int = 1
+    truncate: bool = False
+
+
+class Answers(NamedTuple):
+    """What a model answered.
+
+    Attributes:
+        completions: for each `GenerationRequest` n completions of each prompt, those of a prompt one after the other.
+        ratings: one for each row.
+    """
+
+    completions: list[list[Completion]]
+    ratings: list[Rating]
+
+
+def generate(
+    config: TrainConfig,
+    prompts: Sequence[Prompt],
+    sampling: Sampling | None = None,
+    n: int = 1,
+    *,
+    adapter_dir: str | Path | None = None,
+    batch_size: int = 8,
+    truncate: bool = False,
+) -> list[Completion]:
+    """Loads the model in every replica of `config.launch`, which share the prompts.
+
+    Args:
+        config: the model, the tags of the reasoning, the system prompt and where it runs.
+        prompts: texts, chats (lists of messages) or lists of token ids.
+        sampling: how; greedy by default.
+        n: samples of each prompt.
+        adapter_dir: what training wrote, a folder or gs://bucket/run/adapter; None for the base model.
+        batch_size: the most rows of a batch in each replica.
+        truncate: leave out the beginning of a prompt that is too long.
+
+    Returns:
+        n completions for each prompt, those of a prompt one after the other; the same for any number of replicas.
+
+    Raises:
+        ValueError: as in `Generator`; or the model cannot be read, or the adapter is missing, half-written or of
+            another model.
+        LaunchError: a replica failed.
+    """
+    ask = GenerationRequest(list(prompts), sampling or Sampling(), n, truncate)
+    return answer(config, [ask], adapter_dir=adapter_dir, batch_size=batch_size).completions[0]
+
+
+def stream(
+    config: TrainConfig,
+    prompt: Prompt,
+    sampling: Sampling | None = None,
+    *,
+    adapter_dir: str | Path | None = None,
+    truncate: bool = False,
+) -> None:
+    """Prints the completion of one prompt as it comes, in a notebook or a terminal; on one replica.
+
+    The arguments and errors are those of `generate`.
+    """
+    one = replace(config, launch=replace(config.launch, num_replicas=1))
+    arguments = {"prompt": prompt, "sampling": sampling or Sampling(), "truncate": truncate}
+    launch_with_adapter(_stream_here, stream, one, adapter_dir, **arguments)
+
+
+def _stream_here(config: TrainConfig, adapter: Path | None, prompt: Prompt, sampling: Sampling, truncate: bool) -> None:
+    model, tokenizer = load_here(config, adapter, runtime.current())
+    generator = generator_for(model, tokenizer, config, [prompt], sampling.max_new_tokens, batch_size=1)
+    for piece in generator.stream(prompt, sampling, truncate):
+        print(piece, end="", flush=True)
+    print(flush=True)
+
+
+def answer(
+    config: TrainConfig,
+    asks: Sequence[GenerationRequest],
+    rows: Sequence[Sequence[int]] = (),
+    *,
+    adapter_dir: str | Path | None = None,
+    batch_size: int = 8,
+) -> Answers:
+    """Loads the model in every replica of `config.launch`, which share the work.
+
+    Args:
+        config: the model, the tags of the reasoning, the system prompt and where it runs.
+        asks: what to complete.
+        rows: of token ids, which `Generator.rate` rates.
+        adapter_dir: what training wrote, a folder or gs://bucket/run/adapter; None for the base model.
+        batch_size: the most rows of a batch in each replica.
+
+    Raises:
+        ValueError: as in `Generator`; or the model cannot be read, or the adapter is missing, half-written
+            or of another model.
+        LaunchError: a replica failed.
+    """
+    for ask in asks:
+        if not ask.prompts:
+            raise ValueError("there are no prompts; give one or more")
+        if batch_size < 1 or ask.n < 1:
+            raise ValueError(f"batch_size={batch_size} and n={ask.n} must both be 1 or more")
+    if max([len(rows), *(len(ask.prompts) for ask in asks)]) == 1:  # a prompt's samples come from one prefill
+        config = replace(config, launch=replace(config.launch, num_replicas=1))
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
+        arguments = {"asks": list(asks), "rows": list(rows), "batch_size": batch_size, "folder": Path(folder)}
+        launch_with_adapter(_answer_share, answer, config, adapter_dir, **arguments)
+        parts = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+    completions = []
+    for number, ask in enumerate(asks):
+        found: dict[tuple[int, int], Completion] = {}
+        for part in parts:
+            keys, text = part["asks"][number]
+            found |= zip(map(tuple, keys), from_json(text), strict=True)
+        completions.append([found[row, n] for row in range(len(ask.prompts)) for n in range(ask.n)])
+    ratings = {int(row): Rating(*rating) for part in parts for row, rating in part["ratings"].items()}
+    return Answers(completions, [ratings[row] for row in range(len(rows))])
+
+
+def _answer_share(
+    config: TrainConfig,
+    adapter: Path | None,
+    asks: list[GenerationRequest],
+    rows: list[Sequence[int]],
+    batch_size: int,
+    folder: Path,
+) -> None:
+    """Answers this replica's share, and writes it as JSON into the folder."""
+    rt = runtime.current()
+    model, tokenizer = load_here(config, adapter, rt)
+    mine = max((-(-len(ask.prompts) // rt.world_size) * ask.n for ask in asks), default=1)
+    batches = -(-mine // batch_size)
+    generator = generator_for(
+        model, tokenizer, config, [prompt for ask in asks for prompt in ask.prompts],
+        max((ask.sampling.max_new_tokens for ask in asks), default=1), -(-mine // batches) if asks else batch_size,
+    )  # fmt: skip
+    completed = []
+    for ask in asks:
+        found = generator.share(ask.prompts, ask.sampling, ask.n, ask.truncate)
+        completed.append((list(found), to_json(list(found.values()))))
+    text = json.dumps({"asks": completed, "ratings": generator.rate(rows, share=True)})
+    (folder / f"rank-{rt.rank}.json").write_text(text)
+
+
+def launch_with_adapter(
+    fn: Callable[..., Any],
+    public: Callable[..., Any],
+    config: TrainConfig,
+    adapter_dir: str | Path | None,
+    **arguments: Any,
+) -> Any:
+    """Launches `fn(config, adapter=..., **arguments)`, and copies an adapter from an object store for the replicas.
+
+    Args:
+        fn: a function of a module.
+        public: the function whose name `launch` shows.
+        config: the run.
+        adapter_dir: what training wrote; None for the base model.
+        **arguments: values that can be pickled.
+    """
+    with contextlib.nullcontext() if adapter_dir is None else at_hand(adapter_dir) as adapter:
+        job = functools.partial(fn, adapter=adapter, **arguments)
+        return launch(functools.update_wrapper(job, public), config)
+
+
+def generator_for(
+    model: torch.nn.Module,
+    tokenizer: Any,
+    config: TrainConfig,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    batch_size: int,
+    room: int = 0,
+) -> Generator:
+    """A generator with room for the longest of the prompts, and `room` tokens more."""
+    texts = PromptCodec(tokenizer, causal(model), config.data)
+    longest = max((len(texts.encode(prompt)) for prompt in prompts), default=1) + room
+    positions = rotary.positions(models.text_config(model)) or longest
+    return Generator(
+        model, tokenizer, max_prompt=min(longest, positions), max_new_tokens=max_new_tokens, batch_size=batch_size,
+        data=config.data,
+    )  # fmt: skip
+
+
+_shared: list[tuple[torch.nn.Module, Any]] = []
+_shared_lock = threading.Lock()
+
+
+def load_here(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
+    """The model on the replica's device, and its tokenizer; read once where replicas are threads of one process."""
+    if rt.device_type != "xla-cpu":
+        model, tokenizer = _read(config, adapter, rt)
+    else:
+        with _shared_lock:
+            if not _shared:
+                _shared.append(_read(config, adapter, rt))
+            model, tokenizer = copy.deepcopy(_shared[0][0]), _shared[0][1]
+    return models.to_device(model, rt.local_device), tokenizer
+
+
+def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
+    if given := read_config(config.model):  # before the weights are read
+        check_generation(given, config.model.trust_remote_code)
+    model = load_for_generation(config.model, adapter, "cuda" if rt.device_type == "cuda" else "cpu")
+    if rt.device_type == "tpu" and config.model.base_dtype != "fp32":
+        model = model.to(torch.bfloat16)  # the fp32 of small models is for CPUs
+    if rt.device_type == "cpu":
+        arrange_for_few_rows(model)
+    return model, load_tokenizer(config.model, adapter)
+
+
+def load_for_generation(
+    config: ModelConfig, adapter_dir: str | Path | None = None, device: torch.device | str = "cpu"
+) -> torch.nn.Module:
+    """Load a fresh copy of the model, in evaluation mode and with transformers' own attention.
+
+    Args:
+        config: the base model. Its weights are rounded to `base_dtype`, int8 and int4 included, as in training; on
+            the CPU models of up to 1e9 parameters then compute in fp32, which is faster there.
+        adapter_dir: what training wrote: a PEFT adapter, or a whole model where lora.r = 0, which is then loaded in
+            place of the base. None for the base alone.
+        device: the CPU or a CUDA device.
+
+    Raises:
+        ValueError: the model cannot be read, or the adapter is missing, half-written or of another model.
+    """
+    folder, on_cpu = None if adapter_dir is None else Path(adapter_dir), torch.device(device).type == "cpu"
+    whole = folder is not None and (folder / "config.json").is_file() and not (folder / ADAPTER_FILES[0]).is_file()
+    saved = None if folder is None or whole else _read_adapter(folder)  # first, as the base may take minutes to load
+    if whole:
+        config = replace(config, name=str(folder), revision=None, gguf_file=None)
+    full = config.base_dtype == "fp32" or (whole and on_cpu)
+    model: torch.nn.Module = load_base(config, torch.float32) if full else load_frozen(config)
+    if folder is not None and saved is not None:
+        # Before any change of dtype: an initialisation that changed the base (PiSSA) is repeated here to the bit.
+        model = _with_adapter(model, folder, *saved, config.name)
+    if on_cpu and sum(p.numel() for p in model.parameters()) <= _FP32_UP_TO:
+        model = model.float()
+    return model.to(device).eval()
+
+
+def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
+    """Lay out a model's weights in the CPU's memory as a decode step reads them fastest; their values stay.
+
+    Where a layer has more outputs than inputs, a product with one or two rows takes two thirds of the time if the
+    weights of an input lie side by side, and one with more rows no longer than before (MKL, fp32, AMD EPYC). Not for
+    the head, which takes 1.2 times as long with 4 rows or more, and not for a model that is saved.
+    """
+    head = causal(model).get_output_embeddings()
+    for part in model.modules():
+        if not isinstance(part, torch.nn.Linear) or part is head or part.weight.dtype != torch.float32:
+            continue
+        if part.out_features > part.in_features:
+            part.weight.data = part.weight.data.t().contiguous().t()
+    return model
+
+
+def _read_adapter(folder: Path) -> tuple[Any, dict[str, list[int]]]:
+    """Return an adapter's settings, and name -> shape of its tensors from the head of their file."""
+    from peft import PeftConfig
+    from safetensors import SafetensorError, safe_open
+
+    if not folder.is_dir():
+        raise ValueError(f"there is no adapter folder {folder}; give the one that training wrote")
+    if absent := [name for name in ADAPTER_FILES if not (folder / name).is_file()]:
+        raise ValueError(
+            f"the adapter folder {folder} has no {' and no '.join(absent)}: its writing was interrupted, or it is "
+            "another folder. Give the one that training wrote, or train again"
+        )
+    try:
+        settings = PeftConfig.from_pretrained(str(folder))
+        if settings.peft_type is None:
+            raise ValueError("it has no peft_type")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{folder / ADAPTER_FILES[0]} cannot be read ({type(error).__name__}: {brief(error)}); "
+            "give an earlier or a complete folder"
+        ) from error
+    try:
+        with safe_open(folder / ADAPTER_FILES[1], framework="pt") as file:
+            return settings, {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"the adapter's file {folder / ADAPTER_FILES[1]} is damaged or half-written ({error}); give an earlier one"
+        ) from error
+
+
+def _with_adapter(
+    model: torch.nn.Module, folder: Path, settings: Any, saved: dict[str, list[int]], name: str
+) -> torch.nn.Module:
+    from peft import PeftModel, get_peft_model_state_dict
+
+    refusal = f"the adapter in {folder} was trained on another base model than {name}"
+    advice = f"set model.name to its own base (it says {settings.base_model_name_or_path})"
+    try:
+        # What does not fit is passed over here, PEFT's pages of warnings too, and told below.
+        with warnings.catch_warnings():
+            for known in ("Some weights of .* were not initialized", "Found missing adapter keys"):
+                warnings.filterwarnings("ignore", known)
+            adapted = PeftModel.from_pretrained(
+                model, str(folder), config=settings, torch_device="cpu", ignore_mismatched_sizes=True
+            )
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise ValueError(f"{refusal}: {type(error).__name__}: {brief(error)}; {advice}") from error
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    has = {key: list(value.shape) for key, value in (adapted.state_dict() | wanted).items()}
+    differences = [f"{key} is not in the file" for key in wanted if key not in saved]
+    differences += [f"{key} is not in the model" for key in saved if key not in has]
+    differences += [
+        f"{key} is {shape} in the file and {has[key]} in the model"
+        for key, shape in saved.items()
+        if key in has and has[key] != shape
+    ]
+    if differences:
+        more = len(differences) - _SHOWN_DIFFERENCES
+        shown = "; ".join(differences[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        raise ValueError(f"{refusal}: {shown}; {advice}")
+    return adapted

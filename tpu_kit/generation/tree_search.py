@@ -1,0 +1,430 @@
+"""Spends more tokens on a question: a tree of thoughts, or several answers that vote.
+
+    from tpu_kit.generation.tree_search import SearchOptions, think
+    found = think(config, "Tom has 12 apples and gives 5 away. How many are left?", adapter_dir="runs/my-run/adapter")
+    print(found)
+
+Tree of thoughts (Yao et al., arXiv:2305.10601) proposes several next steps of the reasoning, scores them, and continues
+from the most promising ones. A step is a line of the reasoning. The steps of a level are generated as one batch, with
+the programs that the generator has compiled already, and take the keys and values of their chains from the cache of the
+level before. Steps of earlier levels, to which best-first returns, and final answers read their chains again.
+
+Self-consistency (Wang et al., arXiv:2203.11171) draws several answers to a prompt and takes the most frequent one.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tpu_kit.config.loader import DataConfig, TrainConfig
+from tpu_kit.distributed import runtime
+from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.options import Scorer, SearchOptions
+from tpu_kit.generation.prompts import Completion, Prompt
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.generation.service import generator_for, launch_with_adapter, load_here
+from tpu_kit.hardware.units import MIB
+
+__all__ = ["Scorer", "SearchOptions", "SearchResult", "Thought", "Vote", "search", "self_consistency", "think"]
+
+Stopped = Literal["done", "tokens", "nodes"]
+
+_FRAME = 64  # tokens around a chain
+_VERDICTS = ("yes", "no")
+
+
+@dataclass(eq=False)  # a step is itself: its parent knows it, and it its parent
+class Thought:
+    """A step, or the root.
+
+    Attributes:
+        text: of the step; of the root the question.
+        score: of the chain up to here.
+        depth: steps up to here; 0 for the root.
+        done: the reasoning ended with this step.
+        answer: what the chain comes to, where it was asked.
+        children: its proposals.
+    """
+
+    text: str
+    score: float = 0.0
+    depth: int = 0
+    done: bool = False
+    answer: str | None = None
+    children: list[Thought] = field(default_factory=list)
+    parent: Thought | None = field(default=None, repr=False)
+    tokens: tuple[int, ...] = field(default=(), repr=False)
+    logprob: float = field(default=0.0, repr=False)
+    length: int = field(default=0, repr=False)
+
+    @property
+    def chain(self) -> list[Thought]:
+        """The root, the steps after it and this one."""
+        return [*(self.parent.chain if self.parent else []), self]
+
+    @property
+    def steps(self) -> list[str]:
+        """The texts of the chain, the question left out."""
+        return [step.text for step in self.chain[1:]]
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search came to.
+
+    Attributes:
+        answer: of the best chain.
+        best: its last step.
+        root: the whole tree.
+        tokens: generated, the answers and what self-evaluation says included.
+        nodes: steps in the tree.
+        stopped: "done" or the budget that ran out.
+        read: tokens of prompts that it read; those whose keys and values were in the cache do not count.
+    """
+
+    answer: str
+    best: Thought
+    root: Thought
+    tokens: int
+    nodes: int
+    stopped: Stopped
+    read: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, such as JSON has; the tree as steps within steps."""
+        path = {id(step) for step in self.best.chain}
+
+        def plain(node: Thought) -> dict[str, Any]:
+            about = {"text": node.text, "score": node.score, "chosen": id(node) in path, "answer": node.answer}
+            return {**about, "steps": [plain(child) for child in node.children]}
+
+        figures = {"tokens": self.tokens, "nodes": self.nodes, "stopped": self.stopped, "read": self.read}
+        return {"answer": self.answer, **figures, "tree": plain(self.root)}
+
+    def __str__(self) -> str:
+        path = {id(step) for step in self.best.chain}
+        lines = [self.root.text]
+
+        def draw(node: Thought, indent: str) -> None:
+            for child in node.children:
+                last = child is node.children[-1]
+                mark = "*" if id(child) in path else " "
+                lines.append(f"{indent}{'└' if last else '├'}{mark}{child.score:8.3f}  {_line(child)}")
+                draw(child, indent + ("  " if last else "│ "))
+
+        draw(self.root, "")
+        return "\n".join([*lines, f"answer: {self.answer} ({self.nodes} steps, {self.tokens} tokens, {self.stopped})"])
+
+    def _repr_html_(self) -> str:
+        path = {id(step) for step in self.best.chain}
+
+        def draw(node: Thought) -> str:
+            items = "".join(
+                f"<li style='font-weight:{'bold' if id(child) in path else 'normal'}'>"
+                f"<code>{child.score:.3f}</code> {html.escape(_line(child))}{draw(child)}</li>"
+                for child in node.children
+            )
+            return f"<ul style='font-weight:normal'>{items}</ul>" if items else ""
+
+        answer = f"<b>{html.escape(self.answer)}</b> ({self.nodes} steps, {self.tokens} tokens, {self.stopped})"
+        return f"<div><b>{html.escape(self.root.text)}</b>{draw(self.root)}<p>answer: {answer}</p></div>"
+
+
+def _line(node: Thought) -> str:
+    return " ".join(node.text.split()) + (f"  = {node.answer}" if node.answer is not None else "")
+
+
+def search(
+    generator: Generator,
+    tokenizer: Any,
+    question: str,
+    options: SearchOptions | None = None,
+    data: DataConfig | None = None,
+) -> SearchResult:
+    """Answers a question by a tree of thoughts.
+
+    Args:
+        generator: its `max_prompt` must hold the question and the longest chain, its `batch_size` is best beam x
+            thoughts_per_step, its `max_new_tokens` the larger of thought_tokens and answer_tokens.
+        tokenizer: the generator's.
+        question: as a user asks it; rendered by the chat template, if there is one.
+        options: how the tree grows.
+        data: the tags of the reasoning and the system prompt, as in training.
+
+    Raises:
+        ValueError: a chain does not fit the generator, the budgets allow no level, or the scoring function gives no
+            finite number.
+    """
+    return _Search(generator, tokenizer, question, options or SearchOptions(), data or DataConfig()).run()
+
+
+def think(
+    config: TrainConfig,
+    question: str,
+    options: SearchOptions | None = None,
+    *,
+    adapter_dir: str | Path | None = None,
+) -> SearchResult:
+    """Loads a model on one device, and answers a question by a tree of thoughts.
+
+    Args:
+        config: the model, the tags of the reasoning, the system prompt and where it runs; by one replica.
+        question: as a user asks it.
+        options: how the tree grows.
+        adapter_dir: what training wrote; None for the base model.
+
+    Raises:
+        ValueError: as in `search`, or what `answer` raises.
+        LaunchError: the replica failed.
+    """
+    one = replace(config, launch=replace(config.launch, num_replicas=1))
+    arguments = {"question": question, "options": options or SearchOptions()}
+    found: SearchResult = launch_with_adapter(_think_here, think, one, adapter_dir, **arguments)
+    return found
+
+
+def _think_here(config: TrainConfig, adapter: Path | None, question: str, options: SearchOptions) -> SearchResult:
+    model, tokenizer = load_here(config, adapter, runtime.current())
+    most = max(options.thought_tokens, options.answer_tokens)
+    # The question's template, the tags, and what self-evaluation asks come to the longest chain.
+    room = options.max_thoughts * options.thought_tokens + _FRAME
+    asked = [{"role": "user", "content": question}] if tokenizer.chat_template else question
+    rows = options.beam * options.thoughts_per_step
+    generator = generator_for(model, tokenizer, config, [asked], most, rows, room)
+    return search(generator, tokenizer, question, options, config.data)
+
+
+class _Search:
+    def __init__(self, generator: Generator, tokenizer: Any, question: str, options: SearchOptions, data: DataConfig):
+        self._generator, self._tokenizer, self._options, self._data = generator, tokenizer, options, data
+        self.root = Thought(question, tokens=tuple(self._opened(question)))
+        self.tokens = self.nodes = self._level = 0
+        self._read = generator.read
+        self._ended: list[Thought] = []
+        self._judging = sum(len(self._ids(word)) for word in _VERDICTS) if options.score == "self-evaluation" else 0
+        # What a step that is gone on from takes at most, and the answers in the end.
+        self._each = options.thoughts_per_step * (options.thought_tokens + self._judging)
+        if options.max_tokens < self._each + options.answer_tokens:
+            raise ValueError(
+                f"search: max_tokens={options.max_tokens} is less than one level may take: "
+                f"{self._each + options.answer_tokens}"
+            )
+        self._together = self._fitting()
+
+    def _fitting(self) -> int:
+        """How many steps can be gone on from at a time."""
+        options, mib = self._options, self._options.max_memory_mib
+        if mib is None:
+            return options.beam
+        sizes = range(options.beam, 0, -1)
+        takes = {size: self._generator.cache_bytes(size, options.thoughts_per_step) / MIB for size in sizes}
+        found = next((size for size in sizes if takes[size] <= mib), 0)
+        if not found:
+            raise ValueError(
+                f"search: max_memory_mib={mib:g} is less than the {takes[1]:.1f} MiB of keys and values that "
+                f"{options.thoughts_per_step} proposals for one step take; raise it, or lower thoughts_per_step"
+            )
+        return found
+
+    def _opened(self, question: str) -> list[int]:
+        """The prompt up to the first step."""
+        if not self._tokenizer.chat_template:
+            return self._ids(f"{question}\n{self._data.think_open}\n")
+        system = [{"role": "system", "content": self._data.system_prompt}] if self._data.system_prompt else []
+        chat = [*system, {"role": "user", "content": question}]
+        text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        opened = text.rstrip().endswith(self._data.think_open)
+        return self._ids(text if opened else f"{text}{self._data.think_open}\n")
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def run(self) -> SearchResult:
+        stopped: Stopped = "done"
+        frontier = [self.root]
+        while frontier:
+            chosen = sorted(frontier, key=lambda node: -node.score)[: self._options.beam]
+            # Each chain that is gone on from may need its answer asked for in the end.
+            reserved = self._options.answer_tokens * self._options.beam
+            able = [
+                max(0, self._options.max_tokens - self.tokens - reserved) // self._each,
+                max(0, self._options.max_nodes - self.nodes) // self._options.thoughts_per_step,
+            ]
+            if self.root in chosen and not able[0]:
+                able[0] = 1  # SearchOptions has made sure of it
+            chosen = chosen[: min(able)]
+            if not chosen:
+                stopped = "tokens" if able[0] <= able[1] else "nodes"
+                break
+            children = self._expand(chosen)
+            self._ended += [child for child in children if child.done or child.depth == self._options.max_thoughts]
+            open_ = [child for child in children if child not in self._ended]
+            kept = open_ if self._options.strategy == "beam" else [*open_, *(n for n in frontier if n not in chosen)]
+            frontier = sorted(kept, key=lambda node: -node.score)
+            if self._options.strategy == "beam":
+                frontier = frontier[: self._options.beam]
+            if self._options.memory_efficient:
+                self._forget(frontier)
+            if len(self._ended) >= self._options.beam and not self._hopeful(frontier):
+                break
+        return self._answer(frontier, stopped)
+
+    def _hopeful(self, frontier: Sequence[Thought]) -> bool:
+        """Whether an open chain is better than the worst of the ended ones that are kept."""
+        kept = sorted((node.score for node in self._ended), reverse=True)[: self._options.beam]
+        return any(node.score > kept[-1] for node in frontier)
+
+    def _expand(self, nodes: Sequence[Thought]) -> list[Thought]:
+        """Proposes the next steps of all nodes as one batch, and scores them."""
+        sampling = Sampling(
+            self._options.thought_tokens, self._options.temperature, stop=("\n",), seed=self._options.seed + self._level
+        )
+        self._level += 1
+        replies: list[Completion] = []
+        for start in range(0, len(nodes), self._together):
+            part = [list(node.tokens) for node in nodes[start : start + self._together]]
+            drawn = replace(sampling, seed=sampling.seed + start)
+            replies += self._generate(part, drawn, self._options.thoughts_per_step, hold=True)
+        children = []
+        for place, reply in enumerate(replies):
+            node = nodes[place // self._options.thoughts_per_step]
+            self.tokens += len(reply.tokens)
+            text = reply.text.strip()
+            if any(text == sibling.text for sibling in node.children):
+                continue  # a second time the same proposal
+            child = Thought(
+                text, depth=node.depth + 1, parent=node, tokens=(*node.tokens, *reply.tokens),
+                logprob=node.logprob + reply.logprob, length=node.length + len(reply.tokens),
+                done=self._data.think_close in reply.text or not self._goes_on(reply),
+            )  # fmt: skip
+            node.children.append(child)
+            children.append(child)
+        self.nodes += len(children)
+        for child, score in zip(children, self._scores(children), strict=True):
+            child.score = score
+        return children
+
+    def _generate(
+        self, prompts: list[list[int]], sampling: Sampling, n: int = 1, hold: bool = False
+    ) -> list[Completion]:
+        """The generator gives a single prompt a batch, and so programs, of its own: here it goes as two alike."""
+        alone = len(prompts) == 1 and self._together > 1
+        return self._generator.generate(prompts * (2 if alone else 1), sampling, n, hold=hold)[: len(prompts) * n]
+
+    def _goes_on(self, reply: Completion) -> bool:
+        """Whether a step ended with its line, or for want of tokens, and not with the turn."""
+        return reply.finish_reason == "length" or "\n" in self._tokenizer.decode(list(reply.tokens[-1:]))
+
+    def _scores(self, children: Sequence[Thought]) -> list[float]:
+        how = self._options.score
+        if how == "logprob":
+            return [child.logprob / child.length for child in children]
+        if how == "self-evaluation":
+            asked = [self._judged(child) for child in children for _ in _VERDICTS]
+            said = self._generator.score(asked, _VERDICTS * len(children))
+            self.tokens += self._judging * len(children)
+            pairs = [(said[2 * place][0], said[2 * place + 1][0]) for place in range(len(children))]
+            return [1 / (1 + math.exp(min(700.0, no - yes))) for yes, no in pairs]
+        assert callable(how)
+        found = [float(how(self.root.text, child.steps)) for child in children]
+        if wrong := [value for value in found if not math.isfinite(value)]:
+            raise ValueError(f"search: the scoring function gave {wrong[0]}; it must give a finite number")
+        return found
+
+    def _judged(self, child: Thought) -> Prompt:
+        steps = "\n".join(child.steps)
+        asked = f"{self.root.text}\n\n{steps}\n\nAre these steps right so far? Answer yes or no."
+        return [{"role": "user", "content": asked}] if self._tokenizer.chat_template else f"{asked} Answer: "
+
+    def _closing(self, node: Thought) -> list[int]:
+        """What closes a chain's reasoning, if it is open."""
+        if self._data.think_close in node.text:
+            return []
+        within = "\n" not in self._tokenizer.decode(list(node.tokens[-1:]))
+        return self._ids("\n" * within + f"{self._data.think_close}\n")
+
+    def _forget(self, frontier: Sequence[Thought]) -> None:
+        """Drops the tokens of chains that cannot be the answer."""
+        kept = sorted(self._ended, key=lambda node: -node.score)[: self._options.beam]
+        needed = {id(node) for node in [*frontier, *kept]}
+        waiting = [self.root]
+        while waiting:
+            node = waiting.pop()
+            waiting += node.children
+            if id(node) not in needed:
+                node.tokens = ()
+
+    def _answer(self, frontier: Sequence[Thought], stopped: Stopped) -> SearchResult:
+        """Asks the best chains for their answers, as one batch."""
+        chains = sorted(self._ended or frontier, key=lambda node: -node.score)[: self._options.beam]
+        room = max(1, (self._options.max_tokens - self.tokens) // self._options.answer_tokens)
+        chains = chains[:room]
+        prompts = [[*node.tokens, *self._closing(node)] for node in chains]
+        replies = self._generate(prompts, Sampling(self._options.answer_tokens))
+        for node, reply in zip(chains, replies, strict=True):
+            self.tokens += len(reply.tokens)
+            node.answer = reply.text.strip()
+        best = chains[0]
+        assert best.answer is not None
+        read = self._generator.read - self._read
+        return SearchResult(best.answer, best, self.root, self.tokens, self.nodes, stopped, read)
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What the samples of one prompt agree on.
+
+    Attributes:
+        answer: the one with the most votes; of equals the one whose samples are likelier together. None if no sample
+            came to an answer.
+        votes: answer to number of samples.
+        samples: all of them.
+    """
+
+    answer: str | None
+    votes: Mapping[str, int]
+    samples: tuple[Completion, ...]
+
+
+def self_consistency(
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    n: int = 5,
+    sampling: Sampling | None = None,
+    key: Callable[[str], str] = str.strip,
+) -> list[Vote]:
+    """Draws n answers to each prompt and lets them vote.
+
+    Args:
+        generator: with room for `sampling`.
+        prompts: as for `Generator.generate`.
+        n: samples of each.
+        sampling: how; with a temperature above 0.
+        key: what of an answer counts, such as its number; an empty one has no vote.
+
+    Raises:
+        ValueError: the sampling is greedy, or n is less than 1.
+    """
+    sampling = sampling or Sampling(temperature=0.7)
+    if n < 1 or not sampling.temperature > 0:
+        raise ValueError(f"self-consistency: n={n} must be 1 or more, and temperature={sampling.temperature} above 0")
+    replies = generator.generate(prompts, sampling, n)
+    return [vote(replies[start : start + n], key) for start in range(0, len(replies), n)]
+
+
+def vote(samples: Sequence[Completion], key: Callable[[str], str] = str.strip) -> Vote:
+    """Lets samples of one prompt vote; the arguments are those of `self_consistency`."""
+    votes: dict[str, int] = defaultdict(int)
+    weight: dict[str, float] = defaultdict(float)
+    for sample in samples:
+        if answer := key(sample.answer):
+            votes[answer] += 1
+            weight[answer] += math.exp(sample.logprob)
+    best = max(votes, key=lambda answer: (votes[answer], weight[answer]), default=None)
+    return Vote(best, dict(votes), tuple(samples))

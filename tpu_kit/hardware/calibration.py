@@ -1,0 +1,135 @@
+"""What `verify` measured and found on this machine, kept for each kind of device, for `plan` and `train` to use.
+
+A file of JSON in the user's cache. Its ratios correct what is predicted; a kernel or a loop that failed is not taken by
+`auto` again. What was found with other versions of torch_xla, libtpu or the kit says nothing of these, and is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.hardware import chips
+from tpu_kit.hardware.compatibility import installed_version
+from tpu_kit.hardware.machine import Machine
+
+_AGAIN = "`python -m tpu_kit verify` again"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The figures of one kind of device.
+
+    Attributes:
+        device: a chip's name, such as "v5e", or "xla-cpu".
+        memory: measured peak of a step over the compiler's figure; None where it was not measured.
+        time: measured time of a step over that of the roofline; None where it was not measured.
+        kernels: what was checked, "splash" or "flash": why it failed, empty where it did not.
+        scan: why the loop over layers failed, empty where it did not or was not checked.
+        report: path of the report that has the details.
+        made: date.
+        versions: of the packages, and a hash of the kit's code.
+        ignored: why what was found there is not used; it then holds nothing else.
+    """
+
+    device: str
+    memory: float | None = None
+    time: float | None = None
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    scan: str = ""
+    report: str = ""
+    made: str = ""
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    ignored: str = ""
+
+    def __str__(self) -> str:
+        """The ratios in words; empty where nothing was measured."""
+        parts = [] if self.memory is None else [f"memory {self.memory:.2f} of the compiler's figure"]
+        parts += [] if self.time is None else [f"step time {self.time:.2f} of the roofline's"]
+        return f"measured on this machine, {self.made}: {', '.join(parts)}" if parts else ""
+
+    @property
+    def notes(self) -> list[str]:
+        """The ratios and why a file is ignored, a line each."""
+        return [text for text in (str(self), self.ignored) if text]
+
+    def apply(self, config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+        """The run without what failed here and `auto` would take; and a line for each change."""
+        warnings = []
+        if config.model.attention == "auto" and (why := self.kernels.get("splash")):
+            pick: Literal["flash", "sdpa"] = "flash" if self.kernels.get("flash") == "" else "sdpa"
+            also = f", flash too ({self.kernels['flash']})" if self.kernels.get("flash") else ""
+            config = replace(config, model=replace(config.model, attention=pick))
+            warnings.append(f"WARNING: attention=auto is {pick}: splash failed on this machine ({why}){also}")
+        if config.optim.scan_layers == "auto" and self.scan:
+            config = replace(config, optim=replace(config.optim, scan_layers="off"))
+            warnings.append(f"WARNING: layers are unrolled: their loop failed on this machine ({self.scan})")
+        return config, [f"{warning}; see {self.report}, and run {_AGAIN}" for warning in warnings]
+
+    def save(self) -> None:
+        """Writes it whole; where the cache cannot be written to, nothing is kept."""
+        path = _path(self.device)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}.part")
+            part.write_text(json.dumps(asdict(self), indent=1))
+            part.replace(path)
+        except OSError as error:
+            print(f"{path}: {error.strerror}; what was measured is in the report alone", flush=True)
+
+
+def begin(device: str, report: Path) -> Calibration:
+    """An empty one of today, with the versions that are installed here."""
+    return Calibration(device, report=str(report), made=f"{datetime.now(UTC):%Y-%m-%d}", versions=_versions())
+
+
+def load(device: str) -> Calibration:
+    """What was found on this kind of device, as far as it holds for the versions installed here; else an empty one."""
+    path = _path(device)
+    try:
+        found = Calibration(**json.loads(path.read_text()))
+        old = ", ".join(
+            f"{name} {found.versions.get(name)} (now {now})"
+            for name, now in _versions().items()
+            if found.versions.get(name) != now
+        )
+    except FileNotFoundError:
+        return Calibration(device)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return Calibration(device, ignored=f"{path} is ignored, as it cannot be read ({error}): run {_AGAIN}")
+    if old:
+        text = f"what was measured on {found.made} is ignored, as it was with {old}: run {_AGAIN}"
+        return Calibration(device, ignored=text)
+    return found
+
+
+def device_of(device_type: str, at: Machine) -> str:
+    """The name that the figures of a machine's devices are kept by."""
+    found = at.tpus() if device_type == "tpu" else []
+    return chips.chip(found[0]).name if found else device_type
+
+
+def _path(device: str) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "tpu_kit" / "calibration" / f"{device}.json"
+
+
+def _versions() -> dict[str, str | None]:
+    names = ("torch", "torch_xla", "libtpu", "jax")
+    return {name: installed_version(name) for name in names} | {"tpu_kit's code": _code()}
+
+
+@cache
+def _code() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,284 @@
+"""What a run needs besides its accelerator: host memory, disk, the compile cache, the hub and the tracker.
+
+One `Check` per question, as in `machine`; the network is asked for three seconds at most, and secrets are never shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import math
+import netrc
+import re
+import shutil
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.hardware import chips
+from tpu_kit.hardware.machine import Check, Machine
+from tpu_kit.hardware.units import GIB
+
+_TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
+# A replica's process without weights: imports and runtime took 0.93 GiB on XLA:CPU; the TPU's driver is a guess on top.
+PROCESS_BYTES = 1.5 * GIB
+_KEPT = 0.2
+"""Share of a model's numbers that int8 and int4 leave in bf16, where only its name is known: embedding and head have
+13 % of Llama 3.1 8B's, 10 of Qwen2.5 3B's, 21 of Llama 3.2 1B's, 28 of Qwen2.5 0.5B's."""
+_STACK = 0.45
+"""Share of the layers' matrices that the largest stack of them has, where only the name is known: 27 % in Llama 3.1 8B
+(gate_proj), 44 in Phi 3 mini (gate_up_proj)."""
+
+
+def _folder(config: TrainConfig) -> Path:
+    """Where the model is, if it is on this machine."""
+    name = config.model.name
+    return Path(__file__).parents[1] / "assets/embedded" if name == "embedded" else Path(name).expanduser()
+
+
+def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
+    """Bytes of the base weights as they are saved, and whether they are on this machine already.
+
+    Of a folder, the size of its safetensors or else .bin files; four times a GGUF file, whose 4 bits become 16.
+    Of a hub id, parameters as its name says ("8B") times the bytes of `base_dtype`, or None where it says nothing.
+    """
+    name, gguf, folder = config.model.name, config.model.gguf_file, _folder(config)
+    if folder.is_dir():
+        files = [folder / gguf] if gguf else [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+        return sum(file.stat().st_size for file in files if file.is_file()) * (4 if gguf else 1), True
+    match = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", name.lower())
+    size = 4 if config.model.base_dtype == "fp32" else 2  # int8 and int4 are made of bf16
+    return (float(match[1]) * {"b": 1e9, "m": 1e6}[match[2]] * size if match else None), False
+
+
+def loading_bytes(config: TrainConfig) -> float | None:
+    """Bytes of host memory that a replica's base weights take at most while they are loaded; None if not known.
+
+    Weights that are trained are in fp32. For int8 and int4 each weight is rounded as it is read (`quantized`), so the
+    host never holds all that is saved; beyond the result it holds one stack, while layers become a loop (`layer_scan`).
+    A GGUF file, or what another tool has quantised, becomes bf16 before that.
+    """
+    saved, _ = model_bytes(config)
+    model, folder = config.model, _folder(config)
+    dtype = model.base_dtype if config.lora.r else "fp32"
+    if saved is None or model.gguf_file:
+        return saved if saved is None or dtype != "fp32" else 2 * saved
+    found = _count(folder) if folder.is_dir() else None
+    named_in_fp32 = model.base_dtype == "fp32" and not folder.is_dir()
+    matrices, others, stack = found or _guess(saved / (4 if named_in_fp32 else 2))
+    if dtype in ("fp32", "bf16") or _is_quantized(folder):
+        return (matrices + others) * (4 if dtype == "fp32" else 2)
+    each = 1 if dtype == "int8" else 0.5 + 4 / model.quant_group
+    return (matrices + stack) * each + others * 2
+
+
+def _guess(numbers: float) -> tuple[float, float, float]:
+    """`_count` of a model of which only the size is known."""
+    matrices = (1 - _KEPT) * numbers
+    return matrices, _KEPT * numbers, _STACK * matrices
+
+
+def _count(folder: Path) -> tuple[float, float, float] | None:
+    """Numbers in the matrices of a folder's layers, in its other tensors, and in the largest stack of those matrices.
+
+    None where its files are not safetensors that can be read; loading them says why.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    stacks: dict[str, int] = {}
+    others = 0
+    try:
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    shape = file.get_slice(name).get_shape()
+                    place, layers = re.subn(r"\.\d+\.", ".", name)
+                    if layers and len(shape) == 2 and "vision" not in name:
+                        stacks[place] = stacks.get(place, 0) + math.prod(shape)
+                    else:
+                        others += math.prod(shape)
+    except (OSError, SafetensorError):
+        return None
+    return (sum(stacks.values()), others, max(stacks.values())) if stacks else None
+
+
+def _is_quantized(folder: Path) -> bool:
+    try:
+        return "quantization_config" in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def free_memory(at: Machine) -> float | None:
+    """Bytes of host memory that are free, within the limit of this container; None where the system does not say."""
+    kib = re.search(r"MemAvailable:\s*(\d+) kB", at.read("proc/meminfo"))
+    if kib is None:
+        return None
+    free, limit = int(kib[1]) * 1024.0, at.read("sys/fs/cgroup/memory.max")
+    if limit.isdigit():
+        free = min(free, float(limit) - float(at.read("sys/fs/cgroup/memory.current") or 0))
+    return free
+
+
+def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
+    """Whether the host has memory for a model per replica while they start: else the kernel kills one (SIGKILL)."""
+    free = free_memory(at)
+    if free is None:
+        return Check("Host memory", "skipped", "/proc/meminfo does not say")
+    size = loading_bytes(config)
+    text = f"{free / GIB:.1f} GiB free"
+    if size is None:
+        return Check("Host memory", "ok", f"{text}; the size of {config.model.name} is not known from its name")
+    # Replicas of XLA:CPU are threads of one process, all others are processes.
+    threads = config.launch.device_type == "xla-cpu" or at.environ.get("PJRT_DEVICE") == "CPU"
+    processes = 1 if threads else replicas
+    need = replicas * size + processes * PROCESS_BYTES
+    parts = f"{replicas} x {size / GIB:.2f} of weights + {processes} x {PROCESS_BYTES / GIB:.1f}"
+    text += f", {need / GIB:.1f} needed: {parts}"
+    if need <= free:
+        return Check("Host memory", "ok", text)
+    fix = "num_replicas=1" if replicas > 1 and size + PROCESS_BYTES <= free else "a smaller model.name"
+    return Check("Host memory", "failure", text, f"{fix}, or a host with {need / GIB:.0f} GiB")
+
+
+def check_disk(at: Machine, config: TrainConfig) -> Check:
+    """Room for the weights to download and for the checkpoints kept.
+
+    A checkpoint of full fine-tuning counts 5 times the bf16 weights (2 bytes a parameter, and 8 for AdamW's moments);
+    one more than `keep` exists while it is written. Adapters and logs: 1 GiB.
+    """
+    size, local = model_bytes(config)
+    trained = 0 if config.lora.r else (config.checkpoint.keep + 1) * 5 * (size or 0)
+    cache = Path(at.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    local = local or (cache / "hub" / f"models--{config.model.name.replace('/', '--')}" / "snapshots").is_dir()
+    wanted = [(config.output_path, GIB + trained, "output_dir=/larger/disk/run")]
+    wanted += [] if local else [(cache, size or GIB, "export HF_HOME=/larger/disk/huggingface")]
+    texts, fixes = [], []
+    for path, need, fix in wanted:
+        free = shutil.disk_usage(next(p for p in [path.absolute(), *path.absolute().parents] if p.is_dir())).free
+        texts.append(f"{free / GIB:.0f} GiB free for {path}, {need / GIB:.1f} needed")
+        fixes += [fix] if free < need else []
+    return Check("Disk", "failure" if fixes else "ok", "; ".join(texts), " && ".join(fixes))
+
+
+def compile_cache(at: Machine) -> Path:
+    """Where compiled programs are kept: XLA_PERSISTENT_CACHE_PATH, by default ~/.cache/tpu_kit/xla."""
+    return Path(at.environ.get("XLA_PERSISTENT_CACHE_PATH") or Path("~/.cache/tpu_kit/xla").expanduser())
+
+
+def check_cache(at: Machine) -> Check:
+    """Whether compiled programs can be kept for the next run."""
+    folder = compile_cache(at)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        fix = "export XLA_PERSISTENT_CACHE_PATH=/a/writable/folder"
+        return Check("Compile cache", "warning", f"{folder}: {error.strerror}; every run compiles anew", fix)
+    return Check("Compile cache", "ok", f"{folder} is writable")
+
+
+def _head(url: str, token: str | None = None, seconds: float = 3.0) -> tuple[int | None, str]:
+    """Ask a server for a page's headers, by way of a proxy if one is set; no redirect gets to see the token.
+
+    Returns:
+        The status, or None and why there is none.
+    """
+    outcome: list[tuple[int | None, str]] = [(None, f"no answer in {seconds:.0f} s")]
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(url, method="HEAD", headers=headers)
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds) as answer:
+                outcome[0] = (answer.status, "")
+        except urllib.error.HTTPError as error:
+            outcome[0] = (error.code, "")
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            outcome[0] = (None, str(getattr(error, "reason", error)))
+
+    # A thread, since the look-up of a name has no timeout of its own.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return outcome[0]
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+def check_hub(at: Machine, config: TrainConfig) -> Check:
+    """Whether the Hugging Face hub answers and gives this user the model; the token is never shown."""
+    name, environ, model = "Hugging Face hub", at.environ, config.model.name
+    home = Path(environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    token_file = Path(environ.get("HF_TOKEN_PATH") or home / "token")
+    token = environ.get("HF_TOKEN")
+    with contextlib.suppress(OSError):
+        token = token or token_file.read_text().strip()
+    text = f"token in {'HF_TOKEN' if environ.get('HF_TOKEN') else token_file}" if token else "no token"
+    away = [s for s in (model, config.data.source) if s != "embedded" and "://" not in s and not _is_local(s)]
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if environ.get(variable, "").upper() in _TRUE:
+            return Check(name, "skipped", f"offline by {variable}; {text}")
+    endpoint = (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    page = f"/{model}/resolve/{config.model.revision or 'main'}/config.json" if model in away else ""
+    status, problem = _head(endpoint + page, token if page else None)
+    if status is None and away:
+        fix = "export HF_HUB_OFFLINE=1 if they are in its cache; else copy them here and name the folders"
+        return Check(name, "warning", f"{endpoint}: {problem}; needed for {', '.join(away)}", fix)
+    if status is None:
+        return Check(name, "skipped", f"{endpoint}: {problem}; this config needs nothing from it")
+    if status in (401, 403):
+        fix = f"ask for access at {endpoint}/{model}, then: hf auth login"
+        return Check(name, "failure", f"{model} is gated, private or not there, and not for this user; {text}", fix)
+    if status >= 400 and page:
+        return Check(name, "warning", f"{endpoint} answers {status} for {model}", "model.name, model.revision")
+    return Check(name, "ok", f"{endpoint} answers; {text}")
+
+
+def _is_local(source: str) -> bool:
+    return source.startswith((".", "/", "~")) or "*" in source or Path(source).exists()
+
+
+def check_wandb(at: Machine, config: TrainConfig) -> Check:
+    """Whether Weights & Biases, if it is on, finds a key (never shown) or is offline."""
+    mode = config.tracking.wandb
+    if mode == "online" and at.environ.get("WANDB_MODE") in ("offline", "disabled"):
+        mode = "offline"
+    if mode != "online":
+        return Check("W&B", "skipped", "off (tracking.wandb)" if mode == "off" else "offline: no key needed")
+    host = (at.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").split("//")[-1].split("/")[0]
+    path = Path(at.environ.get("NETRC") or Path("~/.netrc").expanduser())
+    try:
+        known = netrc.netrc(str(path)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        known = False
+    if at.environ.get("WANDB_API_KEY") or known:
+        return Check("W&B", "ok", "key in WANDB_API_KEY" if at.environ.get("WANDB_API_KEY") else f"key in {path}")
+    return Check("W&B", "failure", f"online, but no key for {host}", "wandb login, or tracking.wandb=offline")
+
+
+def chip_name(device_type: str) -> str | None:
+    """The name in `chips` of what replicas here run on; None for a CPU, or a chip that is not known there."""
+    if device_type == "tpu":
+        return next(iter(Machine().tpus()), None)
+    if device_type == "cuda":
+        import torch
+
+        with contextlib.suppress(ValueError):
+            return chips.chip(torch.cuda.get_device_name()).name
+    return None
+
+
+def chips_of(device_type: str, replicas: int) -> int:
+    """Chips that so many replicas run on: v2 and v3 have two devices a chip."""
+    name = chip_name(device_type)
+    return max(1, replicas // chips.chip(name).devices_per_chip) if name else replicas

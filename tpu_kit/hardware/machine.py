@@ -1,0 +1,355 @@
+"""What can be told of this machine without touching a device: one `Check` per question, with the command that fixes it.
+
+Versions come from the packages' metadata, chips from /sys, who holds them from /proc, the rest from the environment. So
+it is safe in a notebook's kernel, quick, and says the same before the first import as after a failed one. `doctor` puts
+the checks in order and adds those that need a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tpu_kit.hardware import chips
+from tpu_kit.hardware.compatibility import (
+    PACKAGES,
+    PAIRINGS,
+    PYTHONS,
+    TESTED,
+    bare,
+    find_pairing,
+    install_line,
+    installed_version,
+    is_tested,
+    mismatches,
+)
+
+if TYPE_CHECKING:  # only Python itself is needed here, so that `install` can look around where nothing is installed yet
+    from tpu_kit.config.loader import TrainConfig
+
+Status = Literal["ok", "warning", "failure", "skipped"]
+MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001
+
+# As in torch_xla._internal.tpu and tpu-info: v2 and v3 share a device id and differ in the subsystem's.
+_GOOGLE = "0x1ae0"
+_PCI = {"0x005e": "v4", "0x0063": "v5e", "0x0062": "v5p", "0x006f": "v6e", "0x0076": "v7x"}
+_PCI_SUBSYSTEM = {"0x004e": "v2", "0x004f": "v3"}
+_METADATA = "/computeMetadata/v1/instance/attributes/tpu-env"  # the key that torch_xla reads
+
+# Each process of a launch gets its own values of these; see `preset_per_process`.
+PER_PROCESS = (
+    "CLOUD_TPU_TASK_ID", "TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_PROCESS_ADDRESSES", "TPU_PROCESS_BOUNDS",
+    "TPU_PROCESS_PORT", "TPU_VISIBLE_CHIPS",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row: `fix` is a command (or what to change), empty where all is well; `cores` is what each core measured."""
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+    cores: tuple[Mapping[str, float | None], ...] = field(default=(), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        fix = f"\n{'':>21}-> {self.fix}" if self.fix else ""
+        return f"{MARKS[self.status]} {self.name:<18} {self.found}{fix}"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the checks look at; a test gives another folder tree, environment or set of versions.
+
+    Attributes:
+        root: Where sys, proc, dev and tmp are.
+        environ: Environment variables.
+        version: Version of an installed package, or None.
+        python: Major and minor version of the interpreter.
+        metadata_server: Host and port that answer for the cloud's virtual machine. An address, for a name off-cloud
+            can take long to be refused.
+    """
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    version: Callable[[str], str | None] = installed_version
+    python: tuple[int, int] = (sys.version_info[0], sys.version_info[1])
+    metadata_server: str = "169.254.169.254:80"
+
+    def read(self, path: str) -> str:
+        """Text of a file below `root`, stripped; empty where it cannot be read."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def tpus(self) -> list[str]:
+        """Chips on the PCI bus, such as ["v5e", "v5e"]; nothing is asked of them."""
+        found = []
+        for device in sorted((self.root / "sys/bus/pci/devices").glob("*")):
+            name = str(device.relative_to(self.root))
+            if self.read(f"{name}/vendor") == _GOOGLE:
+                subsystem = _PCI_SUBSYSTEM.get(self.read(f"{name}/subsystem_device"))
+                found.append(_PCI.get(self.read(f"{name}/device"), subsystem))
+        return [kind for kind in found if kind]
+
+    def nodes(self) -> list[Path]:
+        """The chips' device files. /dev/vfio/vfio is the driver's, not a chip's."""
+        dev = self.root / "dev"
+        return sorted([*dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")])
+
+    def holders(self, paths: Iterable[Path]) -> dict[int, str]:
+        """Process id -> command line of each process that has one of these files open, as far as /proc shows us."""
+        wanted = {str(path) for path in paths}
+        found: dict[int, str] = {}
+        for folder in (self.root / "proc").glob("[0-9]*") if wanted else ():
+            with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+                if any(_link(fd) in wanted for fd in (folder / "fd").iterdir()):
+                    found[int(folder.name)] = self.command(int(folder.name))
+        return found
+
+    def command(self, pid: int) -> str:
+        """Command line of a process, shortened."""
+        line = " ".join(self.read(f"proc/{pid}/cmdline").replace("\0", " ").split()) or self.read(f"proc/{pid}/comm")
+        return line if len(line) <= 90 else line[:87] + "..."
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def check_python(machine: Machine) -> Check:
+    """Whether wheels of torch_xla and libtpu exist for this Python."""
+    found = "Python " + ".".join(map(str, machine.python))
+    if machine.python in PYTHONS:
+        return Check("Python", "ok", found)
+    fix = "python3.12 -m venv .venv && .venv/bin/pip install -r requirements-tpu.txt"
+    return Check("Python", "failure", f"{found}: the kit and torch_xla need 3.11 to 3.13", fix)
+
+
+def check_packages(machine: Machine, on_tpu: bool) -> Check:
+    """Whether torch, torch_xla, libtpu and jax pair, by their metadata: a wrong pair fails when it is imported."""
+    have = {name: version for name in PACKAGES if (version := machine.version(name))}
+    found = " ".join(f"{name} {version}" for name, version in have.items()) or "torch is not installed"
+    then, install = ", then restart the kernel", install_line(machine.python)
+    if "torch" not in have:
+        return Check("Packages", "failure", found, "pip install -r requirements-gpu.txt (requirements-tpu.txt for TPU)")
+    if beside := machine.version("torch_tpu"):
+        return _torch_tpu(found, beside, on_tpu or "torch_xla" in have, install + then)
+    if "torch_xla" not in have:
+        found += "; torch_xla is not installed, so there is no TPU and no rehearsal of one"
+        fix = install + then if on_tpu else f"{install} (only for TPU and its rehearsal)"
+        return Check("Packages", "failure" if on_tpu else "skipped", found, fix)
+    if wrong := mismatches(machine.version, machine.python, with_tpu=on_tpu):
+        pairing = find_pairing(machine.version)
+        must = ", ".join(f"{name} must be {_either((pairing or PAIRINGS[0]).allowed(name))}" for name in wrong)
+        line = "pip install " + " ".join(f'"{name}=={pin}"' for name, pin in wrong.items())
+        return Check("Packages", "failure", f"{found}: {must}", line + then)
+    pairing = find_pairing(machine.version)
+    assert pairing is not None, "nothing mismatches"
+    built = {name: pin for name, pin in pairing.beside.items() if bare(machine.version(name) or pin) != pin}
+    if built:
+        found += f"; {' and '.join(built)} built for another torch: importing transformers may fail"
+        return Check("Packages", "warning", found, f"pip uninstall -y {' '.join(built)}{then}")
+    moved = {name: now for name in TESTED if (now := machine.version(name)) and not is_tested(name, now)}
+    if moved:
+        for name, now in moved.items():
+            found += f"; {name} {now}, tested with {' to '.join(dict.fromkeys(TESTED[name]))}"
+        found += ": its releases have broken TPU before"
+        pins = " ".join(f'"{name}=={TESTED[name][1]}.*"' for name in moved)
+        return Check("Packages", "warning", found, f"pip install {pins}{then}; or a short rehearsal, if you need it")
+    if machine.version("tensorflow"):
+        found += "; tensorflow beside them loads a TPU driver of its own and may take the chip"
+        return Check("Packages", "warning", found, f"pip uninstall -y tensorflow{then}")
+    return Check("Packages", "ok", found)
+
+
+def _either(versions: Sequence[str]) -> str:
+    return " or ".join(versions)
+
+
+def _torch_tpu(found: str, version: str, failure: bool, install: str) -> Check:
+    """torch-tpu (TorchTPU) is torch_xla's successor: it needs torch 2.11 or later, which no torch_xla pairs with."""
+    found += f"; torch_tpu {version}: with it the kit trains on CPU and GPU; a TPU needs torch_xla"
+    fix = f"pip uninstall -y torch_tpu && {install}; or a new environment: python3.12 -m venv ~/tpu_kit-env"
+    return Check("Packages", "failure" if failure else "warning", found, fix)
+
+
+def check_process(machine: Machine) -> Check:
+    """Whether this process (a notebook's kernel) still can launch: packages as loaded, runtime untouched."""
+    for name in ("torch", "torch_xla"):
+        loaded, installed = getattr(sys.modules.get(name), "__version__", None), machine.version(name)
+        if loaded and installed and bare(loaded) != bare(installed):
+            found = f"{name} {loaded} is loaded, {installed} is installed: pip replaced it under this process"
+            return Check("This process", "failure", found, restart())
+    # Asked of a module that is already there, which initialises nothing.
+    extension = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+    if extension is not None and extension._xla_runtime_is_initialized():
+        found = 'it has touched the XLA device: a launch would fail with "Runtime is already initialized"'
+        return Check("This process", "failure", found, f"{restart()}; do not call torch_xla.device() in a cell")
+    note = "; functions given to launch() must live in a module, not in a cell" if in_kernel() else ""
+    return Check("This process", "ok", f"it has not touched the XLA device{note}")
+
+
+def in_kernel() -> bool:
+    """Whether this process is a notebook's kernel; having imported ipykernel, as papermill does, is not enough."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def restart() -> str:
+    """How to start again with a process that has touched nothing."""
+    return "restart the kernel (Kernel > Restart)" if in_kernel() else f"kill {os.getpid()}, start again"
+
+
+def check_tpu(machine: Machine, asked: bool) -> Check:
+    """Which chips are on the PCI bus, and whether this user can open them."""
+    found, nodes = machine.tpus(), machine.nodes()
+    named = machine.environ.get("TPU_ACCELERATOR_TYPE") or machine.environ.get("TPU_NAME")
+    if not found:
+        text = f"none attached, though the environment names {named}" if named else "none attached"
+        if asked or named:
+            fix = "Colab: Runtime > Change runtime type; Kaggle: Settings > Accelerator; or device_type=xla-cpu"
+            return Check("TPU", "failure" if asked else "warning", text, fix)
+        return Check("TPU", "skipped", text)
+    text = f"{len(found)} x {found[0]}" + (f" ({named})" if named else "")
+    if not nodes:
+        text += ", but /dev has no accel* or vfio/* file of them: the container was not given the devices"
+        return Check("TPU", "failure", text, "docker run --privileged --net=host ...")
+    closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
+    if closed:
+        return Check("TPU", "failure", f"{text}; no permission: {closed[0]}", f"sudo chmod a+rw {' '.join(closed)}")
+    return Check("TPU", "ok", f"{text}, {len(nodes)} device files")
+
+
+def check_metadata(machine: Machine) -> Check:
+    """Whether torch_xla will learn the TPU's topology, which it asks of the metadata server while it is imported."""
+    found = machine.tpus()
+    if not found:
+        return Check("TPU metadata", "skipped", "not asked for: torch_xla does so only where there are chips")
+    chip = chips.chip(found[0])
+    count = len(found) * (chip.cores or 1 if chip.name_counts_cores else 1)
+    topology = chip.topologies.get(len(found))
+    bounds = ",".join(map(str, topology.chips_per_host_bounds)) if topology else "X,Y,Z"
+    # The HOST names: with the PROCESS names torch_xla would not set them anew for each process.
+    values = {
+        "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": f"{chip.accelerator_prefix}-{count}",
+        "TPU_HOST_BOUNDS": "1,1,1", "TPU_CHIPS_PER_HOST_BOUNDS": bounds, "TPU_WORKER_ID": "0",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }  # fmt: skip
+    fix = "export " + " ".join(f"{name}={value}" for name, value in values.items())
+    if machine.environ.get("TPU_SKIP_MDS_QUERY"):
+        if kind := machine.environ.get("TPU_ACCELERATOR_TYPE"):
+            return Check("TPU metadata", "ok", f"from the environment: {kind}")
+        return Check("TPU metadata", "failure", "TPU_SKIP_MDS_QUERY is set, TPU_ACCELERATOR_TYPE is not", fix)
+    try:
+        with contextlib.closing(http.client.HTTPConnection(machine.metadata_server, timeout=1)) as connection:
+            connection.request("GET", _METADATA, headers={"Metadata-Flavor": "Google"})
+            answer = connection.getresponse()
+            kind_line = re.search(r"ACCELERATOR_TYPE:\s*'?([\w-]+)", answer.read(65536).decode(errors="replace"))
+        if answer.status == 200 and kind_line:
+            return Check("TPU metadata", "ok", f"the metadata server says {kind_line[1]}")
+        problem = f"the metadata server answers {answer.status} without the TPU's type"
+    except (OSError, http.client.HTTPException) as error:
+        problem = f"no metadata server ({error or type(error).__name__})"
+    return Check("TPU metadata", "failure", f"{problem}: importing torch_xla would fail or hang", fix)
+
+
+def check_holder(machine: Machine) -> Check:
+    """Which process has the chip open; a TPU serves one at a time."""
+    nodes = machine.nodes()
+    if not nodes:
+        return Check("Chip in use", "skipped", "no device files")
+    return _held("Chip in use", "failure", machine.holders(nodes)) or Check("Chip in use", "ok", "by no process")
+
+
+def _held(name: str, status: Status, holders: Mapping[int, str]) -> Check | None:
+    if os.getpid() in holders:
+        return Check(name, status, f"held by this process, PID {os.getpid()}", restart())
+    text = "; ".join(f"PID {pid}: {command}" for pid, command in holders.items())
+    return Check(name, status, f"held by {text}", f"kill {' '.join(map(str, holders))}") if holders else None
+
+
+def check_lock(machine: Machine) -> Check:
+    """Whether libtpu's lock file is held, or left by a process that was killed."""
+    path, name = machine.root / "tmp/libtpu_lockfile", "libtpu lock"
+    try:
+        status = path.stat()
+    except OSError:
+        return Check(name, "ok", "no lock file")
+    # Never opened here: the lock is a POSIX one (flock does not see it), which a process loses when it closes *any* of
+    # its descriptors of the file. In a kernel that holds the TPU, looking would set it free.
+    # "1: POSIX ADVISORY WRITE <pid> <device>:<inode> 0 EOF"; a pid that our namespace does not see is 0.
+    locks = [words for line in machine.read("proc/locks").splitlines() if (words := line.split())[1:2] == ["POSIX"]]
+    pids = [int(words[4]) for words in locks if words[5].endswith(f":{status.st_ino}") and int(words[4]) > 0]
+    if held := _held(name, "warning", {pid: machine.command(pid) for pid in pids} | machine.holders([path])):
+        return held
+    # libtpu makes it for its owner alone (mode 600), and so fails on the one that another user left.
+    if os.geteuid() not in (0, status.st_uid):
+        text = f"{path} was left behind by a killed process of another user: libtpu cannot open it"
+        return Check(name, "failure", text, f"sudo rm {path}")
+    text = f"{path} was left behind by a process that was killed; libtpu takes it over"
+    return Check(name, "warning", text, f"rm {path}")
+
+
+def check_replicas(machine: Machine, config: TrainConfig) -> Check:
+    """Whether the TPU devices can be shared among as many replicas as the config asks for."""
+    found, asked = machine.tpus(), config.launch.num_replicas
+    if not found or config.launch.device_type not in ("auto", "tpu"):
+        return Check("Replicas", "skipped", "no TPU to divide")
+    devices = len(found) * chips.chip(found[0]).devices_per_chip
+    if asked not in (None, 1, devices):
+        text = f"num_replicas={asked} with {devices} TPU devices: torch_xla starts one process, or one for each"
+        return Check("Replicas", "failure", text, f"num_replicas={devices}, or leave it out")
+    preset = preset_per_process(machine) if asked != 1 else []
+    note = f"; {', '.join(preset)} of the environment left out, as each process gets its own" if preset else ""
+    return Check("Replicas", "ok", f"{asked or devices} for {devices} TPU devices{note}")
+
+
+def preset_per_process(machine: Machine) -> list[str]:
+    """Variables of the environment that the replicas of a launch must not inherit.
+
+    torch_xla keeps a value that is set, so one that is the same for all processes would give them the same chip.
+    Kaggle's image sets TPU_PROCESS_ADDRESSES=local (tpu/Dockerfile of Kaggle/docker-python). On several hosts such
+    values are the cluster's, and stay.
+    """
+    devices = sum(chips.chip(name).devices_per_chip for name in machine.tpus())
+    if devices < 2 or "," in machine.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        return []
+    return [name for name in PER_PROCESS if name in machine.environ]
+
+
+def unset(names: Sequence[str]) -> str:
+    """How to remove environment variables."""
+    # A kernel's environment is out of a shell's reach.
+    if in_kernel():
+        return f"import os; [os.environ.pop(name, None) for name in {list(names)}], then restart the kernel"
+    return f"unset {' '.join(names)}"
+
+
+def check_settings(machine: Machine) -> Check:
+    """Environment variables that make a run as slow as the CPU, mostly left over from an earlier debugging."""
+    environ, slow = machine.environ, {}
+    if machine.tpus() and environ.get("PJRT_DEVICE", "TPU") != "TPU":
+        slow["PJRT_DEVICE"] = f"={environ['PJRT_DEVICE']} leaves the TPU unused"
+    if environ.get("XLA_USE_EAGER_DEBUG_MODE") == "1":
+        slow["XLA_USE_EAGER_DEBUG_MODE"] = " compiles and runs each operation alone"
+    if re.search(r"backend_optimization_level=[01]\b", environ.get("XLA_FLAGS", "")):
+        slow["XLA_FLAGS"] = " turns the compiler's optimisation off"
+    for name in ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL", "XLA_SAVE_TENSORS_FILE"):
+        if environ.get(name, "0") not in ("", "0"):
+            slow[name] = " writes a report at each step"
+    text = "; ".join(name + why for name, why in slow.items())
+    return Check("Settings", "warning", text, unset(list(slow))) if slow else Check("Settings", "ok", "none slows it")

@@ -1,0 +1,341 @@
+"""The model to train: a pretrained base, LoRA on top, and what the training step asks of it.
+
+Precision. With LoRA the frozen base is stored in `base_dtype` (of int8 and int4 `quantize` tells) and the adapters in
+fp32. In full fine-tuning (lora.r = 0) every weight is stored in fp32, because an update of relative size 1e-3 or less
+is lost when it is added to a bf16 weight (8 bits of mantissa). Matrix products run in bf16 unless base_dtype=fp32, by
+autocast around the forward pass. Autocast matters for LoRA too: PEFT alone converts the activations to fp32 in front of
+every adapter (for a v5e the compiler then reports 9 % more HBM traffic and 6 % more cycles; 2 layers of Qwen2.5-0.5B,
+4 x 1024 tokens, r = 16).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tpu_kit.models import activation_checkpointing, attention, rotary
+from tpu_kit.models.architecture import FAMILIES
+from tpu_kit.models.loading import load_base, load_frozen
+from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported: it goes with load_model
+from tpu_kit.models.quantization import QuantizedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from tpu_kit.config.loader import LoraConfig, ModelConfig
+
+# PEFT asks transformers by an old name; nobody who trains can do anything about it.
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
+_XLA = ("tpu", "xla-cpu")
+_FAMILIES = (*FAMILIES, "gemma3")
+"""model_type of the families whose output head the tests compare with transformers' own logits."""
+
+
+class OutputHead(NamedTuple):
+    """What turns the last hidden state into logits: softcap(scale * (hidden @ weight.T + bias))."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    softcap: float | None
+    scale: float
+
+
+class ParameterCount(NamedTuple):
+    """Numbers of scalars, tied weights counted once; and what the frozen ones among them are, if they are integers."""
+
+    trainable: int
+    total: int
+    quantized: str = ""
+
+    def __str__(self) -> str:
+        share = self.trainable / self.total
+        return f"{self.trainable:,} of {self.total:,} parameters are trained ({share:.2%}){self.quantized}"
+
+
+def load_model(config: ModelConfig, lora: LoraConfig, seed: int = 0) -> torch.nn.Module:
+    """Loads the base model on the CPU and makes it trainable.
+
+    Args:
+        config: which model, in which dtype.
+        lora: the adapters; r = 0 trains every weight instead.
+        seed: of the adapters' initial values; the global random state is left as it was.
+
+    Returns:
+        A `PeftModel`, or the plain model if lora.r = 0, in training mode, with the segment-aware attention "tpu_kit".
+
+    Raises:
+        ValueError: if the model cannot be read, weights are missing from it, or the LoRA targets do not fit it.
+    """
+    base = load_frozen(config) if lora.r else load_base(config, torch.float32)
+    model = adapt(base, lora, config.base_dtype, seed)
+    if _causal(model).config.model_type not in _FAMILIES:
+        check_head(model)
+    return model.train()
+
+
+def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int = 0) -> torch.nn.Module:
+    """Turns a causal language model, of any origin and on any device, into the one that is trained.
+
+    Args:
+        model: the base model, stored as the module's text says.
+        lora: the adapters, or r = 0.
+        base_dtype: "bf16" or "fp32": what the matrix products run in.
+        seed: of the adapters' initial values.
+
+    Returns:
+        The same weights, with adapters if lora.r > 0; `requires_grad` says which are trained.
+
+    Raises:
+        ValueError: if the LoRA targets or their initialisation do not fit the model.
+    """
+    attention.register()
+    model.set_attn_implementation(attention.SDPA)
+    rotary.fix(model)
+    adapted: torch.nn.Module = model.requires_grad_(True)
+    if not lora.r and (beside := _beside_the_text(model)):
+        raise ValueError(
+            f"lora.r=0 trains all weights, and {type(model).__name__} has some that text does not reach, as "
+            f"{beside[0]}: train adapters (lora.r=16), which are put on its language model alone"
+        )
+    if lora.r:
+        from peft import LoraConfig as PeftLoraConfig
+        from peft import get_peft_model
+
+        settings = PeftLoraConfig(
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=_targets(model, lora.targets),
+            exclude_modules=_beside_the_text(model) or None,
+            use_rslora=lora.rslora,
+            use_dora=lora.dora,
+            init_lora_weights=True if lora.init == "default" else lora.init,
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapted = get_peft_model(model, settings, autocast_adapter_dtype=True)
+        if lora.init in ("olora", "pissa"):
+            # These take what the adapters start with out of the base weights. `adapter` needs it to save for the base
+            # model as it is.
+            start = {name: value.detach().clone() for name, value in trainable_parameters(adapted).items()}
+            adapted._tpu_kit_start = start  # type: ignore[assignment]
+    adapted._tpu_kit_compute_dtype = _DTYPES[base_dtype]  # type: ignore[assignment]
+    return adapted
+
+
+def _beside_the_text(model: PreTrainedModel) -> list[str]:
+    """The linear layers that are no part of the language model: those for images, for instance."""
+    text = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part not in text]
+
+
+def _targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
+    """Checks the LoRA targets against the modules that are there."""
+    if targets == "all-linear":
+        return targets
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    modules = dict(model.named_modules())
+    hits = {target: [name for name in modules if f".{name}".endswith(f".{target}")] for target in wanted}
+    missing = [target for target, names in hits.items() if not names]
+    if missing or not wanted:
+        linear = {name.rsplit(".")[-1] for name, part in modules.items() if isinstance(part, torch.nn.Linear)}
+        linear -= {name for name, part in modules.items() if part is model.get_output_embeddings()}
+        raise ValueError(
+            f"lora.targets: {', '.join(missing) or 'an empty list'} matched nothing in {type(model).__name__}; its "
+            f"linear layers are {', '.join(sorted(linear))}. Name some of these, or use all-linear"
+        )
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    refused = [target for target, names in hits.items() if any(modules[name] in ends for name in names)]
+    if refused:
+        raise ValueError(
+            f"lora.targets: {', '.join(refused)} is the model's input or output embedding. The loss reads the output "
+            "embedding in chunks, without its layer, and it may share its weight with the input: leave both out"
+        )
+    return wanted
+
+
+def _causal(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model, without PEFT's wrapper; LoRA layers stay inside it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def text_config(model: torch.nn.Module) -> Any:
+    """The configuration of the language model, also where it is part of a larger one."""
+    return _causal(model).config.get_text_config()
+
+
+def use_attention(model: torch.nn.Module, choice: str, device_type: str) -> str:
+    """Sets the attention for the device the model will run on and returns its registered name (`attention.choose`)."""
+    implementation = attention.choose(choice, device_type)
+    _causal(model).set_attn_implementation(implementation)
+    return implementation
+
+
+def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Module:
+    """Moves the model, in place, and ties its embeddings again.
+
+    A move to XLA makes new parameters one by one: tied ones become two, silently, with gradients that go apart.
+    """
+    model.to(device)
+    causal = _causal(model)
+    if text_config(causal).tie_word_embeddings:
+        causal.tie_weights()
+        head = causal.get_output_embeddings()
+        assert head.weight is causal.get_input_embeddings().weight, (
+            "tied embeddings came apart on the way to the device"
+        )
+    return model
+
+
+def enable_remat(model: torch.nn.Module, device_type: str, keeps: bool = False) -> None:
+    """Makes every layer forget its activations and compute them again in the backward pass.
+
+    On XLA this must be torch_xla's own checkpoint: it puts a barrier between the first computation and the second,
+    without which the compiler finds both equal, merges them and saves nothing.
+
+    Args:
+        model: as `load_model` returns it.
+        device_type: "tpu", "xla-cpu", "cuda" or "cpu".
+        keeps: whether the results of products and of attention are kept, on "cuda" or "cpu" (see `remat`).
+    """
+    causal = _causal(model)
+    # A random state is worth saving only where something draws from it.
+    draws = any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in model.modules())
+    if device_type in _XLA:
+        from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
+
+        function = functools.partial(xla_checkpoint, use_reentrant=True, preserve_rng_state=draws)
+    else:
+        from torch.utils.checkpoint import checkpoint
+
+        function = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
+        if keeps:
+            function = functools.partial(function, context_fn=activation_checkpointing.contexts)
+    causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+    # A reentrant checkpoint passes no gradient on if none of its inputs wants one; under LoRA the embedding is frozen.
+    causal.enable_input_require_grads()
+
+
+def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Runs the model up to its output head, so that the logits can be made in chunks.
+
+    Args:
+        model: as `load_model` returns it, moved to the batch's device.
+        batch: input_ids (B, S) and, optionally, position_ids and segment_ids (B, S); 0 in segment_ids is padding.
+            Without segment_ids every row is one document.
+
+    Returns:
+        (B, S, H) last hidden states in the compute dtype, after the final norm.
+    """
+    causal = _causal(model)
+    ids = batch["input_ids"]
+    segment_ids = batch.get("segment_ids")
+    if segment_ids is None:
+        segment_ids = torch.ones_like(ids)
+    masks = attention.inputs(causal.config._attn_implementation, segment_ids)
+    dtype = compute_dtype(model)
+    with _autocast(ids.device.type, dtype):
+        output = causal.get_decoder()(input_ids=ids, position_ids=batch.get("position_ids"), use_cache=False, **masks)
+    return output.last_hidden_state.to(dtype)
+
+
+def compute_dtype(model: torch.nn.Module) -> torch.dtype:
+    """The dtype of the matrix products of a model that `load_model` or `adapt` returned."""
+    return model._tpu_kit_compute_dtype  # type: ignore[return-value]
+
+
+def _autocast(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    # The cache of cast weights is shared by all threads: with replicas as threads a hit would depend on timing, and the
+    # replicas' graphs would differ.
+    return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
+
+
+def output_embedding(model: torch.nn.Module) -> OutputHead:
+    """Gives the output head for `loss.chunked_nll`.
+
+    Raises:
+        ValueError: if the head is not a plain linear layer (LoRA on it, for instance).
+    """
+    causal = _causal(model)
+    head = causal.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:
+        raise ValueError(
+            f"the output head is a {type(head).__name__}, and the chunked loss needs a plain linear layer: take "
+            "lm_head out of lora.targets"
+        )
+    config = text_config(causal)
+    # Cohere multiplies its logits, Granite divides them; Gemma caps them.
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return OutputHead(head.weight, head.bias, getattr(config, "final_logit_softcapping", None), float(scale))
+
+
+def logits(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Computes the logits (B, S, V) that the chunked loss takes, all at once; the arguments are `hidden_states`'s."""
+    head, hidden = output_embedding(model), hidden_states(model, batch)
+    found = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.scale
+    return found if head.softcap is None else torch.tanh(found / head.softcap) * head.softcap
+
+
+def check_head(model: torch.nn.Module) -> None:
+    """Compares the logits made from `hidden_states` and `output_embedding` with the model's own, on a few tokens.
+
+    Raises:
+        ValueError: if they differ: the family does something to its logits that this module does not know.
+    """
+    causal = _causal(model)
+    training = model.training
+    model.eval()
+    ids = torch.arange(1, 9, device=output_embedding(model).weight.device)[None]
+    with torch.no_grad(), _autocast(ids.device.type, compute_dtype(model)):
+        ours = logits(model, {"input_ids": ids})
+        own = causal(input_ids=ids, use_cache=False).logits
+    model.train(training)
+    if not torch.allclose(ours.float(), own.float(), rtol=0.02, atol=0.02 * float(own.abs().max())):
+        raise ValueError(
+            f"{type(causal).__name__} changes its logits in a way that the chunked loss does not know, so its loss "
+            f"would be wrong. Known families: {', '.join(_FAMILIES)}"
+        )
+
+
+def check_vocabulary(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes sure that every id of the tokenizer has an embedding (XLA clamps an id out of range without a word).
+
+    Raises:
+        ValueError: if the tokenizer has more ids than the model has rows.
+    """
+    rows, ids = _causal(model).get_input_embeddings().weight.shape[0], len(tokenizer)
+    if ids > rows:
+        raise ValueError(
+            f"the tokenizer has {ids} ids and the model only {rows} embeddings: they do not belong together. Load both "
+            "from one folder, or take the tokens that were added out again"
+        )
+
+
+def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Names and parameters that are trained, in the model's order; a tied weight appears once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def count_parameters(model: torch.nn.Module) -> ParameterCount:
+    """Counts the parameters; one line to print, which also names quantised layers that no adapter goes with."""
+    parts = {name: part for name, part in model.named_modules() if isinstance(part, QuantizedLinear)}
+    count, about = sum(part.count for part in parts.values()), ""
+    if parts:
+        about = f"; {count:,} are frozen in {next(iter(parts.values())).scheme}"
+        alone = {name.rpartition(".")[2] for name in parts} - {"base_layer"}
+        about += f"; no adapter makes up for the rounding of {', '.join(sorted(alone))}" if alone else ""
+    return ParameterCount(
+        trainable=sum(parameter.numel() for parameter in trainable_parameters(model).values()),
+        total=count + sum(parameter.numel() for parameter in model.parameters()),
+        quantized=about,
+    )

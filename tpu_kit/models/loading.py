@@ -1,0 +1,413 @@
+"""Loading a base model straight into integers, and keeping these on disk for the next time.
+
+transformers reads the files, tensor by tensor; each weight is rounded when it comes and then let go. So the host needs
+memory for the quantised model and one tensor, not for the model that was saved. (What transformers has of a file mapped
+in memory is the page cache's, which the system takes back when it needs it.)
+
+Reading a model and its tokenizer: from a folder, the hub, a GGUF file, or the embedded one.
+
+Whatever goes wrong becomes a `ValueError` that says what to do next; transformers' own texts run over pages.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpu_kit.hardware.units import GIB
+from tpu_kit.models.quantization import QuantizedLinear, Scheme, SchemeError, quantize_model, replace_layers
+from tpu_kit.storage import atomic
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from tpu_kit.config.loader import ModelConfig
+
+_UNDONE_IN_LOADING = ("fp8", "mxfp4", "mxfp8")
+"""Methods that transformers undoes as it loads, on any machine."""
+
+
+def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer that belongs to the model; a missing pad token becomes the end-of-text token.
+
+    Padding carries segment 0 and no label, so which id fills it does not matter.
+
+    Args:
+        config: the model.
+        adapter: what training wrote: with a tokenizer in it, that is taken, and with it the chat template of the
+            training.
+
+    Raises:
+        ValueError: if the folder or hub repository cannot be read, or holds no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    own = adapter is not None and Path(adapter, "tokenizer_config.json").is_file()
+    name = str(adapter) if own else locate(config)
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if not own:
+        options["revision"] = config.revision
+    if config.gguf_file and not (Path(name) / "tokenizer_config.json").is_file():
+        options["gguf_file"] = config.gguf_file
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        if Path(name).is_dir():
+            raise ValueError(
+                f"model.name={config.name}: the folder has no tokenizer that transformers reads ({brief(error)}). "
+                "Copy the tokenizer's files of the original model into it (tokenizer.json, tokenizer_config.json)"
+            ) from error
+        raise ValueError(unreachable(config, error)) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_base(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Loads the causal language model on the CPU, its weights in `dtype`, also where they are saved quantised.
+
+    Raises:
+        ValueError: it cannot be read, the checkpoint lacks some of the weights, or another tool has quantised them in a
+            way that transformers does not undo here.
+    """
+    options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
+    method = None if config.gguf_file else quantized_by(config)
+    if method in _UNDONE_IN_LOADING:
+        options["config"] = _dequantizing(config)
+    elif method:
+        return _undo(config, dtype, method)
+    model = read_model(config, dtype, **options)
+    forget_quantizer(model)
+    return model
+
+
+def read_model(config: ModelConfig, dtype: torch.dtype, /, **options: Any) -> PreTrainedModel:
+    """Calls from_pretrained with `options`; errors say what to do, as in `load_base`."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    name = locate(config)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            dtype=dtype,
+            output_loading_info=True,
+            **options,
+        )
+    except SchemeError:
+        raise
+    except ImportError as error:
+        raise ValueError(f"model.name={config.name}: {brief(error)}") from error
+    except (SafetensorError, RuntimeError) as error:  # a file that is damaged, weights of other shapes
+        raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"model.name={config.name}: the model comes with Python code of its own. Read that code; if you trust "
+                "it, set model.trust_remote_code=true"
+            ) from error
+        if Path(name).is_dir():
+            raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
+        raise ValueError(unreachable(config, error)) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"model.name={config.name}: {len(missing)} weights of {type(model).__name__} are not in the checkpoint "
+            f"({', '.join(missing[:3])}...) and would be random. Is it a causal language model, saved whole?"
+        )
+    return model
+
+
+def read_config(config: ModelConfig) -> PreTrainedConfig | None:
+    """Reads a model's configuration, without its weights; None where it cannot be read, which loading explains."""
+    from transformers import AutoConfig
+
+    options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
+    try:
+        found: PreTrainedConfig = AutoConfig.from_pretrained(
+            locate(config), revision=config.revision, trust_remote_code=config.trust_remote_code, **options
+        )
+    except (OSError, ValueError, KeyError, ImportError):
+        return None
+    return found
+
+
+def forget_quantizer(model: PreTrainedModel) -> None:
+    """Lets transformers train and save a model whose weights are plain now, or ours; else it refuses to."""
+    model.hf_quantizer, model.is_quantized = None, False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def quantized_by(config: ModelConfig) -> str | None:
+    """The method that a model's config.json says its weights are quantised by; None for plain weights.
+
+    What cannot be read counts as plain: loading it says why it cannot.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        given, _ = PretrainedConfig.get_config_dict(locate(config), revision=config.revision)
+    except (OSError, ValueError):
+        return None
+    settings = given.get("quantization_config") or given.get("text_config", {}).get("quantization_config")
+    if not settings:
+        return None
+    return str(settings.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in settings else "unknown"))
+
+
+def _dequantizing(config: ModelConfig) -> Any:
+    """The model's configuration, which asks transformers to make plain weights of the quantised ones as they come."""
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(
+        locate(config), revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    settings.quantization_config["dequantize"] = True
+    return settings
+
+
+def _undo(config: ModelConfig, dtype: torch.dtype, method: str) -> PreTrainedModel:
+    """Loads a model with the tool that quantised it, if it is installed, and makes plain weights of it."""
+    try:
+        model = read_model(config, dtype)
+        plain: PreTrainedModel = model.dequantize(dtype=dtype)
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"model.name={config.name}: its weights are quantised by {method}, which cannot be undone here "
+            f"({brief(error.__cause__ or error)}). Use the model that it was made from: model.base_dtype=int8 or int4 "
+            "makes it as small"
+        ) from error
+    forget_quantizer(plain)
+    return plain
+
+
+def locate(config: ModelConfig) -> str:
+    """The folder of a model, or its hub id; raises ValueError if it is a folder without one."""
+    if config.name == "embedded":
+        from tpu_kit.assets import embedded
+
+        return str(embedded.model_dir())
+    folder = Path(config.name).expanduser()
+    if folder.is_dir():
+        wanted = config.gguf_file or "config.json"
+        if not (folder / wanted).is_file():
+            have = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+            raise ValueError(f"model.name={config.name}: the folder has no {wanted} (it holds: {have})")
+        return str(folder)
+    if config.name.startswith((".", "~", os.sep)) or config.name.count("/") > 1:
+        raise ValueError(f"model.name={config.name}: there is no such folder. Give a folder, a hub id or embedded")
+    return config.name
+
+
+def unreachable(config: ModelConfig, error: Exception) -> str:
+    """What to tell the user of a model that is no folder and that the hub did not give."""
+    kind = type(error.__cause__ or error).__name__
+    if "Gated" in kind or "gated repo" in str(error):
+        action = "its owner grants access by request: ask on its page, then run `hf auth login`"
+    else:
+        action = (
+            "check the spelling and the network; or run `hf download` where there is one and give the folder; "
+            "or use model.name=embedded, which needs no network"
+        )
+    return (
+        f"model.name={config.name}: it is no folder here and cannot be fetched from the hub ({brief(error)}): {action}"
+    )
+
+
+def brief(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return str(error).strip().split("\n")[0][:300]
+
+
+_METHOD = "tpu_kit"  # in config.json, where other methods have their names
+_VERSION = 2  # of what is stored; another one is quantised anew
+_FILE_BYTES = GIB
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def load_frozen(config: ModelConfig) -> PreTrainedModel:
+    """Loads the base model on the CPU as it is stored under adapters: in `config.base_dtype`.
+
+    Raises:
+        ValueError: as `loading.load_base`; or its weights cannot be quantised that way.
+    """
+    scheme = Scheme.of(config)
+    if scheme is None:
+        return load_base(config, _DTYPES[config.base_dtype])
+    if config.gguf_file or quantized_by(config):
+        model = load_base(config, torch.bfloat16)
+        quantize_model(model, scheme)
+        return model
+    if config.quant_cache is None or config.trust_remote_code or config.name == "embedded":
+        return _read(config, scheme)
+    return _through_cache(config, scheme, Path(config.quant_cache).expanduser())
+
+
+def _read(config: ModelConfig, scheme: Scheme) -> PreTrainedModel:
+    """Loads what is saved in floating-point numbers, and rounds it on the way."""
+    model = read_model(config, torch.bfloat16, quantization_config=_settings()(scheme.bits, scheme.group))
+    forget_quantizer(model)
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------------ the cache
+
+
+def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrainedModel:
+    """Loads what an earlier run has kept, or quantises and keeps it; one process of a machine does, the others wait."""
+    if (key := _key(config, scheme)) is None:
+        return _read(config, scheme)
+    place = folder / f"{Path(config.name).name}-{'int8' if scheme.bits == 8 else f'int4-{scheme.group}'}-{key}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"{place.name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (place / "config.json").is_file():
+                model = _read(config, scheme)
+                _keep(model, scheme, place)
+                return model
+    except OSError as error:
+        print(f"quantised        not kept: {folder} ({error.strerror})", flush=True)
+        return _read(config, scheme)
+    _settings()
+    try:
+        model = read_model(replace(config, name=str(place), revision=None), torch.bfloat16)
+    except ValueError as error:
+        print(f"quantised        anew: {place} is damaged ({brief(error)})", flush=True)
+        shutil.rmtree(place, ignore_errors=True)
+        return _through_cache(config, scheme, folder)
+    forget_quantizer(model)
+    model.name_or_path = model.config.name_or_path = locate(config)
+    return model
+
+
+def _key(config: ModelConfig, scheme: Scheme) -> str | None:
+    """Names the weights and how they are stored; None where it cannot be told whether weights are the same ones."""
+    from transformers import AutoConfig
+
+    name = locate(config)
+    base: str | None
+    if Path(name).is_dir():
+        files = sorted(path for path in Path(name).iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
+        base = repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+    else:
+        try:
+            base = getattr(AutoConfig.from_pretrained(name, revision=config.revision), "_commit_hash", None)
+        except (OSError, ValueError, KeyError):  # loading says why
+            return None
+    if base is None:
+        return None
+    return hashlib.sha256(repr((base, name, scheme, _VERSION)).encode()).hexdigest()[:16]
+
+
+def _keep(model: PreTrainedModel, scheme: Scheme, place: Path) -> None:
+    """Saves a quantised model as a folder that transformers loads, once it knows the method."""
+    tensors = _tensors(model)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if (free := shutil.disk_usage(place.parent).free) < 1.05 * size:
+        about = f"it takes {size / GIB:.1f} GiB, and {free / GIB:.1f} are free in {place.parent}"
+        print(f"quantised        not kept: {about}", flush=True)
+        return
+    try:
+        with atomic.replacing(place) as part:  # the lock of `_through_cache` is held
+            part.mkdir()
+            _write(model, tensors, scheme, part)
+    except OSError as error:
+        print(f"quantised        not kept: {place.parent} ({error.strerror})", flush=True)
+    else:
+        print(f"quantised        kept for the next run: {place}, {size / GIB:.2f} GiB", flush=True)
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All that is saved; of tied weights the first."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            found[name] = tensor
+    return found
+
+
+def _write(model: PreTrainedModel, tensors: dict[str, torch.Tensor], scheme: Scheme, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    files: list[dict[str, torch.Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if sum(each.nbytes for each in files[-1].values()) + tensor.nbytes > _FILE_BYTES and files[-1]:
+            files.append({})
+        files[-1][name] = tensor.contiguous()
+    places: dict[str, str] = {}
+    for number, named in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        save_file(named, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(named, file)
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    settings = model.config.to_dict() | {"quantization_config": _settings()(scheme.bits, scheme.group).to_dict()}
+    (folder / "config.json").write_text(json.dumps(settings, default=str))  # the last: with it the folder is whole
+
+
+# ----------------------------------------------------------------------------------- what transformers asks of a method
+
+
+@cache
+def _settings() -> Any:
+    """Makes our method known to transformers; returns the class of its settings."""
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    @register_quantization_config(_METHOD)
+    class Settings(QuantizationConfigMixin):
+        def __init__(self, bits: int, group: int = 0, **_: Any) -> None:
+            self.quant_method, self.bits, self.group = _METHOD, bits, group
+
+    class Rounding(ConversionOps):
+        def __init__(self, scheme: Scheme) -> None:
+            self.scheme = scheme
+
+        def convert(self, input_dict: dict[str, Any], full_layer_name: str = "", **_: Any) -> dict[str, torch.Tensor]:
+            (weight,) = input_dict.values()
+            integers, scale = self.scheme.quantize(weight[0] if isinstance(weight, list) else weight)
+            return {full_layer_name: integers, f"{full_layer_name.removesuffix('weight')}scale": scale}
+
+    @register_quantizer(_METHOD)
+    class Quantizer(HfQuantizer):
+        @property
+        def scheme(self) -> Scheme:
+            return Scheme(self.quantization_config.bits, self.quantization_config.group)
+
+        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+            replace_layers(model, self.scheme)
+
+        def param_needs_quantization(self, model: Any, param_name: str, **rest: Any) -> bool:
+            owner, _, leaf = param_name.rpartition(".")
+            return leaf == "weight" and isinstance(model.get_submodule(owner), QuantizedLinear)
+
+        def get_quantize_ops(self) -> Rounding:
+            return Rounding(self.scheme)
+
+        def is_serializable(self) -> bool:
+            return True
+
+        @property
+        def is_trainable(self) -> bool:
+            return True
+
+    return Settings

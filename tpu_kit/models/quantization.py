@@ -1,0 +1,253 @@
+"""Linear layers whose frozen weights are stored as integers: int8 with a scale for each output, or int4 in groups.
+
+An 8B model in bf16 does not fit a chip of 16 GB; in int8 or int4 it does, with adapters to train on top. TPUs multiply
+bf16, so a layer turns its integers into bf16 within the step, in the forward pass and again in the backward pass: what
+autograd keeps is the integers and the scales, which are there anyway. PyTorch's own int4 does not exist on XLA, and
+torch_xla's quantised linear layer passes no gradient on.
+
+Storage of a weight W of (O, I), as buffers of a `QuantizedLinear`:
+
+    int8   weight  int8 (O, I)        W is about weight * scale[:, None]
+           scale   bf16 (O,)
+    int4   weight  uint8 (I / 2, O)   a byte holds two values from 0 to 15: the low four bits are input j, the high
+                                      ones input j + I / 2; 2 G divides I
+           scale   bf16 (2, I / G, O) a step and an offset for the inputs j with the same j // G; W is about
+                                      value * step + offset
+
+So a byte and 2 / I more for a weight in int8, and 1/2 + 4 / G in int4. How int4 lies is for the TPU compiler. With
+neighbours in a byte it takes many times the memory, or never ends. With the inputs along the lanes, 128 of them, a
+group is no part of a tile, unless the groups come in eights: all layers' integers are then copied into another layout
+(5.8 GiB of Qwen3-14B's). GGUF files of 4 bits have groups of 32 with offsets, too: in groups of 32 they lose next to
+nothing. Embeddings, norms, biases and the output head stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tpu_kit.config.loader import ModelConfig
+
+_AT_ONCE = 2**18  # weights: what rounding needs beside them stays in a processor's cache
+_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+
+
+class SchemeError(ValueError):
+    """A model that a scheme does not fit; the text says what to set instead."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights are stored.
+
+    Attributes:
+        bits: 8 or 4.
+        group: columns that share a scale; for 4 bits only.
+    """
+
+    bits: int
+    group: int = 0
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Scheme | None:
+        """What `model.base_dtype` asks for; None where weights stay floating-point numbers."""
+        if config.base_dtype == "int8":
+            return cls(8)
+        return cls(4, config.quant_group) if config.base_dtype == "int4" else None
+
+    def __str__(self) -> str:
+        return "int8" if self.bits == 8 else f"int4 in groups of {self.group}"
+
+    def stored(self, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of the buffers of a layer."""
+        if self.bits == 8:
+            return {"weight": ((outputs, inputs), torch.int8), "scale": ((outputs,), torch.bfloat16)}
+        return {
+            "weight": ((inputs // 2, outputs), torch.uint8),
+            "scale": ((2, inputs // self.group, outputs), torch.bfloat16),
+        }
+
+    def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rounds a weight (O, I), of any floating-point type: its integers and scales, as they are stored."""
+        rows = max(1, _AT_ONCE // weight.shape[1])
+        found = [self._quantize(part.detach().to(torch.float32)) for part in weight.split(rows)]
+        integers, scales = zip(*found, strict=True)
+        if self.bits == 8:
+            return torch.cat(integers), torch.cat(scales)
+        return torch.cat(integers).T.contiguous(), torch.cat(scales, dim=1).mT.contiguous()
+
+    def _quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.bits == 8:
+            scale = (weight.abs().amax(1) / 127).to(torch.bfloat16)  # less by 0.2 % at most: nothing exceeds 127
+            return torch.round(weight / _divisor(scale.float())[:, None]).to(torch.int8), scale
+        groups = weight.view(weight.shape[0], -1, self.group)
+        scale = _least_squares(groups)
+        low, high = _four_bits(groups, scale).view(weight.shape).to(torch.uint8).chunk(2, dim=1)
+        return low | high << 4, scale
+
+    def dequantize(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """(O, I) in `dtype`, of what `quantize` returned."""
+        return torch.cat(self.parts(weight, scale, dtype), dim=1)
+
+    def parts(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The same as blocks of columns: one, or the two halves of int4.
+
+        A product with each half needs no dequantised copy on a TPU. The compiler makes one, in memory, to put them
+        together: 112 MiB of a (14336, 4096) weight, and half again as much traffic.
+        """
+        if self.bits == 8:
+            return [weight.to(dtype) * scale.to(dtype)[:, None]]
+        steps, offsets = (each[:, None].chunk(2) for each in scale.to(dtype).unbind())
+        return [
+            (part.to(dtype).view(-1, self.group, part.shape[1]) * step + offset).flatten(0, 1).T
+            for part, step, offset in zip((weight & 15, weight >> 4), steps, offsets, strict=True)
+        ]
+
+
+def _divisor(scale: torch.Tensor) -> torch.Tensor:
+    """A row of zeros has scale 0."""
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def _four_bits(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The values from 0 to 15 of groups (O, I / G, G), by steps and offsets (2, O, I / G)."""
+    step, offset = scale.float()[..., None].unbind()
+    return torch.round((groups - offset) / _divisor(step)).clamp(0, 15)
+
+
+def _least_squares(groups: torch.Tensor) -> torch.Tensor:
+    """Steps and offsets that leave each group (O, I / G, G) the smallest sum of squared errors, out of seven.
+
+    From its smallest value to its largest, or a range about the same middle that cuts both off.
+    """
+    low, high = groups.aminmax(dim=-1)
+    best = torch.full(low.shape, float("inf"), dtype=torch.float64)
+    found = torch.zeros(2, *low.shape, dtype=torch.bfloat16)
+    for share in _SHARES:
+        offset = (low + high) / 2 - share * (high - low) / 2
+        scale = torch.stack([share * (high - low) / 15, offset]).to(torch.bfloat16)
+        step, offset = scale.float()[..., None].unbind()
+        # Sums in double precision do not depend on how a processor sums; so every machine rounds alike.
+        error = (_four_bits(groups, scale) * step + offset - groups).square().sum(-1, dtype=torch.float64)
+        found = torch.where(error < best, scale, found)
+        best = torch.minimum(error, best)
+    return found
+
+
+class QuantizedLinear(torch.nn.Linear):
+    """A linear layer with a frozen weight of integers. PEFT takes it for what it is: a linear layer.
+
+    Its output and the gradients have the dtype of the products: autocast's, or else that of the input.
+    """
+
+    scale: torch.Tensor
+
+    def __init__(self, inputs: int, outputs: int, scheme: Scheme, bias: torch.nn.Parameter | None = None) -> None:
+        """Makes an empty one, on the device that is PyTorch's default now."""
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features, self.scheme = inputs, outputs, scheme
+        for name, (shape, dtype) in scheme.stored(outputs, inputs).items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtype))
+        self.register_parameter("bias", bias)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., I) -> (..., O)."""
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        output: torch.Tensor = _Product.apply(input.to(dtype), self.weight, self.scale, self.scheme)
+        return output if self.bias is None else output + self.bias.to(dtype)
+
+    @property
+    def count(self) -> int:
+        """Number of weights that its integers stand for; where it is a stack of layers, those of all."""
+        return self.weight.numel() * 8 // self.scheme.bits
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight (O, I) that it multiplies with."""
+        return self.scheme.dequantize(self.weight, self.scale, dtype)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` says of it."""
+        return f"{super().extra_repr()}, {self.scheme}"
+
+
+class _Product(torch.autograd.Function):
+    """input @ W.T, which keeps nothing but the integers and scales of W."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> Any:
+        ctx.save_for_backward(weight, scale)
+        ctx.scheme = scheme
+        if scheme.bits == 8:
+            # int8 is exact in bf16, and a row's scale can as well be the output's.
+            return torch.nn.functional.linear(input, weight.to(input.dtype)) * scale.to(input.dtype)
+        parts = scheme.parts(weight, scale, input.dtype)
+        low, high = (
+            torch.nn.functional.linear(block, part) for block, part in zip(input.chunk(2, dim=-1), parts, strict=True)
+        )
+        return low + high
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        weight, scale = ctx.saved_tensors
+        # Of int8, too, the scale goes to the weight: times the upstream gradient it would make a copy of that.
+        parts = ctx.scheme.parts(weight, scale, upstream.dtype)
+        return torch.cat([upstream @ part for part in parts], dim=-1), None, None, None
+
+
+def layers_of(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
+    """The linear layers of a model's decoder, by name: those whose weights are quantised, or are already."""
+    text, head = {*model.get_decoder().modules()}, model.get_output_embeddings()
+    return {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, torch.nn.Linear) and part in text and part is not head
+    }
+
+
+def replace_layers(model: PreTrainedModel, scheme: Scheme) -> None:
+    """Puts empty quantised layers in the place of a decoder's linear layers, whose weights are dropped.
+
+    Raises:
+        SchemeError: there are none, or the size of a group does not divide half of their inputs.
+    """
+    layers = layers_of(model)
+    if not layers:
+        raise SchemeError(
+            f"model.base_dtype={'int8' if scheme.bits == 8 else 'int4'}: {type(model).__name__} has no linear layers "
+            "to quantise; set it to bf16"
+        )
+    if scheme.bits == 4:
+        _check_groups(layers, scheme.group)
+    for name, layer in layers.items():
+        with layer.weight.device:
+            quantized = QuantizedLinear(layer.in_features, layer.out_features, scheme, layer.bias)
+        model.set_submodule(name, quantized.train(layer.training))
+
+
+def _check_groups(layers: dict[str, torch.nn.Linear], group: int) -> None:
+    widths = {name.rpartition(".")[2]: layer.in_features for name, layer in layers.items()}
+    wrong = [f"{name} ({width})" for name, width in widths.items() if width % (2 * group)]
+    if wrong:
+        fitting = [size for size in (256, 128, 64, 32, 16) if not any(width % (2 * size) for width in widths.values())]
+        advice = f"set it to {fitting[0]}" if fitting else "use model.base_dtype=int8"
+        raise SchemeError(
+            f"model.quant_group={group} does not divide half of the inputs of {', '.join(wrong)}: {advice}"
+        )
+
+
+def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
+    """Quantises a loaded model, in place, one layer after the other.
+
+    Raises:
+        SchemeError: as `replace_layers`.
+    """
+    weights = {name: layer.weight.data for name, layer in layers_of(model).items()}
+    replace_layers(model, scheme)
+    for name, layer in layers_of(model).items():
+        layer.weight, layer.scale = scheme.quantize(weights.pop(name))

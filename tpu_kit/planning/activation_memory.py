@@ -1,0 +1,431 @@
+"""What of a training step's temporaries is alive when, on a TPU, and what the compiler makes of it: terms of `memory`.
+
+Letters: T = B S tokens in a pass, H hidden size, I intermediate size, V vocabulary, L layers, n and m query and
+key-value heads of size d (padded: D), P trained parameters, c bytes of the compute dtype. What is said to be alive was
+read off the buffers that `compile_check.compile_step` lists, and off libtpu's own allocations (libtpu 0.0.21);
+tests/recorded_memory.json has its answers.
+
+What it reports as temporaries is the heap and what it calls fragmentation: the heap less the most that it saw alive. A
+buffer that a loop has been given and changes (the saved inputs of layers, gradients) it does not see until the turn
+writes it, nor after the loop. So with "heap" the most that is alive at a moment, and "seen" the most that is alive
+without what loops carry, it reports 2 heap - seen. Of Qwen2.5-0.5B, 4 rows of 1024, the text of a failed allocation
+says so: a heap of 328.8 MiB, 187.1 of which seen (168 are saved inputs), "fragmentation 141.8M", where 470.6 would be
+reported. The buffer assignment that XLA writes where `debug_options.xla_dump_to` is set has each buffer's place and
+life: of SmolLM2-360M in full, 8 rows, a heap of 3266.4 MiB, 2060 of which seen, and 4472.3 reported. So the true peak
+is lower; a step is said to fit by the reported figure, and that is predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.hardware.chips import Chip
+from tpu_kit.models.architecture import FEW_TILES, Shape
+from tpu_kit.planning.tensor_shapes import BLOCK, LANES, blocks, group_bytes, padded, trained_count, update_groups
+
+VECTOR_MEMORY = 112 * 2**20
+"""What of a layer's work takes the chip's vector memory instead of HBM, where the chip is not given: of 128 MiB on v5e
+and v6e. There are the tiles of the MLP, and what the attention kernels read and write."""
+SPLASH_BLOCK = 1024
+"""Tokens of a block of `splash`; half of it for heads of more than 128."""
+HOLES, HOLES_SHARE = 10 * 2**20, 0.012
+"""Bytes of a heap that are in no buffer, between the many small stacks of a layer, for each layer of a block: 2 to 14
+MiB in most programs, 80 of Gemma 3 in int4, whose block has six; of a small heap at most this share."""
+FLAT_HEAP = 1.075
+"""What is reported of an unrolled program over the buffers alive at its peak: 1.05 and 1.06 (4 layers of Qwen2.5-0.5B,
+remat=none with splash, full with sdpa), 1.075 (SmolLM2-360M, 4 and 12 layers, remat=none)."""
+STATES, WHOLE_STATES = 5, 7
+"""Arrays of (T, H) of a layer that lie in HBM while its backward pass is computed: its input, what attention gave, the
+states between its halves, the gradient that came, and of the rest, normed or cut into tiles, about one (4 to 6 in
+SmolLM2, Llama, Mistral; the others are in the vector memory). In full fine-tuning three of them are in fp32. For each
+layer of a block beyond the first one more: its input, cut out of the stack (Gemma 2, 3)."""
+LEFT_BY_TILES = 0.5
+"""Arrays of (t, I) that each tile of an unrolled MLP but the last leaves in HBM for its adapters' gradients, which some
+programs compute after the last tile: of four tiles four (SmolLM2-360M), three (Llama-3.2-1B), two (SmolLM2-1.7B)."""
+
+
+def rematerialized(config: TrainConfig, shape: Shape) -> str:
+    """`optim.remat` as it works on a TPU, where layers that are no loop cannot keep "outputs" (`step.place`)."""
+    loops = config.optim.scan_layers != "auto" or shape.known.scans  # "off" is how other devices are seen (`rooms`)
+    return "full" if config.optim.remat == "outputs" and not loops else config.optim.remat
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive at one.
+
+    Attributes:
+        name: "start", "loss", "backward" or "update".
+        parts: bytes by part.
+        carried: bytes of it that a loop has carried on, or fills.
+    """
+
+    name: str
+    parts: dict[str, float]
+    carried: float
+
+    @property
+    def heap(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+class PeakActivationModel:
+    """The terms, one method each."""
+
+    def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int, chip: Chip | None = None) -> None:
+        plan = batch_arithmetic(config, num_replicas)
+        self.config, self.shape = config, shape
+        self.passes, self.rows, self.length = plan.gradient_accumulation, plan.batch_size, config.data.max_length
+        self.tokens = self.rows * self.length
+        self.whole = not config.lora.r
+        self.compute = 4 if config.model.base_dtype == "fp32" else 2
+        self.stream = 4 if self.whole else self.compute
+        self.at_hand = WHOLE_STATES if self.whole else STATES
+        self.trained = trained_count(shape, config.lora)
+        optim, attention, remat = config.optim, config.model.attention, rematerialized(config, shape)
+        self.again, self.keeps = remat != "none", remat == "outputs"
+        self.scanned = self.again and (optim.scan_layers == "on" or (optim.scan_layers == "auto" and shape.known.scans))
+        self.kernel = "splash" if attention == "auto" else attention
+        if self.kernel == "flash" and shape.softcap:
+            self.kernel = "sdpa"  # what the flash kernel lacks
+        self.on_chip = (chip.vector_memory_bytes if chip else None) or VECTOR_MEMORY
+        if self.kernel == "sdpa":
+            self.on_chip = 0  # chips without kernels have next to none for a layer's work
+        tiles = self.scanned and not self.keeps
+        self.tile = min(optim.mlp_tile or self.tokens, self.tokens) if tiles else self.tokens
+        self.tiles = -(-self.tokens // self.tile)
+        self.tiled = self.tiles > 1
+        self.block = max(period for period, _ in shape.runs()) if self.scanned else 1
+        self.groups = update_groups(shape, config.lora, scanned=self.scanned)
+
+    def reported(self) -> tuple[Moment, float]:
+        """The moment when most is alive, and the bytes that the compiler reports beyond it."""
+        moments = list(self.moments())
+        most = max(moments, key=lambda moment: moment.heap)
+        if not self.scanned and most.name != "update":
+            return most, (FLAT_HEAP - 1) * most.heap
+        holes = self.block * min(HOLES, HOLES_SHARE * most.heap)
+        return most, most.heap + 2 * holes - max(moment.heap - moment.carried for moment in moments)
+
+    def moments(self) -> Iterator[Moment]:
+        """Those that compete for the peak."""
+        saved, gradients, head = self.saved(), self.gradients(), self.head_gradient()
+        lasting = {"saved_activations": saved, "weight_copies": self.copies(), "rotary": self.rotary()}
+        if self.kernel == "sdpa" and self.again:
+            lasting["mask"] = self.scores()  # as a bias of the scores' shape, made once for all layers
+        if self.scanned:  # the stack that the first loop fills is there before it; what is unrolled saves as it goes
+            yield Moment("start", {**lasting, "layer": self.in_hbm(self.table())}, 0)
+        before = gradients if self.passes > 1 else 0.0
+        chunk, rest = self.loss()
+        # Places of a block's many stacks lie between those of others: no chunk finds room there before they are filled.
+        below = self.layer_gradients() if self.block > 1 and not self.whole else before
+        parts = {**lasting, "loss_chunk": chunk + rest + head, "gradients": below}
+        yield Moment("loss", parts, saved + self.hidden() + head + below)
+        yield Moment("loss", {**parts, "loss_chunk": rest + head}, saved + self.hidden() + below)
+        filled = self.layer_gradients() + head
+        for layer, attention in (self.at_mlp(), self.at_attention()):
+            parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled + before}
+            yield Moment("backward", parts, saved + self.hidden(1 + self.tiled) + filled + before)
+        if self.scanned and self.kernel != "sdpa":
+            parts |= {"layer": self.states(3), "attention": self.turned_back()}
+            yield Moment("backward", parts, saved + self.layer_gradients("self_attn") + head + before)
+        yield Moment("backward", parts | {"layer": self.hidden(), "attention": 0.0}, saved + head + before)
+        flat = sum(self.group_bytes(group) for group in self.groups if len(group) > 1) * self.flat_vectors()
+        unseen = self.scanned * (self.layer_gradients() + (0.0 if self.shape.tied else head))
+        for left, given in self.updates():
+            parts = {"weight_copies": self.tables(), "gradients": left, "all_reduce": flat, "update": given}
+            yield Moment("update", parts, min(left, unseen))
+
+    def group_bytes(self, group: Sequence[tuple[int, ...]]) -> int:
+        """Bytes of the fp32 tensor in which a group is updated."""
+        return group_bytes(group, BLOCK if self.config.optim.optimizer == "adamw8bit" else 1)
+
+    # -------------------------------------------------------------------------------------------------------- arrays
+
+    def hidden(self, count: float = 1) -> float:
+        """`count` arrays of (T, H): in the compute dtype, or in fp32 where the weights are, as in full fine-tuning."""
+        return count * padded((self.tokens, self.shape.hidden), self.stream, free=True)
+
+    def states(self, count: float) -> float:
+        """`count` arrays of (T, H) in the compute dtype: of a layer's work, in which few are fp32 at a time."""
+        return count * padded((self.tokens, self.shape.hidden), self.compute, free=True)
+
+    def heads(self, count: float, heads: int) -> float:
+        """`count` arrays of (B, heads, S, d): a head fills 128 lanes where a kernel takes it, else is dense."""
+        size = self.shape.head_dim
+        if self.kernel == "sdpa":
+            return count * self.tokens * heads * size * self.compute
+        return count * padded((self.rows * heads, self.length, size), self.compute)
+
+    def scores(self) -> float:
+        """One array of sdpa's scores, (B, n, S, S) in the compute dtype."""
+        return padded((self.rows * self.shape.heads, self.length, self.length), self.compute)
+
+    def wide(self, tokens: int) -> float:
+        """One array of (tokens, I)."""
+        return padded((tokens, self.shape.intermediate), self.compute)
+
+    def lanes(self) -> float:
+        """One number of each query and head, held for every lane: (B, n, S, 128) fp32."""
+        return padded((self.rows * self.shape.heads, self.length, LANES), 4)
+
+    def gates(self) -> int:
+        """Arrays of (T, I) that an MLP's backward pass reads: gate, up and product; without a gate two."""
+        return 2 if self.shape.family == "phi" else 3
+
+    # ------------------------------------------------------------------------------------------------ what lasts long
+
+    def saved(self) -> float:
+        """Saved activations: the input of every layer, L T H c (`layer_scan._Scanned`, or torch_xla's checkpoint).
+
+        Of one pass of gradient accumulation: `scan.after` keeps the next one from beginning before it has ended.
+
+        With remat=none all that the backward pass of a layer reads: the MLP's `gates`; `kept`; the inputs of its two
+        halves, 2 T H c; and normed, and attention's output once more, as far as adapters read them. What none reads (a
+        product without an adapter on what follows; all in full fine-tuning) is computed again where it is used.
+        """
+        layers = self.shape.layers
+        if self.again:
+            return layers * (self.hidden() + (self.results() if self.keeps else 0.0))
+        adapted = [linear.path for linear, _ in self.shape.adapted(self.config.lora)]
+        attends, ends = (any(path.startswith(part) for path in adapted) for part in ("self_attn", "mlp"))
+        wide = (self.gates() - (self.shape.linears[-1].path not in adapted)) * self.wide(self.tokens)
+        reads = self.kernel != "sdpa" and {"self_attn.o_proj", "self_attn.dense"} & {*adapted}
+        output = self.output() if reads else 0.0
+        return layers * (wide + self.kept() + output + self.hidden(2 + attends + ends))
+
+    def results(self) -> float:
+        """What remat=outputs keeps of a layer: what its linear layers give, T times their outputs, and attention.
+
+        Of the last product only where a norm follows: to what is added to the stream, nothing goes back through the
+        result. Of attention the output, T n d c, and with splash the log of sums, 4 T n; flash keeps nothing (`remat`).
+        """
+        shape, last = self.shape, 0 if self.shape.norm_follows else 1
+        kept = shape.linears[: len(shape.linears) - last]
+        found = 0.0 + sum(padded((self.tokens, one.outputs), self.compute, free=True) for one in kept)
+        if self.kernel != "flash":
+            found += self.output()
+        return found + (padded((self.rows * shape.heads, self.length), 4) if self.kernel == "splash" else 0.0)
+
+    def output(self) -> float:
+        """What attention gives, T n d c: its heads side by side, as the next product takes it."""
+        return padded((self.tokens, self.shape.heads * self.shape.head_dim), self.compute, free=True)
+
+    def kept(self) -> float:
+        """What attention keeps for its backward pass: queries and output, 2 T n D c, keys and values, 2 T m D c.
+
+        flash also sums and maxima for each lane, 2 T n 128 fp32; sdpa its weights, T S n c, and keys and values
+        repeated for every query head.
+        """
+        if self.kernel == "sdpa":
+            return self.heads(4, self.shape.heads) + self.scores()
+        found = self.heads(2, self.shape.heads) + self.heads(2, self.shape.kv_heads)
+        return found + (2 * self.lanes() if self.kernel == "flash" else 0.0)
+
+    def rotary(self) -> float:
+        """Cosines and sines of the positions, (T, D) each in the compute dtype."""
+        return 2 * padded((self.tokens, self.shape.head_dim), self.compute)
+
+    def copies(self) -> float:
+        """Copies of stacks made before the loop.
+
+        Autocast makes them of what is trained, 2 P in bf16; the compiler of fp32 weights, as a TPU's products take
+        bf16; and of stacks that lie the other way round as arguments, where that pads less (`padded`; H = 576 of
+        SmolLM2; a bf16 copy of fp32 weights lies so at once). The embedding that is laid out anew stays until the last
+        pass has looked it up, in full fine-tuning until it is updated.
+        """
+        table = self.table() if self.passes > 1 or self.whole else 0.0
+        if self.whole or self.compute == 4:
+            return 2.0 * self.shape.layers * self.shape.layer_parameters * self.scanned + table
+        return 2.0 * self.trained + self.relaid() + table
+
+    def relaid(self) -> float:
+        """Stacks of a frozen model in another layout than as arguments, where tiles are filled up, in bf16.
+
+        A loop over tiles wants its weights so. int4's steps and offsets, (2, groups), lie as (groups, 2) before.
+        """
+        model, layers, found = self.config.model, self.shape.layers, 0.0
+        for one in self.shape.linears:
+            stack = (layers, one.outputs, one.inputs)
+            before, now = padded(stack, 2, free=True), padded(stack, 2) if self.tiles > FEW_TILES else 0
+            if model.base_dtype == "int4":
+                groups = one.inputs // model.quant_group
+                before, now = (padded((layers, *two, one.outputs), 2) for two in ((groups, 2), (2, groups)))
+            found += now if before < now else 0
+        return found * self.scanned
+
+    def table(self) -> float:
+        """The embedding in another layout than as an argument, for the lookup."""
+        one, size = (self.shape.vocabulary, self.shape.hidden), 4 if self.whole else self.compute
+        return padded(one, size) if padded(one, size, free=True) < padded(one, size) else 0.0
+
+    def tables(self) -> float:
+        """The embedding's update lays out anew AdamW's moments and the average, too; and what its gradient pads."""
+        table, optim = self.whole * self.table(), self.config.optim
+        more = table - padded((self.shape.vocabulary, self.shape.hidden), 4, free=True) if table else 0.0
+        return table * (1 + 2 * (optim.optimizer == "adamw") + bool(optim.ema_decay)) + more
+
+    def updates(self) -> Iterator[tuple[float, float]]:
+        """The update, at its moments: gradients that are left, and what is there of what it gives.
+
+        That is the largest stack's before it is copied into the arguments, of AdamW with both moments; an embedding is
+        updated in place. 8-bit AdamW's directions stay until the last is known (an embedding's, where rows are filled
+        up), while tensor after tensor is also there with both moments, in fp32 and filled up to blocks.
+        """
+        large, optimizer = [group for group in self.groups if len(group) == 1], self.config.optim.optimizer
+        largest = max((self.group_bytes(group) for group in large if len(group[0]) == 3), default=0)
+        yield self.gradients(), largest * (3.0 if optimizer == "adamw" else 1.0)
+        left, given = 4.0 * sum(math.prod(tensor) for (tensor,) in large), 0.0
+        for (tensor,) in large if optimizer == "adamw8bit" else []:
+            filled = 4.0 * BLOCK * blocks(tensor, BLOCK)
+            left -= 4.0 * math.prod(tensor)
+            yield left, given + 3 * filled
+            given += filled if len(tensor) == 3 or filled > 4 * math.prod(tensor) else 0
+
+    def gradients(self) -> float:
+        """Gradients in fp32, 4 P."""
+        return 4.0 * self.trained
+
+    def layer_gradients(self, module: str = "") -> float:
+        """Of them the stacks that the backward loop fills, or those of a module: not embedding nor output layer."""
+        if self.whole:
+            linears = sum(one.parameters for one in self.shape.linears if one.path.startswith(module))
+            return 4.0 * self.shape.layers * (linears if module else self.shape.layer_parameters)
+        r, adapted = self.config.lora.r, self.shape.adapted(self.config.lora)
+        found = sum(count * r * (one.inputs + one.outputs) for one, count in adapted if one.path.startswith(module))
+        return 4.0 * (found if module else self.trained)
+
+    def head_gradient(self) -> float:
+        """The output layer's, in fp32: from the loss on, in full fine-tuning. The embedding's comes after the layers.
+
+        Where the embedding is laid out anew (`table`) and is the output layer too, it lies in the argument's place.
+        """
+        if not self.whole or (self.shape.tied and self.table()):
+            return 0.0
+        return float(padded((self.shape.vocabulary, self.shape.hidden), 4, free=True))
+
+    # ---------------------------------------------------------------------------------------------- the moments' own
+
+    def loss(self) -> tuple[float, float]:
+        """The loss: logits of one chunk in the compute dtype; and what is there for all chunks.
+
+        These are hidden states and gradients as they are cut, 3 T H c (unrolled, 2: the others are in the vector
+        memory), and of an output layer in fp32 a copy in bf16.
+        """
+        chunk, shape = min(self.config.optim.loss_chunk, self.tokens), self.shape
+        copied = padded((shape.vocabulary, shape.hidden), 2) if self.whole or self.compute == 4 else 0
+        logits = self.in_hbm(padded((chunk, shape.vocabulary), self.compute))
+        return logits, self.hidden(3 if self.scanned else 2) + copied
+
+    def at_mlp(self) -> tuple[float, float]:
+        """The layer that is computed again, when its MLP is: (layer, attention).
+
+        Of (T, H) see `STATES`. The MLP: gate, up, product and two gradients, 5 T I c (ungated 3), one of which is in
+        the vector memory; in a loop over tiles of t tokens 5 t I c, as far as that has no room, and the weights it
+        carries. What attention keeps; and its positions, documents and log sums over 128 lanes, unless they were saved.
+        In full fine-tuning the layer's gradients of the MLP in fp32, before they are put into their stacks.
+        """
+        if not self.scanned:
+            if not self.again:
+                return self.spilt(self.hidden(5) + (self.gates() - 1) * self.wide(self.tokens)), 0.0
+            return self.hidden(5) + (2 * self.gates() - 1) * self.wide(self.tokens), self.kept()
+        arrays = 2 * self.gates() - 1
+        wide = self.spilt(arrays * self.wide(self.tile)) if self.tiled else (arrays - 1) * self.wide(self.tokens)
+        if 1 < self.tiles <= FEW_TILES and not self.whole:
+            wide = max(wide, LEFT_BY_TILES * (self.tiles - 1) * self.wide(self.tile))
+        layer = self.states(self.at_hand + self.block - 1) + self.slices() + wide
+        layer += self.whole * 4.0 * sum(one.parameters for one in self.shape.linears if one.path.startswith("mlp"))
+        sums = self.lanes() if self.kernel == "splash" and not self.keeps else 0.0
+        return layer, self.kept() + sums + self.positions(1) + self.read_back()
+
+    def at_attention(self) -> tuple[float, float]:
+        """The same when its attention is: (layer, attention).
+
+        Unrolled: the forward kernel, queries and output included; splash puts out the log of sums for each lane, flash
+        wants keys and values repeated, sdpa has another array of scores beside what it keeps. As a loop: the backward
+        kernel, with queries, output and its gradient, keys and values and theirs, and the gradient of queries. splash
+        makes one for each block of keys, S / 1024 T n D c, and sums them up.
+        """
+        extra = self.hidden(self.block - 1) + self.slices()
+        if self.kernel == "sdpa":
+            found = self.kept() + self.scores()
+        elif self.kernel == "flash":
+            found = 2 * self.lanes() + self.heads(4, self.shape.heads)
+        elif not self.scanned:
+            found = self.lanes() + self.heads(2, self.shape.heads)
+        else:
+            block = SPLASH_BLOCK // (1 if self.shape.head_dim <= LANES else 2)
+            blocks = max(1, self.length // block)
+            read = self.heads(3, self.shape.heads) + self.heads(4, self.shape.kv_heads)
+            given = self.spilt(read) + self.heads(blocks, self.shape.heads)
+            return self.states(self.at_hand) + extra, given + self.positions(3) + self.read_back()
+        if self.again:
+            return extra, found
+        # What attention keeps is among the saved, and what the MLP did is no longer.
+        return -self.gates() * self.wide(self.tokens), found - self.kept()
+
+    def read_back(self) -> float:
+        """What else the backward pass of attention reads: of adapters what their first halves give, T r c each.
+
+        And of norms of heads in fp32 queries and keys before them; with remat=outputs no product comes before: they are
+        begun early, 3 T n D.
+        """
+        adapted = [one for one, _ in self.shape.adapted(self.config.lora) if one.path.startswith("self_attn")]
+        found = float(len(adapted) * padded((self.tokens, self.config.lora.r or 1), self.compute, free=True))
+        if all(size == self.shape.hidden for size in self.shape.norms):
+            return found
+        if self.keeps:
+            return found + self.heads(3, self.shape.heads) * 4 / self.compute
+        return found + 4.0 * self.tokens * (self.shape.heads + self.shape.kv_heads) * self.shape.head_dim
+
+    def turned_back(self) -> float:
+        """After a kernel's backward pass, when rotary positions are undone: (4 n + 6 m) T D c.
+
+        Gradients of queries, keys and values; of the first two both halves, each of which fills 128 lanes as well; and
+        all three with the heads behind the tokens.
+        """
+        return self.heads(4, self.shape.heads) + self.heads(6, self.shape.kv_heads) + self.read_back()
+
+    def positions(self, numbers: int) -> float:
+        """In a loop: cosines and sines in fp32; over lanes documents and, in a kernel, two of its scratch numbers."""
+        lanes = numbers * padded((self.tokens, LANES), 4)
+        return 2 * padded((self.tokens, self.shape.head_dim), 4) + lanes if self.kernel != "sdpa" else 0.0
+
+    def slices(self) -> float:
+        """Weights cut out of their stacks: as stored, an MLP's that a loop over tiles carries.
+
+        Few tiles are no loop (`tiles`), but where a norm follows each weight is read for all tiles twice.
+
+        int8 becomes bf16 on its way into a product, but attention's is cut out before. int4 is unpacked before: at a
+        time both halves of a matrix of the MLP in fp32, one also in bf16, and as much of attention.
+        """
+        dtype = "bf16" if self.whole else self.config.model.base_dtype
+        mlp = [one.parameters for one in self.shape.linears if one.path.startswith("mlp")]
+        others = [one.parameters for one in self.shape.linears if not one.path.startswith("mlp")]
+        size = {"int8": 1, "int4": 0.5}.get(dtype, self.compute)
+        found = sum(mlp) * size if self.tiles > FEW_TILES or (self.tiled and self.shape.norm_follows) else 0.0
+        if dtype == "int4":
+            return found + 4.0 * (max(mlp) + max(others)) + max(mlp)
+        return found + (sum(others) if dtype == "int8" else 0.0)
+
+    def flat_vectors(self) -> int:
+        """Vectors at the update, beside the gradients in their own shapes, of what is not updated by itself.
+
+        The one that is reduced and clipped. AdamW's direction is computed where it is used; Adafactor's is made matrix
+        by matrix and then laid flat, two more; the average needs the new parameters laid flat, one more. (With the
+        gradients 2.0 are reported of Llama-3.2-1B, and 4.8 of SmolLM2-135M with Adafactor and an average.)
+        """
+        optim = self.config.optim
+        return 1 + (2 if optim.optimizer == "adafactor" else 0) + (1 if optim.ema_decay else 0)
+
+    def spilt(self, size: float) -> float:
+        """What of several arrays does not find room in the vector memory."""
+        return max(0.0, size - self.on_chip)
+
+    def in_hbm(self, size: float) -> float:
+        """The same of one array, which lies here or there."""
+        return size if size > self.on_chip else 0.0

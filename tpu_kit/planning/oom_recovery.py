@@ -1,0 +1,185 @@
+"""When memory runs out after all: the next setting that fits, ready to be used.
+
+The settings proposed make the same training: the rows of an update stay, so that the run goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+from tpu_kit.checkpointing.manager import scan
+from tpu_kit.config.loader import BatchPlan, OptimConfig, TrainConfig, batch_arithmetic
+from tpu_kit.config.stored import ANEW, changes, migrate, plain
+from tpu_kit.distributed.launch import LaunchError
+from tpu_kit.hardware.units import GIB
+from tpu_kit.planning.memory_estimate import estimate
+from tpu_kit.planning.preflight import Preflight
+from tpu_kit.planning.step_time import step_time, work
+from tpu_kit.xla.hlo_memory import parse_out_of_memory
+
+SMALLER = 0.8
+"""How much of the failed setting's predicted peak the next one may have, where nobody says what that took: a choice."""
+
+_DEVICE = re.compile(
+    r"RESOURCE_EXHAUSTED:.*(memory|allocat|reserve)|CUDA out of memory|\bOutOfMemoryError\b", re.IGNORECASE
+)
+_KERNEL = "memory space vmem"  # a kernel asks for more than the chip has beside its units: no smaller batch mends that
+_HOST = re.compile(
+    r"\bMemoryError\b|DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|bad_alloc|was ended by SIGKILL"
+)
+_NO_MORE = (
+    "No setting of the batch helps any more. Another training would take less: a smaller data.max_length, lora.r or "
+    "model, or model.base_dtype=int8; `python -m tpu_kit plan` says how much. It cannot go on from a checkpoint of "
+    f"this run: give it {ANEW}"
+)
+_NAMES = ("batch_size", "global_batch_size", "gradient_accumulation", "remat", "loss_chunk", "mlp_tile")
+
+
+class OutOfMemory(LaunchError):
+    """A run had too little memory.
+
+    Attributes:
+        overrides: the parameters to change, by name, with which it is predicted to fit; empty where none are known.
+    """
+
+    def __init__(self, message: str, overrides: dict[str, Any], rank: int | None = None, traceback: str = "") -> None:
+        super().__init__(message, rank, traceback)
+        self.overrides = overrides
+
+
+def out_of_memory(error: BaseException, outlook: Preflight) -> OutOfMemory | None:
+    """The error to raise in the place of one that says that memory ran out; None for any other.
+
+    Args:
+        error: what the launch raised.
+        outlook: what was predicted of the run.
+    """
+    text = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
+    device, host = _DEVICE.search(text), _HOST.search(text)
+    if _KERNEL in text or not (device or host):
+        return None
+    ending = getattr(error, "rank", None), getattr(error, "traceback", "")
+    own = outlook.room is not None and outlook.room.device_type in ("tpu", "cuda")
+    if own and not device:
+        assert outlook.room is not None
+        rows = batch_arithmetic(outlook.config, outlook.room.replicas).global_batch_size
+        advice = (
+            "It is the host's memory that ran out, not the device's: other settings of the batch do not change that. "
+            f"Use fewer replicas (launch.num_replicas) with global_batch_size={rows} gradient_accumulation=1, which "
+            "keeps the rows of an update, so that the run goes on; or a host with more memory"
+        )
+        return OutOfMemory(f"{text.rstrip()}\n\n{advice}", {}, *ending)
+    used = parse_out_of_memory(text)
+    overrides, why = next_setting(outlook, used["used_bytes"] if used else None)
+    saved = _saved(outlook.config) if overrides else None
+    if saved is not None and outlook.config.checkpoint.resume == "never":  # once was enough
+        overrides["resume"] = "auto"
+    return OutOfMemory(f"{text.rstrip()}\n\n{_advice(overrides, why, saved)}", overrides, *ending)
+
+
+def suggestion(outlook: Preflight) -> str:
+    """What to say before a run that is not predicted to fit; empty of any other."""
+    if outlook.fits is not False:
+        return ""
+    overrides, why = next_setting(outlook)
+    if not overrides:
+        return f"warning: it may run out of memory. {_NO_MORE}"
+    pairs = " ".join(f"{name}={value}" for name, value in overrides.items())
+    return f"warning: it may run out of memory. The same training takes less with {pairs}. {why}"
+
+
+def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str, Any], str]:
+    """The parameters to change, by name, and what is predicted then; no parameters if none helps.
+
+    Of the settings that fit, the fastest where the device's speed is known, else the first of `_candidates`; where none
+    is predicted to fit, the one that takes least.
+
+    Args:
+        outlook: the run that failed.
+        used: bytes that it took, where that is known: predictions are then corrected by it.
+    """
+    config, room, memory = outlook.config, outlook.room, outlook.memory
+    replicas = room.replicas if room else config.launch.num_replicas or 1
+    candidates = list(_candidates(config, batch_arithmetic(config, replicas)))
+    if room is None or memory is None or outlook.shape is None:
+        if not candidates:
+            return {}, ""
+        return _changes(config, candidates[0]), "What it takes cannot be predicted here"
+    factor = max(1.0, used / memory.total_bytes) if used else 1.0
+    bound = room.limit * (1 - outlook.free) / factor
+    if not used:
+        bound = min(bound, SMALLER * memory.total_bytes)
+    found: list[tuple[float, int, TrainConfig]] = []
+    for place, one in enumerate(candidates):
+        seen = room.seen(one)
+        peak = estimate(seen, num_replicas=replicas, shape=outlook.shape, chip=room.chip).total_bytes
+        order = float(place)
+        if room.where is not None:
+            done = work(seen, outlook.shape, batch_arithmetic(one, replicas))
+            order = step_time(done, room.where.chip, replicas, room.where.calibration.time).seconds
+        found.append((order, peak, one))
+    if not found:
+        return {}, ""
+    fitting = [one for one in found if one[1] <= bound]
+    if fitting:
+        _, peak, best = min(fitting, key=lambda one: one[0])
+    elif room.where is None:  # the formula is a TPU's: it does not tell
+        _, peak, best = found[0]
+    else:
+        _, peak, best = min(found, key=lambda one: one[1])
+    why = f"Predicted is {peak * factor / GIB:.2f} of {room.limit / GIB:.2f} GiB; before it was "
+    why += f"{memory.total_bytes / GIB:.2f}" + (f", and {used / GIB:.2f} were wanted" if used else "")
+    return _changes(config, best), why if fitting else f"It may still be too much. {why}"
+
+
+def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:
+    """Settings of the same training that take less, in the order of least harm."""
+    optim = replace(config.optim, global_batch_size=batch.global_batch_size, gradient_accumulation=1)
+    each = batch.global_batch_size // batch.num_replicas
+    smaller = [n for n in range(batch.batch_size - 1, 0, -1) if each % n == 0 and _grows_alike(optim, batch)]
+    remats: list[Literal["none", "outputs", "full"]] = ["none", "outputs", "full"]
+    for remat in remats[remats.index(optim.remat) :]:
+        for rows in smaller if remat == config.optim.remat else [batch.batch_size, *smaller]:
+            yield replace(config, optim=replace(optim, batch_size=rows, remat=remat))
+    chunk, tile = min(optim.loss_chunk, 64), min(optim.mlp_tile or 512, 512)
+    if (chunk, tile) != (optim.loss_chunk, optim.mlp_tile):
+        rows = (smaller or [batch.batch_size])[-1]
+        yield replace(config, optim=replace(optim, batch_size=rows, remat="full", loss_chunk=chunk, mlp_tile=tile))
+
+
+def _grows_alike(optim: OptimConfig, batch: BatchPlan) -> bool:
+    """Whether later updates, too, have the same rows in passes of fewer: growth rounds passes down to whole ones."""
+    most = optim.batch_growth_max or 0
+    exact = optim.batch_growth_factor.is_integer() and most % (batch.batch_size * batch.num_replicas) == 0
+    return optim.batch_growth_steps is None or exact
+
+
+def _changes(config: TrainConfig, best: TrainConfig) -> dict[str, Any]:
+    changed = {name: getattr(best.optim, name) for name in _NAMES}
+    return {name: value for name, value in changed.items() if value != getattr(config.optim, name)}
+
+
+def _saved(config: TrainConfig) -> int | None:
+    """The step of the checkpoint that the run goes on from; None if it has saved nothing yet."""
+    try:
+        found = scan(config.checkpoints_place)[0]
+        stored = migrate(found[-1].document("config"))[0] if found else {}
+    except (OSError, ValueError):  # an object store that does not answer, a damaged file: the run will say so
+        return None
+    return found[-1].step if found and not changes(stored, plain(config))[1] else None
+
+
+def _advice(overrides: dict[str, Any], why: str, saved: int | None) -> str:
+    if not overrides:
+        return _NO_MORE
+    goes_on = "it begins anew, as nothing was saved yet" if saved is None else f"the run goes on from step {saved}"
+    pairs = " ".join(f"{name}={value}" for name, value in overrides.items())
+    lines = "\n".join(f"  {name} = {value!r}" for name, value in overrides.items())
+    return (
+        f"Out of memory. The next setting that fits is\n  {pairs}\n{why}. An update has the same rows as before, and "
+        f"{goes_on}.\nRun the same command with that at its end; in a notebook add to the parameters cell\n{lines}\n"
+        "and run it again, with the cells after it"
+    )

@@ -1,0 +1,524 @@
+"""A plan as the TPU compiler sees it: the pick compiled, and where that does not fit, another one that does.
+
+`planner` asks for it with `exact`. As the compiler is slow, it is asked for little: the pick, the largest batch.
+
+How many updates a run makes, known before it starts: where its data is at hand and small enough to be counted.
+
+Which settings fit a chip, which of them is fastest, how long the run takes and what it costs.
+
+    from tpu_kit.planning.planner import plan
+    for found in plan(config, ["v5e", "v6e"]):
+        print(found)
+
+Memory is by `memory_estimate.estimate`, time by `step_time`, both by formula; with `exact` the pick is compiled by the
+real TPU compiler. A batch size or remat that was set is kept; what was left open is chosen: of the settings that
+leave a reserve, the one with most tokens a second.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.config.schema import MOST_ROWS
+from tpu_kit.hardware.chips import NO_KERNELS
+from tpu_kit.hardware.slices import TargetSlice, find_slice
+from tpu_kit.hardware.units import MIB
+from tpu_kit.models.architecture import Shape, UnknownFamilyError, read_shape
+from tpu_kit.planning.compile_check import Compiled, Effort
+from tpu_kit.planning.cost import TimePlan, time_plan
+from tpu_kit.planning.memory_estimate import estimate
+from tpu_kit.planning.memory_options import RESERVE, Advice, Inference, advise, inference, largest, reserve
+from tpu_kit.planning.step_time import StepTime, Work, step_time, work
+
+MOST_BYTES = 32 * MIB
+"""Larger files are not counted: tokenising them takes more than some ten seconds."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows of the training data; None where they are not known, and the reason."""
+
+    count: int | None
+    reason: str = ""
+
+
+def count_rows(config: TrainConfig) -> Rows:
+    """Counts the packed rows of a run, by `prepare.prepare` as the run itself does, where that is cheap."""
+    if reason := _costly(config):
+        return Rows(None, reason)
+    # Only now: these load torch, transformers and datasets.
+    from tpu_kit.data.prepare import prepare
+    from tpu_kit.data.sources import GENERATED
+    from tpu_kit.models.causal_lm import load_tokenizer
+
+    data = config.data
+    elsewhere = data.eval_source or data.eval_split or data.source in GENERATED
+    data = replace(data, eval_source=None, eval_split=None, eval_rows=0 if elsewhere else data.eval_rows)
+    try:
+        return Rows(len(prepare(data, load_tokenizer(config.model)).train))
+    except ValueError as error:  # the run will say so too
+        return Rows(None, str(error))
+
+
+def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> tuple[int | None, str]:
+    """The updates of a run, and why they are not known where they are None.
+
+    Args:
+        config: the run, its batch size a number.
+        replicas: of the model.
+        rows: of `count_rows`; not looked at where `optim.max_steps` says it.
+    """
+    if config.optim.max_steps is not None:
+        return config.optim.max_steps, ""
+    if rows.count is None:
+        return None, rows.reason
+    from tpu_kit.data.batching import updates
+
+    try:
+        return sum(1 for _ in updates(rows.count, batch_arithmetic(config, replicas), config.optim)), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _costly(config: TrainConfig) -> str:
+    """Why the rows are not counted; empty where they can be."""
+    source, known = config.data.source, "; optim.max_steps says it"
+    if source not in ("embedded", "rationales"):  # `sources.GENERATED`, without its imports
+        if "://" in source:
+            return f"data.source={source} is in an object store, and is not read to plan{known}"
+        files = [Path(name) for name in glob.glob(source)]
+        files = [file for path in files for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+        if not files:
+            return f"data.source={source} is not on this machine{known}"
+        if (size := sum(file.stat().st_size for file in files)) > MOST_BYTES:
+            return f"data.source={source} has {size / MIB:.0f} MiB, too much to tokenise just to plan{known}"
+    if not _has_tokenizer(config):
+        return f"model.name={config.model.name} has no tokenizer here to count the rows with{known}"
+    return ""
+
+
+def _has_tokenizer(config: TrainConfig) -> bool:
+    model = config.model
+    if model.name == "embedded":
+        return True
+    if model.gguf_file:  # made anew at each reading, which takes long
+        return False
+    folder = Path(model.name).expanduser()
+    if folder.is_dir():
+        return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(model.name, "tokenizer.json", revision=model.revision), str)
+    except HFValidationError:  # no folder, and no name that the hub could have
+        return False
+
+
+TIE = 0.02
+"""Settings whose speeds differ by less are as fast: of them one of few passes is picked, which compiles sooner."""
+LEAST_UPDATES = 20
+"""Updates that an epoch has at least where `batch_size=auto` may choose the rows of one: with fewer, a small data set
+would hardly be learned from."""
+MOST_TOKENS = 2**31
+"""Tokens of a pass at which indices overflow."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run: its configuration, and what the formula says of it."""
+
+    config: TrainConfig
+    replicas: int
+    peak: int
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is on a slice.
+
+    Attributes:
+        where: the slice.
+        config: the run with the settings picked.
+        settings: all settings that were looked at, fastest first.
+        fits: whether the pick leaves the reserve.
+        peak_bytes: the pick's peak on one device.
+        parts: of it, bytes by name.
+        source: who says so, "formula" or "compiler".
+        time: of a step; None of a model that the formula does not know, where it does not fit.
+        run: of the run; None there, too.
+        checkpoint_bytes: size of a checkpoint.
+        advice: where nothing fits, what to change; and the reverse: the largest batch, sequence and rank that fit.
+        inference: how long a context the model can have there.
+        updates: of the run; None where they are not known, for `unknown`.
+        unknown: why they are not; empty where they are.
+        compiled: what the compiler says, if it was asked.
+        note: what the user did not ask for: another attention, or the formula in the compiler's place.
+    """
+
+    where: TargetSlice
+    config: TrainConfig
+    settings: tuple[Setting, ...]
+    fits: bool
+    peak_bytes: int
+    parts: dict[str, int]
+    source: str
+    time: StepTime | None
+    run: TimePlan | None
+    checkpoint_bytes: int | None
+    advice: Advice | None
+    inference: Inference | None = None
+    updates: int | None = None
+    unknown: str = ""
+    compiled: Compiled | None = None
+    note: str = ""
+
+    @property
+    def free(self) -> float:
+        """The share of the device's memory that the pick had to leave."""
+        return EXACT_RESERVE if self.source == "compiler" else max(self.where.free, reserve(self.config))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `plan --json`."""
+        batch = batch_arithmetic(self.config, self.where.replicas)
+        seconds = self.time.seconds if self.time else None
+        run = self.run
+        found: dict[str, Any] = {
+            "chip": self.where.chip.name, "chips": self.where.chips, "replicas": self.where.replicas,
+            "slice": self.where.name, "global_batch_size": batch.global_batch_size, "fits": self.fits,
+            "peak_bytes": self.peak_bytes, "limit_bytes": self.where.limit, "parts": self.parts, "source": self.source,
+            "batch_size": batch.batch_size, "gradient_accumulation": batch.gradient_accumulation,
+            "remat": self.config.optim.remat, "step_seconds": seconds,
+            "tokens_per_second": batch.tokens_per_update / seconds if seconds else None,
+            "run_hours": run.run_hours if run else None,
+            "cost": {"on_demand": run.on_demand if run else None, "spot": run.spot if run else None},
+            "updates": self.updates, "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_interval_seconds": run.save_interval_seconds if run else None,
+            "sessions": run.sessions if run else {}, "advice": self.advice.to_dict() if self.advice else None,
+            "inference": self.inference.to_dict() if self.inference else None,
+        }  # fmt: skip
+        if self.compiled is not None:
+            values = self.compiled.to_dict()
+            found |= {name: values[name] for name in _COMPILED}
+        return found
+
+
+_COMPILED = (
+    "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
+    "compile_seconds", "collectives", "largest_buffers", "program",
+)  # fmt: skip
+
+
+def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = False) -> list[Plan]:
+    """A plan for each chip.
+
+    Args:
+        config: the run, with `launch.num_replicas`, and the rows of an update in `optim.global_batch_size`.
+        chips: names as `slices.find_slice` takes them.
+        exact: whether to ask the TPU compiler, which takes some minutes for each chip.
+
+    Raises:
+        ValueError: of `slices.find_slice`, `architecture.read_shape` or `memory_estimate.estimate`; or the global batch
+            cannot be split.
+    """
+    places = [find_slice(name, config.launch.num_replicas) for name in chips]
+    try:
+        shape: Shape | None = read_shape(config.model)
+    except UnknownFamilyError:
+        if not exact:
+            raise
+        shape = None
+    rows = Rows(None) if config.optim.max_steps else count_rows(config)
+    if shape is None:
+        return [by_compiler_alone(config, where, rows) for where in places]
+    found = [by_formula(config, shape, where, rows) for where in places]
+    return [with_largest_batch(verified(one, shape, rows)) for one in found] if exact else found
+
+
+def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, rows: Rows | None = None) -> Plan:
+    """The plan with the batch that `optim.batch_size=auto` stands for: of those that fit, the fastest.
+
+    Args:
+        config: the run; all but the batch is left as it is.
+        where: it is to run.
+        exact: whether the TPU compiler is to verify what the formula picks.
+        rows: of the data, where they were counted; see `LEAST_UPDATES`.
+
+    Raises:
+        ValueError: as `plan`; or not one row fits, with what to change.
+    """
+    optim = replace(config.optim, batch_size="auto")
+    config = replace(config, optim=optim, sources=dict(config.sources) | {"optim.remat": "code"})
+    shape = read_shape(config.model)
+    best = by_formula(config, shape, where, rows or Rows(None))
+    if exact:
+        best = verified(best, shape, rows or Rows(None))
+    if not best.fits:
+        limit = where.limit * (1 - max(where.free, reserve(config)))
+
+        def fits(one: TrainConfig) -> bool:
+            return estimate(one, num_replicas=where.replicas, shape=shape, chip=where.chip).total_bytes <= limit
+
+        check_passes(config, where.name, where.replicas, fits)
+        raise ValueError(f"not one row fits {where.name}: {best.advice}")
+    return best
+
+
+def check_passes(config: TrainConfig, name: str, replicas: int, fits: Callable[[TrainConfig], bool]) -> None:
+    """Refuses a run of which one row fits, but not as many passes as an update has: each adds token ids and code.
+
+    Args:
+        config: the run.
+        name: of the place.
+        replicas: of the model.
+        fits: whether a run fits there.
+
+    Raises:
+        ValueError: that is so; with the most that fits.
+    """
+    optim = config.optim
+
+    def passes_fit(count: int) -> bool:
+        changed = replace(optim, batch_size=1, global_batch_size=None, gradient_accumulation=count)
+        return fits(replace(config, optim=changed))
+
+    passes = batch_arithmetic(replace(config, optim=replace(optim, batch_size=1)), replicas).gradient_accumulation
+    most = largest(passes_fit, passes)
+    if 0 < most < passes:
+        by_rows = optim.global_batch_size is not None
+        advice = f"optim.global_batch_size={most * replicas}" if by_rows else f"optim.gradient_accumulation={most}"
+        raise ValueError(
+            f"optim.batch_size=auto: one row fits {name}, but not the {passes:,} passes of an update; set {advice} or "
+            "less"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ by the formula
+
+
+def _batches(
+    config: TrainConfig, replicas: int, rows: Rows, most: Callable[[], int]
+) -> Iterator[tuple[int, int | None]]:
+    """(rows per replica in a pass, rows per update) to look at; `most` says how many rows fit."""
+    optim = config.optim
+    whole = optim.global_batch_size
+    if isinstance(optim.batch_size, int) and "optim.batch_size" in config.sources:
+        yield optim.batch_size, whole
+        return
+    if whole is None and isinstance(optim.batch_size, int):
+        whole = optim.batch_size * replicas * optim.gradient_accumulation
+    if whole is None:  # auto, and nothing said of the update: what fits
+        limit = most()
+        if rows.count is not None:
+            limit = min(limit, rows.count // (LEAST_UPDATES * replicas * optim.gradient_accumulation))
+        limit = max(1, limit)
+        yield from ((1 << i, None) for i in range(limit.bit_length()))
+        return
+    if whole % replicas:
+        raise ValueError(
+            f"optim.global_batch_size={whole} cannot be split over {replicas} replicas; use "
+            f"{whole // replicas * replicas or replicas} or {(whole // replicas + 1) * replicas}"
+        )
+    each = whole // replicas
+    yield from ((n, whole) for n in range(1, min(each, max(1, most())) + 1) if each % n == 0)
+
+
+def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Rows) -> list[Setting]:
+    found = []
+    remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs", "none")
+    if config.optim.scan_layers == "off" or not shape.known.scans:
+        remats = ("full", "none")  # on a TPU a loop alone keeps outputs
+    if "optim.remat" in config.sources:
+        remats = (config.optim.remat,)
+    for remat in remats:
+        scan = "auto" if remat == "none" and config.optim.scan_layers == "on" else config.optim.scan_layers
+        base = replace(config, optim=replace(config.optim, remat=remat, scan_layers=scan))
+        most = partial(_most, base, shape, where)
+        for rows, whole in _batches(base, where.replicas, known, most):
+            if rows * config.data.max_length >= MOST_TOKENS:
+                raise ValueError(
+                    f"optim.batch_size={rows} x data.max_length={config.data.max_length}: a pass of 2**31 tokens or "
+                    "more is beyond any chip; give the rows of one replica in one pass, such as 8"
+                )
+            passes = config.optim.gradient_accumulation if whole is None else 1
+            optim = replace(base.optim, batch_size=rows, global_batch_size=whole, gradient_accumulation=passes)
+            one = replace(base, optim=optim)
+            peak = estimate(one, num_replicas=where.replicas, shape=shape, chip=where.chip).total_bytes
+            found.append(Setting(one, where.replicas, peak, _time(one, shape, where)))
+    return found
+
+
+def _most(config: TrainConfig, shape: Shape, where: TargetSlice) -> int:
+    """The most rows whose peak leaves the reserve, 0 if not one."""
+    limit = where.limit * (1 - max(where.free, reserve(config)))
+
+    def fits(rows: int) -> bool:
+        optim = replace(config.optim, batch_size=rows, global_batch_size=None)
+        one = replace(config, optim=optim)
+        return estimate(one, num_replicas=where.replicas, shape=shape, chip=where.chip).total_bytes <= limit
+
+    return largest(fits, min(MOST_ROWS, MOST_TOKENS // config.data.max_length))
+
+
+def _time(config: TrainConfig, shape: Shape, where: TargetSlice) -> StepTime:
+    done = work(config, shape, batch_arithmetic(config, where.replicas))
+    return step_time(done, where.chip, where.replicas, where.calibration.time)
+
+
+def _speed(setting: Setting) -> float:
+    """Rows a second; the passes are in the time."""
+    return batch_arithmetic(setting.config, setting.replicas).global_batch_size / setting.time.seconds
+
+
+def _ease(setting: Setting) -> tuple[int, int]:
+    return batch_arithmetic(setting.config, setting.replicas).gradient_accumulation, setting.peak
+
+
+def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows) -> Plan:
+    """The plan for one place, of a model whose shape was read and data whose rows were counted or not."""
+    config, notes = where.calibration.apply(config)
+    if where.chip.name in NO_KERNELS and config.model.attention != "sdpa":
+        notes.append(f"planned with model.attention=sdpa: the attention kernels do not compile for {where.chip.name}")
+        config = replace(config, model=replace(config.model, attention="sdpa"))
+    settings = sorted(_settings(config, shape, where, rows), key=lambda one: (-_speed(one), one.peak))
+    limit = where.limit * (1 - max(where.free, reserve(config)))
+    fitting = [one for one in settings if one.peak <= limit]
+    near = [one for one in fitting if _speed(one) > (1 - TIE) * _speed(fitting[0])]
+    picked = min(near, key=_ease) if near else min(settings, key=lambda one: one.peak)
+    memory = estimate(picked.config, num_replicas=where.replicas, shape=shape, chip=where.chip)
+    held = memory.parts["optimizer"] + memory.parts["ema"] + 4 * memory.trained
+    updates, unknown = count_updates(picked.config, where.replicas, rows)
+    return Plan(
+        where=where, config=picked.config, settings=tuple(settings), fits=bool(fitting), peak_bytes=memory.total_bytes,
+        parts=dict(memory.parts), source="formula", time=picked.time, checkpoint_bytes=held,
+        run=time_plan(where.chip, where.chips, where.name, picked.time.seconds, updates, held),
+        advice=advise(picked.config, shape, where, limit, bool(fitting)),
+        note="; ".join([*notes, *where.calibration.notes]),
+        inference=inference(config, shape, where.limit * (1 - RESERVE)), updates=updates, unknown=unknown,
+    )  # fmt: skip
+
+
+EXACT_RESERVE = 0.01
+"""Share of a device's memory that a verified pick leaves: for what a run holds beside the step, such as the next
+batch."""
+
+
+def verified(found: Plan, shape: Shape, rows: Rows) -> Plan:
+    """The pick as the compiler sees it; if it does not fit, the next smaller one that the compiler says fits.
+
+    Few compiles: mostly the pick at full effort alone; else a bisection of the smaller ones at low effort, and the full
+    effort for what that found.
+    """
+    from tpu_kit.planning.compile_check import CompilerUnavailable
+
+    limit = found.where.limit * (1 - EXACT_RESERVE)
+    try:
+        compiled = _compile(found.config, found.where, "full")
+        if compiled.total_bytes > limit:
+            below = sorted((one for one in found.settings if one.peak < found.peak_bytes), key=lambda one: one.peak)
+            for one in reversed(below[: _largest_exact(below, found.where, limit)]):
+                again = _compile(one.config, found.where, "full")
+                if again.total_bytes <= limit:
+                    found, compiled = replace(found, config=one.config), again
+                    break
+    except CompilerUnavailable as error:
+        note = f"by formula, as the compiler cannot be asked: {error}"
+        return replace(found, note="; ".join(filter(None, [found.note, note])))
+    return _with(found, compiled, shape, rows)
+
+
+def _largest_exact(settings: Sequence[Setting], where: TargetSlice, limit: float) -> int:
+    """How many of the settings, the smallest first, fit by a compiler that makes little effort: by bisection."""
+    low, high = 0, len(settings) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = _compile(settings[middle - 1].config, where, "low").total_bytes <= limit
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def with_largest_batch(found: Plan) -> Plan:
+    """The plan with the largest batch that was compiled and fits.
+
+    Of three: the pick, what the formula names, and where the line through both meets the limit. All at full effort, as
+    near the limit a few per cent decide.
+    """
+    picked, where, config = found.config.optim.batch_size, found.where, found.config
+    if found.compiled is None or found.advice is None:
+        return found
+    assert isinstance(picked, int)
+    limit, guess = where.limit * (1 - EXACT_RESERVE), found.advice.largest_batch
+    totals = {picked: found.compiled.total_bytes}
+    for _ in range(2):
+        if guess < 1 or guess in totals:
+            break
+        optim = replace(config.optim, batch_size=guess, global_batch_size=None)
+        totals[guess] = _compile(replace(config, optim=optim), where, "full").total_bytes
+        each = max(1.0, (totals[guess] - totals[picked]) / (guess - picked))
+        guess = min(picked + int((limit - totals[picked]) // each), MOST_TOKENS // config.data.max_length)
+    most = max((rows for rows, total in totals.items() if total <= limit), default=0)
+    return replace(found, advice=replace(found.advice, largest_batch=most))
+
+
+def by_compiler_alone(config: TrainConfig, where: TargetSlice, rows: Rows) -> Plan:
+    """The plan of a model that the formula does not know, with the batch size that was given.
+
+    Raises:
+        CompilerUnavailable: there is no compiler either.
+    """
+    config, notes = where.calibration.apply(config)
+    compiled = _compile(config, where, "full")
+    found = Plan(where, config, (), False, 0, {}, "compiler", None, None, None, None, note="; ".join(notes))
+    return _with(found, compiled, None, rows)
+
+
+def _compile(config: TrainConfig, where: TargetSlice, effort: Effort) -> Compiled:
+    from tpu_kit.planning.compile_check import CompilerUnavailable, compile_step
+
+    if where.topology is None:
+        raise CompilerUnavailable(f"the compiler knows no topology of {where.name}")
+    return compile_step(config, where.topology, num_replicas=where.replicas, effort=effort)
+
+
+def _with(found: Plan, compiled: Compiled, shape: Shape | None, rows: Rows) -> Plan:
+    where, config, time = found.where, found.config, found.time
+    if compiled.flops is not None and compiled.bytes_accessed is not None:
+        own = work(config, shape, batch_arithmetic(config, where.replicas)) if shape else Work(0.0, 0.0, 0.0)
+        # Splash attention reports no FLOPs, so that the formula's count may be the larger one.
+        done = Work(max(compiled.flops, own.flops), compiled.bytes_accessed, own.reduced)
+        time = step_time(done, where.chip, where.replicas, where.calibration.time)
+    # The pick may be another one than the formula's, with other rows in an update.
+    updates, unknown = count_updates(config, where.replicas, rows)
+    saved = found.checkpoint_bytes or 0.0
+    limit = where.limit * (1 - EXACT_RESERVE)
+    fits = compiled.fits and compiled.total_bytes <= limit
+    if shape is not None:
+        # What would fit besides is the formula's to say, put right by what the compiler says of the pick.
+        formula = estimate(config, num_replicas=where.replicas, shape=shape, chip=where.chip)
+        held = compiled.argument_bytes or 0
+        scale = (formula.total_bytes - formula.argument_bytes) / max(1, compiled.total_bytes - held)
+        room = formula.argument_bytes + (limit - held) * scale
+        found = replace(
+            found,
+            advice=advise(config, shape, where, room, fits),
+            inference=inference(config, shape, where.limit * (1 - RESERVE)),
+        )
+    return replace(
+        found, updates=updates, unknown=unknown, fits=fits, time=time, peak_bytes=compiled.total_bytes,
+        run=time_plan(where.chip, where.chips, where.name, time.seconds, updates, saved) if time else None,
+        parts=_parts(compiled), source="compiler", compiled=compiled,
+    )  # fmt: skip
+
+
+def _parts(compiled: Compiled) -> dict[str, int]:
+    arguments, code = compiled.argument_bytes or 0, compiled.code_bytes or 0
+    new = (compiled.output_bytes or 0) - (compiled.aliased_bytes or 0)
+    rest = compiled.total_bytes - arguments - code - new  # of what does not fit, the compiler does not say it
+    return {"arguments": arguments, "temporaries": rest, "code": code, "unaliased_outputs": new}

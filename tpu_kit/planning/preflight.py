@@ -1,0 +1,236 @@
+"""What `train` settles and says before it launches: the batch that `auto` stands for, and whether the run fits.
+
+By formula, which takes no time. Whatever the formula does not know is said, and stops no run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tpu_kit.checkpointing.manager import scan
+from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
+from tpu_kit.config.stored import migrate
+from tpu_kit.distributed.device_memory import MOST_ROWS, MemoryBudget, device_memory_budget, seen_on
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.hardware.chips import NO_KERNELS
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.hardware.units import GIB
+from tpu_kit.models.architecture import Shape, read_shape
+from tpu_kit.planning.memory_estimate import Memory, estimate
+from tpu_kit.planning.memory_options import reserve
+from tpu_kit.planning.planner import LEAST_UPDATES, Rows, best_batch, check_passes, count_rows
+from tpu_kit.planning.step_time import StepTime, step_time, work
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What is known of a run before it starts.
+
+    Attributes:
+        config: the run, with a number for every "auto" that the launch needs.
+        room: the memory of a replica; None where the machine does not tell.
+        shape: of the model, and `memory`: of a step, by formula; None where the formula does not know the model.
+        memory: see above.
+        time: of a step, by roofline; None where the device's speed is not known.
+        notes: what was settled, and what is not known.
+    """
+
+    config: TrainConfig
+    room: MemoryBudget | None
+    shape: Shape | None = None
+    memory: Memory | None = None
+    time: StepTime | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def free(self) -> float:
+        """The share of the device's memory that the formula wants to leave."""
+        return max(reserve(self.config), self.room.free if self.room else 0.0)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the formula says so, its reserve left; None where it cannot tell."""
+        if self.room is None or self.memory is None:
+            return None
+        return self.memory.total_bytes <= self.room.limit * (1 - self.free)
+
+    def __str__(self) -> str:
+        return "\n".join([*self._table(), *(f"plan             {note}" for note in self.notes)])
+
+    def _table(self) -> list[str]:
+        room, memory = self.room, self.memory
+        if room is None or memory is None:
+            return []
+        least = memory.total_bytes / 50
+        parts = [f"{name} {size / GIB:.2f}" for name, size in memory.parts.items() if size >= least]
+        verdict = "fits" if self.fits else "MAY NOT FIT"
+        lines = [
+            f"memory           {' + '.join(parts)} = {memory.total_bytes / GIB:.2f} GiB by formula",
+            f"of               {room.limit / GIB:.2f} GiB for each of {room.replicas} on {room.name}, {self.free:.0%} "
+            f"kept free: {verdict}",
+        ]
+        if room.device_type != "tpu":
+            lines[0] += " for TPUs"
+        elif ratio := room.calibration.memory:
+            lines[0] += f", {ratio * memory.total_bytes / GIB:.2f} GiB as measured on this machine"
+        if self.time is not None:
+            tokens = batch_arithmetic(self.config, room.replicas).tokens_per_update / self.time.seconds
+            how = "by roofline, not measured"
+            if self.time.measured is not None:
+                how = f"as measured on this machine ({self.time.predicted:.3f} s predicted by roofline)"
+            lines.append(f"step             {self.time.seconds:.3f} s, {tokens:,.0f} tokens/s {how}")
+        return lines
+
+
+def check_before_launch(config: TrainConfig, exact: bool = False, at: Machine | None = None) -> Preflight:
+    """Settles what the launch needs and says what comes.
+
+    Args:
+        config: the run.
+        exact: whether the TPU compiler is to verify the batch size that `auto` stands for.
+        at: the machine; this one by default.
+
+    Raises:
+        ConfigError: the batch cannot be split over the replicas, or the attention asked for is not for this chip.
+        ValueError: as `runtime.detect`; `optim.batch_size=auto` cannot be chosen.
+    """
+    room = device_memory_budget(config, at)
+    config, notes = _attention(config, room)
+    notes += room.calibration.notes if room else []
+    given = config.optim.batch_size != "auto"
+    try:
+        shape, problem = read_shape(config.model), ""
+    except ValueError as error:
+        shape, problem = None, str(error)
+    if config.optim.batch_size == "auto":
+        if room is None or shape is None:
+            problem = problem or "how much memory this machine has is not known"
+            raise ValueError(f"optim.batch_size=auto: {problem}; give a number, such as optim.batch_size=4")
+        config, reason = _settle_batch(config, room, shape, exact)
+        notes.append(reason)
+    if room is not None:
+        batch_arithmetic(config, room.replicas)
+    if exact and (given or room is None or room.where is None):
+        notes.append(_compiled(config, room))
+    if room is None or shape is None:
+        return Preflight(config, room, shape, notes=(*notes, *([f"memory not known: {problem}"] if problem else [])))
+    try:
+        memory = estimate(room.seen(config), num_replicas=room.replicas, shape=shape, chip=room.chip)
+    except ValueError as error:  # which the run will say, too
+        return Preflight(config, room, shape, notes=(*notes, f"memory not known: {error}"))
+    time = None
+    if room.where is not None:
+        done = work(room.seen(config), shape, batch_arithmetic(config, room.replicas))
+        time = step_time(done, room.where.chip, room.replicas, room.where.calibration.time)
+    return Preflight(config, room, shape, memory, time, tuple(notes))
+
+
+def _compiled(config: TrainConfig, room: MemoryBudget | None) -> str:
+    """What the TPU compiler says of a batch size that was given."""
+    from tpu_kit.planning.compile_check import CompilerUnavailable, compile_step
+
+    if room is None or room.device_type != "tpu" or room.where is None or room.where.topology is None:
+        return "not by the TPU compiler: it knows only TPUs, and not all of them"
+    try:
+        return f"by the compiler, it {compile_step(config, room.where.topology, num_replicas=room.replicas)}"
+    except CompilerUnavailable as error:
+        return f"by formula, as the compiler cannot be asked: {error}"
+
+
+def _attention(config: TrainConfig, room: MemoryBudget | None) -> tuple[TrainConfig, list[str]]:
+    """The attention, and layers as a loop or not, that work on this device."""
+    config, warnings = room.calibration.apply(config) if room else (config, [])
+    chip = room.where.chip.name if room and room.where else ""
+    if chip not in NO_KERNELS or config.model.attention == "sdpa":
+        return config, warnings
+    if config.model.attention != "auto":
+        raise ConfigError(
+            [f"model.attention: {config.model.attention} does not compile for a {chip}; use sdpa or auto"]
+        )
+    note = f"model.attention=sdpa, as the attention kernels do not compile for a {chip}"
+    return replace(config, model=replace(config.model, attention="sdpa")), [*warnings, note]
+
+
+# ------------------------------------------------------------------------------------------------------------ the batch
+
+
+def _settle_batch(config: TrainConfig, room: MemoryBudget, shape: Shape, exact: bool) -> tuple[TrainConfig, str]:
+    """The run with a number for `optim.batch_size=auto`, and why that one.
+
+    A run that goes on keeps the rows of its updates, and those of a pass where they still divide them.
+    """
+    optim = config.optim
+    before = _before(config)
+    if before is not None:
+        rows, whole = before
+        optim = replace(optim, global_batch_size=optim.global_batch_size or whole, gradient_accumulation=1)
+        if whole == optim.global_batch_size and whole % (rows * room.replicas) == 0:
+            config = replace(config, optim=replace(optim, batch_size=rows))
+            return config, f"optim.batch_size={rows}, as before in the run that this one goes on with"
+        config = replace(config, optim=optim)
+    known = Rows(None) if optim.global_batch_size else count_rows(config)
+    if room.where is not None:
+        found = best_batch(room.seen(config), room.where, exact, known)
+        assert isinstance(found.config.optim.batch_size, int)
+        rows, source = found.config.optim.batch_size, found.source
+        why = f"the fastest that leaves {found.free:.0%} of {room.limit / GIB:.2f} GiB, by {source}"
+    else:
+        rows = _host_rows(config, room, shape, known)
+        why = f"the most that leaves {room.free:.0%} of {room.limit / GIB:.2f} GiB, and {MOST_ROWS} at most"
+    return replace(config, optim=replace(config.optim, batch_size=rows)), f"optim.batch_size=auto is {rows}: {why}"
+
+
+def _before(config: TrainConfig) -> tuple[int, int] | None:
+    """(rows of a pass, rows of an update) in the checkpoint that the run goes on from; None without one."""
+    if config.checkpoint.resume == "never":
+        return None
+    try:
+        found = scan(config.checkpoints_place)[0]
+    except OSError:  # of an object store; the run will say so
+        return None
+    if not found:
+        return None
+    rows = migrate(found[-1].document("config"))[0]["optim.batch_size"]
+    return (rows, found[-1].document("state")["global_batch_size"]) if isinstance(rows, int) else None
+
+
+def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Rows) -> int:
+    """The most rows that fit, of those that divide an update; where nothing is said of that, a power of two.
+
+    Raises:
+        ValueError: not one fits.
+    """
+    optim, limit = config.optim, room.limit * (1 - room.free)
+    most = MOST_ROWS
+    if optim.global_batch_size is not None:
+        if optim.global_batch_size % room.replicas:
+            batch_arithmetic(replace(config, optim=replace(optim, batch_size=1)), room.replicas)  # which says so
+        each = optim.global_batch_size // room.replicas
+        choices = [n for n in range(1, min(each, most) + 1) if each % n == 0]
+    else:
+        if known.count is not None:
+            most = min(most, known.count // (LEAST_UPDATES * room.replicas * optim.gradient_accumulation))
+        choices = [n for n in (1, 2, 4, 8) if n <= max(1, most)]
+
+    def fits(one: TrainConfig) -> bool:
+        return estimate(room.seen(one), num_replicas=room.replicas, shape=shape, chip=room.chip).total_bytes <= limit
+
+    found = [rows for rows in choices if fits(replace(config, optim=replace(optim, batch_size=rows)))]
+    if not found:
+        check_passes(config, room.name, room.replicas, fits)
+        raise ValueError(
+            f"optim.batch_size=auto: not one row of data.max_length={config.data.max_length} fits "
+            f"{room.limit / GIB:.2f} GiB for each of {room.replicas} replicas on {room.name}; use fewer replicas, "
+            "shorter rows or a smaller model, or give a number"
+        )
+    return found[-1]
+
+
+def predicted_bytes(config: TrainConfig, rt: Runtime) -> int | None:
+    """Estimates the peak memory of a device by formula, bytes; None off TPU and GPU, and for unknown models."""
+    if rt.device_type not in ("tpu", "cuda"):
+        return None
+    try:
+        return estimate(seen_on(rt.device_type, config), num_replicas=rt.world_size).total_bytes
+    except ValueError:
+        return None

@@ -1,0 +1,158 @@
+"""Plans as the text that `python -m tpu_kit plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.hardware.units import GIB, MIB
+from tpu_kit.planning import tables
+from tpu_kit.planning.cost import SPOT_HOURS_BETWEEN_INTERRUPTIONS
+from tpu_kit.planning.planner import Plan
+from tpu_kit.planning.step_time import factors
+
+MOST_SETTINGS = 8
+_FACTORS = ("batch_size", "replicas", "gradient_accumulation")
+
+
+def plan_row(one: Plan) -> dict[str, object]:
+    """A slice in a table: does it fit, with which settings, how long, how much."""
+    values = one.to_dict()
+    cost = values["cost"]
+    return {
+        "slice": one.where.name, "chips": one.where.chips, "fits": "yes" if one.fits else "no",
+        "GiB of a device": f"{one.peak_bytes / GIB:.2f} of {one.where.limit / GIB:.2f}",
+        "rows x replicas x passes": " x ".join(str(values[name]) for name in _FACTORS),
+        "remat": values["remat"], "s/step": _number(values["step_seconds"], ".3f"),
+        "tokens/s": _number(values["tokens_per_second"], ",.0f"), "hours": _number(values["run_hours"], ".3g"),
+        "$ on demand": _number(cost["on_demand"]), "$ spot": _number(cost["spot"]), "by": one.source,
+    }  # fmt: skip
+
+
+def report(config: TrainConfig, plans: Sequence[Plan]) -> str:
+    """The plans as text: a table over the slices, then for each its memory, its settings, its time and advice."""
+    lines = [tables.to_text([plan_row(one) for one in plans], ">")]
+    lines += ["", f"model {config.model.name}, {config.data.max_length} tokens a row"]
+    for one in plans:
+        lines += ["", *_details(one)]
+    assumed = ", ".join(f"{name} {value:g}" for name, value in factors().items())
+    lines += ["", f"Time is a roofline{_measured(plans)}; assumed: {assumed}."]
+    unknown = {one.unknown: None for one in plans if one.updates is None}
+    lines += [f"No hours and no cost, as the number of updates is not known: {reason}." for reason in unknown]
+    return "\n".join(lines)
+
+
+def _measured(plans: Sequence[Plan]) -> str:
+    names = [one.where.name for one in plans if one.time and one.time.measured is not None]
+    return f", of {', '.join(names)} times what was measured on this machine" if names else " and was not measured"
+
+
+def _details(one: Plan) -> list[str]:
+    lines = [f"{one.where.name}: {one.where.replicas} replicas, by the {one.source}, {one.free:.0%} kept free"]
+    lines += [f"  {name:<18} {size / GIB:8.3f} GiB" for name, size in one.parts.items() if size >= 2**19]
+    known = one.where.calibration
+    if known.memory is not None:
+        lines.append(
+            f"  peak {one.peak_bytes / GIB:.2f} GiB predicted, {known.memory * one.peak_bytes / GIB:.2f} as measured on"
+            f" this machine, of {one.where.bytes / GIB:.2f}"
+        )
+    if one.time is not None and one.time.measured is not None:
+        lines.append(f"  step {one.time.predicted:.3f} s predicted, {one.time.seconds:.3f} as measured on this machine")
+    for setting in one.settings[:MOST_SETTINGS] if len(one.settings) > 1 else ():
+        optim = setting.config.optim
+        lines.append(
+            f"  batch_size={optim.batch_size} remat={optim.remat}: {setting.peak / GIB:.2f} GiB, "
+            f"{setting.time.seconds:.3f} s"
+        )
+    if run := one.run:
+        lines.append(
+            f"  on spot save every {run.save_interval_seconds / 60:.0f} min ({run.save_steps} updates): sqrt(2 x "
+            f"{run.save_seconds:.1f} s a checkpoint x {SPOT_HOURS_BETWEEN_INTERRUPTIONS:g} h between interruptions), "
+            "Young 1974; the mean time is an assumption"
+        )
+        lines += [f"  {sentence}" for sentence in run.sessions.values()]
+    if one.updates is not None:
+        lines.append(f"  {one.updates:,} updates")
+    if one.checkpoint_bytes is not None:
+        lines.append(f"  checkpoint {one.checkpoint_bytes / MIB:,.0f} MiB")
+    if one.advice is not None:
+        lines += limits(one)
+    return lines
+
+
+def limits(one: Plan) -> list[str]:
+    """How far the model gets on a slice, training and answering; and where the run does not fit, what to change."""
+    lines, advice = [], one.advice
+    assert advice is not None
+    if not one.fits:
+        lines.append("  does not fit; in the order of least harm, each on top of those before:")
+        lines += [f"    {text}" for text in str(advice).split("; ")]
+    rank = "" if advice.largest_rank is None else f", the largest rank {advice.largest_rank}"
+    lines.append(
+        f"  one by one: the largest batch_size that fits is {advice.largest_batch}, the longest max_length "
+        f"{advice.longest_sequence}{rank}"
+    )
+    if found := one.inference:
+        lines.append(
+            f"  answering: {found.weight_bytes / GIB:.2f} GiB of weights, {found.cache_bytes_per_token / 2**10:,.1f} "
+            f"KiB of cache a token; the longest context of one row is {found.longest_context:,} tokens"
+        )
+    return lines
+
+
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def pick(plans: Sequence[Plan]) -> Plan:
+    """The plan to take: of those that fit the cheapest, without prices the fastest; else the one nearest to fitting."""
+    fitting = [one for one in plans if one.fits]
+    if not fitting:
+        return min(plans, key=lambda one: one.peak_bytes / one.where.limit)
+    return min(fitting, key=lambda one: (_dollars(one) or float("inf"), one.time.seconds if one.time else float("inf")))
+
+
+def why(plans: Sequence[Plan]) -> str:
+    """Which plan `pick` takes and why, how far one can go with it, and how to go on."""
+    best = pick(plans)
+    if not best.fits:
+        return "\n".join([f"Nothing fits as it is; nearest is {best.where.name}.", *limits(best)])
+    left = (best.where.limit - best.peak_bytes) / GIB
+    lines = [f"{best.where.name}: {best.peak_bytes / GIB:.2f} of {best.where.limit / GIB:.2f} GiB, {left:.2f} left."]
+    if best.run is not None and best.run.on_demand is not None:
+        lines.append(
+            f"The cheapest that fits: {best.run.run_hours:.3g} hours, ${best.run.on_demand:.2f} on demand"
+            + ("." if best.run.spot is None else f", ${best.run.spot:.2f} on spot, interruptions included.")
+        )
+        fastest = min((one for one in plans if one.fits and one.run), key=lambda one: one.run.run_hours or float("inf"))  # type: ignore[union-attr]
+        if fastest is not best and fastest.run and fastest.run.run_hours is not None:
+            cost = _number(fastest.run.on_demand)
+            lines.append(f"The fastest is {fastest.where.name}: {fastest.run.run_hours:.3g} hours, ${cost} on demand.")
+    elif best.run is not None and best.run.run_hours is not None:
+        lines.append(f"It takes {best.run.run_hours:.3g} hours; its price is not known.")
+    elif best.unknown:
+        lines.append(f"No hours and no cost, as the number of updates is not known: {best.unknown}.")
+    if best.run is not None:
+        lines += best.run.sessions.values()
+        lines.append(f"On spot save every {best.run.save_interval_seconds / 60:.0f} minutes.")
+    return "\n".join([*lines, *(line.strip() for line in limits(best))])
+
+
+def next_parameters(plan: Plan) -> str:
+    """The pick as lines for a notebook's parameters cell."""
+    optim, run = plan.config.optim, plan.run
+    values: dict[str, object] = {
+        "name": plan.config.model.name, "max_length": plan.config.data.max_length, "batch_size": optim.batch_size,
+        "global_batch_size": batch_arithmetic(plan.config, plan.where.replicas).global_batch_size,
+        "remat": optim.remat, "max_steps": optim.max_steps,
+        "save_minutes": max(1, round(run.save_interval_seconds / 60)) if run else None,
+    }  # fmt: skip
+    return "\n".join(f"{name} = {value!r}" for name, value in values.items() if value is not None)
+
+
+def _dollars(one: Plan) -> float | None:
+    """For the run, or where its length is not known, for a million tokens."""
+    if one.run is not None and one.run.on_demand is not None:
+        return one.run.on_demand
+    price, rate = one.where.chip.price, one.to_dict()["tokens_per_second"]
+    return None if price is None or not rate else price.on_demand * one.where.chips / 3600 / rate * 1e6

@@ -1,0 +1,52 @@
+"""Rows as a table: as plain text, and as HTML that survives where a frontend strips styles and scripts."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+Rows = Sequence[Mapping[str, object]]
+"""The cells by column; the columns are those of the first row."""
+
+CELL = "text-align:left;vertical-align:top;white-space:pre-wrap"
+"""The style of a cell of HTML."""
+
+
+class Html(str):
+    """A cell's text that is HTML already."""
+
+
+def to_text(rows: Rows, align: str = "<") -> str:
+    """The table as lines, aligned to the left or, by ">", to the right; a line break in a cell is a slash."""
+    cells = [[text.strip().replace("\n", " / ") for text in row] for row in _cells(rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(f"{cell:{align}{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join(map(str.rstrip, lines))
+
+
+def to_html(rows: Rows) -> str:
+    """The table as an HTML element; cells are escaped, except those that are `Html`."""
+    columns, *body = _cells(rows)
+    head = "".join(f"<th style='text-align:left'>{html.escape(column)}</th>" for column in columns)
+    lines = "".join("<tr>" + "".join(map(_html_cell, row)) + "</tr>\n" for row in body)
+    return f"<table><tr>{head}</tr>\n{lines}</table>"
+
+
+def _cells(rows: Rows) -> list[list[str]]:
+    columns = list(rows[0]) if rows else []
+    return [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, Html):
+        return value
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _html_cell(text: str) -> str:
+    if isinstance(text, Html):
+        return f"<td style='{CELL}'>{text}</td>"
+    longest = max(map(len, text.splitlines()), default=0)
+    # Or the lines of a cell of several would break where the words beside it are many.
+    wide = f";min-width:{min(18, longest * 0.6):.0f}em" if "\n" in text else ""
+    return f"<td style='{CELL}{wide}'>{html.escape(text)}</td>"

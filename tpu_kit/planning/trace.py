@@ -1,0 +1,252 @@
+"""The training step as a program, traced without a weight: what a replica on a TPU would hand to its compiler.
+
+The model is built from its config.json on PyTorch's "meta" device, made ready by the very functions that training uses,
+and then every tensor is swapped for a placeholder of torch_xla, which has a shape and no bytes. `step.train_step` runs
+over those once. So an 8B model is traced in the memory that Python and its libraries take.
+
+The process must be one of its own, with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDUCE=1: see `aot`. What torch_xla lowers
+differently for a TPU than for a CPU is not seen here; of what the step uses that is the flash kernel alone, which
+`attention.lowering_for_tpu` lowers for the TPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic
+from tpu_kit.distributed.backends.xla import TpuRuntime
+from tpu_kit.models import attention
+from tpu_kit.models import causal_lm as models
+from tpu_kit.models.quantization import Scheme, replace_layers
+from tpu_kit.training.step import TrainState, train_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "segment_ids": torch.int32}
+"""What a batch holds, (B, S) each; as `PackedDataset.tensors` makes it."""
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced step.
+
+    Attributes:
+        hlo: the serialised HLO module.
+        donated: numbers of the parameters whose buffers the step replaces. torch_xla gives these to the compiler when
+            the step is cut ("buffer donors"), so that the new values are written over the old ones.
+        arguments: for each parameter of the program the tensor it is, "" for numbers that the step itself holds.
+        argument_bytes: their sizes together, without the padding of the TPU's tiles.
+    """
+
+    hlo: bytes
+    donated: tuple[int, ...]
+    arguments: tuple[str, ...]
+    argument_bytes: int
+
+
+def trace_step(config: TrainConfig, num_replicas: int) -> Program:
+    """Traces one update of one of `num_replicas` replicas; nothing is computed.
+
+    Raises:
+        ValueError: the model cannot be built from its configuration, or not with these adapters, or its positions do
+            not suffice for data.max_length.
+    """
+    import torch_xla
+
+    from tpu_kit.training.step import place
+
+    plan = batch_arithmetic(config, num_replicas)
+    with torch.device("meta"):
+        model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
+        with attention.lowering_for_tpu():
+            state = place(model, config, TpuRuntime(0, num_replicas, torch.device("meta")))
+    replica = TpuRuntime(0, num_replicas, torch_xla.device())
+    inputs = fill(model, state)
+    name_operations(model)
+    shape = (plan.batch_size, config.data.max_length)
+    batches = [
+        {name: _placeholder(shape, dtype) for name, dtype in _ROW.items()} for _ in range(plan.gradient_accumulation)
+    ]
+    control = _placeholder((3,), torch.float32)
+    inputs |= {f"batch.{name}": tensor for batch in batches for name, tensor in batch.items()} | {"control": control}
+    before = [(tensor, _number(tensor)) for tensor in _kept(state)]
+    names = {_number(tensor): name for name, tensor in inputs.items()}
+    with attention.lowering_for_tpu():
+        train_step(model, state, batches, control, config.optim, replica)
+        # What torch_xla does at a cut: a tensor that was changed in place gives its old buffer to the new value.
+        unchanged = {number for tensor, number in before if _is_input(tensor, number)}
+        replaced = {number for _, number in before} - unchanged
+        return _lower([tensor for tensor in _kept(state) if _number(tensor) not in unchanged], replaced, names)
+
+
+def empty_model(config: TrainConfig) -> PreTrainedModel:
+    """The base model as `load_model` would load it, without its weights; call it under `torch.device("meta")`.
+
+    Raises:
+        ValueError: there is no configuration, it lacks sizes, transformers does not know the architecture, or the
+            model has fewer positions than data.max_length.
+    """
+    from transformers import AutoModelForCausalLM
+
+    settings = _settings(config.model)
+    positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and config.data.max_length > positions:
+        raise ValueError(
+            f"data.max_length={config.data.max_length} is longer than the {positions} positions of the model; set it "
+            f"to {positions} or less"
+        )
+    dtype = torch.float32 if config.lora.r == 0 or config.model.base_dtype == "fp32" else torch.bfloat16
+    try:
+        model = AutoModelForCausalLM.from_config(
+            settings, dtype=dtype, trust_remote_code=config.model.trust_remote_code
+        )
+    except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"model.name={config.model.name}: transformers cannot build a causal language model from its config.json: "
+            f"{str(error).strip().splitlines()[0][:300]}"
+        ) from error
+    model.tie_weights()
+    if scheme := Scheme.of(config.model):
+        replace_layers(model, scheme)
+    return model
+
+
+def _settings(config: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    from tpu_kit.models.loading import brief, locate, unreachable
+
+    name = locate(config)
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    if config.gguf_file:
+        return AutoConfig.from_pretrained(name, gguf_file=config.gguf_file, **options)
+    try:
+        settings = AutoConfig.from_pretrained(name, **options)
+        given, _ = type(settings).get_config_dict(name, revision=config.revision)
+    except OSError as error:
+        raise ValueError(unreachable(config, error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"model.name={config.name}: its config.json cannot be used: {brief(error)}") from error
+    # transformers puts its own default in place of what is missing: another model, planned without a word.
+    text, given = settings.get_text_config(), given.get("text_config", given)
+    names = {name: getattr(text, "attribute_map", {}).get(name, name) for name in _SIZES}
+    missing = [own for name, own in names.items() if name not in given and own not in given]
+    if missing:
+        raise ValueError(
+            f"model.name={config.name}: its config.json does not say {', '.join(missing)}; take the whole file of the "
+            "original model"
+        )
+    return settings
+
+
+def fill(model: torch.nn.Module, state: TrainState) -> dict[str, torch.Tensor]:
+    """Swaps every tensor of a model and a state on "meta" for a placeholder on the XLA device; returns them by name.
+
+    What was one tensor (a tied weight, a parameter that the state holds too) stays one.
+    """
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old tensor is kept, or its id would be used again
+    inputs: dict[str, torch.Tensor] = {}
+
+    def swap(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if id(tensor) not in made:
+            new = _placeholder(tuple(tensor.shape), tensor.dtype)
+            inputs[name] = new
+            if isinstance(tensor, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = tensor, new
+        return made[id(tensor)][1]
+
+    for path, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = swap(tensor, f"{path}.{name}")
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            setattr(state, name, swap(value, name))
+        elif isinstance(value, dict):
+            tensors = {key: part for key, part in value.items() if isinstance(part, torch.Tensor)}
+            value.update({key: swap(tensor, f"{name}.{key}") for key, tensor in tensors.items()})
+    return inputs
+
+
+def name_operations(model: torch.nn.Module) -> None:
+    """Lets the operations of the forward pass carry the path of their module; the program itself stays the same.
+
+    Those of the backward pass have no name but the operation's, except where a layer is computed again.
+    """
+    import torch_xla
+
+    push = torch_xla._XLAC.profiler.scope_pusher
+    open_scopes: list[Any] = []  # a scope lasts as long as what `push` returns
+
+    def enter(name: str, *_: Any) -> None:
+        open_scopes.append(push(name))
+
+    def leave(*_: Any) -> None:
+        open_scopes.pop()
+
+    for path, module in model.named_modules():
+        parent, _, name = path.rpartition(".")
+        if name.isdigit():  # a list of layers is not called itself
+            name = f"{parent.rpartition('.')[2]}-{name}"
+        if name:
+            module.register_forward_pre_hook(functools.partial(enter, name))
+            module.register_forward_hook(leave)
+
+
+def _placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    from torch_xla.core.xla_builder import create_placeholder_tensor
+
+    placeholder: torch.Tensor = create_placeholder_tensor(shape, dtype)
+    return placeholder
+
+
+def _kept(state: TrainState) -> Iterator[torch.Tensor]:
+    """What is alive after a step: its parameters, and every tensor of the state."""
+    seen: set[int] = set()
+    for value in vars(state).values():
+        for tensor in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(tensor, torch.Tensor) and _number(tensor) not in seen:
+                seen.add(_number(tensor))
+                yield tensor
+
+
+def _number(tensor: torch.Tensor) -> int:
+    """torch_xla's number of a tensor, by which it finds out at the cut what has replaced what."""
+    import torch_xla
+
+    number: int = torch_xla._XLAC._xla_get_tensor_id(tensor)
+    return number
+
+
+def _is_input(tensor: torch.Tensor, number: int) -> bool:
+    """Whether a tensor is what it was when it had this number: not changed in place since."""
+    import torch_xla
+
+    if _number(tensor) != number:
+        return False
+    inputs, _ = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
+    return list(inputs) == [number]
+
+
+def _lower(outputs: list[torch.Tensor], replaced: set[int], names: dict[int, str]) -> Program:
+    import torch_xla
+
+    xla = torch_xla._XLAC
+    outputs.sort(key=_number)  # as torch_xla orders them at a cut
+    numbers, tensors = xla._get_tensors_xla_device_data_node(outputs)
+    hlo = xla._get_xla_tensors_hlo_proto(outputs)
+    return Program(
+        hlo=hlo,
+        donated=tuple(place for place, number in enumerate(numbers) if number in replaced),
+        arguments=tuple(names.get(number, "") for number in numbers),
+        argument_bytes=sum(tensor.nbytes for tensor in tensors),
+    )

@@ -1,0 +1,293 @@
+"""train(config): supervised fine-tuning, the same on every backend.
+
+`train` runs in the calling process and starts `fine_tune` in every replica, which loads, resumes, and runs the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict
+
+from tpu_kit.checkpointing.manager import CheckpointManager
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.data.batching import updates
+from tpu_kit.data.prepare import Prepared, prepare, prepare_once
+from tpu_kit.data.sources import keep_rows, kept_place
+from tpu_kit.distributed import runtime
+from tpu_kit.distributed.launch import launch
+from tpu_kit.distributed.preemption import PreemptionGuard, sigterm_raises
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.evaluation.evaluate import check_answers, evaluate_adapter
+from tpu_kit.evaluation.verifiers import verifier_named
+from tpu_kit.generation.reference_check import check_training
+from tpu_kit.hardware.units import GIB
+from tpu_kit.models import causal_lm as models
+from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
+from tpu_kit.planning.preflight import check_before_launch, predicted_bytes
+from tpu_kit.storage import atomic
+from tpu_kit.storage.object_store import ObjectFolder, upload
+from tpu_kit.storage.output_location import resolve_output_dir
+from tpu_kit.training.adapter_io import save_adapter
+from tpu_kit.training.metrics import check_tracking
+from tpu_kit.training.resume import check_resume, find_checkpoint, refuse_early, training_tensors
+from tpu_kit.training.step import place
+from tpu_kit.training.trainer import Status, Trainer
+
+RESULT_TYPE = "application/vnd.tpu-kit.result+json"
+"""MIME type of what a cell that shows a `TrainResult` keeps besides its text, for who runs the notebook."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        status: "finished"; "stopped" (early, by a rule of the configuration); "preempted": run it again to go on.
+        reason: of the stop or the preemption; empty otherwise.
+        step: updates done.
+        total_steps: updates that the configuration asks for.
+        metrics: loss (of the last window), eval_loss (of the weights in adapter_dir), and what was measured beside
+            them; see `fine_tune`.
+        adapter_dir: the trained weights: an adapter as PEFT loads it, or a whole model where lora.r=0; empty where the
+            training was preempted.
+        checkpoint_dir: the newest checkpoint; None where none was written.
+        output_dir: the run's folder.
+    """
+
+    status: Status
+    reason: str
+    step: int
+    total_steps: int
+    metrics: dict[str, float]
+    adapter_dir: str
+    checkpoint_dir: str | None
+    output_dir: str
+
+    def __str__(self) -> str:
+        if self.status == "preempted":
+            kept = f"its checkpoint is in {self.checkpoint_dir}" if self.checkpoint_dir else "it has saved nothing yet"
+            return (
+                f"preempted at step {self.step} of {self.total_steps} ({self.reason}); {kept}. To go on from there, "
+                "run this again: the same cell, or the same command"
+            )
+        lines = [f"{self.status} at step {self.step}; adapter in {self.adapter_dir}"]
+        if self.status == "stopped":
+            ended = f"stopped early at step {self.step} of {self.total_steps}"
+            lines = [
+                f"{ended}: {self.reason}; adapter in {self.adapter_dir}",
+                "  To train on from there, raise optim.early_stop_patience or set it to null, and run this again",
+            ]
+        return "\n".join([*lines, *(f"  {name:<18}{_figure(name, value)}" for name, value in self.metrics.items())])
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        """What a notebook's cell shows and keeps; `python -m tpu_kit notebooks` reads the status there."""
+        return {"text/plain": str(self), RESULT_TYPE: {"status": self.status, "reason": self.reason}}
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{value / GIB:.2f} GiB" if name.endswith("_bytes") else f"{value:.6g}"
+
+
+def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:
+    """Fine-tunes as `config` says, on all its devices, and returns when the result is on disk.
+
+    First it prints what the run takes of the devices' memory; see `outlook`. With `tracking.generate_rows` the base and
+    the tuned model also answer held-out rows, and eval.json says how well.
+
+    Args:
+        config: the run.
+        dataset: rows in memory, in the place of `data.source`; kept in `<output_dir>/data`, where the replicas read
+            them. Those of a DatasetDict are named by `data.split` and `data.eval_split`.
+        exact: on a TPU, ask its compiler whether the batch fits, before the launch; a minute or more.
+
+    Raises:
+        OutOfMemory: a device or the host had too little; it names the next setting that fits.
+        ValueError: the configuration, the data or the machine do not allow the run.
+        LaunchError: a replica failed.
+    """
+    check_tracking(config)
+    verifier_named(config.tracking.verifier)
+    config = resolve_output_dir(config)
+    folder = _output_folder(config)
+    if dataset is not None:
+        config = replace(config, data=replace(config.data, source=str(kept_place(dataset, folder / "data"))))
+    refuse_early(config)
+    if dataset is not None:
+        keep_rows(dataset, folder / "data")
+    check_answers(config)
+    outlook = check_before_launch(config, exact)
+    config = outlook.config
+    print(outlook, flush=True)
+    if warning := suggestion(outlook):
+        print(warning, file=sys.stderr, flush=True)
+    try:
+        result = launch(fine_tune, config)
+    except (RuntimeError, MemoryError) as error:
+        if explained := out_of_memory(error, outlook):
+            raise explained from error
+        raise
+    assert result is not None, "rank 0 returns it"
+    if config.tracking.generate_rows and result.status != "preempted":
+        try:
+            with sigterm_raises():
+                result = replace(result, metrics={**result.metrics, **_answer(config, result)})
+        except (KeyboardInterrupt, SystemExit) as error:
+            told = "SIGINT" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
+            result = replace(result, status="preempted", reason=f"{told} received while held-out rows were answered")
+    if config.remote:
+        _upload(config, result)
+    return result
+
+
+def _upload(config: TrainConfig, result: TrainResult) -> None:
+    """Copies what the run wrote here to its object store, where its checkpoints are already."""
+    assert config.remote is not None
+    try:
+        if result.adapter_dir:
+            upload(Path(result.adapter_dir), f"{config.remote}/adapter")
+        for name in ("config.yaml", "metrics.jsonl", "eval.json"):
+            if (path := config.output_path / name).is_file():
+                ObjectFolder(config.remote).put(path, name)
+    except OSError as error:
+        raise ValueError(
+            f"{error}. Nothing is lost: its checkpoints are there, the rest is in {config.output_path}; the same "
+            "command uploads it"
+        ) from error
+    print(f"uploaded         {config.remote}", flush=True)
+
+
+def _output_folder(config: TrainConfig) -> Path:
+    folder = config.output_path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={folder} cannot be written to ({error.strerror}): set output_dir to a folder that can"
+        ) from error
+    for name in ("adapter", "eval.json"):  # which are written at the end
+        there = folder / name
+        if there.exists() and there.is_dir() != (name == "adapter"):
+            raise ValueError(f"{there} is in the way of what training writes there: move it away, or set output_dir")
+    return folder
+
+
+def _answer(config: TrainConfig, result: TrainResult) -> dict[str, float]:
+    """Lets the base and the tuned model answer the same held-out rows; prints, writes and returns what came out."""
+    found = evaluate_adapter(config, result.adapter_dir)
+    print(found, flush=True)
+    metrics = {"accuracy_before": found.base.accuracy.share, "accuracy_after": found.tuned.accuracy.share}
+    if found.base.perplexity is not None and found.tuned.perplexity is not None:
+        metrics |= {"perplexity_before": found.base.perplexity, "perplexity_after": found.tuned.perplexity}
+    return metrics
+
+
+# ------------------------------------------------------------------------------------------------------- in a replica
+
+_shared: list[tuple[Prepared, torch.nn.Module, Any]] = []
+_shared_lock = threading.Lock()
+
+
+def _load(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
+    """Data, model and tokenizer; made once where replicas are threads of one process, which ends with the launch."""
+    if rt.device_type != "xla-cpu":
+        return _make(config, rt)
+    with _shared_lock:
+        if not _shared:
+            _shared.append(_make(config, rt))
+    prepared, model, tokenizer = _shared[0]
+    # A thread takes a copy: moved to its device, the model itself would be gone for the others.
+    return prepared, copy.deepcopy(model), tokenizer
+
+
+def _make(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
+    """As `_load`. Replicas that are processes share the data of their host."""
+    check_training(config, rt.device_type)
+    tokenizer = models.load_tokenizer(config.model)
+    model = models.load_model(config.model, config.lora, seed=config.optim.seed)
+    models.check_vocabulary(model, tokenizer)
+    text = models.text_config(model)
+    positions = getattr(text, "max_position_embeddings", None)
+
+    def make() -> Prepared:
+        return prepare(config.data, tokenizer, model_positions=positions, vocab_size=text.vocab_size)
+
+    if rt.device_type == "xla-cpu" or rt.world_size == 1:
+        return make(), model, tokenizer
+    return prepare_once(config, rt, tokenizer, make), model, tokenizer
+
+
+def fine_tune(config: TrainConfig) -> TrainResult | None:
+    """Trains in one replica; rank 0 returns the result.
+
+    Its metrics: loss and eval_loss (nats per loss token), eval_accuracy where it was asked for, eval_step (at which
+    these two were measured), train_seconds (of all launches of the run, with evaluations and checkpoints),
+    skipped_updates, on XLA compiles (programs that this process compiled), and the peaks of memory (see
+    `memory_monitor.MemoryMonitor.read`).
+    """
+    rt = runtime.current()
+    prepared, model, tokenizer = _load(config, rt)
+    plan = batch_arithmetic(config, rt.data_size)
+    keep = (config.checkpoint.keep, config.checkpoint.keep_every)
+    with contextlib.ExitStack() as stack:
+        agreement = stack.enter_context(PreemptionGuard(rt))
+        checkpoints = stack.enter_context(CheckpointManager(config.checkpoints_place, *keep)) if rt.rank == 0 else None
+        found = find_checkpoint(config, checkpoints)
+        rt.barrier()  # rank 0 has set damaged ones aside
+        found = found if checkpoints else find_checkpoint(config, None)
+        saved = None
+        if found:
+            total = sum(1 for _ in updates(len(prepared.train), plan, config.optim))
+            check_resume(found, config, plan.global_batch_size, prepared.fingerprint, total, quiet=rt.rank != 0)
+            saved = training_tensors(found, model)
+        state = place(model, config, rt, saved)
+        rt.sync()
+        rt.barrier()
+
+        loop = Trainer(config, rt, model, state, prepared, plan, checkpoints, predicted_bytes(config, rt))
+        if found and saved:
+            loop.resume(found, saved)
+        if rt.rank == 0:
+            # Not before: that of a run which was refused stays.
+            atomic.write_text(config.output_path / "config.yaml", config.to_yaml())
+            print(prepared.report)
+            if held := prepared.eval_report:
+                cut = f"{held.dropped_too_long:,} dropped, {held.truncated:,} truncated"
+                print(f"held-out rows    {held.documents:,}, {held.loss_tokens:,} tokens with loss; too long: {cut}")
+                if held.skipped:
+                    print(f"held-out rows    {held.skipped_text}")
+            print(f"model            {models.count_parameters(model)}")
+            if loop.stopped:
+                print(f"stopped          at step {loop.step} before; nothing is trained: {loop.why_stopped()}")
+            left = len(prepared.train) % plan.global_batch_size
+            print(f"batch            {plan}; {loop.total} updates; {left} rows of each epoch are left over", flush=True)
+        stack.enter_context(loop)
+        status = loop.run(agreement)
+        peaks = loop.peaks.end()
+        reason = loop.why_stopped() if status == "stopped" else agreement.reason or ""
+        return _finish(loop, status, reason, tokenizer, peaks) if rt.rank == 0 else None
+
+
+def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any, peaks: dict[str, float]) -> TrainResult:
+    """Waits until the last checkpoint is durable, and writes the adapter of a run that is over; rank 0 alone."""
+    assert loop.checkpoints is not None
+    loop.checkpoints.wait()
+    folder, adapter = loop.config.output_path, ""
+    weights, metrics = loop.weights()
+    if status != "preempted":
+        adapter = str(folder / "adapter")
+        save_adapter(folder / "adapter", loop.model, weights, loop.config, tokenizer)
+    metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"} | peaks
+    newest = loop.checkpoints.newest()
+    checkpoint = str(newest.path) if newest else None
+    return TrainResult(status, reason, loop.step, loop.total, metrics, adapter, checkpoint, str(folder))

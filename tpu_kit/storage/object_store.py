@@ -1,0 +1,243 @@
+"""Where files are kept: a folder of this machine, or one in an object store, by its URL (gs://bucket/folder).
+
+gs:// goes through gcsfs, another scheme through its own fsspec package, without promise. Credentials are those that
+gcsfs finds: Application Default Credentials, or the machine's service account on Google Cloud.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.hardware.units import MIB
+from tpu_kit.storage import atomic
+
+# A request to which nothing is answered for SILENT_SECONDS, or that takes REQUEST_SECONDS, is given up; gcsfs tries 6
+# times with growing pauses. Files go in parts that a slow line, too, carries in that time.
+SILENT_SECONDS, REQUEST_SECONDS = 60.0, 300.0
+PART_BYTES = 8 * MIB
+_BUGS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
+
+
+def is_url(place: Path | str) -> bool:
+    """Whether a place is a URL, and not a folder of this machine."""
+    return isinstance(place, str) and "://" in place
+
+
+def join(place: Path | str, *names: str) -> Path | str:
+    """A place inside another one: a URL for a URL, else a Path."""
+    return "/".join([str(place).rstrip("/"), *names]) if is_url(place) else Path(place, *names)
+
+
+class ObjectFolder:
+    """The objects whose names begin with a URL; names are relative to it. There are no folders to make, or left over.
+
+    All methods raise OSError with a text that says what to do. FileNotFoundError from `read` and `get` is about the
+    object.
+
+    Args:
+        url: gs://bucket/folder; without a trailing slash.
+
+    Raises:
+        ValueError: the package for this scheme is missing, or the URL names no bucket.
+    """
+
+    def __init__(self, url: str) -> None:
+        scheme, _, path = url.partition("://")
+        self.url = f"{scheme}://{path.rstrip('/')}"
+        self.bucket = f"{scheme}://{path.split('/')[0]}"
+        if self.bucket.endswith("://"):
+            raise ValueError(f"{url} names no bucket: write {scheme}://bucket/folder")
+        connect = _filesystem(scheme)
+        with self._explained():
+            self._files = connect()
+            self._root = str(self._files._strip_protocol(self.url))
+
+    def place(self, name: str) -> str:
+        """The URL of an object."""
+        return f"{self.url}/{name}"
+
+    def list(self) -> dict[str, int]:
+        """Name to size in bytes of all objects."""
+        with self._explained():
+            try:
+                found = self._files.find(self._root, detail=True)
+            except FileNotFoundError:
+                if self._files.exists(self.bucket):
+                    return {}
+                raise
+        begin = len(self._root) + 1
+        return {path[begin:]: int(about["size"]) for path, about in found.items()}
+
+    def read(self, name: str) -> bytes:
+        """An object's content."""
+        with self._explained(name):
+            return bytes(self._files.cat_file(f"{self._root}/{name}"))
+
+    def read_all(self, names: Iterable[str]) -> dict[str, bytes]:
+        """The contents of many small objects, at once; those that are gone are left out."""
+        paths = [f"{self._root}/{name}" for name in names]
+        if not paths:
+            return {}
+        with self._explained():
+            found = self._files.cat(paths, recursive=False, on_error="return")
+            for content in found.values():
+                if isinstance(content, Exception) and not isinstance(content, FileNotFoundError):
+                    raise content
+        begin = len(self._root) + 1
+        return {path[begin:]: bytes(content) for path, content in found.items() if isinstance(content, bytes)}
+
+    def create(self, name: str, content: bytes) -> None:
+        """Makes an object; of several writers one succeeds.
+
+        Raises:
+            FileExistsError: there is one, with another content. With the same it is ours: an answer was lost on the
+                way, and gcsfs has asked again.
+        """
+        try:
+            with self._explained():
+                self._files.pipe_file(f"{self._root}/{name}", content, mode="create")
+        except FileExistsError:
+            if self.read(name) != content:
+                raise
+
+    def write(self, name: str, content: bytes) -> None:
+        """Makes or replaces an object."""
+        with self._explained():
+            self._files.pipe_file(f"{self._root}/{name}", content)
+
+    def put(self, file: Path, name: str) -> None:
+        """Uploads a file. An upload that breaks off is not there at all, and is begun again once."""
+        options = {"chunksize": PART_BYTES} if self.url.startswith(("gs://", "gcs://")) else {}
+        try:
+            with self._explained():
+                self._files.put_file(str(file), f"{self._root}/{name}", **options)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.ENOENT):
+                raise
+            with self._explained():
+                self._files.put_file(str(file), f"{self._root}/{name}", **options)
+
+    def get(self, name: str, file: Path) -> None:
+        """Downloads an object; a file is there only when all of it is."""
+        with atomic.replacing(file, shared=True) as part, self._explained(name):
+            self._files.get_file(f"{self._root}/{name}", str(part))
+
+    def copy(self, name: str, to: ObjectFolder) -> None:
+        """Copies an object to another folder of the same store, which does it without a download."""
+        with self._explained():
+            self._files.cp_file(f"{self._root}/{name}", f"{to._root}/{name}")
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes objects, one after the other; one that is gone already is fine."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), self._explained(name):
+                self._files.rm_file(f"{self._root}/{name}")
+
+    @contextlib.contextmanager
+    def _explained(self, name: str | None = None) -> Iterator[None]:
+        try:
+            yield
+        except (FileExistsError, *_BUGS):
+            raise
+        except Exception as error:
+            if name is not None and isinstance(error, FileNotFoundError):
+                raise
+            raise self._explain(error) from error
+
+    def _explain(self, error: Exception) -> OSError:
+        """What gcsfs, aiohttp, requests or google.auth have raised, in words of what to do."""
+        origin, kind = type(error).__module__.split(".")[0], type(error).__name__
+        status = str(getattr(error, "code", None) or "")
+        if isinstance(error, FileNotFoundError):
+            command = f"gcloud storage buckets create {self.bucket}"
+            text = f"there is no bucket {self.bucket}: make it ({command}), or check its name"
+            return OSError(errno.ENOENT, text)
+        if status == "401" or (origin == "google" and kind != "TransportError"):
+            text = (
+                f"{self.bucket} wants credentials, and none that it takes were found: run `gcloud auth "
+                "application-default login`, on Colab `google.colab.auth.authenticate_user()`, or set "
+                "GOOGLE_APPLICATION_CREDENTIALS"
+            )
+            return OSError(errno.EACCES, text)
+        if isinstance(error, PermissionError) or status == "403" or str(error).startswith("Forbidden"):
+            text = (
+                f"this account may not do that in {self.bucket}: give it the role Storage Object User there ({error})"
+            )
+            return OSError(errno.EACCES, text)
+        if origin in ("aiohttp", "requests", "google") or isinstance(error, (ConnectionError, TimeoutError)):
+            text = f"{self.bucket} could not be reached ({kind}: {error}): check the network, then run this again"
+            return OSError(errno.ENETUNREACH, text)
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        return OSError(errno.EIO, f"{self.bucket} answered {kind}: {error}")
+
+
+def upload(folder: Path, url: str) -> None:
+    """Copies all files of a folder, and of those inside it, to an object store; what else is there stays.
+
+    Raises:
+        OSError: the object store cannot be written to.
+    """
+    target = ObjectFolder(url)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            target.put(path, path.relative_to(folder).as_posix())
+
+
+@contextlib.contextmanager
+def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
+    """A folder of this machine: `place` itself, or a copy of what an object store has there, for as long as it is used.
+
+    Args:
+        place: a folder, or a URL.
+        names: of the objects, and of the folders, to copy; all by default. What is not there is left out.
+
+    Raises:
+        ValueError: the object store cannot be read. Errors that name the copy name the URL in its place.
+    """
+    if not is_url(place):
+        yield Path(place).absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as scratch:
+        try:
+            source = ObjectFolder(str(place))
+            for name in source.list():
+                if not names or name in names or name.startswith(tuple(f"{one}/" for one in names)):
+                    Path(scratch, name).parent.mkdir(parents=True, exist_ok=True)
+                    source.get(name, Path(scratch, name))
+        except OSError as error:
+            raise ValueError(str(error)) from error
+        try:
+            yield Path(scratch)
+        except ValueError as error:
+            if scratch not in str(error):
+                raise
+            raise ValueError(str(error).replace(scratch, str(place).rstrip("/"))) from error
+
+
+def _filesystem(scheme: str) -> Callable[[], Any]:
+    """What makes the fsspec file system of a scheme; raises ValueError if its package is missing."""
+    # gcsfs asks a second service about each bucket unless told not to; only zonal buckets need that.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    # Others write there, too: what was listed once may not hold any more.
+    options: dict[str, Any] = {"use_listings_cache": False}
+    try:
+        import fsspec
+
+        if scheme not in ("gs", "gcs"):
+            return partial(fsspec.get_filesystem_class(scheme), **options)
+        import aiohttp
+        from gcsfs.core import GCSFileSystem
+    except ImportError as error:
+        package = "gcsfs" if scheme in ("gs", "gcs") else f"fsspec's package for {scheme}://"
+        raise ValueError(f"{scheme}:// needs {package}: pip install it ({error})") from error
+    # Its MD5 is compared after each upload.
+    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
+    return partial(GCSFileSystem, consistency="md5", requests_timeout=timeout, **options)

@@ -1,0 +1,116 @@
+"""Where a run writes, so that its checkpoints outlive the session: Drive on Colab, the working folder on Kaggle."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.storage import atomic
+
+_DRIVE, _WORKING, _INPUT = "content/drive/MyDrive", "kaggle/working", "kaggle/input"
+_BUCKET = "output_dir=gs://your-bucket/run"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run writes.
+
+    Attributes:
+        output_dir: a folder, or an address that begins with gs://.
+        reason: why this one.
+        warning: what ends it before its user may expect that, and what to do; empty where nothing does.
+    """
+
+    output_dir: str
+    reason: str
+    warning: str = ""
+
+
+def find_place(config: TrainConfig, at: Machine | None = None) -> Place:
+    """Chooses where to write, or judges what `output_dir` says.
+
+    Args:
+        config: the run.
+        at: the machine; this one by default.
+    """
+    at = at or Machine()
+    given = config.output_dir
+    if given is not None and "://" in given:
+        return Place(given, "an object store, which outlives every machine")
+    if "COLAB_RELEASE_TAG" in at.environ:
+        return _on_colab(given, config.run_name, at)
+    if "KAGGLE_KERNEL_RUN_TYPE" in at.environ:
+        return _on_kaggle(given, config.run_name, at)
+    place = given or str(config.output_path)
+    if at.tpus():
+        warning = f"a spot TPU VM that is taken back is deleted with its disk: use {_BUCKET}, or a disk of its own"
+        return Place(place, "this machine's disk", warning)
+    return Place(place, "this machine's disk")
+
+
+def _on_colab(given: str | None, run_name: str, at: Machine) -> Place:
+    drive = at.root / _DRIVE
+    if given is None and drive.is_dir():
+        return Place(str(drive / "tpu_kit" / run_name), "Google Drive is mounted, and outlives the session")
+    if given is not None and os.path.abspath(given).startswith(str(drive)):
+        return Place(given, "Google Drive, which outlives the session")
+    warning = (
+        "Colab deletes this folder with the session: before training run `from google.colab import drive; "
+        f"drive.mount('/content/drive')` and leave output_dir out, or set {_BUCKET}"
+    )
+    return Place(given or f"runs/{run_name}", "this machine's disk", warning)
+
+
+def _on_kaggle(given: str | None, run_name: str, at: Machine) -> Place:
+    working = at.root / _WORKING
+    inside = given is None or os.path.abspath(given).startswith(str(working))
+    place = str(working / "runs" / run_name) if given is None else given
+    if not inside:
+        return Place(place, "as asked for", f"Kaggle keeps {working} alone: leave output_dir out, or set {_BUCKET}")
+    if at.environ["KAGGLE_KERNEL_RUN_TYPE"] == "Batch":
+        return Place(place, f"{working} becomes the output of this version of the notebook")
+    warning = (
+        "an interactive session keeps it only if Persistence (in the notebook's settings) is set to Files; or use "
+        f"Save Version > Save & Run All, or set {_BUCKET}"
+    )
+    return Place(place, f"{working} is what Kaggle can keep", warning)
+
+
+def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
+    """Copies a run that is attached as an input of a Kaggle notebook to where the run writes, if nothing is there.
+
+    The output of a notebook's version, added as an input, is below /kaggle/input, which cannot be written to.
+
+    Args:
+        place: where the run writes.
+        run_name: the run.
+        at: the machine; this one by default.
+    """
+    at = at or Machine()
+    target = Path(place.output_dir)
+    if "KAGGLE_KERNEL_RUN_TYPE" not in at.environ or "://" in place.output_dir or target.exists():
+        return
+    inputs, depths = at.root / _INPUT, ("*", "*/*", "*/*/*", "*/*/*/*")
+    found = [path for depth in depths for path in inputs.glob(f"{depth}/{run_name}/config.yaml")]
+    if not found:
+        return
+    newest = max(found, key=lambda path: path.stat().st_mtime).parent
+    print(f"copies           {newest}, an input of this notebook, to {target}", flush=True)
+    with atomic.replacing(target) as part:
+        shutil.copytree(newest, part)
+
+
+def resolve_output_dir(config: TrainConfig, at: Machine | None = None) -> TrainConfig:
+    """The run with `output_dir` set; says where it writes, why, and what ends that."""
+    place = find_place(config, at)
+    print(f"writes to        {place.output_dir}: {place.reason}", flush=True)
+    if config.checkpoint.resume != "never":
+        fetch_run(place, config.run_name, at)
+    if place.warning:
+        print(f"warning: {place.warning}", file=sys.stderr, flush=True)
+    return replace(config, output_dir=place.output_dir)

@@ -1,0 +1,5 @@
+"""The training step and the loop around it: loss, optimizers, metrics, resume.
+
+Offers `step.train_step` and `trainer.Trainer`, which runs in each replica.
+Must not know the launch, the planner or notebooks.
+"""

@@ -1,0 +1,407 @@
+"""Where the numbers of a run go: JSONL always, Weights & Biases and TensorBoard when asked, and one progress bar.
+
+What makes XLA as slow as a CPU, noticed while training: programs that are compiled again, reads within the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.hardware import chips
+from tpu_kit.hardware.host import check_wandb
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.storage import atomic
+
+_WINDOWS = 3  # logs in a row that show it: a first evaluation compiles, and a checkpoint reads
+
+
+class RecompileMonitor:
+    """Looks at the counters of each log, and says once of each cause that it is there."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+
+    def notice(self, before: Mapping[str, int], now: Mapping[str, int], steps: int) -> Iterator[str]:
+        """The warnings to print after a log.
+
+        Args:
+            before: `Runtime.counters` at its first step.
+            now: the same after its last.
+            steps: between them.
+        """
+        grown = {name: now[name] - before.get(name, 0) for name in now}
+        if self._again("compiles", grown.get("compiles", 0) > 0):
+            yield (
+                f"{grown['compiles']} programs were compiled in the last {steps} steps, and some in each log before: "
+                "shapes or slices change from step to step, and each change is compiled, for minutes on a TPU. Keep "
+                "data.packing=true; in a model's code pass what differs by step as a tensor"
+            )
+        reads = grown.get("fallbacks", 0) / steps
+        if self._again("fallbacks", reads >= 1):
+            yield (
+                f"the host reads or computes {reads:.0f} values of each step (.item(), print, a condition on a tensor, "
+                "or an operation that XLA lacks), and the device waits for each. Take it out of the model's code or "
+                "function; what is logged is read every tracking.logging_steps alone"
+            )
+
+    def _again(self, cause: str, there: bool) -> bool:
+        self._seen[cause] = self._seen.get(cause, 0) + 1 if there else 0
+        return self._seen[cause] == _WINDOWS
+
+
+METRICS_FILE = "metrics.jsonl"
+NO_BAR = "TPU_KIT_NO_BAR"  # in the environment: a notebook shows progress in its own way
+
+
+def flops_per_token(frozen: int, trainable: int, num_layers: int, attention_width: int, sequence_length: int) -> int:
+    """Model FLOPs that one token of training needs, forward and backward.
+
+    A matrix multiplication costs 2 FLOPs per parameter and token forward, 2 for the gradient of its input and 2 for the
+    gradient of its weight (Kaplan et al. 2020, section 2.1: 6N in all). A frozen weight has no gradient of its own, so
+    it costs 4; adapters cost 6. Attention (scores, weighted sum) has no weights: 4 * layers * width * length forward
+    and twice that backward, over the whole row, without a discount for the causal half (Chowdhery et al. 2022, PaLM,
+    appendix B: 12LHQT)::
+
+        4 * frozen + 6 * trainable + 12 * num_layers * attention_width * sequence_length
+
+    What rematerialization computes again is not counted: this is for MFU, not for hardware FLOPs utilisation (HFU).
+    Weights stored as integers count as the numbers they stand for: the products are the same.
+
+    Args:
+        frozen: parameters without a gradient, an embedding table that is only looked up left out.
+        trainable: parameters with a gradient: the adapters, or the whole model with full fine-tuning.
+        num_layers: decoder layers.
+        attention_width: heads * head dimension.
+        sequence_length: tokens in a row.
+    """
+    return 4 * frozen + 6 * trainable + 12 * num_layers * attention_width * sequence_length
+
+
+def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
+    """Count `flops_per_token` of a transformers or PEFT model: of its decoder and its output head.
+
+    None for a mixture of experts: it runs a part of its parameters per token, so the formula would flatter it.
+    """
+    from torch.nn import Embedding
+
+    from tpu_kit.models.quantization import QuantizedLinear
+
+    config = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return None
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    parts = list(decoder.modules())
+    tables = {part.weight for part in parts if isinstance(part, Embedding)}
+    counts = {False: sum(part.count for part in parts if isinstance(part, QuantizedLinear)), True: 0}
+    for parameter in {*decoder.parameters()} - tables | {*head.parameters()}:  # a tied table is the head's matrix
+        counts[parameter.requires_grad] += parameter.numel()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return flops_per_token(counts[False], counts[True], config.num_hidden_layers, width, sequence_length)
+
+
+def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
+    """Raise ConfigError where a tracker that was asked for cannot start: in time, before the model is loaded."""
+    at, tracking, problems = at or Machine(), config.tracking, []
+    if tracking.wandb != "off" and at.version("wandb") is None:
+        problems.append(f"tracking.wandb={tracking.wandb} needs a package: pip install wandb, or wandb=off.")
+    if check_wandb(at, config).status == "failure":
+        problems.append("tracking.wandb=online, and no W&B key was found: set WANDB_API_KEY, or wandb=offline.")
+    if tracking.tensorboard and at.version("tensorboard") is None:
+        problems.append("tracking.tensorboard=true needs a package: pip install tensorboard, or tensorboard=false.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the records of a metrics.jsonl, in order; a last line cut short by a kill is left out.
+
+    Args:
+        path: the file, or the output folder that holds it. No file gives no records.
+    """
+    path = Path(path)
+    path = path / METRICS_FILE if path.is_dir() else path
+    records = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            # Only a write that was interrupted leaves such a line, and nothing can be learned from it.
+            with contextlib.suppress(json.JSONDecodeError):
+                records.append(json.loads(line))
+    return records
+
+
+def best_evaluation(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """The evaluation with the lowest loss, the earliest of equal ones; None where no loss was a finite number."""
+    measured = [record for record in records if record["kind"] == "eval" and record["loss"] is not None]
+    return min(measured, key=lambda record: record["loss"], default=None)
+
+
+class Tracker:
+    """Writes the metrics of a run, on rank 0 alone, and shows the progress bar on stderr.
+
+    Each record of `<output_dir>/metrics.jsonl` has `kind` ("train" or "eval") and `step`. A value that is not finite is
+    null there, and `nonfinite` keeps what it was, as in ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
+
+    Args:
+        config: the run's configuration, given to W&B with the run.
+        output_dir: folder of the run; made where missing.
+        resume_step: the step that the run continues after.
+        history: the records until then, which the file then begins with, whatever is in it. None starts anew, and keeps
+            an earlier file as metrics.previous.jsonl.
+        resume_tokens: tokens trained on until `resume_step`, without padding.
+        total_steps: the step that the run ends at, for the bar and the ETA.
+        flops_per_token: from `model_flops_per_token`; None leaves MFU out.
+        chip_name: a name that `chips.chip` knows; None, or a chip without a known peak, leaves MFU out.
+        num_chips: chips of the run, all hosts together.
+        clock: seconds, monotonic; tests inject their own.
+
+    Attributes:
+        history: all records so far.
+
+    Raises:
+        ConfigError: a tracker was asked for that cannot start; see `check_tracking`.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        output_dir: str | os.PathLike[str],
+        resume_step: int = 0,
+        history: list[dict[str, Any]] | None = None,
+        *,
+        resume_tokens: int = 0,
+        total_steps: int | None = None,
+        flops_per_token: int | None = None,
+        chip_name: str | None = None,
+        num_chips: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_tracking(config)
+        self._dir = Path(output_dir)
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._flops_per_token = flops_per_token
+        self._peak = chips.chip(chip_name).bf16_flops if chip_name else None
+        self._num_chips = num_chips
+        self._total_steps = total_steps
+        self._clock = clock
+
+        self.history = self._begin(history)
+        self._seconds_before = float(self.history[-1]["seconds"]) if self.history else 0.0
+        self._start = self._window_start = clock()
+        self._window_step = resume_step
+        self._resumed_from = resume_step or None
+        self._window_tokens = resume_tokens
+        self._untimed = 0.0
+        self._steady_steps, self._steady_seconds = 0, 0.0
+        self._first_window = True
+
+        self._file = (self._dir / METRICS_FILE).open("a")
+        again = history is not None
+        self._tensorboard = self._open_tensorboard(resume_step, again) if config.tracking.tensorboard else None
+        self._wandb = self._open_wandb(config, again) if config.tracking.wandb != "off" else None
+        self._bar = self._open_bar(config.run_name, resume_step)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=error is not None)
+
+    def tick(self, step: int) -> None:
+        """Move the bar to `step`. Costs no device read, so it may be called at each step."""
+        self._bar.update(step - self._bar.n)
+
+    def log(
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        compiles: int,
+        epoch: float,
+        device_bytes: int | None = None,
+        ahead: float = 0.0,
+        **extra: float | None,
+    ) -> dict[str, Any]:
+        """Write one training record and return it.
+
+        Rates are over the window since the record before; the first window contains the compilation.
+
+        Args:
+            step: optimizer updates done.
+            loss: mean NLL per loss-carrying token of the window, nats.
+            grad_norm: norm of the gradient before clipping.
+            lr: learning rate of the last update.
+            tokens: tokens trained on since the start of the run, resumed parts included, all replicas together;
+                padding is none. Tokens per second and MFU are of these.
+            compiles: programs compiled by this process so far.
+            epoch: passes over the data, a fraction.
+            device_bytes: memory in use on the device of rank 0.
+            ahead: seconds of later steps' work until now; they count for the next record.
+            extra: further numbers, written as they are.
+        """
+        now, steps = self._clock() - ahead, step - self._window_step
+        assert steps > 0, f"step {step} was logged after step {self._window_step}"
+        seconds = max(now - self._window_start - self._untimed, 1e-9)
+        rate = (tokens - self._window_tokens) / seconds
+        mfu = None
+        if self._flops_per_token and self._peak:
+            mfu = rate * self._flops_per_token / (self._num_chips * self._peak)
+        if not self._first_window:
+            self._steady_steps += steps
+            self._steady_seconds += seconds
+        # The first window holds the compilation: it stands in for the ETA only while there is no other.
+        step_seconds = self._steady_seconds / self._steady_steps if self._steady_steps else seconds / steps
+        eta = None if self._total_steps is None else (self._total_steps - step) * step_seconds
+        self._window_start, self._window_step, self._window_tokens = now, step, tokens
+        self._untimed, self._first_window = 0.0, False
+        record: dict[str, Any] = {
+            **{"epoch": epoch, "loss": loss, "perplexity": _perplexity(loss), "lr": lr, "grad_norm": grad_norm},
+            "tokens": tokens,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_chip": rate / self._num_chips,
+            "mfu": mfu,
+            "step_seconds": seconds / steps,
+            "compiles": compiles,
+            "device_memory_bytes": device_bytes,
+            "host_memory_bytes": _host_bytes(),
+            "eta_seconds": eta,
+            "total_steps": self._total_steps,
+            "resumed_from": self._resumed_from,
+            **extra,
+        }
+        self._bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.2e}, {rate:,.0f} tok/s", refresh=False)
+        self.tick(step)
+        return self._write("train", step, record)
+
+    def log_eval(self, step: int, *, loss: float, accuracy: float | None = None, **extra: float) -> dict[str, Any]:
+        """Write one evaluation record and return it.
+
+        Args:
+            step: optimizer updates done.
+            loss: mean NLL per loss-carrying token of the held-out rows, nats.
+            accuracy: share, 0..1; of what is the caller's to say.
+            extra: further numbers, written as they are.
+        """
+        return self._write("eval", step, {"loss": loss, "perplexity": _perplexity(loss), "accuracy": accuracy, **extra})
+
+    @contextlib.contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Keep what runs inside (evaluation, a checkpoint) out of the training rates and the ETA."""
+        start = self._clock()
+        yield  # an error ends the run: no time to set right then
+        self._untimed += self._clock() - start
+
+    def close(self, failed: bool = False) -> None:
+        """Flush and close all; W&B shows a run that `failed` as such. A second call does nothing."""
+        if self._file.closed:
+            return
+        self._bar.close()
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            try:
+                self._wandb.finish(exit_code=int(failed))
+            except Exception as error:  # of the network, or W&B's own: the run and its files are good without it
+                text = f"W&B could not be closed ({type(error).__name__}: {error}); {METRICS_FILE} has all records"
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def _write(self, kind: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
+        values = {**values, "seconds": self._seconds_before + self._clock() - self._start}
+        nonfinite = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+        record: dict[str, Any] = {"kind": kind, "step": step, **values}
+        record.update(dict.fromkeys(nonfinite), **({"nonfinite": nonfinite} if nonfinite else {}))
+        self.history.append(record)
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        known = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
+        if self._tensorboard is not None:
+            for name, value in known.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log({**known, "step": step})
+        return record
+
+    def _begin(self, history: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """Prepare metrics.jsonl for appending; returns the records that it begins with."""
+        path = self._dir / METRICS_FILE
+        if history is None:
+            if path.exists():
+                path.replace(self._dir / "metrics.previous.jsonl")
+            return []
+        atomic.write_text(path, "".join(json.dumps(record) + "\n" for record in history))
+        return list(history)
+
+    def _open_tensorboard(self, resume_step: int, again: bool) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self._dir / "tensorboard"), purge_step=resume_step + 1 if again else None)
+
+    def _open_wandb(self, config: TrainConfig, again: bool) -> Any:
+        import wandb
+
+        # A resumed run goes on under the same id, kept beside its metrics.
+        id_file = self._dir / "wandb_run_id"
+        if not again or not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:8])
+        # As W&B has it, WANDB_MODE=offline wins over online.
+        mode = os.environ.get("WANDB_MODE", "online") if config.tracking.wandb == "online" else "offline"
+        run = wandb.init(
+            project=config.tracking.wandb_project,
+            name=config.run_name,
+            id=id_file.read_text().strip(),
+            resume="allow" if mode == "online" else None,
+            mode=mode,  # type: ignore[arg-type]
+            dir=self._dir,
+            config=config.to_dict(),
+            # The terminal's output is the launch's own: W&B would wrap a stderr that is streamed to the parent.
+            settings=wandb.Settings(console="off"),
+        )
+        # W&B's own step only grows; ours goes back when a run resumes from an earlier checkpoint.
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def _open_bar(self, name: str, step: int) -> Any:
+        from tqdm.std import tqdm  # type: ignore[import-untyped]
+
+        # A launch's stderr is a pipe to a notebook cell or a log: no terminal width to follow, and each redraw is kept.
+        terminal = sys.stderr.isatty()
+        return tqdm(
+            desc=name,
+            total=self._total_steps,
+            initial=step,
+            unit="step",
+            file=sys.stderr,
+            ascii=True,
+            dynamic_ncols=terminal,
+            ncols=None if terminal else 110,
+            mininterval=0.5 if terminal else 2.0,
+            disable=NO_BAR in os.environ,
+        )
+
+
+def _perplexity(loss: float) -> float:
+    return math.inf if loss > 709 else math.exp(loss)  # a double overflows there
+
+
+def _host_bytes() -> int | None:
+    """Resident memory of this process, bytes; None where the system has no /proc."""
+    try:
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,352 @@
+"""Which checkpoint a run goes on from, and whether it may.
+
+Reads checkpoints of format 2, whose tensors were vectors of many parameters, as those of today's format.
+
+All that is known of that format is here, and depends on nothing that may change: in which order the parameters lay,
+how a matrix lay, which parameters shared a vector of moments, and how these were coded.
+
+- parameters, average, best: one vector each, of all trained parameters in the model's order.
+- stacked: how many of them were stacks of layers' parameters, (G, ...); 0 where layers were not scanned.
+- first.0, second.1, ...: a moment, by the number of the group. The first group was a vector of the parameters of less
+  than 2**24 numbers, if there were any; then each larger one was a group by itself, in its own shape.
+- applied, usual, streak, window: as today.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from tpu_kit.checkpointing.manager import CheckpointManager, scan
+from tpu_kit.checkpointing.manifest import FORMAT, Checkpoint, DamagedError
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.config.stored import ANEW, changes, migrate, plain
+from tpu_kit.distributed.device_memory import device_memory_budget
+from tpu_kit.models.causal_lm import trainable_parameters
+from tpu_kit.training.optimizer import OPTIMIZERS, encode_adamw, group
+from tpu_kit.training.step import sections
+
+Tensors = dict[str, torch.Tensor]
+
+_ALONE = 2**24
+_SCALARS = ("applied", "usual", "streak", "window")
+_LONGEST = 12  # layers in a block that repeats
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """One that was trained.
+
+    Attributes:
+        names: those of the layers' parameters that were stacked in it; else its own.
+        shape: (G, ...) of a stack.
+        stacked: whether it was one.
+    """
+
+    names: list[str]
+    shape: tuple[int, ...]
+    stacked: bool
+
+    @property
+    def matrix(self) -> bool:
+        return len(self.shape) - self.stacked > 1
+
+    @property
+    def turned(self) -> bool:
+        """Whether it lay the other way round in a vector."""
+        return len(self.shape) > 1 and self.shape[-1] < 128 <= self.shape[-2]
+
+    def laid(self) -> tuple[int, ...]:
+        """How it lay in a vector."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.turned else self.shape
+
+    def take(self, part: torch.Tensor) -> torch.Tensor:
+        """What lay in a vector, in the parameter's shape."""
+        return part.view(self.laid()).mT if self.turned else part.view(self.shape)
+
+    def layers(self, tensor: torch.Tensor) -> Tensors:
+        """Its tensor, or one whose first axis is its own, by the names of the layers' parameters."""
+        return dict(zip(self.names, tensor.unbind() if self.stacked else [tensor], strict=True))
+
+
+def convert(saved: Mapping[str, torch.Tensor], model: Any, optimizer: str) -> Tensors:
+    """The tensors of a checkpoint of format 2 as `TrainState.to_host` has them.
+
+    The moments of adamw8bit are decoded: moments/first and moments/second are fp32, as those of adamw.
+
+    Args:
+        saved: those of training.safetensors.
+        model: the model that was trained, its layers not stacked.
+        optimizer: of the run.
+
+    Raises:
+        ValueError: they are of another model.
+    """
+    count = int(saved["stacked"]) if "stacked" in saved else 0
+    parameters = list(_stacked(model) if count else _parameters(model.named_parameters()))
+    sizes = [prod(one.shape) for one in parameters]
+    if sum(sizes) != len(saved["parameters"]) or sum(one.stacked for one in parameters) != count:
+        raise ValueError(
+            f"the checkpoint's weights are not those of this model: it has {len(saved['parameters']):,} numbers in "
+            f"{count} stacks of layers, and the model {sum(sizes):,} in {sum(one.stacked for one in parameters)}. Use "
+            "the model and the version of transformers that it was trained with (state.json in the checkpoint names it)"
+        )
+    found: Tensors = {name: saved[name] for name in _SCALARS}
+    for section in ("parameters", "average", "best"):
+        if section in saved:
+            for one, part in zip(parameters, saved[section].split(sizes), strict=True):
+                found |= {f"{section}/{name}": tensor for name, tensor in one.layers(one.take(part)).items()}
+    small = [one for one in parameters if prod(one.shape) < _ALONE]
+    groups = ([small] if small else []) + [[one] for one in parameters if prod(one.shape) >= _ALONE]
+    for number, parts in enumerate(groups):
+        alone = prod(parts[0].shape) >= _ALONE
+        moments = {name.partition(".")[0]: part for name, part in saved.items() if name.endswith(f".{number}")}
+        read = _adafactor if optimizer == "adafactor" else _adam
+        for one, kinds in zip(parts, read(moments, parts, alone), strict=True):
+            for kind, tensor in kinds.items():
+                found |= {f"moments/{kind}/{name}": part for name, part in one.layers(tensor).items()}
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- moments
+
+
+def _adam(moments: Tensors, group: list[_Parameter], alone: bool) -> Iterator[Tensors]:
+    if "root_second" in moments:  # adamw8bit
+        count = sum(prod(one.shape) for one in group)
+        root = _decoded(moments, "root_second")[:count]
+        moments = {"first": _decoded(moments, "first")[:count], "second": root * root}
+    sizes = [prod(one.shape) for one in group]
+    parts = {kind: moment.flatten().split(sizes) for kind, moment in moments.items()}
+    for place, one in enumerate(group):
+        yield {kind: part[place].view(one.shape) if alone else one.take(part[place]) for kind, part in parts.items()}
+
+
+def _decoded(moments: Tensors, name: str) -> torch.Tensor:
+    """Blocks of 256 values with a scale each, coded as sign and root of the share of the largest, in 127 levels."""
+    codes = moments[name].to(torch.float32)
+    return (codes * codes.abs() * (moments[f"{name}_scale"] / 127**2)).flatten()
+
+
+def _adafactor(moments: Tensors, group: list[_Parameter], alone: bool) -> Iterator[Tensors]:
+    """The means of a matrix's squares over its columns and over its rows, as it lay; of the others each square."""
+    used = dict.fromkeys(moments, 0)
+
+    def take(kind: str, shape: Sequence[int]) -> torch.Tensor:
+        start, used[kind] = used[kind], used[kind] + prod(shape)
+        return moments[kind][start : used[kind]].view(*shape)
+
+    for one in group:
+        if not one.matrix:
+            yield {"second": one.take(take("vectors", [prod(one.shape)]))}
+            continue
+        laid = one.shape if alone else one.laid()
+        rows, columns = take("rows", laid[:-1]), take("columns", (*laid[:-2], laid[-1]))
+        turned = one.turned and not alone
+        yield {"rows": columns, "columns": rows} if turned else {"rows": rows, "columns": columns}
+
+
+# --------------------------------------------------------------------------------------------------------------- order
+
+
+def _parameters(named: Iterator[tuple[str, torch.nn.Parameter]]) -> Iterator[_Parameter]:
+    return (_Parameter([name], tuple(one.shape), False) for name, one in named if one.requires_grad)
+
+
+def _stacked(model: Any) -> Iterator[_Parameter]:
+    """The trained parameters in their order when layers were stacked: the stacks of each run in place of layers."""
+    decoder = model.get_decoder()
+    start = next(f"{name}." for name, part in model.named_modules() if part is decoder.layers)
+    placed = False
+    for name, parameter in model.named_parameters():
+        if not name.startswith(start):
+            yield from _parameters(iter([(name, parameter)]))
+        elif not placed:
+            placed = True
+            yield from _runs(decoder, start)
+
+
+def _runs(decoder: Any, start: str) -> Iterator[_Parameter]:
+    layers = list(decoder.layers)
+    kinds = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
+    keys = [
+        (kind, [(name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters()])
+        for kind, layer in zip(kinds, layers, strict=True)
+    ]
+    first = 0
+    for period, turns in _spans(keys):
+        end = first + period * turns
+        for offset in range(first, first + period):
+            for name, one in layers[offset].named_parameters():
+                if one.requires_grad:
+                    names = [f"{start}{place}.{name}" for place in range(offset, end, period)]
+                    yield _Parameter(names, (turns, *one.shape), True)
+        first = end
+
+
+def _spans(keys: list[Any]) -> list[tuple[int, int]]:
+    """Cuts a list into runs (period, turns) of equal blocks: each as long as can be, of the shortest block."""
+    spans, start = [], 0
+    while start < len(keys):
+        best = (1, 1)
+        for period in range(1, min(_LONGEST, len(keys) - start) + 1):
+            turns, block = 1, keys[start : start + period]
+            while keys[start + turns * period : start + (turns + 1) * period] == block:
+                turns += 1
+            if turns > 1 and period * turns > best[0] * best[1]:
+                best = (period, turns)
+        spans.append(best)
+        start += best[0] * best[1]
+    return spans
+
+
+def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Checkpoint | None:
+    """The checkpoint to go on from, or None to start anew.
+
+    Args:
+        config: its `checkpoint.resume` says whether.
+        owned: the folder, for the process that writes there: it reads all, and sets what is damaged, or not wanted,
+            aside. The others come after it.
+
+    Raises:
+        ValueError: resume=must, and there is none.
+    """
+    if config.checkpoint.resume == "never":
+        if owned is not None:
+            owned.restart()
+        return None
+    place = config.checkpoints_place
+    found = owned.newest() if owned is not None else next(reversed(scan(place)[0]), None)
+    if found is None and config.checkpoint.resume == "must":
+        raise ValueError(
+            f"checkpoint.resume=must, but {place} has no complete checkpoint: check output_dir, or set "
+            "checkpoint.resume=auto to start anew where there is none"
+        )
+    return found
+
+
+def refuse_early(config: TrainConfig) -> None:
+    """Refuses a run whose configuration is not that of the checkpoint it would go on from; before anything is written.
+
+    Only `check_resume` knows the data. What cannot be read is left to it, too.
+
+    Raises:
+        ValueError: as `check_resume`.
+    """
+    if config.checkpoint.resume == "never":
+        return
+    try:
+        found = scan(config.checkpoints_place)[0]
+        if not found:
+            return
+        state, problems = found[-1].document("state"), _other_parameters(found[-1].document("config"), config)
+    except (OSError, DamagedError):
+        return
+    if problems:
+        with contextlib.suppress(ValueError):  # of a batch that is "auto" or does not divide
+            room = device_memory_budget(config)
+            if room is not None:
+                problems += _other_rows(state, batch_arithmetic(config, room.replicas).global_batch_size)
+        _refuse(found[-1], problems)
+
+
+def check_resume(
+    found: Checkpoint, config: TrainConfig, global_batch: int, fingerprint: str, total: int, quiet: bool
+) -> None:
+    """Makes sure that the run is the one that wrote the checkpoint; prints what differs and does no harm.
+
+    Args:
+        found: the checkpoint.
+        config: the run that wants to go on.
+        global_batch: its rows per update.
+        fingerprint: of its data.
+        total: its updates.
+        quiet: print nothing.
+
+    Raises:
+        ValueError: something differs that makes it another run, all of it named; or it is to end before the checkpoint.
+    """
+    state, stored = found.document("state"), found.document("config")
+    problems = [*_other_parameters(stored, config), *_other_rows(state, global_batch)]
+    if state["fingerprint"] != fingerprint and not any(problem.startswith("data.") for problem in problems):
+        problems.append("the data: other rows, tokens or packing than there, though its parameters are the same")
+    _refuse(found, problems)
+    if found.step > total:
+        raise ValueError(_too_short(found, config, total))
+    if not quiet:
+        (before, notes), now = migrate(stored), plain(config)
+        differ = "".join(f"; {name} is {now[name]!r}, was {before[name]!r}" for name in changes(before, now)[0])
+        print(f"resumed          from step {found.step}, {found.path}{differ}", file=sys.stdout, flush=True)
+        for note in notes:
+            print(f"note: {found.path}: {note}", file=sys.stderr, flush=True)
+
+
+def training_tensors(found: Checkpoint, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of training.safetensors, as `TrainState.to_host` has them.
+
+    Args:
+        found: the checkpoint, of any format that can be read.
+        model: of the run, as it was loaded: its layers are not stacked.
+
+    Raises:
+        ValueError: they are of another model; or as `Checkpoint.tensors`.
+    """
+    saved = found.tensors("training")
+    if found.format == FORMAT:
+        return saved
+    optimizer = migrate(found.document("config"))[0]["optim.optimizer"]
+    tensors = convert(saved, model, optimizer)
+    if optimizer == "adamw8bit":  # in other blocks since then
+        stored, kept = sections(tensors), OPTIMIZERS[optimizer]
+        for one in group(trainable_parameters(model), {}, kept.block):
+            moments = encode_adamw(stored["moments/first"], stored["moments/second"], one)
+            for name, kinds in kept.split(moments, one).items():
+                tensors |= {f"moments/{kind}/{name}": tensor for kind, tensor in kinds.items()}
+    return tensors
+
+
+def _other_parameters(stored: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    before, now = migrate(stored)[0], plain(config)
+    return [f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]]
+
+
+def _other_rows(state: Mapping[str, Any], now: int) -> list[str]:
+    before = state["global_batch_size"]
+    return [f"rows per update: {before} there, {now} now"] if before != now else []
+
+
+def _refuse(found: Checkpoint, problems: list[str]) -> None:
+    if problems:
+        raise ValueError(
+            f"{found.path} is of another run:\n  " + "\n  ".join(problems) + f"\nSet these back, or start anew: {ANEW}"
+        )
+
+
+def _too_short(found: Checkpoint, config: TrainConfig, total: int) -> str:
+    """What to do where a run has made more updates than it is asked for now."""
+    name = "optim.max_steps" if config.optim.max_steps is not None else "optim.epochs"
+    text = (
+        f"{found.path} has {found.step} updates, and {name}={config[name]} asks for {total}: the run is past its end. "
+        f"Raise {name} to {found.step} updates or more, or train a shorter run anew: another output_dir, or "
+        "checkpoint.resume=never (which moves the old checkpoints aside)"
+    )
+    kept = next((one for one in scan(config.checkpoints_place)[0] if one.step == total), None)
+    return text if kept is None else f"{text}. The adapter as it was after {total} updates is in {kept.path}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what trains, for the checkpoint."""
+    found = {}
+    for name in ("tpu_kit", "torch", "torch_xla", "transformers", "peft"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,458 @@
+"""What a step costs by the TPU compiler's text: FLOPs and bytes, loop bodies counted as often as they run.
+
+Reading the TPU compiler's text of a compiled program: its loops with their trips, its collectives.
+
+The text is XLA's own (`HloModule.to_string()`): computations of instructions, `%name = shape opcode(operands), ...`, in
+the order in which they run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+MOST_TRIPS = 1_000_000
+"""A loop is followed so far; nothing in a training step comes near."""
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64,
+         "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "f8e5m2": 8, "f8e4m3fn": 8}  # fmt: skip
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::([^{}]*))?\})?")
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_SAME = {"copy", "bitcast", "bitcast-convert", "convert", "reshape", "opt-barrier"}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+        name: its name, without the percent sign.
+        shape: the text of its result's shape, layout included.
+        opcode: for example "fusion".
+        operands: names of the instructions it takes; for "parameter" its number, for "constant" the value.
+        rest: the text after the operands: attributes, metadata.
+        root: whether it is the computation's result.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str
+    root: bool
+
+    def attribute(self, name: str) -> str | None:
+        """A computation or number that the attributes name, such as "body" or "index"."""
+        found = re.search(rf"(?:^|[ ,{{]){name}=%?([\w.\-]+)", self.rest)
+        return found[1] if found else None
+
+    @property
+    def called(self) -> list[str]:
+        """Computations that run when this does."""
+        found = re.findall(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)", self.rest)
+        branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
+        return found + (re.findall(r"%?([\w.\-]+)", branches[1]) if branches else [])
+
+
+class Module:
+    """A compiled program.
+
+    Attributes:
+        computations: the instructions of each, in the order in which they run.
+        entry: the name of the one that is the program.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._texts: dict[str, str] = {}
+        self.computations: dict[str, list[Instruction]] = {}
+        self.header, self.entry = text.partition("\n")[0], ""
+        lines: list[str] = []
+        for line in text.splitlines()[1:]:
+            if line.endswith("{") and not line.startswith(" "):
+                lines = [line.removeprefix("ENTRY ")]
+                name = lines[0].split(" ", 1)[0].removeprefix("%")
+                self.entry = name if line.startswith("ENTRY ") else self.entry
+            elif line.startswith("}"):
+                self._texts[name] = "\n".join([*lines, "}"])
+                self.computations[name] = [_instruction(one) for one in lines[1:]]
+            elif lines:
+                lines.append(line)
+        assert self.entry, "no ENTRY in the compiled text"
+
+    def root(self, computation: str) -> Instruction:
+        """The result of a computation."""
+        return next(one for one in reversed(self.computations[computation]) if one.root)
+
+    def by_name(self, computation: str) -> dict[str, Instruction]:
+        """Its instructions by name."""
+        return self._indexed.setdefault(computation, {one.name: one for one in self.computations[computation]})
+
+    @cached_property
+    def _indexed(self) -> dict[str, dict[str, Instruction]]:
+        return {}
+
+    def part(self, computation: str) -> str:
+        """A module of which `computation` is the program."""
+        needed, queue = dict.fromkeys([computation]), [computation]
+        while queue:
+            for one in self.computations[queue.pop()]:
+                new = [name for name in one.called if name not in needed]
+                needed |= dict.fromkeys(new)
+                queue += new
+        others = "\n\n".join(self._texts[name] for name in self._texts if name in needed and name != computation)
+        return f"HloModule part\n\n{others}\n\nENTRY {self._texts[computation]}\n"
+
+    def loops(self, computation: str) -> Iterator[tuple[Instruction, str, str]]:
+        """While loops that run in a computation, or in what it calls: (loop, its body, the computation it is in)."""
+        for one in self.computations[computation]:
+            if one.opcode == "while":
+                body = one.attribute("body")
+                assert body is not None
+                yield one, body, computation
+            elif one.opcode in ("call", "conditional"):
+                for name in one.called:
+                    yield from self.loops(name)
+
+    def trips(self) -> dict[str, int | None]:
+        """How often each loop turns, by the loop's name; None where that cannot be told from the text."""
+        found: dict[str, int | None] = {}
+        queue = [self.entry]
+        while queue:
+            for loop, body, where in self.loops(queue.pop()):
+                found[loop.name] = self._trips(loop, where)
+                queue.append(body)
+        return found
+
+    def _trips(self, loop: Instruction, where: str) -> int | None:
+        """Follows the loop's counters: the compiler splits a 64-bit one in two, so no pattern would do."""
+        condition, body = loop.attribute("condition"), loop.attribute("body")
+        assert condition is not None and body is not None
+        state = _Scalars(self, where, None).value(loop.operands[0])
+        for trips in range(MOST_TRIPS):
+            going = _Scalars(self, condition, [state]).result()
+            if going is None or not isinstance(state, list):
+                return None
+            if not going:
+                return trips
+            state = _Scalars(self, body, [state]).result()
+        return None
+
+    def weights(self) -> dict[str, int]:
+        """How often each computation runs, of those that are not part of a fusion; an unknown loop counts as one."""
+        trips, found = self.trips(), {self.entry: 1}
+        queue = [self.entry]
+        while queue:
+            name = queue.pop()
+            for loop, body, _ in self.loops(name):
+                found[body] = found.get(body, 0) + found[name] * (trips[loop.name] or 1)
+                queue.append(body)
+            for one in self.computations[name]:
+                if one.opcode in ("call", "conditional"):
+                    found |= {called: found.get(called, 0) + found[name] for called in one.called}
+        return found
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """Per kind: how many run in a step, and the bytes of their results."""
+        found: dict[str, list[int]] = {}
+        for name, times in self.weights().items():
+            for one in self.computations[name]:
+                kind = one.opcode.removesuffix("-start")
+                if kind not in _COLLECTIVES:
+                    continue
+                arrays = _ARRAY.findall(one.shape)
+                # The start of most collectives returns what it was given, too.
+                given = len(arrays) > 1 and one.opcode in ("all-gather-start", "collective-permute-start")
+                sizes = [logical_bytes(array[0], array[1]) for array in (arrays[1:2] if given else arrays)]
+                count, total = found.setdefault(kind, [0, 0])
+                found[kind] = [count + times, total + times * sum(sizes)]
+        return [{"kind": kind, "count": count, "bytes": total} for kind, (count, total) in found.items()]
+
+
+def _instruction(line: str) -> Instruction:
+    left, _, right = line.strip().partition(" = ")
+    end = _closing(right, 0) if right.startswith("(") else right.index(" ") - 1
+    opcode, _, _ = right[end + 2 :].partition("(")
+    start = end + 2 + len(opcode)
+    stop = _closing(right, start)
+    inside = right[start + 1 : stop]
+    operands = (inside,) if opcode in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", inside))
+    name = left.removeprefix("ROOT ").removeprefix("%")
+    return Instruction(name, right[: end + 1], opcode, operands, right[stop + 1 :], left.startswith("ROOT "))
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis that opens at `start` closes."""
+    depth = 0
+    for found in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if found[0] == "(" else -1
+        if not depth:
+            return found.start()
+    raise AssertionError(f"unbalanced: {text[:200]}")
+
+
+def logical_bytes(dtype: str, dimensions: str) -> int:
+    """Bytes of an array without padding; of a token or other opaque thing 0."""
+    return math.prod(int(size) for size in dimensions.split(",") if size) * _BITS.get(dtype, 0) // 8
+
+
+def padded_bytes(shape: str) -> int:
+    """Bytes of an array in HBM, tiles filled up: `bf16[4,100]{1,0:T(8,128)(2,1)}` takes 8 x 128 x 2.
+
+    Returns:
+        0 where it is not in HBM: the layout says S(1) for on-chip memory, S(2) and up for others.
+    """
+    found = _ARRAY.match(shape)
+    if found is None or found[1] not in _BITS:
+        return 0
+    dtype, dimensions, order, layout = found.groups()
+    layout = layout or ""
+    space = re.search(r"S\((\d+)\)", layout)
+    if space and space[1] != "0":
+        return 0
+    sizes = [int(size) for size in dimensions.split(",") if size]
+    if order:
+        sizes = [sizes[int(place)] for place in reversed(order.split(","))]  # the order is from the minor-most on
+    tile = re.search(r"T\(([\d,]+)\)", layout)
+    if tile:
+        sides = [int(side) for side in tile[1].split(",")]
+        sizes = [1] * (len(sides) - len(sizes)) + sizes
+        kept = len(sizes) - len(sides)
+        sizes[kept:] = [-(-size // side) * side for size, side in zip(sizes[kept:], sides, strict=True)]
+    return math.prod(sizes) * _BITS[dtype] // 8
+
+
+class _Scalars:
+    """The integers of a computation, as far as they follow from its arguments. What does not is None."""
+
+    def __init__(self, module: Module, computation: str, arguments: list[Any] | None) -> None:
+        self.module, self.computation, self.arguments = module, computation, arguments
+        self.value = cache(self._value)
+
+    def result(self) -> Any:
+        return self.value(self.module.root(self.computation).name)
+
+    def _value(self, name: str) -> Any:
+        one = self.module.by_name(self.computation)[name]
+        if one.opcode == "parameter":
+            return self.arguments[int(one.operands[0])] if self.arguments else None
+        if one.opcode == "tuple":
+            return [self.value(operand) for operand in one.operands]
+        if one.opcode == "get-tuple-element":
+            whole = self.value(one.operands[0])
+            return whole[int(one.attribute("index") or 0)] if isinstance(whole, list) else None
+        if one.opcode in ("copy-start", "copy-done"):
+            return self.value(one.operands[0])
+        if one.opcode == "while" or (not one.shape.startswith("(") and "[]" not in one.shape):
+            return None
+        if one.opcode in ("fusion", "call"):
+            called = one.called[0]
+            return _Scalars(self.module, called, [self.value(operand) for operand in one.operands]).result()
+        if one.opcode == "constant":
+            text = one.operands[0]
+            return {"true": 1, "false": 0}.get(text, int(text) if re.fullmatch(r"-?\d+", text) else None)
+        values = [self.value(operand) for operand in one.operands]
+        if one.opcode == "select" and values[0] is not None:
+            return values[1] if values[0] else values[2]
+        if any(not isinstance(value, int) for value in values):
+            return None
+        kind = one.shape.partition("[")[0]
+        return _wrap(_arithmetic(one, values), kind)
+
+
+def _arithmetic(one: Instruction, values: list[int]) -> int | None:
+    if one.opcode in _SAME:
+        return values[0]
+    if one.opcode == "not":
+        return int(not values[0]) if one.shape.startswith("pred") else ~values[0]
+    if len(values) != 2:
+        return None
+    left, right = values
+    if one.opcode == "compare":
+        return int({"LT": left < right, "LE": left <= right, "GT": left > right, "GE": left >= right,
+                    "EQ": left == right, "NE": left != right}[one.attribute("direction") or ""])  # fmt: skip
+    table: dict[str, Callable[[int, int], int]] = {
+        "add": lambda a, b: a + b, "subtract": lambda a, b: a - b, "multiply": lambda a, b: a * b,
+        "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
+        "maximum": max, "minimum": min,
+    }  # fmt: skip
+    return table[one.opcode](left, right) if one.opcode in table else None
+
+
+def _wrap(value: int | None, dtype: str) -> int | None:
+    if value is None or dtype not in _BITS:
+        return None
+    bits = _BITS[dtype]
+    value %= 2**bits
+    return value - 2**bits if dtype.startswith("s") and value >= 2 ** (bits - 1) else value
+
+
+_SHAPE_TEXT = re.compile(r"\w+\[[\d,]*\](?:\{[^{}]*\})?")
+# Nothing moves, or it is counted where it moves: at the start of a copy, in the body of a loop.
+_STILL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional",
+          "opt-barrier", "after-all", "partition-id", "replica-id", "add-dependency"}  # fmt: skip
+_READS_PART = {"dynamic-slice", "slice", "gather"}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs and bytes."""
+
+    flops: float
+    bytes: float
+
+    def plus(self, other: Cost, times: float) -> Cost:
+        """This and `times` the other."""
+        return Cost(self.flops + times * other.flops, self.bytes + times * other.bytes)
+
+
+def count_trips(module: Module, analyse: Callable[[str], dict[str, float]]) -> tuple[Cost, Cost]:
+    """The cost of a step, with loop bodies counted as often as they run, and with each counted once.
+
+    Args:
+        module: the program.
+        analyse: XLA's cost analysis of a module's text: "flops" and "bytes accessed", loop bodies counted once, kernels
+            without FLOPs.
+    """
+    trips = module.trips()
+
+    @cache
+    def once(name: str) -> Cost:
+        cost = analyse(module.part(name))
+        return Cost(cost["flops"] + _kernel_flops(module, name), cost["bytes accessed"])
+
+    @cache
+    def all_trips(name: str) -> Cost:
+        total = once(name)
+        for loop, body, _ in module.loops(name):
+            total = total.plus(all_trips(body), trips[loop.name] or 1).plus(once(body), -1)
+        return total
+
+    return all_trips(module.entry), once(module.entry)
+
+
+def _kernel_flops(module: Module, computation: str) -> float:
+    """What the kernels of a computation say of themselves; loop bodies counted once."""
+    total = 0.0
+    for one in module.computations[computation]:
+        estimate = re.search(r'"cost_estimate":(\{[^}]*\})', one.rest) if one.opcode == "custom-call" else None
+        total += float(json.loads(estimate[1]).get("flops", 0)) if estimate else 0.0
+        if one.opcode in ("while", "call", "conditional"):
+            total += sum(_kernel_flops(module, name) for name in one.called)
+    return total
+
+
+def splash_flops(module: Module) -> float:
+    """FLOPs of all splash kernels of a step, which say nothing of themselves, by formula.
+
+    A block of Bq queries and Bk keys takes 2 Bq Bk D FLOPs for each matrix product: two forward (scores, output), five
+    backward (scores again, and the gradients of weights, query, key and value). The kernel's first operand says how
+    many blocks there are: a causal mask leaves i + 1 of row i, and a window at most the width of the grid.
+    """
+    return sum(
+        times * _splash(one)
+        for name, times in module.weights().items()
+        for one in module.computations[name]
+        if one.opcode == "custom-call" and "splash_mha" in one.name
+    )
+
+
+def _splash(one: Instruction) -> float:
+    forward = "splash_mha_fwd" in one.name
+    given = re.search(r"operand_layout_constraints=\{(.*?)\}\}", one.rest)
+    sides = ("block_kv", "block_q") if forward else ("block_kv_dkv", "block_q_dkv")
+    block = re.search(r"{}_(\d+).*{}_(\d+)".format(*sides), one.name)
+    assert given and block, one.name
+    arrays = [[int(size) for size in sizes.split(",")] for sizes in re.findall(r"\w+\[([\d,]+)\]", given[1])]
+    queries = re.search(r"(?:bf16|f32)\[([\d,]+)\]", given[1])
+    assert queries, one.name
+    (_, *grid), (*rows, heads, _, size) = arrays[0], [int(size) for size in queries[1].split(",")]
+    batch = math.prod(rows)  # a single row has no axis
+    visited = sum(min(row + 1, *grid) for row in range(max(grid)))
+    return (4 if forward else 10) * batch * heads * visited * int(block[1]) * int(block[2]) * size
+
+
+def hbm_bytes(module: Module) -> float:
+    """Bytes that a step's instructions read from HBM and write to it, tiles filled up.
+
+    An operand or result that the compiler keeps in on-chip memory is none of them, though cost analyses count it; of
+    what is only sliced or gathered the part is counted, and of what is updated in place the update.
+    """
+    return sum(
+        times * _moved(module, name, one) for name, times in module.weights().items()
+        for one in module.computations[name] if one.opcode not in _STILL and not one.opcode.endswith("-done")
+    )  # fmt: skip
+
+
+def _moved(module: Module, computation: str, one: Instruction) -> int:
+    shapes = _SHAPE_TEXT.findall(one.shape)
+    if one.opcode in ("copy-start", "slice-start"):  # (to, from, context) and (from, to, context)
+        to = shapes[0 if one.opcode == "copy-start" else 1]
+        return _size(to) * sum(padded_bytes(shape) > 0 for shape in shapes[:2])
+    names = module.by_name(computation)
+    operands = [names[name].shape for name in one.operands]
+    if one.opcode == "fusion":
+        read = [_read(module, one.called[0], number) for number in range(len(operands))]
+        written = _written(module, one.called[0])
+    else:
+        read = [_size(one.shape) if one.opcode in _READS_PART and not number else math.inf
+                for number in range(len(operands))]  # fmt: skip
+        written = [math.inf] * len(shapes)
+        if one.opcode == "dynamic-update-slice":
+            read[0], written = 0, [_size(operands[1])]
+    pairs = [*zip(map(_bytes, operands), read, strict=True), *zip(map(padded_bytes, shapes), written, strict=True)]
+    return int(sum(min(whole, part) for whole, part in pairs))
+
+
+def _bytes(shape: str) -> int:
+    return sum(padded_bytes(part) for part in _SHAPE_TEXT.findall(shape))
+
+
+def _size(shape: str) -> int:
+    """Padded bytes, wherever it lies."""
+    return _bytes(re.sub(r"S\(\d+\)", "", shape))
+
+
+def _read(module: Module, fused: str, number: int) -> float:
+    """How many bytes of its parameter a fused computation reads at most; infinity for all."""
+    inside = module.computations[fused]
+    aliases = {one.name for one in inside if one.opcode == "parameter" and one.operands[0] == str(number)}
+    total = 0.0
+    for one in inside:
+        places = [place for place, name in enumerate(one.operands) if name in aliases and one.opcode != "parameter"]
+        if not places:
+            continue
+        if one.opcode == "bitcast" and not one.root:
+            aliases.add(one.name)
+        elif one.opcode in _READS_PART and places == [0]:
+            total += _size(one.shape)
+        elif one.opcode == "fusion":
+            total += sum(_read(module, one.called[0], place) for place in places)
+        elif one.opcode != "dynamic-update-slice" or places != [0]:
+            return math.inf
+    return total
+
+
+def _written(module: Module, fused: str) -> list[float]:
+    """How many bytes of each of its results a fused computation writes at most; infinity for all."""
+    names, root = module.by_name(fused), module.root(fused)
+    found: list[float] = []
+    for name in root.operands if root.opcode == "tuple" else [root.name]:
+        one = names[name]
+        while one.opcode == "bitcast":
+            one = names[one.operands[0]]
+        index = 0
+        if one.opcode == "get-tuple-element":
+            index, one = int(one.attribute("index") or 0), names[one.operands[0]]
+        if one.opcode == "fusion":
+            inner = _written(module, one.called[0])
+            found += inner if one.root else inner[index : index + 1]
+        else:
+            update = one.opcode == "dynamic-update-slice"
+            parts = len(_SHAPE_TEXT.findall(one.shape)) if one.root else 1  # a reduction of several arrays has several
+            found += [_size(names[one.operands[1]].shape) if update else math.inf] * parts
+    return found
