@@ -322,8 +322,8 @@ class Supervisor:
                 self._results[rank] = value
         events = [e for e in events if e[1] in ("error", "refused", "ended")]
         events = [e for e in events if e[1] != "ended" or e[2][1] or not self._is_done(e[2][0])] or [event]
-        explained = {(self._pids.get(rank), 1) for rank, kind, _ in events if kind in ("error", "refused")}
-        events = [e for e in events if e[1] != "ended" or e[2] not in explained]  # its own report says more
+        explained = {self._pids.get(rank) for rank, kind, _ in events if kind in ("error", "refused")}
+        events = [e for e in events if e[1] != "ended" or e[2][0] not in explained]  # its own report says more
         events = [e for e in events if not self._is_consequence(*e)] or events
         rank, kind, value = events[0]
         if kind == "refused":
