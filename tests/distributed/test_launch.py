@@ -418,8 +418,11 @@ def test_the_first_cause_is_told_not_what_followed(monkeypatch: pytest.MonkeyPat
     late = judged((LAUNCHER, "ended", (102, -9)), (1, "started", (102, 2)))
     assert str(late).startswith("rank 1 (process 102) was ended by SIGKILL")
     assert str(judged((LAUNCHER, "ended", (777, -9)))).startswith("a replica that had not started yet (process 777)")
-    two = judged((LAUNCHER, "ended", (101, -9)), (LAUNCHER, "ended", (100, 3)), (0, "error", closed))
+    two = judged((LAUNCHER, "ended", (101, -9)), (LAUNCHER, "ended", (100, 3)))
     assert str(two).splitlines()[1] == "rank 0 (process 100) ended with status 3 and no result" and two.rank == 1
+    # A replica that lost its peer has said so, however its process ends then: that end is a consequence too.
+    lost = judged((LAUNCHER, "ended", (101, -9)), (LAUNCHER, "ended", (100, 3)), (0, "error", closed))
+    assert str(lost).startswith("rank 1 (process 101) was ended by SIGKILL") and "rank 0" not in str(lost)
     vanished = judged((0, "error", closed), (LAUNCHER, "ended", (101, 0)))
     assert str(vanished) == "rank 1 (process 101) ended with status 0 and no result"
     assert judged((0, "error", closed), (1, "done", b""), (LAUNCHER, "ended", (101, 0))).rank == 0
