@@ -25,8 +25,8 @@ from tests.support.child_processes import QUICK_XLA_FLAGS, REPOSITORY, child_env
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed import launch as launch_module
 from tpu_kit.distributed.launch import LaunchError, Supervisor, launch
-from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.runtime import Backend
+from tpu_kit.distributed.stop_flag import SharedMemoryStopFlag
 from tpu_kit.distributed.worker import LAUNCHER
 from tpu_kit.hardware.machine import Check, Machine
 
@@ -430,17 +430,17 @@ def test_the_first_cause_is_told_not_what_followed(monkeypatch: pytest.MonkeyPat
     assert str(launcher).startswith("the launcher failed:\nTraceback") and launcher.rank is None
 
 
-def test_the_board_has_no_name_once_all_replicas_of_a_tpu_have_opened_it() -> None:
+def test_the_flag_has_no_name_once_all_replicas_of_a_tpu_have_opened_it() -> None:
     """Their number is not known before: it is what they say."""
     made = Supervisor(Backend("tpu", None, ""), 60)
     process = subprocess.Popen(["sleep", "0.5"])
-    with StopFlag.create() as board:
+    with SharedMemoryStopFlag.create() as flag:
         for message in [(LAUNCHER, "started", (process.pid, None)), *((rank, "started", (1, 2)) for rank in (0, 1))]:
-            assert Path(board.path).exists()
+            assert Path(flag.path).exists()
             made._messages.put(message)
         with pytest.raises(LaunchError, match="ended with status 0 and no result"):
-            made._result(process, board)
-        assert not Path(board.path).exists()
+            made._result(process, flag)
+        assert not Path(flag.path).exists()
 
 
 # ------------------------------------------------------------------------------------------------ the caller's own end

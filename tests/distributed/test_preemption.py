@@ -36,7 +36,8 @@ from tests.support.child_processes import REPOSITORY, run_python
 from tpu_kit.distributed import preemption
 from tpu_kit.distributed.backends.native import CpuRuntime
 from tpu_kit.distributed.launch import LaunchError, launch
-from tpu_kit.distributed.preemption import Notices, PreemptionGuard, StopFlag
+from tpu_kit.distributed.preemption import Notices, PreemptionGuard
+from tpu_kit.distributed.stop_flag import SharedMemoryStopFlag
 from tpu_kit.hardware import gce_metadata
 from tpu_kit.hardware.gce_metadata import MetadataWatch
 
@@ -113,12 +114,13 @@ def test_ranks_that_are_far_apart(device_type: str, tmp_path: Path) -> None:
 HAMMER = """
 import os, random, sys, time
 from tpu_kit.distributed import preemption
-from tpu_kit.distributed.preemption import PreemptionGuard, StopFlag
+from tpu_kit.distributed.preemption import PreemptionGuard
+from tpu_kit.distributed.stop_flag import SharedMemoryStopFlag
 from tpu_kit.distributed.runtime import Runtime
 
 for round in range(40):
-    with StopFlag.create() as board:
-        preemption.join(board)
+    with SharedMemoryStopFlag.create() as flag:
+        preemption.join(flag)
         ends = []
         for rank in range(4):
             reading, writing = os.pipe()
@@ -136,7 +138,7 @@ for round in range(40):
             os.write(writing, str(step - 1).encode())
             os._exit(0)
         time.sleep(random.Random(round).random() * 0.05)
-        board.stop("enough")
+        flag.stop("enough")
         lasts = {os.read(end, 100) for end in ends}
         assert len(lasts) == 1 and lasts != {b"0"}, lasts
         for end in ends:
@@ -288,7 +290,7 @@ def test_handlers_of_the_caller(kind: str) -> None:
 
 
 @pytest.mark.parametrize("device_type", [xla_cpu, "cpu"])
-def test_a_killed_caller_leaves_no_board(device_type: str, tmp_path: Path) -> None:
+def test_a_killed_caller_leaves_no_flag(device_type: str, tmp_path: Path) -> None:
     with caller(tmp_path, device_type, "print_and_wait") as process:
         for rank in range(2):
             marked(tmp_path, f"here-{rank}")
@@ -322,10 +324,12 @@ def test_interrupted_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_time_budget(capsys: pytest.CaptureFixture[str]) -> None:
     with Notices(budget=0.5) as notices:
         started = time.monotonic()
-        assert notices.board.limit() is None
-        assert eventually(lambda: notices.board.limit() is not None, 5)
+        assert not notices.flag.reason
+        assert eventually(lambda: bool(notices.flag.reason), 5)
         assert 0.3 < time.monotonic() - started < 2
-        assert notices.board.reason == "the time budget of 0.5 s is used up"
+        assert notices.flag.reason == "the time budget of 0.5 s is used up"
+        time.sleep(0.1)  # until the limit is set
+        assert notices.flag.may_start(0, 0) and not notices.flag.may_start(0, 1)
     assert capsys.readouterr().err == "tpu_kit: the time budget of 0.5 s is used up\n"
     assert preemption._duration(31200) == "8 h 40 min"
     assert preemption._duration(3661) == "1 h 1 min 1 s"
@@ -525,18 +529,18 @@ def test_no_cloud(kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
         with Notices() as notices:
             assert time.monotonic() - started < 0.3
             time.sleep(0.3)
-            assert notices.board.limit() is None
+            assert not notices.flag.reason and notices.flag.may_start(0, 1)
             left = time.monotonic()
         assert time.monotonic() - left < 0.5
     assert capfd.readouterr() == ("", "")
 
 
-def test_board_in_memory(tmp_path: Path) -> None:
-    with StopFlag.create() as board:
-        path = Path(board.path)
+def test_flag_in_memory(tmp_path: Path) -> None:
+    with SharedMemoryStopFlag.create() as flag:
+        path = Path(flag.path)
         assert path.parent == Path("/dev/shm") or not os.access("/dev/shm", os.W_OK)
-        other = StopFlag(board.path)
-        board.stop("é" * 2000)
-        assert other.limit() == 0 and 300 < len(other.reason) < 2000
+        other = SharedMemoryStopFlag(flag.path)
+        flag.stop("é" * 2000)
+        assert other.may_start(0, 0) and not other.may_start(0, 1) and 300 < len(other.reason) < 2000
         other.close()
     assert not path.exists()

@@ -43,8 +43,9 @@ from typing import IO, Any, TypeVar
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import preemption, runtime
-from tpu_kit.distributed.preemption import Notices, StopFlag
+from tpu_kit.distributed.preemption import Notices
 from tpu_kit.distributed.runtime import Backend
+from tpu_kit.distributed.stop_flag import SharedMemoryStopFlag
 from tpu_kit.distributed.worker import LAUNCHER
 from tpu_kit.hardware.host import check_memory, compile_cache
 from tpu_kit.hardware.machine import Machine, check_holder, check_process, preset_per_process
@@ -211,10 +212,10 @@ class Supervisor:
                 assert process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):  # it died at once; `_result` says how
                     pickle.dump(
-                        (address, key, notices.board.path, self._backend, self._hang_timeout, payload), process.stdin
+                        (address, key, notices.flag.path, self._backend, self._hang_timeout, payload), process.stdin
                     )
                     process.stdin.flush()
-                return self._result(process, notices.board)
+                return self._result(process, notices.flag)
             finally:
                 # A function that does not heed notices is asked to end, and may have its own way to; then it is killed.
                 asked = isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit) and not notices.at_once
@@ -263,7 +264,7 @@ class Supervisor:
         thread.start()
         return thread
 
-    def _result(self, process: subprocess.Popen[bytes], board: StopFlag) -> Any:
+    def _result(self, process: subprocess.Popen[bytes], flag: SharedMemoryStopFlag) -> Any:
         ticks: dict[int, int] = {}
         gone: dict[int, float] = {}  # processes that ended with status 0, and when
         looked, steps = time.monotonic(), Steps(self._hang_timeout)
@@ -281,7 +282,7 @@ class Supervisor:
                 if self._time_limit is not None and looked - started > self._time_limit:
                     raise self._hung(process, f"not done after the time limit of {self._time_limit:g} s")
                 ranks = [rank for rank, pid in self._pids.items() if pid in computing]
-                if spinning := steps.look(board.steps(), ranks, looked):
+                if spinning := steps.look(flag.steps(), ranks, looked):
                     raise self._hung(process, spinning[1], spinning[0][0])
             try:
                 rank, kind, value = self._messages.get(timeout=0.2)
@@ -300,7 +301,7 @@ class Supervisor:
             if kind == "started":
                 self._pids[rank], count = value
                 if len(self._pids.keys() - {LAUNCHER}) == count:  # all have opened it
-                    board.hide()
+                    flag.hide()
             elif kind == "done":
                 self._results[rank] = value
             elif kind == "ended" and value[1] == 0:  # well, if it has said before that it is done
@@ -471,7 +472,7 @@ def launch(fn: Callable[[TrainConfig], T], config: TrainConfig, time_limit: floa
     print(f"tpu_kit: {backend}", file=sys.stdout if hasattr(builtins, "__IPYTHON__") else sys.stderr, flush=True)
     if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None:
         with Notices(_budget(config)) as notices:
-            return _inline(fn, config, notices.board)
+            return _inline(fn, config, notices.flag)
     payload = _payload(fn, config)
     _check_host(backend, config)
     with Notices(_budget(config)) as notices:
@@ -483,13 +484,13 @@ def _budget(config: TrainConfig) -> float | None:
     return None if minutes is None else minutes * 60
 
 
-def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, board: StopFlag) -> T:
+def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, flag: SharedMemoryStopFlag) -> T:
     import torch
 
     from tpu_kit.distributed.backends.native import CpuRuntime
 
-    board.hide()
-    preemption.join(board)
+    flag.hide()
+    preemption.join(flag)
     runtime.enter(CpuRuntime(0, 1, torch.device("cpu")))
     try:
         return fn(config)

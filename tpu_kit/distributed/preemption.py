@@ -1,130 +1,33 @@
 """Notices that a run must end soon, and the step at which all its replicas stop.
 
-    calling process: Notices                       replicas: PreemptionGuard
-    SIGTERM, SIGINT, the cloud's metadata server,  with PreemptionGuard(rt) as guard:
-    a time budget                                      while guard.should_run(step): ...
-             |                                                 |
-             +----- StopFlag: a page of memory that all share --+
-
-A replica writes the step that it is about to start on the board and looks whether there is a limit: no message, no
-read of the device. After a notice the caller forbids new steps for a moment, takes the largest step that any replica
-has started as the limit, and lets them go on. All replicas start that step, none a later one, however far one host has
-run ahead: what is in flight never waits for a step that will not come.
-
-The board reaches the replicas of one host.
+calling process: Notices                       replicas: PreemptionGuard
+SIGTERM, SIGINT, the cloud's metadata server,  with PreemptionGuard(rt) as guard:
+a time budget                                      while guard.should_run(step): ...
+         |                                                 |
+         +------------------ StopFlag ----------------------+
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import queue
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpu_kit.distributed.stop_flag import SharedMemoryStopFlag, StopFlag
 from tpu_kit.hardware.gce_metadata import MetadataWatch
 
 if TYPE_CHECKING:
     from tpu_kit.distributed.runtime import Runtime
 
-_RANKS = 1024  # replicas that a board has room for
-# The board's cells, int64. It begins as zeros: no limit, every replica away.
-_LIMIT, _ASKED, _HEEDS, _STARTED = 0, 1, 2, 2 + _RANKS
-_AWAY, _PAUSED, _STEPPING = 0, 1, 2  # in the cells of _HEEDS: what a replica does
-_TEXT = 8 * (2 + 2 * _RANKS)  # bytes before the reason
-_SIZE = _TEXT + 1024
-_DECIDING = -1
-# A replica that saw no limit has written its step before it looked; that write is seen everywhere long before this.
-_SETTLE = 0.05  # seconds
 _LOOK = 0.2  # seconds between two looks at the clock and the board
 
 _here: StopFlag | None = None  # of this process; replicas that are threads share it
-
-
-class StopFlag:
-    """Memory that the processes of a launch share: who heeds notices, which steps were started, where to stop.
-
-    Args:
-        path: a file that `StopFlag.create` made.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _SIZE)
-        self.cells = memoryview(self._map)[:_TEXT].cast("q")
-
-    @classmethod
-    @contextlib.contextmanager
-    def create(cls) -> Iterator[StopFlag]:
-        """A new board, gone at the end."""
-        memory = "/dev/shm"  # on a disk a write could wait for the disk
-        folder = memory if os.access(memory, os.W_OK | os.X_OK) else None
-        descriptor, path = tempfile.mkstemp(prefix="tpu_kit-", dir=folder)
-        try:
-            os.truncate(descriptor, _SIZE)
-            os.close(descriptor)
-            board = cls(path)
-            yield board
-            board.close()
-        finally:
-            Path(path).unlink(missing_ok=True)
-
-    def hide(self) -> None:
-        """Removes the file's name, once all have opened it: a caller that is killed later leaves nothing behind."""
-        Path(self.path).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Gives the memory back."""
-        self.cells.release()
-        with contextlib.suppress(BufferError):  # a replica's thread may still hold a view
-            self._map.close()
-
-    @property
-    def heeded(self) -> bool:
-        """Whether a replica is in a `with PreemptionGuard`."""
-        return any(self.cells[_HEEDS:_STARTED])
-
-    def steps(self) -> dict[int, int]:
-        """The step that each replica has started, by rank; empty while one of them is paused between two steps."""
-        states = self.cells[_HEEDS:_STARTED].tolist()
-        if _PAUSED in states:
-            return {}
-        return {rank: self.cells[_STARTED + rank] for rank, state in enumerate(states) if state == _STEPPING}
-
-    @property
-    def asked(self) -> bool:
-        """Whether another process of the launch got a SIGTERM."""
-        return bool(self.cells[_ASKED])
-
-    def ask(self, *_: object) -> None:
-        """Tells the calling process that this one got a SIGTERM; fit to be a signal's handler."""
-        self.cells[_ASKED] = 1
-
-    def stop(self, reason: str) -> None:
-        """Decides which step is the last one; called once, in the calling process."""
-        self._map[_TEXT:_SIZE] = reason.encode()[: _SIZE - _TEXT].ljust(_SIZE - _TEXT, b"\0")
-        self.cells[_LIMIT] = _DECIDING
-        time.sleep(_SETTLE)
-        self.cells[_LIMIT] = 1 + max(self.cells[_STARTED : _STARTED + _RANKS])
-
-    def limit(self) -> int | None:
-        """The last step that may be started; None where nothing limits it. Waits while it is being decided."""
-        while (limit := self.cells[_LIMIT]) == _DECIDING:
-            time.sleep(0.001)
-        return limit - 1 if limit else None
-
-    @property
-    def reason(self) -> str:
-        """Of `stop`."""
-        return self._map[_TEXT:_SIZE].rstrip(b"\0").decode(errors="replace")
 
 
 class PreemptionGuard:
@@ -148,13 +51,12 @@ class PreemptionGuard:
     """
 
     def __init__(self, rt: Runtime) -> None:
-        assert rt.rank < _RANKS
         self.reason: str | None = None
-        self._board, self._rank, self._slot = _here, rt.rank, _STARTED + rt.rank
+        self._flag, self._rank = _here, rt.rank
         self._before: Any = None
 
     def __enter__(self) -> PreemptionGuard:
-        if self._board is None:
+        if self._flag is None:
             return self
         self.pause()
         is_main = threading.current_thread() is threading.main_thread()
@@ -165,19 +67,19 @@ class PreemptionGuard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._board is None:
+        if self._flag is None:
             return
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
-        self._board.cells[_HEEDS + self._rank] = _AWAY
+        self._flag.leave(self._rank)
 
     def pause(self) -> None:
         """Tells that this replica's next work is no step, such as an evaluation, until it asks for one again.
 
         Meanwhile the launch is not judged by its steps; see `launch.Supervisor`.
         """
-        if self._board is not None:
-            self._board.cells[_HEEDS + self._rank] = _PAUSED
+        if self._flag is not None:
+            self._flag.pause(self._rank)
 
     def should_run(self, step: int) -> bool:
         """Whether this replica may start a step; for the same step all replicas get the same answer.
@@ -187,25 +89,17 @@ class PreemptionGuard:
         Args:
             step: 1 or more, larger at each call; every replica asks for the same steps.
         """
-        board = self._board
-        if board is None:
+        if self._flag is None or self._flag.may_start(self._rank, step):
             return True
-        board.cells[self._slot] = step
-        board.cells[_HEEDS + self._rank] = _STEPPING
-        if not board.cells[_LIMIT]:
-            return True
-        limit = board.limit()
-        if limit is None or step <= limit:
-            return True
-        self.reason = board.reason
+        self.reason = self._flag.reason
         self.pause()
         return False
 
 
-def join(board: StopFlag | None) -> None:
-    """Makes `board` the one that this process's replicas heed; called by launch alone."""
+def join(flag: StopFlag | None) -> None:
+    """Makes `flag` the one that this process's replicas heed; called by launch alone."""
     global _here
-    _here = board
+    _here = flag
 
 
 def catch_sigterm() -> None:
@@ -245,11 +139,11 @@ class Notices:
         budget: seconds from now after which the run is to end; None for no such limit.
 
     Attributes:
-        board: what the replicas look at.
+        flag: what the replicas look at.
         at_once: whether a second signal has ended it: nothing is waited for any more.
     """
 
-    board: StopFlag
+    flag: SharedMemoryStopFlag
 
     def __init__(self, budget: float | None = None) -> None:
         self.at_once = False
@@ -268,7 +162,7 @@ class Notices:
         return self
 
     def _open(self) -> None:
-        self.board = self._stack.enter_context(StopFlag.create())
+        self.flag = self._stack.enter_context(SharedMemoryStopFlag.create())
         thread = threading.Thread(target=self._serve, name="tpu_kit notices", daemon=True)
         thread.start()
         self._stack.callback(thread.join, 5)
@@ -287,7 +181,7 @@ class Notices:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         before = self._before[number]
-        if self.board.heeded and not self._signalled:
+        if self.flag.heeded and not self._signalled:
             self._signalled = True
             self._heard.put(signal.Signals(number).name)
             return
@@ -314,8 +208,8 @@ class Notices:
             text = f"{heard} received" if is_signal else heard
             if not stopped:
                 stopped = True
-                self.board.stop(text)
-                text += ": saving a checkpoint at the next step" if self.board.heeded else ""
+                self.flag.stop(text)
+                text += ": saving a checkpoint at the next step" if self.flag.heeded else ""
             elif is_signal:
                 text += ", too: the checkpoint is being saved"
             else:
@@ -325,7 +219,7 @@ class Notices:
     def _looked(self) -> str | None:
         if self._deadline is not None and time.monotonic() > self._deadline:
             return f"the time budget of {_duration(self._budget)} is used up"
-        if self.board.asked and self.board.heeded:
+        if self.flag.asked and self.flag.heeded:
             return "a process of the launch got a SIGTERM"
         return None
 

@@ -3,7 +3,7 @@
 Each sends the calling process (launch.py) messages `(rank, kind, value)`: started (its process id, and how many
 replicas this host has), done (of rank 0: the pickled result), error (the traceback), refused (the text of an error in
 what the user gave); and the launcher: ended (process id and status of each process). Notices come the other
-way, on a board (preemption.py).
+way, by a flag (stop_flag.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.distributed import preemption, runtime
-from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.runtime import Backend, Runtime
+from tpu_kit.distributed.stop_flag import SharedMemoryStopFlag, StopFlag
 
 LAUNCHER = -1  # the launcher's number among the ranks
 _PR_SET_PDEATHSIG = 1
@@ -90,7 +90,7 @@ def _is_for_the_user(error: BaseException) -> bool:
     return isinstance(error, ValueError) and raised_in.startswith("tpu_kit.")
 
 
-def _xla_replica(_index: int, address: str, key: bytes, board: str, payload: bytes, backend: Backend) -> None:
+def _xla_replica(_index: int, address: str, key: bytes, flag: str, payload: bytes, backend: Backend) -> None:
     """One TPU device's process (or thread of it), or one thread of the rehearsal."""
     import torch_xla
     import torch_xla.runtime as xr
@@ -106,19 +106,17 @@ def _xla_replica(_index: int, address: str, key: bytes, board: str, payload: byt
 
     if backend.device_type == "tpu":
         _prepare()
-        preemption.join(StopFlag(board))
+        preemption.join(SharedMemoryStopFlag(flag))
         _quiet(threads=xr.process_index() == 0)
     _replica(rank, xr.local_device_count(), make, address, key, payload)
     # All replicas take the same steps: one that still waits for this one would wait for ever.
     cpu_simulation.end(f"rank {rank} has returned, and will not come to another step")
 
 
-def _torch_replica(
-    rank: int, address: str, key: bytes, board: str, payload: bytes, backend: Backend, port: int
-) -> None:
+def _torch_replica(rank: int, address: str, key: bytes, flag: str, payload: bytes, backend: Backend, port: int) -> None:
     """One GPU's process, or one of several CPU processes."""
     _prepare()
-    preemption.join(StopFlag(board))
+    preemption.join(SharedMemoryStopFlag(flag))
     import torch
     import torch.distributed as dist
 
@@ -196,17 +194,17 @@ def _prepare() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _die_with_caller(board: str) -> None:
+def _die_with_caller(flag: str) -> None:
     """The caller holds our stdin open: when it ends, for whatever reason, this session's processes end too."""
     while sys.stdin.buffer.read(4096):
         pass
-    Path(board).unlink(missing_ok=True)  # a caller that was killed has left it, if not all had opened it yet
+    Path(flag).unlink(missing_ok=True)  # a caller that was killed has left it, if not all had opened it yet
     os.killpg(0, signal.SIGKILL)
 
 
-def _watch(reporter: _Reporter, board: StopFlag) -> None:
+def _watch(reporter: _Reporter, flag: StopFlag) -> None:
     # Who is asked to end decides how: its replicas, which are asked too. (SIG_IGN would be inherited by them.)
-    signal.signal(signal.SIGTERM, board.ask)
+    signal.signal(signal.SIGTERM, flag.ask)
     threading.Thread(target=_watch_children, args=(reporter,), daemon=True).start()
 
 
@@ -247,8 +245,8 @@ def main() -> None:
     address, key, path, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_caller, args=(path,), daemon=True).start()
     reporter = _Reporter(LAUNCHER, address, key)
-    board = StopFlag(path)
-    preemption.join(board)
+    flag = SharedMemoryStopFlag(path)
+    preemption.join(flag)
     arguments = (address, key, path, payload, backend)
     status = 0
     try:
@@ -258,13 +256,13 @@ def main() -> None:
         elif backend.device_type == "tpu":
             import torch_xla.distributed.xla_multiprocessing as xmp
 
-            _watch(reporter, board)
+            _watch(reporter, flag)
             xmp.spawn(_xla_replica, args=arguments, nprocs=backend.num_replicas)
         else:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-            _watch(reporter, board)
+            _watch(reporter, flag)
             spawn = multiprocessing.get_context("spawn")
             ranks = range(backend.num_replicas or 1)
             replicas = [spawn.Process(target=_torch_replica, args=(rank, *arguments, port)) for rank in ranks]
