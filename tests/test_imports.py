@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,8 @@ MOST_MODULES, MOST_LINES = 14, 600  # of a room, of a module
 # notebook's kernel never holds the TPU that the launched processes need.
 XLA_STACK = ("torch_xla", "jax", "jaxlib", "libtpu")
 XLA_MODULES = {
-    "distributed.backends.xla", "distributed.cpu_simulation", "distributed.worker", "models.attention",
-    "models.causal_lm", "models.splash_attention", "planning.compile_worker", "planning.trace",
-    "xla.scan", "xla.traced_function",
+    "distributed.backends.cpu_simulation", "distributed.backends.xla", "distributed.worker", "models.causal_lm",
+    "xla.pallas", "xla.program", "xla.scan", "xla.tpu_compiler", "xla.traced_function",
 }  # fmt: skip
 
 # Modules that answer before torch is loaded, or without it.
@@ -197,6 +197,20 @@ def import_all(names: list[str], forbidden: str) -> str:
         f"import importlib, sys\nfor name in {names}:\n    importlib.import_module(name)\n"
         f"    assert {forbidden!r} not in sys.modules, f'importing {{name}} loads {forbidden}'\n"
     )
+
+
+def test_private_names_of_the_xla_stack_are_used_in_two_rooms() -> None:
+    """Those that move with its versions: `torch_xla._XLAC`, `jax._src` and the like."""
+    wrong = []
+    for name, path in FILES.items():
+        private = [one.name for one in IMPORTS[name] if re.match(r"(torch_xla|jax|jaxlib)\b.*\._", one.name)]
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        private += [
+            ast.unparse(node) for node in nodes if re.match(r"(torch_xla|jax|xla_client)\._", ast.unparse(node))
+        ]
+        if private and not name.startswith(("xla.", "distributed.backends.")):
+            wrong.append((name, private))
+    assert not wrong
 
 
 def test_light_modules_do_not_load_torch() -> None:

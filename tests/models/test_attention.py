@@ -201,6 +201,7 @@ import jax, jax.numpy as jnp, numpy, torch, torch_xla
 from jax.experimental import pallas
 from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 import torch_xla.experimental.custom_kernel as custom_kernel
+from tpu_kit.xla import pallas
 from tpu_kit.models import attention
 
 kernels.pl.pallas_call = functools.partial(pallas.pallas_call, interpret=True)
@@ -228,7 +229,7 @@ def custom_call(operands, payload, shapes, dtypes):
         made.append(tensor.to(dtype).to(operands[0].device))
     return made
 
-attention._trace_pallas, torch_xla._XLAC._xla_tpu_custom_call = trace_pallas, custom_call
+pallas._trace_pallas, torch_xla._XLAC._xla_tpu_custom_call = trace_pallas, custom_call
 """
 
 KERNEL_ALONE = """

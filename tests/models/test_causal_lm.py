@@ -45,7 +45,8 @@ from tpu_kit.models.causal_lm import (
     use_attention,
 )
 from tpu_kit.training.loss import chunked_nll, shift_labels
-from tpu_kit.training.step import TrainState, train_step
+from tpu_kit.training.state import TrainState
+from tpu_kit.training.step import train_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -35,7 +35,9 @@ from tpu_kit.models import layer_scan
 from tpu_kit.models.activation_checkpointing import SeededDropout, keep_mask
 from tpu_kit.models.chunked_mlp import chunk_mlp, tiles_of
 from tpu_kit.training import adapter_io
-from tpu_kit.training.step import TrainState, restore, token_loss, train_step
+from tpu_kit.training.objectives import SupervisedObjective
+from tpu_kit.training.state import TrainState, restore
+from tpu_kit.training.step import train_step
 from tpu_kit.xla.scan import scan
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_xla")
@@ -95,7 +97,7 @@ def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def loss_and_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    loss, _ = token_loss(model, batch, OPTIM, smooth=True)
+    loss = SupervisedObjective(OPTIM)(model, batch).loss
     loss.backward()
     found = {name: parameter.grad for name, parameter in models.trainable_parameters(model).items()}
     return float(loss.detach()), {name: gradient for name, gradient in found.items() if gradient is not None}
@@ -140,7 +142,9 @@ def test_updates_are_those_of_the_unrolled_layers() -> None:
         state = TrainState(model, CPU, optim)
         for number in (1, 2, 3):
             halves = [{name: value[i : i + 1] for name, value in packed().items()} for i in (0, 1)]
-            train_step(model, state, halves, control(1e-3, number, float(number > 1)), optim, ALONE)
+            train_step(
+                model, state, halves, control(1e-3, number, float(number > 1)), SupervisedObjective(optim), optim, ALONE
+            )
         assert state.average is not None
         with state.averaged():
             mean = loss_and_gradients(model.eval(), packed())[0]
@@ -267,7 +271,7 @@ def test_layers_sites_and_tiles_draw_apart(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(SeededDropout, "forward", watched)
     with torch.no_grad():
-        token_loss(model, packed(), OPTIM, smooth=True)
+        SupervisedObjective(OPTIM)(model, packed())
     tiles = tiles_of(40, 7)
     assert len(seen) == 4 * (4 + 3 * tiles)  # four layers, four projections of attention and three of each tile
     assert len(set(seen)) == len(seen)
@@ -326,10 +330,10 @@ def test_going_on_from_a_checkpoint(
     optim, batch = replace(OPTIM, optimizer=optimizer, ema_decay=0.9), rows(2)
     model = before()
     state = TrainState(model, CPU, optim)
-    train_step(model, state, [batch], control(1e-2, 1, 0.0), optim, ALONE)
+    train_step(model, state, [batch], control(1e-2, 1, 0.0), SupervisedObjective(optim), optim, ALONE)
     saved = {name: tensor.clone() for name, tensor in state.to_host(ALONE).items()}
     assert not any(".runs." in name for name in saved)
-    train_step(model, state, [batch], control(1e-2, 2), optim, ALONE)
+    train_step(model, state, [batch], control(1e-2, 2), SupervisedObjective(optim), optim, ALONE)
     again = now()
     restore(again, saved)
     other = TrainState(again, CPU, optim, saved)
@@ -337,7 +341,7 @@ def test_going_on_from_a_checkpoint(
     assert read.keys() == saved.keys()
     for name, value in saved.items():
         assert value.shape == read[name].shape and torch.equal(value, read[name]), name
-    train_step(again, other, [batch], control(1e-2, 2), optim, ALONE)
+    train_step(again, other, [batch], control(1e-2, 2), SupervisedObjective(optim), optim, ALONE)
     ended = other.to_host(ALONE)
     for name, value in state.to_host(ALONE).items():
         if before is now:

@@ -33,7 +33,9 @@ from tpu_kit.models.quantization import QuantizedLinear, Scheme, layers_of, quan
 from tpu_kit.planning.compile_check import compile_step
 from tpu_kit.planning.trace import empty_model
 from tpu_kit.recipes.sft import train
-from tpu_kit.training.step import TrainState, token_loss, train_step
+from tpu_kit.training.objectives import SupervisedObjective
+from tpu_kit.training.state import TrainState
+from tpu_kit.training.step import train_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -171,7 +173,7 @@ def made(
 
 
 def loss_and_gradients(model: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
-    loss, _ = token_loss(model, packed(), OPTIM, smooth=True)
+    loss = SupervisedObjective(OPTIM)(model, packed()).loss
     loss.backward()
     found = {name: one.grad for name, one in models.trainable_parameters(model).items() if one.grad is not None}
     return float(loss.detach()), layer_scan.per_layer(model, found)
@@ -199,8 +201,10 @@ def test_a_loop_of_integers_learns(dtype: str) -> None:
     assert shapes["mlp.down_proj.base_layer.scale"] == ((3, 2, 4, 64), torch.bfloat16)
     state = TrainState(model, CPU, OPTIM)
     for number in (1, 2, 3, 4):
-        losses.append(float(token_loss(model, packed(), OPTIM, smooth=True)[0].detach()))
-        train_step(model, state, [packed()], control(1e-2, number, float(number > 1)), OPTIM, ALONE)
+        losses.append(float(SupervisedObjective(OPTIM)(model, packed()).loss.detach()))
+        train_step(
+            model, state, [packed()], control(1e-2, number, float(number > 1)), SupervisedObjective(OPTIM), OPTIM, ALONE
+        )
     assert losses[0] == pytest.approx(loss_and_gradients(made(INT4))[0], rel=0.02)
     assert losses[3] < 0.9 * losses[0]
 

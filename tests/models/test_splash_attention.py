@@ -106,8 +106,9 @@ from dataclasses import replace
 import jax, torch, torch_xla
 from jax._src import tpu_custom_call
 from torch_xla.core.xla_builder import create_placeholder_tensor
-from tpu_kit.models import attention; from tpu_kit.models import splash_attention as splash
+from tpu_kit.models import attention
 from tpu_kit.hardware.compatibility import PAIRINGS
+from tpu_kit.xla import pallas
 
 shapes = (((1, 1, 128, 64), "bfloat16"),) * 3 + (((1, 128), "int32"),)
 chosen, serialize, written = tpu_custom_call.get_ir_version, tpu_custom_call._lower_mosaic_module_to_asm, []
@@ -118,10 +119,10 @@ def noted(*args, ir_version, **kwargs):
 
 tpu_custom_call._lower_mosaic_module_to_asm = noted
 for kernel_format in (None, 4):
-    splash.find_pairing = lambda _: replace(PAIRINGS[0], kernel_format=kernel_format)
-    splash._lowered.cache_clear()
-    splash._lowered(splash._forward, splash.Settings(), shapes)
-    attention._traced.clear(), jax.clear_caches()
+    pallas.find_pairing = lambda _: replace(PAIRINGS[0], kernel_format=kernel_format)
+    pallas._lowered.cache_clear()
+    pallas._lowered(pallas._forward, pallas.SplashSettings(), shapes)
+    pallas._traced.clear(), jax.clear_caches()
     states = [create_placeholder_tensor((1, 1, 128, 64), torch.bfloat16) for _ in range(3)]
     segments = create_placeholder_tensor((1, 128), torch.int32)
     attention.flash_attention(torch.nn.Module(), *states, None, segment_ids=segments)

@@ -21,7 +21,7 @@ TRACED = """
 import gc, json, os, re, sys
 import torch_xla
 from jaxlib import xla_client
-from tpu_kit.planning.compile_worker import fingerprint
+from tpu_kit.xla.tpu_compiler import fingerprint
 from tpu_kit.config.loader import load_config
 from tpu_kit.planning.trace import trace_step
 
@@ -119,6 +119,7 @@ from tpu_kit.models import causal_lm as models
 from tpu_kit.config.loader import load_config
 from tpu_kit.distributed.backends.xla import TpuRuntime
 from tpu_kit.training.step import place
+from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.step import train_step
 
 config = load_config(None, [f"model.name={sys.argv[1]}", "max_length=128", "batch_size=2", "attention=sdpa"])
@@ -130,7 +131,7 @@ replica.sync()
 whole = {name: torch.ones(2, 128, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}
 whole["segment_ids"] = torch.ones(2, 128, dtype=torch.int32)
 batch, control = replica.place_batch([whole, {"control": torch.tensor([1e-3, 1.0, 1.0])}])
-train_step(model, state, [batch], control["control"], config.optim, replica)
+train_step(model, state, [batch], control["control"], SupervisedObjective(config.optim), config.optim, replica)
 alive = torch_xla._XLAC._xla_tensors_report(1, str(replica.local_device)).count("Tensor: id=")
 replica.sync()
 torch_xla.sync(wait=True)

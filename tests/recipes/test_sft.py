@@ -31,6 +31,7 @@ from tpu_kit.models.causal_lm import load_tokenizer
 from tpu_kit.planning import oom_recovery, preflight
 from tpu_kit.recipes import sft
 from tpu_kit.training import step, trainer
+from tpu_kit.training.objectives import SupervisedObjective
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -264,7 +265,7 @@ def test_compiled_layers_train_alike(monkeypatch: pytest.MonkeyPatch, remat: str
         state = step.place(model, config, rt)
         for number in (1, 2, 3):
             batch, scalars = training_functions.rows(4, seed=number), training_functions.control(1e-2, number)
-            step.train_step(model, state, [batch], scalars, config.optim, rt)
+            step.train_step(model, state, [batch], scalars, SupervisedObjective(config.optim), config.optim, rt)
         ended[compiled] = (state.window, dict(counters["stats"]), dict(counters["graph_break"]))
     torch.testing.assert_close(ended[True][0], ended[False][0], rtol=1e-3, atol=1e-3)
     assert ended[False][1] == {} and ended[True][1]["unique_graphs"] == 1
@@ -294,6 +295,28 @@ def test_a_log_counts_the_time_of_its_own_steps(configure: Configure, monkeypatc
     assert all(record["step_seconds"] >= 0.2 for record in logged), logged
     spent = sum(record["step_seconds"] * steps for record, steps in zip(logged, (3, 3, 3, 1), strict=True))
     assert spent <= logged[-1]["seconds"]
+
+
+def test_extra_sums_of_an_objective_are_logged(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = configure("plain")
+    sft.train(plain)
+    monkeypatch.setattr(sft, "SupervisedObjective", training_functions.WithExtraSums)
+    config = configure("extra")
+    sft.train(config)
+    for record, other in zip(records(config, "train"), records(plain, "train"), strict=True):
+        assert record["loss"] == other["loss"] and record["grad_norm"] == other["grad_norm"]
+        assert record["doubled"] == pytest.approx(2 * record["loss"], rel=1e-6) and record["one"] == 1
+
+
+@needs_xla
+def test_extra_sums_are_those_of_all_replicas_and_passes(configure: Configure) -> None:
+    changes = {"device_type": "xla-cpu", "num_replicas": 2, "global_batch_size": 8, "eval_rows": 0}
+    config = configure(**changes)
+    ended = launch(training_functions.with_extra_sums, config)
+    assert ended["counters"]["compiles"] == ended["set_up"] + 1
+    assert len(ended["ranks"][0]["reads"]) == 4  # two logs, the checkpoint and the weights
+    for record in records(config, "train"):
+        assert record["doubled"] == pytest.approx(2 * record["loss"], rel=1e-6) and record["one"] == 1
 
 
 def test_a_second_run_in_the_process_begins_anew(configure: Configure) -> None:

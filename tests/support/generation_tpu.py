@@ -23,7 +23,8 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.hardware.slices import find_topology
 from tpu_kit.models import attention
 from tpu_kit.planning import trace
-from tpu_kit.planning.compile_worker import compile_program
+from tpu_kit.xla import program
+from tpu_kit.xla.tpu_compiler import compile_program
 
 BLOCK = 16
 
@@ -36,7 +37,7 @@ class OnPaper(TpuRuntime):
     ) -> list[dict[str, torch.Tensor]]:
         """Placeholders of the same shapes."""
         return [
-            {name: trace._placeholder(tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}
+            {name: program.placeholder(tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}
             for batch in batches
         ]
 
@@ -52,9 +53,9 @@ class OnPaper(TpuRuntime):
 def lower(before: Mapping[int, str], outputs: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> Any:
     """The program of a cut: new tensors and those that were changed in place, whose old buffers it may take."""
     replaced = {number for number, name in before.items() if name == "cache"}
-    left = [tensor for tensor in changed if any(trace._is_input(tensor, number) for number in replaced)]
+    left = [tensor for tensor in changed if any(program.is_input(tensor, number) for number in replaced)]
     assert not left, f"{len(left)} buffers were left as they were"
-    return trace._lower([*outputs, *changed], replaced, dict(before))
+    return program.lower([*outputs, *changed], replaced, dict(before))
 
 
 def compile_both(model: str, rows: int, width: int, slots: int, *changes: str) -> dict[str, Any]:
@@ -73,14 +74,14 @@ def compile_both(model: str, rows: int, width: int, slots: int, *changes: str) -
     )
     _, topology = find_topology("v5e", 1)
     request = {"num_replicas": 1, "effort": "full", "topology": asdict(topology)}
-    named = {trace._number(tensor): name for name, tensor in inputs.items()}
+    named = {program.tensor_number(tensor): name for name, tensor in inputs.items()}
     found: dict[str, Any] = {}
     with decoder.ready(), attention.lowering_for_tpu():
         for part in ("prefill", "decode"):
             cache = decoder._prompt_cache = decoder._buffers(None, rows)
             buffers = [*cache.keys, *cache.values]
             found["cache_bytes"] = sum(tensor.nbytes for tensor in buffers)
-            before = named | {trace._number(tensor): "cache" for tensor in buffers}
+            before = named | {program.tensor_number(tensor): "cache" for tensor in buffers}
             outputs: list[torch.Tensor] = []
             if part == "prefill":
                 decoder.prefill(batch, 1, BLOCK)

@@ -15,8 +15,9 @@ from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import layer_scan
-from tpu_kit.training import step
-from tpu_kit.training.step import TrainState, eval_step, train_step
+from tpu_kit.training.objectives import SupervisedObjective
+from tpu_kit.training.state import TrainState
+from tpu_kit.training.step import eval_step, train_step
 
 TILE = 8  # tokens of an MLP's tile: the passes have 16
 
@@ -43,14 +44,22 @@ def updates(config: TrainConfig) -> dict[str, Any]:
     rt.barrier()
     for number in (1, 2, 3):
         mine = [training_functions._sent(rt, batch) for batch in dealt(rt.rank, rt.world_size, number)]
-        train_step(model, state, mine, control(1e-2, number, float(number > 1)).to(rt.local_device), optim, rt)
+        train_step(
+            model,
+            state,
+            mine,
+            control(1e-2, number, float(number > 1)).to(rt.local_device),
+            SupervisedObjective(optim),
+            optim,
+            rt,
+        )
         rt.sync()
     _finish(rt)
     counts = {name: value - before[name] for name, value in rt.counters().items()}
     rt.barrier()
     model.eval()
     with state.averaged():
-        eval_step(model, training_functions._sent(rt, rows(2)), sums, optim, rt)
+        eval_step(model, training_functions._sent(rt, rows(2)), sums, SupervisedObjective(optim), rt)
     rt.sync()
     own = rt.to_host([*state.parameters.values(), state.window, sums])
     named = layer_scan.per_layer(model, dict(zip(state.parameters, own, strict=False)))
@@ -91,7 +100,7 @@ def _given(device: torch.device) -> torch.Tensor:
 
 def _gradient(rt: Runtime, model: torch.nn.Module, seed: int) -> list[float]:
     rt.seed(seed)
-    loss, _ = step.token_loss(model, training_functions._sent(rt, rows(4)), OPTIM, smooth=True)
+    loss = SupervisedObjective(OPTIM)(model, training_functions._sent(rt, rows(4))).loss
     loss.backward()
     parameters = models.trainable_parameters(model).values()
     flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])

@@ -17,7 +17,7 @@ from tpu_kit.models import causal_lm as models
 from tpu_kit.recipes import sft
 from tpu_kit.training import step, trainer
 from tpu_kit.training.metrics import RecompileMonitor
-from tpu_kit.training.step import TrainState, restore
+from tpu_kit.training.state import TrainState, restore
 
 
 def provoke(config: TrainConfig) -> dict[str, Any]:

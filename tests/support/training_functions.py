@@ -21,7 +21,9 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.recipes import sft
 from tpu_kit.training import step, trainer
-from tpu_kit.training.step import TrainState, train_step
+from tpu_kit.training.objectives import Sums, SupervisedObjective
+from tpu_kit.training.state import TrainState, sections
+from tpu_kit.training.step import train_step
 
 OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, beta2=0.99, max_grad_norm=1.0, loss_chunk=16)
 
@@ -94,7 +96,7 @@ def split(config: TrainConfig) -> dict[str, list[float]]:
     for number in (1, 2, 3):
         mine = [_sent(rt, batch) for batch in dealt(rt.rank, rt.world_size, number)]
         scalars = control(1e-2, number, float(number > 1)).to(rt.local_device)
-        train_step(model, state, mine, scalars, optim, rt)
+        train_step(model, state, mine, scalars, SupervisedObjective(optim), optim, rt)
         rt.sync()
     ended = {**{name: value.detach() for name, value in state.parameters.items()}, "window": state.window}
     ended |= {**state.moments, "applied": state.applied}
@@ -211,12 +213,28 @@ def late_steps(config: TrainConfig) -> dict[str, Any]:
             rt.sync()
         before = rt.counters()["compiles"]
         scalars = control(0.0 if number == 1 else 1e-2, number, float(number > 1)).to(rt.local_device)
-        train_step(model, state, [_sent(rt, rows(2, seed=number))], scalars, optim, rt)
+        train_step(model, state, [_sent(rt, rows(2, seed=number))], scalars, SupervisedObjective(optim), optim, rt)
         rt.sync()
         compiled.append(rt.counters()["compiles"] - before)
         applied.append(float(rt.to_host([state.applied])[0]))
-    ended = torch.cat([part.flatten() for part in step.sections(state.to_host(rt))["parameters"].values()])
+    ended = torch.cat([part.flatten() for part in sections(state.to_host(rt))["parameters"].values()])
     return {"compiled": compiled, "applied": applied, "parameters": ended.tolist()}
+
+
+class WithExtraSums(SupervisedObjective):
+    """Logs twice the loss, and its weight over its weight."""
+
+    extra = ("doubled", "one")
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> Sums:
+        loss, tokens, _ = super().__call__(model, batch)
+        return Sums(loss, tokens, (2 * loss.detach(), tokens))
+
+
+def with_extra_sums(config: TrainConfig) -> dict[str, Any]:
+    """`watched`, the objective having extra sums."""
+    sft.SupervisedObjective = WithExtraSums  # type: ignore[misc]  # the module's name, in a process of this launch
+    return watched(config)
 
 
 def shapes_of_step(config: TrainConfig) -> dict[str, list[list[int]]]:
@@ -231,11 +249,11 @@ def shapes_of_step(config: TrainConfig) -> dict[str, list[list[int]]]:
     rt.sync()
     batch, scalars = _sent(rt, rows(3)), control(1e-2, 1).to(rt.local_device)
     found = {}
-    step.eval_step(model, batch, sums, config.optim, rt)
+    step.eval_step(model, batch, sums, SupervisedObjective(config.optim), rt)
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([sums])
     found["eval"] = _shapes(hlo)
     rt.sync()
-    train_step(model, state, [batch], scalars, config.optim, rt)
+    train_step(model, state, [batch], scalars, SupervisedObjective(config.optim), config.optim, rt)
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([*state.parameters.values(), *state.moments.values(), state.window])
     found["train"] = _shapes(hlo)
     rt.sync()
@@ -271,7 +289,7 @@ def _dropout_gradient(rt: Runtime, config: TrainConfig, remat: bool) -> list[flo
     trainer.seed_dropout(rt, config, 1)
     scalars = control(1e-2, 1, 0.0).to(rt.local_device)
     optim = replace(OPTIM, beta1=0.0, max_grad_norm=0.0)
-    train_step(model, state, [_sent(rt, rows(4))], scalars, optim, rt)
+    train_step(model, state, [_sent(rt, rows(4))], scalars, SupervisedObjective(optim), optim, rt)
     rt.sync()
     found: list[float] = rt.to_host([state.moments["first.0"]])[0].tolist()
     return found
@@ -319,12 +337,10 @@ def out_of_memory(config: TrainConfig) -> None:
     sft.fine_tune(config)
 
 
-def _poisoned_step(
-    model: torch.nn.Module, state: TrainState, batches: Any, control: torch.Tensor, optim: OptimConfig, rt: Runtime
-) -> None:
+def _poisoned_step(model: torch.nn.Module, state: TrainState, batches: Any, control: torch.Tensor, *rest: Any) -> None:
     parameter = next(iter(state.parameters.values()))
     first, last = poisoned_steps
     bad = (control[2] >= first) & (control[2] <= last)
     hook = parameter.register_hook(lambda grad: torch.where(bad, torch.full_like(grad, float("nan")), grad))
-    step.train_step(model, state, batches, control, optim, rt)
+    step.train_step(model, state, batches, control, *rest)
     hook.remove()

@@ -21,7 +21,7 @@ from tpu_kit.models import causal_lm as models
 from tpu_kit.recipes import sft
 from tpu_kit.training import resume
 from tpu_kit.training.resume import training_tensors
-from tpu_kit.training.step import sections
+from tpu_kit.training.state import sections
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs_1ebdc59"
 sys.path.insert(0, str(FIXTURES))

@@ -15,7 +15,9 @@ from tpu_kit.distributed.backends.native import CpuRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.models import causal_lm as models
 from tpu_kit.training import optimizer as optimizer_module
-from tpu_kit.training.step import WINDOW, TrainState, _update, eval_step, restore, sections, token_loss, train_step
+from tpu_kit.training.objectives import SupervisedObjective
+from tpu_kit.training.state import WINDOW, TrainState, restore, sections
+from tpu_kit.training.step import _update, eval_step, train_step
 
 CPU = torch.device("cpu")
 AVERAGED = replace(OPTIM, ema_decay=0.9)
@@ -344,7 +346,15 @@ def train_split(replicas: int, steps: int = 3, optim: OptimConfig = OPTIM) -> li
         try:
             for step in range(1, steps + 1):
                 mine, runtime = dealt(rank, replicas, step), ThreadRuntime(rank, together)
-                train_step(built[rank], states[rank], mine, control(1e-2, step, float(step > 1)), optim, runtime)
+                train_step(
+                    built[rank],
+                    states[rank],
+                    mine,
+                    control(1e-2, step, float(step > 1)),
+                    SupervisedObjective(optim),
+                    optim,
+                    runtime,
+                )
         except BaseException as error:
             failed.append(error)
             together.barrier.abort()
@@ -375,9 +385,9 @@ def test_accumulated_passes_are_one_large_batch() -> None:
     whole, parts = tiny(), tiny()
     batch = rows()
     a, b = TrainState(whole, CPU, OPTIM), TrainState(parts, CPU, OPTIM)
-    train_step(whole, a, [batch], control(1e-2, 1, 0.0), OPTIM, ALONE)
+    train_step(whole, a, [batch], control(1e-2, 1, 0.0), SupervisedObjective(OPTIM), OPTIM, ALONE)
     halves = [{name: value[i : i + 4] for name, value in batch.items()} for i in (0, 4)]
-    train_step(parts, b, halves, control(1e-2, 1, 0.0), OPTIM, ALONE)
+    train_step(parts, b, halves, control(1e-2, 1, 0.0), SupervisedObjective(OPTIM), OPTIM, ALONE)
     for name, value in contents(a).items():
         torch.testing.assert_close(contents(b)[name], value, rtol=1e-5, atol=1e-5)
 
@@ -389,7 +399,8 @@ def test_the_step_is_the_gradient_of_the_mean_over_all_loss_tokens() -> None:
     state = TrainState(model, CPU, OPTIM)
     passes = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(8)]
     optim = replace(OPTIM, beta1=0.0, max_grad_norm=0.0)
-    train_step(model, state, passes, control(1e-2, 1, 0.0), optim, ALONE)  # `first` is then the gradient
+    # `first` is then the gradient.
+    train_step(model, state, passes, control(1e-2, 1, 0.0), SupervisedObjective(optim), optim, ALONE)
     reference: Any = other
     loss = reference(input_ids=batch["input_ids"], labels=batch["labels"]).loss
     loss.backward()
@@ -399,14 +410,14 @@ def test_the_step_is_the_gradient_of_the_mean_over_all_loss_tokens() -> None:
     torch.testing.assert_close(state.moments["first.0"], expected, rtol=1e-4, atol=1e-6)
     assert float(state.window[0] / state.window[1]) == pytest.approx(loss.item(), rel=1e-5)
     # Rows of one loss token and of fifteen: the mean of the rows' means is another number.
-    means = [float(torch.div(*token_loss(other, part, optim, smooth=False))) for part in passes]
+    means = [float(torch.div(*SupervisedObjective(optim)(other, part)[:2])) for part in passes]
     assert abs(sum(means) / 8 - loss.item()) > 1e-3
 
 
 def test_no_gradient_is_left_for_the_next_step() -> None:
     model = tiny()
     state = TrainState(model, CPU, OPTIM)
-    train_step(model, state, [rows(2)], control(1e-2, 1, 0.0), OPTIM, ALONE)
+    train_step(model, state, [rows(2)], control(1e-2, 1, 0.0), SupervisedObjective(OPTIM), OPTIM, ALONE)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -414,7 +425,7 @@ def test_a_parameter_without_a_gradient_is_left_as_it_is() -> None:
     model = tiny()
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
     state = TrainState(model, CPU, OPTIM)
-    train_step(model, state, [rows(2)], control(1e-2, 1, 0.0), OPTIM, ALONE)
+    train_step(model, state, [rows(2)], control(1e-2, 1, 0.0), SupervisedObjective(OPTIM), OPTIM, ALONE)
     assert torch.equal(state.parameters["unused"], torch.ones(3))
 
 
@@ -428,10 +439,10 @@ def test_evaluation_sums_losses_and_smooths_no_label() -> None:
     optim = replace(OPTIM, label_smoothing=0.3)
     sums = torch.zeros(2)
     for seed in (1, 2):
-        eval_step(model, rows(4, seed=seed), sums, optim, ALONE)
-    expected = [torch.stack(token_loss(model, rows(4, seed=seed), OPTIM, smooth=False)) for seed in (1, 2)]
+        eval_step(model, rows(4, seed=seed), sums, SupervisedObjective(optim), ALONE)
+    expected = [torch.stack(SupervisedObjective(OPTIM)(model, rows(4, seed=seed))[:2]) for seed in (1, 2)]
     torch.testing.assert_close(sums, torch.stack(expected).sum(0).detach())
-    smoothed = token_loss(model, rows(4, seed=1), optim, smooth=True)[0]
+    smoothed = SupervisedObjective(optim)(model.train(), rows(4, seed=1)).loss
     assert float(smoothed) > float(expected[0][0])
 
 

@@ -25,7 +25,10 @@ from tpu_kit.models import attention, splash_attention
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.loading import read_config
 from tpu_kit.planning.trace import empty_model
-from tpu_kit.training.step import TrainState, place, train_step
+from tpu_kit.training.objectives import SupervisedObjective
+from tpu_kit.training.state import TrainState
+from tpu_kit.training.step import place, train_step
+from tpu_kit.xla.pallas import SplashSettings
 
 LENGTH = 2048
 """Tokens of a row for the kernels: more than one block of them, and as long as rows of a run."""
@@ -106,7 +109,7 @@ def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
 
 def _kernel(kernel: str, case: Case, rt: Runtime) -> Attend:
     """The kernel as the model's layers call it; its interpreter where there is no TPU."""
-    settings = splash_attention.Settings(case.window, case.softcap, interpret=rt.device_type != "tpu")
+    settings = SplashSettings(case.window, case.softcap, interpret=rt.device_type != "tpu")
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
         if kernel == "splash":
@@ -163,7 +166,7 @@ def _step(config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]) -> t
             if "lora_B" in name:  # of zeros, half of the gradients would be zero
                 parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
     state, batches, control = _ready(model, config, rt, batch)
-    train_step(model, state, batches, control, config.optim, rt)
+    train_step(model, state, batches, control, SupervisedObjective(config.optim), config.optim, rt)
     rt.sync()
     loss, tokens, norm = rt.to_host([state.report])[0][:3].tolist()
     return loss / max(tokens, 1), norm
@@ -208,7 +211,7 @@ def measure_step(config: TrainConfig) -> dict[str, float | None]:
 
     def run(steps: int) -> None:
         for _ in range(steps):
-            train_step(model, state, batches, control, config.optim, rt)
+            train_step(model, state, batches, control, SupervisedObjective(config.optim), config.optim, rt)
             rt.sync()
         rt.to_host([state.report])
 

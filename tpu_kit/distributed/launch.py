@@ -432,7 +432,7 @@ def _inherited(backend: Backend) -> dict[str, str]:
 
 def _environment(backend: Backend) -> dict[str, str]:
     if backend.device_type == "xla-cpu":
-        from tpu_kit.distributed import cpu_simulation
+        from tpu_kit.distributed.backends import cpu_simulation
 
         assert backend.num_replicas is not None
         return {"USE_TORCH_XLA": "1", **cpu_simulation.environment(backend.num_replicas)}

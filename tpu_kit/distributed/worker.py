@@ -95,7 +95,7 @@ def _xla_replica(_index: int, address: str, key: bytes, flag: str, payload: byte
     import torch_xla
     import torch_xla.runtime as xr
 
-    from tpu_kit.distributed import cpu_simulation
+    from tpu_kit.distributed.backends import cpu_simulation
     from tpu_kit.distributed.backends.xla import SimulatedRuntime, TpuRuntime
 
     rank = xr.global_ordinal()
@@ -282,14 +282,12 @@ def main() -> None:
 
 def _rehearse(arguments: tuple[Any, ...], replicas: int, hang_timeout: float) -> None:
     import torch_xla.runtime as xr
-    from torch_xla._internal import pjrt
 
-    from tpu_kit.distributed import cpu_simulation
+    from tpu_kit.distributed.backends import cpu_simulation
 
     _quiet(threads=True)
     cpu_simulation.install(replicas, hang_timeout, xr.global_ordinal)
-    # What xmp.spawn does in the one process that it would make for the CPU; this process is that one.
-    pjrt._run_thread_per_device(0, 1, lambda: _xla_replica(0, *arguments), pjrt.initialize_multiprocess)
+    cpu_simulation.run(lambda: _xla_replica(0, *arguments))
 
 
 if __name__ == "__main__":

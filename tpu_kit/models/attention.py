@@ -20,6 +20,8 @@ import torch.nn.functional as F
 
 from tpu_kit.models import activation_checkpointing
 from tpu_kit.models import splash_attention as splash_attention_module
+from tpu_kit.xla import pallas
+from tpu_kit.xla.pallas import SplashSettings
 
 SDPA = "tpu_kit"
 FLASH = "tpu_kit_pallas"  # with "flash" in the name transformers would look for a CUDA kernel on the hub
@@ -233,7 +235,7 @@ def flash_attention(
         for states in (query, _repeat_heads(key, heads), _repeat_heads(value, heads))
     )
     segments = F.pad(segment_ids, (0, padding)) if padding else segment_ids
-    output = _kernel(query, key, value, segments.to(torch.int32), scaling)
+    output = pallas.flash_attention(query, key, value, segments.to(torch.int32), scaling)
     return output[:, :, :length].transpose(1, 2).contiguous(), None
 
 
@@ -268,7 +270,7 @@ def splash_attention(
     query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
     segments = F.pad(segment_ids, (0, padding)) if padding else segment_ids
     window = sliding_window if sliding_window is not None and sliding_window < length else None
-    settings = splash_attention_module.Settings(window, softcap)
+    settings = SplashSettings(window, softcap)
     output = splash_attention_module.splash_attention(query, key, value, segments.to(torch.int32), settings)
     return output[:, :, :length].transpose(1, 2).contiguous(), None
 
@@ -276,44 +278,6 @@ def splash_attention(
 def padded_length(length: int) -> int:
     """Rounds a row up to what all blocks of the kernel divide: 128, 256, 512 or a multiple of 1024 tokens."""
     return next((block for block in (128, 256, 512) if length <= block), -(-length // 1024) * 1024)
-
-
-def _kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment_ids: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    """Causal flash attention within segments, (B, heads, S, D) each: one TPU custom call forward, two backward."""
-    from torch_xla._internal.jax_workarounds import requires_jax
-    from torch_xla.experimental import custom_kernel
-
-    custom_kernel.trace_pallas = requires_jax(_trace_pallas)  # the backward pass takes it, too
-    return custom_kernel.flash_attention(
-        query, key, value, causal=True, q_segment_ids=segment_ids, kv_segment_ids=segment_ids, sm_scale=scaling
-    )
-
-
-_traced: dict[Any, Any] = {}
-
-
-def _trace_pallas(
-    kernel: Any,
-    *args: Any,
-    static_argnums: Any = None,
-    static_argnames: Any = None,
-    use_cache: bool = False,
-    **kwargs: Any,
-) -> tuple[Any, list[torch.Tensor]]:
-    """In place of torch_xla's function: lowers a kernel for TPU from any process, in the format that libtpu reads."""
-    import jax
-    import torch_xla.experimental.custom_kernel as custom_kernel
-
-    tensors = [arg for arg in args if torch.is_tensor(arg)]
-    shapes = [custom_kernel.to_jax_shape_dtype_struct(arg) if torch.is_tensor(arg) else arg for arg in args]
-    cache_key = (kernel, tuple(map(repr, shapes)), repr(sorted((name, str(kwargs[name])) for name in kwargs)))
-    if cache_key not in _traced:
-        jitted = jax.jit(kernel, static_argnums=static_argnums, static_argnames=static_argnames)
-        module = splash_attention_module.lower(jitted.trace(*shapes, **kwargs), "tpu").compiler_ir()
-        _traced[cache_key] = custom_kernel._extract_backend_config(module)
-    return _traced[cache_key], tensors
 
 
 def _as_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

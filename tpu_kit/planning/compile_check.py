@@ -5,7 +5,8 @@
     print(compiled, compiled.total_bytes, compiled.fits)
 
 libtpu can compile for a TPU that is not there. The step is traced without weights and compiled in a process of its own
-(`aot`), which opens no chip and takes no lock: it may run beside a training. What the compiler said is kept on disk.
+(`compile_worker`), which opens no chip and takes no lock: it may run beside a training. The compiler's answer is kept
+on disk.
 
 What the TPU compiler says of a step, as a plain record.
 """
@@ -168,7 +169,8 @@ CACHE = Path("~/.cache/tpu_kit/compiled")
 _NEEDED = ("torch_xla", "jax", "jaxlib", "libtpu")
 # What asks the compiler and reads its answer.
 _READERS = (
-    "tpu_kit.planning.compile_check", "tpu_kit.planning.compile_worker", "tpu_kit.xla.hlo", "tpu_kit.xla.hlo_memory",
+    "tpu_kit.planning.compile_check", "tpu_kit.planning.compile_worker", "tpu_kit.xla.tpu_compiler", "tpu_kit.xla.hlo",
+    "tpu_kit.xla.hlo_memory",
 )  # fmt: skip
 _VERSIONS = ("torch", "torch_xla", "transformers", "peft", "jax", "jaxlib")
 # No question to the metadata server, no lock on the chips, no log files; torch_xla on the CPU, one thread; and kernels
@@ -325,7 +327,7 @@ def check_available() -> str:
 
 
 def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None) -> dict[str, Any]:
-    """Runs `aot` and returns its answer; ends it whatever happens here."""
+    """Runs `compile_worker` and returns its answer; ends it whatever happens here."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
     with tempfile.TemporaryDirectory(prefix="tpu_kit-compile-") as folder, _progress(progress) as show:
         try:

@@ -4,16 +4,14 @@ The model is built from its config.json on PyTorch's "meta" device, made ready b
 and then every tensor is swapped for a placeholder of torch_xla, which has a shape and no bytes. `step.train_step` runs
 over those once. So an 8B model is traced in the memory that Python and its libraries take.
 
-The process must be one of its own, with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDUCE=1: see `aot`. What torch_xla lowers
-differently for a TPU than for a CPU is not seen here; of what the step uses that is the flash kernel alone, which
+The process must be one of its own, with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDUCE=1: see `compile_check`. What torch_xla
+lowers differently for a TPU than for a CPU is not seen here; of what the step uses these are the kernels alone, which
 `attention.lowering_for_tpu` lowers for the TPU.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +21,11 @@ from tpu_kit.distributed.backends.xla import TpuRuntime
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.quantization import Scheme, replace_layers
-from tpu_kit.training.step import TrainState, train_step
+from tpu_kit.training.objectives import SupervisedObjective
+from tpu_kit.training.state import TrainState
+from tpu_kit.training.step import place, train_step
+from tpu_kit.xla import program
+from tpu_kit.xla.program import Program, is_input, lower, name_operations, placeholder, tensor_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,24 +35,6 @@ _ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.i
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
-@dataclass(frozen=True)
-class Program:
-    """A traced step.
-
-    Attributes:
-        hlo: the serialised HLO module.
-        donated: numbers of the parameters whose buffers the step replaces. torch_xla gives these to the compiler when
-            the step is cut ("buffer donors"), so that the new values are written over the old ones.
-        arguments: for each parameter of the program the tensor it is, "" for numbers that the step itself holds.
-        argument_bytes: their sizes together, without the padding of the TPU's tiles.
-    """
-
-    hlo: bytes
-    donated: tuple[int, ...]
-    arguments: tuple[str, ...]
-    argument_bytes: int
-
-
 def trace_step(config: TrainConfig, num_replicas: int) -> Program:
     """Traces one update of one of `num_replicas` replicas; nothing is computed.
 
@@ -58,32 +42,28 @@ def trace_step(config: TrainConfig, num_replicas: int) -> Program:
         ValueError: the model cannot be built from its configuration, or not with these adapters, or its positions do
             not suffice for data.max_length.
     """
-    import torch_xla
-
-    from tpu_kit.training.step import place
-
     plan = batch_arithmetic(config, num_replicas)
     with torch.device("meta"):
         model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
         with attention.lowering_for_tpu():
             state = place(model, config, TpuRuntime(0, num_replicas, torch.device("meta")))
-    replica = TpuRuntime(0, num_replicas, torch_xla.device())
+    replica = TpuRuntime(0, num_replicas, program.device())
     inputs = fill(model, state)
     name_operations(model)
     shape = (plan.batch_size, config.data.max_length)
     batches = [
-        {name: _placeholder(shape, dtype) for name, dtype in _ROW.items()} for _ in range(plan.gradient_accumulation)
+        {name: placeholder(shape, dtype) for name, dtype in _ROW.items()} for _ in range(plan.gradient_accumulation)
     ]
-    control = _placeholder((3,), torch.float32)
+    control = placeholder((3,), torch.float32)
     inputs |= {f"batch.{name}": tensor for batch in batches for name, tensor in batch.items()} | {"control": control}
-    before = [(tensor, _number(tensor)) for tensor in _kept(state)]
-    names = {_number(tensor): name for name, tensor in inputs.items()}
+    before = [(tensor, tensor_number(tensor)) for tensor in _kept(state)]
+    names = {tensor_number(tensor): name for name, tensor in inputs.items()}
     with attention.lowering_for_tpu():
-        train_step(model, state, batches, control, config.optim, replica)
+        train_step(model, state, batches, control, SupervisedObjective(config.optim), config.optim, replica)
         # What torch_xla does at a cut: a tensor that was changed in place gives its old buffer to the new value.
-        unchanged = {number for tensor, number in before if _is_input(tensor, number)}
+        unchanged = {number for tensor, number in before if is_input(tensor, number)}
         replaced = {number for _, number in before} - unchanged
-        return _lower([tensor for tensor in _kept(state) if _number(tensor) not in unchanged], replaced, names)
+        return lower([tensor for tensor in _kept(state) if tensor_number(tensor) not in unchanged], replaced, names)
 
 
 def empty_model(config: TrainConfig) -> PreTrainedModel:
@@ -156,7 +136,7 @@ def fill(model: torch.nn.Module, state: TrainState) -> dict[str, torch.Tensor]:
 
     def swap(tensor: torch.Tensor, name: str) -> torch.Tensor:
         if id(tensor) not in made:
-            new = _placeholder(tuple(tensor.shape), tensor.dtype)
+            new = placeholder(tuple(tensor.shape), tensor.dtype)
             inputs[name] = new
             if isinstance(tensor, torch.nn.Parameter):
                 new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
@@ -177,76 +157,11 @@ def fill(model: torch.nn.Module, state: TrainState) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def name_operations(model: torch.nn.Module) -> None:
-    """Lets the operations of the forward pass carry the path of their module; the program itself stays the same.
-
-    Those of the backward pass have no name but the operation's, except where a layer is computed again.
-    """
-    import torch_xla
-
-    push = torch_xla._XLAC.profiler.scope_pusher
-    open_scopes: list[Any] = []  # a scope lasts as long as what `push` returns
-
-    def enter(name: str, *_: Any) -> None:
-        open_scopes.append(push(name))
-
-    def leave(*_: Any) -> None:
-        open_scopes.pop()
-
-    for path, module in model.named_modules():
-        parent, _, name = path.rpartition(".")
-        if name.isdigit():  # a list of layers is not called itself
-            name = f"{parent.rpartition('.')[2]}-{name}"
-        if name:
-            module.register_forward_pre_hook(functools.partial(enter, name))
-            module.register_forward_hook(leave)
-
-
-def _placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    from torch_xla.core.xla_builder import create_placeholder_tensor
-
-    placeholder: torch.Tensor = create_placeholder_tensor(shape, dtype)
-    return placeholder
-
-
 def _kept(state: TrainState) -> Iterator[torch.Tensor]:
     """What is alive after a step: its parameters, and every tensor of the state."""
     seen: set[int] = set()
     for value in vars(state).values():
         for tensor in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(tensor, torch.Tensor) and _number(tensor) not in seen:
-                seen.add(_number(tensor))
+            if isinstance(tensor, torch.Tensor) and tensor_number(tensor) not in seen:
+                seen.add(tensor_number(tensor))
                 yield tensor
-
-
-def _number(tensor: torch.Tensor) -> int:
-    """torch_xla's number of a tensor, by which it finds out at the cut what has replaced what."""
-    import torch_xla
-
-    number: int = torch_xla._XLAC._xla_get_tensor_id(tensor)
-    return number
-
-
-def _is_input(tensor: torch.Tensor, number: int) -> bool:
-    """Whether a tensor is what it was when it had this number: not changed in place since."""
-    import torch_xla
-
-    if _number(tensor) != number:
-        return False
-    inputs, _ = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
-    return list(inputs) == [number]
-
-
-def _lower(outputs: list[torch.Tensor], replaced: set[int], names: dict[int, str]) -> Program:
-    import torch_xla
-
-    xla = torch_xla._XLAC
-    outputs.sort(key=_number)  # as torch_xla orders them at a cut
-    numbers, tensors = xla._get_tensors_xla_device_data_node(outputs)
-    hlo = xla._get_xla_tensors_hlo_proto(outputs)
-    return Program(
-        hlo=hlo,
-        donated=tuple(place for place, number in enumerate(numbers) if number in replaced),
-        arguments=tuple(names.get(number, "") for number in numbers),
-        argument_bytes=sum(tensor.nbytes for tensor in tensors),
-    )

@@ -37,6 +37,7 @@ from tpu_kit.storage.object_store import ObjectFolder, upload
 from tpu_kit.storage.output_location import resolve_output_dir
 from tpu_kit.training.adapter_io import save_adapter
 from tpu_kit.training.metrics import check_tracking
+from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.resume import check_resume, find_checkpoint, refuse_early, training_tensors
 from tpu_kit.training.step import place
 from tpu_kit.training.trainer import Status, Trainer
@@ -250,11 +251,12 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
             total = sum(1 for _ in updates(len(prepared.train), plan, config.optim))
             check_resume(found, config, plan.global_batch_size, prepared.fingerprint, total, quiet=rt.rank != 0)
             saved = training_tensors(found, model)
-        state = place(model, config, rt, saved)
+        objective = SupervisedObjective(config.optim)
+        state = place(model, config, rt, saved, len(objective.extra))
         rt.sync()
         rt.barrier()
 
-        loop = Trainer(config, rt, model, state, prepared, plan, checkpoints, predicted_bytes(config, rt))
+        loop = Trainer(config, rt, model, objective, state, prepared, plan, checkpoints, predicted_bytes(config, rt))
         if found and saved:
             loop.resume(found, saved)
         if rt.rank == 0:

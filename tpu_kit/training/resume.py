@@ -31,7 +31,7 @@ from tpu_kit.config.stored import ANEW, changes, migrate, plain
 from tpu_kit.distributed.device_memory import device_memory_budget
 from tpu_kit.models.causal_lm import trainable_parameters
 from tpu_kit.training.optimizer import OPTIMIZERS, encode_adamw, group
-from tpu_kit.training.step import sections
+from tpu_kit.training.state import sections
 
 Tensors = dict[str, torch.Tensor]
 

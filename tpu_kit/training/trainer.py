@@ -2,8 +2,6 @@
 
 On XLA a step is one program: the loop sends its batch, traces it, cuts, and goes on. It reads the device only where it
 logs, evaluates or saves, and a log is read while the next step runs.
-
-The loss and the accuracy of a model on held-out rows while it is trained; all replicas take part.
 """
 
 from __future__ import annotations
@@ -24,68 +22,20 @@ from tpu_kit.checkpointing.manager import CheckpointManager
 from tpu_kit.checkpointing.manifest import Checkpoint
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.data.batching import Update, deal, learning_rate, rows_of, updates
-from tpu_kit.data.packing import eval_batches, prefetch
+from tpu_kit.data.packing import prefetch
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.evaluation.evaluate import count_correct
 from tpu_kit.hardware.host import chip_name, chips_of
 from tpu_kit.models.layer_scan import unstacked
 from tpu_kit.training.adapter_io import adapter_settings, adapter_tensors
+from tpu_kit.training.held_out import held_out_accuracy, held_out_loss
 from tpu_kit.training.memory_monitor import MemoryMonitor
 from tpu_kit.training.metrics import RecompileMonitor, Tracker, best_evaluation, model_flops_per_token
+from tpu_kit.training.objectives import Objective
 from tpu_kit.training.resume import versions
-from tpu_kit.training.step import WINDOW, TrainState, eval_step, sections, train_step
-
-
-def held_out_loss(
-    model: torch.nn.Module, state: TrainState, prepared: Prepared, batch_size: int, config: TrainConfig, rt: Runtime
-) -> float:
-    """The loss of the held-out rows, nats per loss token of all replicas; of the average where there is one.
-
-    Args:
-        model: the replica's; in training mode afterwards.
-        state: its state.
-        prepared: the data, with held-out rows.
-        batch_size: rows of a batch of each replica.
-        config: the run.
-        rt: the replica.
-    """
-    assert prepared.eval is not None
-    sums = rt.place_batch([{"sums": torch.zeros(2)}])[0]["sums"]
-    model.eval()
-    for batch in eval_batches(prepared.eval, rt.data_rank, rt.data_size, batch_size):
-        # The parts of the average must be gone before the cut: alive, they would be results of the first batch's
-        # program and inputs of the next one's, which then is another one.
-        with state.averaged():
-            eval_step(model, rt.place_batch([batch.tensors])[0], sums, config.optim, rt)
-        rt.sync()
-    model.train()
-    total, tokens = rt.to_host([sums])[0].tolist()
-    return total / tokens if tokens else math.nan
-
-
-def held_out_accuracy(
-    model: torch.nn.Module, state: TrainState, prepared: Prepared, config: TrainConfig, rt: Runtime
-) -> float:
-    """The share of `tracking.eval_generate_rows` held-out rows that are answered correctly.
-
-    The arguments are those of `held_out_loss`; not a number where no row has an answer to compare with.
-    """
-    count = config.tracking.eval_generate_rows
-    model.eval()
-    with state.averaged():
-        if state.average is not None:
-            rt.sync()  # the parts of the average, which the generator's programs take
-        tokenizer = prepared.encoder.tokenizer
-        found = count_correct(model, tokenizer, config, prepared.eval_rows[:count], prepared.eval_prompts[:count], rt)
-    model.train()
-    sums = rt.place_batch([{"sums": torch.tensor(found, dtype=torch.float32)}])[0]["sums"]
-    rt.all_reduce([sums])
-    rt.sync()
-    correct, judged = rt.to_host([sums])[0].tolist()
-    return correct / judged if judged else math.nan
-
+from tpu_kit.training.state import TrainState, sections
+from tpu_kit.training.step import train_step
 
 Tensors = dict[str, torch.Tensor]
 Status = Literal["finished", "stopped", "preempted"]
@@ -124,13 +74,15 @@ class Trainer:
         config: TrainConfig,
         rt: Runtime,
         model: torch.nn.Module,
+        objective: Objective,
         state: TrainState,
         prepared: Prepared,
         plan: BatchPlan,
         checkpoints: CheckpointManager | None,
         predicted_bytes: int | None = None,
     ) -> None:
-        self.config, self.rt, self.model, self.state = config, rt, model, state
+        self.config, self.rt, self.model = config, rt, model
+        self.objective, self.state = objective, state
         self.prepared, self.plan, self.checkpoints = prepared, plan, checkpoints
         self.peaks = MemoryMonitor(config, rt, predicted_bytes)
         self.total = sum(1 for _ in self._updates())
@@ -220,7 +172,7 @@ class Trainer:
             rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
             *batches, control = rt.place_batch([*tensors, {"control": torch.tensor([rate, keep, float(step)])}])
             seed_dropout(rt, config, step)
-            train_step(self.model, self.state, batches, control["control"], optim, rt)
+            train_step(self.model, self.state, batches, control["control"], self.objective, optim, rt)
             rt.sync()
             keep = 1.0
             window.append(update)
@@ -283,11 +235,14 @@ class Trainer:
         due, self._due, asked = self._due, None, time.monotonic()
         (report,) = self.rt.to_host([due.report])
         ahead = asked - due.sent - (time.monotonic() - asked)  # sending a later step took longer than this one ran
-        loss, tokens, norm, skipped, bad = dict(zip(WINDOW, report.tolist(), strict=False)).values()
+        loss, weight, norm, skipped, bad, *sums, usual, streak = report.tolist()
         steps, good, last = len(due.window), len(due.window) - int(skipped), due.window[-1]
         self._logged = last.step
         self.skipped += int(skipped)
-        self.metrics["loss"] = loss / tokens if tokens else float("nan")
+        self.metrics["loss"] = loss / weight if weight else math.nan
+        extra = {
+            name: one / weight if weight else math.nan for name, one in zip(self.objective.extra, sums, strict=True)
+        }
         rates: dict[str, Any] = {
             f"{name}_per_step": (due.now[name] - due.before[name]) / steps
             for name in ("host_syncs", "fallbacks")
@@ -309,6 +264,7 @@ class Trainer:
                 ahead=max(0.0, ahead),
                 skipped=skipped,
                 rows_per_update=last.rows,
+                **extra,
                 **rates,
                 **self.peaks.read(),
             )
@@ -316,7 +272,7 @@ class Trainer:
             for text in self._slowness.notice(due.before, due.now, steps):
                 print(f"warning: {text}", file=sys.stderr, flush=True)
         if skipped:
-            self._judge(due.window, int(skipped), int(bad), *report[len(WINDOW) :].tolist())
+            self._judge(due.window, int(skipped), int(bad), usual, streak)
 
     def _judge(self, window: list[Update], skipped: int, bad: int, usual: float, streak: float) -> None:
         """Warns of skipped updates, or ends the training because of them."""
@@ -355,7 +311,7 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         """Measures the loss of the held-out rows; keeps the best weights."""
         about = (self.model, self.state, self.prepared)
-        loss = held_out_loss(*about, self.plan.batch_size, self.config, self.rt)
+        loss = held_out_loss(*about, self.plan.batch_size, self.objective, self.rt)
         accuracy = None
         if self.config.tracking.eval_generate_rows:
             accuracy = held_out_accuracy(*about, self.config, self.rt)

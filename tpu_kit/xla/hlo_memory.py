@@ -143,7 +143,7 @@ def at_peak(module: Module, arguments: Sequence[str]) -> tuple[int, list[dict[st
 
     Args:
         module: the program.
-        arguments: a name for each of its parameters, as `trace.Program.arguments`.
+        arguments: a name for each of its parameters, as `program.Program.arguments`.
 
     Returns:
         The estimated bytes of temporaries at the peak, and the buffers, largest first: bytes, shape, kind

@@ -94,6 +94,6 @@ class SimulatedRuntime(_XlaRuntime):
     def barrier(self) -> None:
         """See `Runtime.barrier`."""
         if self.world_size > 1:
-            from tpu_kit.distributed import cpu_simulation
+            from tpu_kit.distributed.backends import cpu_simulation
 
             cpu_simulation.meet(self.rank)

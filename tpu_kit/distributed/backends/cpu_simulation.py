@@ -109,13 +109,20 @@ def install(replicas: int, timeout: float, rank_of_this_thread: Callable[[], int
         extension._xla_step_marker = ordered
 
 
+def run(replica: Callable[[], None]) -> None:
+    """Runs a function in a thread for each device, as xmp.spawn does in the one process that it makes for a CPU."""
+    from torch_xla._internal import pjrt
+
+    pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)
+
+
 def meet(rank: int) -> None:
     """Waits on the host for all replicas.
 
     Raises:
         MeetingError: one of them failed or did not come.
     """
-    assert _meeting is not None, "rehearsal.install comes first"
+    assert _meeting is not None, "`install` comes first"
     _meeting.wait(rank)
 
 

@@ -1,0 +1,77 @@
+"""What a training step minimises."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from tpu_kit.config.loader import OptimConfig
+from tpu_kit.models import causal_lm as models
+from tpu_kit.training.loss import chunked_nll, shift_labels
+
+
+class Sums(NamedTuple):
+    """What an objective computes from one batch: fp32 scalars on the batch's device, of this replica's rows alone.
+
+    Attributes:
+        loss: the summed loss, with its graph.
+        weight: what the loss of all replicas and passes is divided by, such as the number of tokens with loss.
+        extra: one sum for each name in `Objective.extra`, without a graph; the log shows them divided by the weight.
+    """
+
+    loss: torch.Tensor
+    weight: torch.Tensor
+    extra: tuple[torch.Tensor, ...] = ()
+
+
+class Objective(abc.ABC):
+    """A loss that is summed over a batch, with the weight by which the sum over all replicas is divided.
+
+    It becomes part of the step's program: it reads nothing on the host, and its shapes are those of the batch. Where
+    training and evaluation differ, it looks at `model.training`.
+
+    Attributes:
+        extra: names of further sums for the log.
+    """
+
+    extra: tuple[str, ...] = ()
+
+    @abc.abstractmethod
+    def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
+        """Computes the sums of one batch.
+
+        Args:
+            model: as `causal_lm.load_model` returns it, on the batch's device.
+            batch: input_ids, labels, position_ids and segment_ids, (B, S) each.
+        """
+
+
+class SupervisedObjective(Objective):
+    """The negative log-likelihood of the labels, nats, each token with a label weighing 1.
+
+    Args:
+        optim: the chunk of the loss; the label smoothing, which is for training alone.
+    """
+
+    def __init__(self, optim: OptimConfig) -> None:
+        self._optim = optim
+
+    def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
+        """As `Objective.__call__`."""
+        hidden = models.hidden_states(model, batch)
+        head = models.output_embedding(model)
+        labels = shift_labels(batch["labels"], batch["segment_ids"])
+        loss, tokens = chunked_nll(
+            hidden.flatten(0, 1),
+            head.weight,
+            labels.flatten(),
+            self._optim.loss_chunk,
+            head.softcap,
+            self._optim.label_smoothing if model.training else 0.0,
+            head.bias,
+            head.scale,
+        )
+        return Sums(loss, tokens)

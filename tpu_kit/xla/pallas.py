@@ -1,0 +1,191 @@
+"""Pallas kernels of JAX in the program that torch_xla traces, lowered for TPU in any process.
+
+Holds what is private of both: the backward pass of JAX's splash kernel, the format in which kernels are written, and
+torch_xla's way from a computation of JAX to one of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from tpu_kit.hardware.compatibility import find_pairing, installed_version
+
+_LARGEST_BLOCK = 1024  # of 2048 the compiler says that a v5e's vector memory overflows at head size 128
+
+
+class SplashSettings(NamedTuple):
+    """What, beside shapes, makes one kernel another.
+
+    Attributes:
+        window: number of keys a query sees, itself included; None for all before it.
+        softcap: c in c * tanh(scores / c), or None.
+        interpret: run by Pallas' interpreter on a CPU, for the tests.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    interpret: bool = False
+
+
+def splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Runs the splash kernel on query, key, value and segment ids; for shapes see `models.splash_attention`.
+
+    Returns:
+        The output, and (B, heads, S) fp32 logs of the sums of exponents, which the backward pass takes.
+    """
+    return _call(_forward, settings, *tensors)
+
+
+def splash_backward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Runs the kernel's backward pass on what the forward pass took and gave, and the output's gradient.
+
+    Returns:
+        The gradients of query, key and value.
+    """
+    return _call(_backward, settings, *tensors)
+
+
+def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings) -> Any:
+    """The kernel object of JAX: masks in blocks, made once for a shape."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    block = min(length, _LARGEST_BLOCK if head_dim <= 128 else _LARGEST_BLOCK // 2)
+    assert length % block == 0 and block % 128 == 0, f"a row of {length} tokens is not made of blocks of {block}"
+    sizes = kernels.BlockSizes(
+        block_q=block, block_kv=block, block_kv_compute=block,
+        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
+    )  # fmt: skip
+    shape = (length, length)
+    mask = masks.CausalMask(shape) if settings.window is None else masks.LocalMask(shape, (settings.window - 1, 0), 0)
+    return kernels.make_splash_mha(
+        mask=masks.MultiHeadMask((mask,) * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
+        save_residuals=True, attn_logits_soft_cap=settings.softcap, interpret=settings.interpret,
+    )  # fmt: skip
+
+
+def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, segment_ids: Any) -> tuple[Any, Any]:
+    """In JAX: the output, and (B, heads, S) fp32 logs of the sums of exponents."""
+    import jax
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
+
+    kernel = _kernel(query.shape[1], query.shape[2], query.shape[3], settings)
+    output, (log_sums,) = jax.vmap(kernel)(query, key, value, SegmentIds(segment_ids, segment_ids))
+    return output, log_sums
+
+
+def _backward(settings: SplashSettings, *arrays: Any) -> Any:
+    """In JAX: the gradients of query, key and value. Taken by `jax.vjp`, it would run the forward kernel again."""
+    import jax
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    kernel = _kernel(arrays[0].shape[1], arrays[0].shape[2], arrays[0].shape[3], settings)
+
+    def one_row(
+        query: Any, key: Any, value: Any, segment_ids: Any, output: Any, log_sums: Any, upstream: Any
+    ) -> tuple[Any, ...]:
+        segments = kernels.SegmentIds(segment_ids, segment_ids)
+        kept = (query, key, value, segments, None, output, log_sums, None, kernel.dkv_mask_info)
+        found = kernels._splash_attention_bwd(*(kernel.kwargs[name] for name in _STATIC), kept, upstream)
+        return tuple(found[3:6])
+
+    return jax.vmap(one_row)(*arrays)
+
+
+# The arguments of the kernel's backward pass that are no arrays, in its order.
+_STATIC = (
+    "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function",
+    "attn_logits_soft_cap", "interpret",
+)  # fmt: skip
+
+
+def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Calls a function of JAX in the program of its tensors; lowered for TPU anywhere: torch_xla's way needs a mesh."""
+    import torch_xla
+    from torch_xla._internal.jax_workarounds import requires_jax
+
+    shapes = tuple((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
+    computation = requires_jax(_lowered)(function, settings, shapes)
+    found: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation("xla::splash", list(tensors), computation)
+    return found
+
+
+@functools.cache
+def _lowered(function: Any, settings: SplashSettings, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> Any:
+    import jax
+    from torch_xla.core.xla_builder import computation_from_module_proto
+
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    traced = jax.jit(functools.partial(function, settings), keep_unused=True).trace(*structs)
+    lowered = lower(traced, "cpu" if settings.interpret else "tpu")
+    return computation_from_module_proto("splash", lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
+
+
+def lower(traced: Any, platform: str) -> Any:
+    """Lowers what JAX has traced, with its kernels, for "tpu" or "cpu" in a process that may have neither."""
+    import jax.experimental.pallas.tpu  # noqa: F401  registers the rules of lowering for TPU
+    from jax._src.interpreters.mlir import LoweringParameters
+
+    # As for export: of the other serialisation a compiler says "Unsupported version: expected <= 7 but got 8".
+    with _kernel_format():
+        return traced.lower(lowering_platforms=(platform,), _private_parameters=LoweringParameters(for_export=True))
+
+
+@contextlib.contextmanager
+def _kernel_format() -> Iterator[None]:
+    """Lets JAX write kernels as the installed libtpu reads them, where that is older than JAX supposes."""
+    from jax._src import tpu_custom_call
+
+    pairing = find_pairing(installed_version)
+    if pairing is None or pairing.kernel_format is None:
+        yield
+        return
+    chosen = tpu_custom_call.get_ir_version
+    tpu_custom_call.get_ir_version = lambda _: pairing.kernel_format
+    try:
+        yield
+    finally:
+        tpu_custom_call.get_ir_version = chosen
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment_ids: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Causal flash attention within segments, (B, heads, S, D) each: one TPU custom call forward, two backward."""
+    from torch_xla._internal.jax_workarounds import requires_jax
+    from torch_xla.experimental import custom_kernel
+
+    custom_kernel.trace_pallas = requires_jax(_trace_pallas)  # the backward pass takes it, too
+    return custom_kernel.flash_attention(
+        query, key, value, causal=True, q_segment_ids=segment_ids, kv_segment_ids=segment_ids, sm_scale=scaling
+    )
+
+
+_traced: dict[Any, Any] = {}
+
+
+def _trace_pallas(
+    kernel: Any,
+    *args: Any,
+    static_argnums: Any = None,
+    static_argnames: Any = None,
+    use_cache: bool = False,
+    **kwargs: Any,
+) -> tuple[Any, list[torch.Tensor]]:
+    """In place of torch_xla's function: lowers a kernel for TPU from any process, in the format that libtpu reads."""
+    import jax
+    import torch_xla.experimental.custom_kernel as custom_kernel
+
+    tensors = [arg for arg in args if torch.is_tensor(arg)]
+    shapes = [custom_kernel.to_jax_shape_dtype_struct(arg) if torch.is_tensor(arg) else arg for arg in args]
+    cache_key = (kernel, tuple(map(repr, shapes)), repr(sorted((name, str(kwargs[name])) for name in kwargs)))
+    if cache_key not in _traced:
+        jitted = jax.jit(kernel, static_argnums=static_argnums, static_argnames=static_argnames)
+        module = lower(jitted.trace(*shapes, **kwargs), "tpu").compiler_ir()
+        _traced[cache_key] = custom_kernel._extract_backend_config(module)
+    return _traced[cache_key], tensors
