@@ -404,14 +404,19 @@ def _chips(text: str) -> list[str]:
             "help": "chips (v5e), slices (v5litepod-8) or topologies (v5e:2x4) to plan for; v5e by default",
         },
         "--exact": {"action": "store_true", "help": "ask the real TPU compiler; some minutes for each chip"},
+        "--models": {"action": "store_true", "help": "list the models that are known without a network"},
         **_JSON,
     },
 )  # fmt: skip
 def plan(given: argparse.Namespace) -> int:
     """Say before a run which settings fit a TPU, how long it takes and what it costs."""
+    from tpu_kit.models.architecture import known_models
     from tpu_kit.planning.planner import plan as find
     from tpu_kit.planning.report import report
 
+    if given.models:
+        print(known_models())
+        return OK
     try:
         found = find(given.config, given.chip or ["v5e"], given.exact)
     except ValueError as error:

@@ -437,15 +437,58 @@ def test_bad_arguments(arguments: list[str], text: str, small: Path, capsys: pyt
     assert not printed.out
 
 
+# Of what a hub's page calls the number of parameters, a tied embedding counted once.
+PUBLISHED = {
+    "01-ai/Yi-1.5-34B-Chat": 34388917248, "01-ai/Yi-1.5-6B-Chat": 6061035520, "01-ai/Yi-1.5-9B-Chat": 8829407232,
+    "codellama/CodeLlama-34b-hf": 33743970304, "codellama/CodeLlama-7b-hf": 6738546688,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1777088000, "deepseek-ai/deepseek-coder-1.3b-base": 1346471936,
+    "deepseek-ai/deepseek-coder-6.7b-base": 6740512768, "deepseek-ai/deepseek-llm-7b-base": 6910365696,
+    "google/gemma-2-27b": 27227128320, "google/gemma-2-2b-it": 2614341888, "google/gemma-2-9b": 9241705984,
+    "google/gemma-3-1b-it": 999885952, "google/gemma-3-270m": 268098176, "HuggingFaceTB/SmolLM-135M": 134515008,
+    "HuggingFaceTB/SmolLM2-1.7B": 1711376384, "HuggingFaceTB/SmolLM2-360M": 361821120,
+    "meta-llama/Llama-2-13b-hf": 13015864320, "meta-llama/Llama-2-70b-hf": 68976648192,
+    "meta-llama/Llama-2-7b-hf": 6738415616, "meta-llama/Llama-3.1-8B": 8030261248,
+    "meta-llama/Llama-3.2-1B": 1235814400, "meta-llama/Llama-3.2-3B": 3212749824,
+    "meta-llama/Llama-3.3-70B-Instruct": 70553706496, "microsoft/phi-1_5": 1418270720, "microsoft/phi-2": 2779683840,
+    "microsoft/Phi-3-medium-4k-instruct": 13960238080, "microsoft/Phi-3.5-mini-instruct": 3821079552,
+    "microsoft/phi-4": 14659507200, "microsoft/Phi-4-mini-instruct": 3836021760,
+    "mistralai/Mistral-7B-v0.1": 7241732096, "mistralai/Mistral-7B-v0.3": 7248023552,
+    "mistralai/Mistral-Small-24B-Base-2501": 23572403200, "openlm-research/open_llama_3b": 3426473600,
+    "Qwen/Qwen2.5-0.5B": 494032768, "Qwen/Qwen2.5-1.5B": 1543714304, "Qwen/Qwen2.5-14B": 14770033664,
+    "Qwen/Qwen2.5-32B": 32763876352, "Qwen/Qwen2.5-3B": 3085938688, "Qwen/Qwen2.5-72B": 72706203648,
+    "Qwen/Qwen2.5-7B": 7615616512, "Qwen/Qwen3-0.6B": 596049920, "Qwen/Qwen3-1.7B": 1720574976,
+    "Qwen/Qwen3-14B": 14768307200, "Qwen/Qwen3-32B": 32762123264, "Qwen/Qwen3-4B": 4022468096,
+    "Qwen/Qwen3-8B": 8190735360, "tiiuae/Falcon3-10B-Base": 10305653760, "tiiuae/Falcon3-3B-Base": 3227655168,
+    "tiiuae/Falcon3-7B-Base": 7455550464, "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1100048384,
+}  # fmt: skip
+
+
 def test_shapes_that_come_with_the_kit() -> None:
-    """Their parameters are the published numbers, in millions."""
-    published = {"HuggingFaceTB/SmolLM2-135M-Instruct": 134.5, "Qwen/Qwen2.5-0.5B-Instruct": 494.0,
-                 "Qwen/Qwen2.5-1.5B-Instruct": 1543.7, "Qwen/Qwen2.5-7B-Instruct": 7615.6, "Qwen/Qwen3-0.6B": 596.0,
-                 "Qwen/Qwen3-14B": 14768.3, "google/gemma-2-2b-it": 2614.3, "meta-llama/Llama-3.1-8B-Instruct": 8030.3,
-                 "meta-llama/Llama-3.2-1B-Instruct": 1235.8, "meta-llama/Llama-3.2-3B-Instruct": 3212.7}  # fmt: skip
-    found = {name: read_shape(ModelConfig(name=name)).parameters / 1e6 for name in shipped_shapes()}
-    assert found == pytest.approx(published, abs=0.06)
+    found = {name: read_shape(ModelConfig(name=name)).parameters for name in shipped_shapes()}
+    assert {name: found[name] for name in PUBLISHED} == PUBLISHED
+    assert len(found) >= 140 and set(found.values()) == set(PUBLISHED.values()) | {found["HuggingFaceTB/SmolLM2-135M"]}
     assert shipped_shape(ModelConfig(name="Qwen/Qwen3-0.6B", revision="main")) is None
+
+
+def test_bases_and_mirrors_are_known_too() -> None:
+    eight = {f"meta-llama/{name}" for name in ("Llama-3.1-8B", "Llama-3.1-8B-Instruct", "Meta-Llama-3.1-8B")}
+    eight |= {"unsloth/Llama-3.1-8B-Instruct", "unsloth/Meta-Llama-3.1-8B", "NousResearch/Meta-Llama-3.1-8B"}
+    shapes = [shipped_shape(ModelConfig(name=name)) for name in eight]
+    assert all(shape is not None and shape == shapes[0] for shape in shapes)
+    assert shipped_shape(ModelConfig(name="unsloth/mistral-7b-instruct-v0.3"))["vocab_size"] == 32768  # type: ignore[index]
+    # Another size of the embedding, another family, and somebody else's model of that name.
+    for name in ("unsloth/Phi-3.5-mini-instruct", "unsloth/no-such-model", "somebody/Llama-3.1-8B"):
+        assert shipped_shape(ModelConfig(name=name)) is None, name
+
+
+def test_the_models_that_are_known_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--models"]) == 0
+    listed = capsys.readouterr().out
+    assert "\nmeta-llama/: Llama-2-13b-chat-hf, " in listed and "copies of unsloth/ and NousResearch/" in listed
+    assert main(["plan", "model.name=meta-llama/Lama-3.1-8B"]) == 2
+    told = capsys.readouterr().err
+    assert "check the spelling and the network" in told and "Did you mean meta-llama/Llama-3.1-8B?" in told
+    assert listed in told
 
 
 @pytest.mark.parametrize(

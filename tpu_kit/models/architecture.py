@@ -14,9 +14,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 
 ALONE = 2**24
@@ -24,18 +26,42 @@ ALONE = 2**24
 64 MiB are more than a stack of adapters of rank 16, and less than a stack of a whole model's matrices."""
 
 
+MIRRORS = ("unsloth", "NousResearch")
+"""Organizations of the hub that copy models of others under the same names. Unsloth turns Phi into other families."""
+
+
 @cache
 def shipped_shapes() -> dict[str, dict[str, Any]]:
     """The config.json of every model that is known here, by its name on the hub."""
-    found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[1] / "assets/shapes.json").read_text())
-    return found
+    found = json.loads((Path(__file__).parents[1] / "assets/shapes.json").read_text())
+    return {name: shape for names, shape in found.items() for name in names.split()}  # of models that share it
+
+
+@cache
+def _mirrored() -> dict[str, dict[str, Any]]:
+    return {_copied(name): shape for name, shape in shipped_shapes().items() if not name.startswith("microsoft/")}
+
+
+def _copied(name: str) -> str:
+    """The part of a model's name that its copies share."""
+    return name.partition("/")[2].lower().removeprefix("meta-")
 
 
 def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
     """The config.json of a model; None where it is not known here, a folder has that name, or a revision is wanted."""
     if model.revision is not None or Path(model.name).is_dir():
         return None
+    if model.name.partition("/")[0] in MIRRORS:
+        return _mirrored().get(_copied(model.name))
     return shipped_shapes().get(model.name)
+
+
+def known_models() -> str:
+    """The names of `shipped_shapes` as text, a line for each organization."""
+    lines = []
+    for owner, names in groupby(sorted(shipped_shapes(), key=str.lower), key=lambda name: name.partition("/")[0]):
+        lines.append(f"{owner}/: {', '.join(name.partition('/')[2] for name in names)}")
+    return "\n".join([*lines, f"and their copies of {' and '.join(f'{name}/' for name in MIRRORS)}"])
 
 
 class UnknownFamilyError(ValueError):
@@ -329,8 +355,11 @@ def _find(model: ModelConfig) -> Path:
     try:
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
     except (OSError, ValueError) as error:
+        names = {known.lower(): known for known in shipped_shapes()}
+        near = "".join(f" Did you mean {names[guess]}?" for guess in closest(model.name, names, 0.8))
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise ValueError(
             f"{name}: it is no folder here and its config.json cannot be fetched from the hub ({reason}): check the "
-            "spelling and the network, or give a folder that has the file"
+            f"spelling and the network, or give a folder that has the file.{near} Known without a network:\n"
+            f"{known_models()}"
         ) from error
