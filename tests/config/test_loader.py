@@ -177,6 +177,96 @@ def test_unknown_notebook_parameters_are_errors() -> None:
     ]
 
 
+# --- files of other trainers
+
+TRL = """
+model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
+dataset_name: trl-lib/Capybara
+dataset_text_field: body
+torch_dtype: bfloat16
+per_device_train_batch_size: 4
+per_device_eval_batch_size: 8
+gradient_accumulation_steps: 2
+gradient_checkpointing: true
+num_train_epochs: 3
+learning_rate: 2.0e-5
+lr_scheduler_type: constant_with_warmup
+optim: adamw_torch_fused
+max_steps: -1
+max_length: 2048
+completion_only_loss: false
+eval_strategy: steps
+eval_steps: 100
+save_total_limit: 5
+report_to: [tensorboard]
+use_peft: true
+lora_r: 8
+lora_target_modules: [q_proj, v_proj]
+load_in_4bit: false
+deepspeed: ""
+seed: 42
+"""
+
+
+def test_a_file_of_trl_is_read_as_ours(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(path := write(TRL))
+    ours = {
+        "model.name": "Qwen/Qwen2.5-0.5B-Instruct", "data.source": "trl-lib/Capybara", "data.columns": {"text": "body"},
+        "model.base_dtype": "bf16", "optim.batch_size": 4, "optim.gradient_accumulation": 2, "optim.remat": "full",
+        "optim.epochs": 3, "optim.learning_rate": 2e-5, "optim.schedule": "constant", "optim.optimizer": "adamw",
+        "optim.max_steps": None, "data.max_length": 2048, "data.loss_on": "all", "optim.eval_steps": 100,
+        "checkpoint.keep": 5, "tracking.tensorboard": True, "lora.r": 8, "lora.targets": ("q_proj", "v_proj"),
+        "data.seed": 42, "optim.seed": 42,
+    }  # fmt: skip
+    assert {name: config[name] for name in ours} == ours
+    told = capsys.readouterr().err.splitlines()
+    for text in (
+        "per_device_train_batch_size=4 -> optim.batch_size=4", "gradient_checkpointing=true -> optim.remat='full'",
+        "per_device_eval_batch_size=8 is left out: evaluation takes batches of optim.batch_size",
+        "optim='adamw_torch_fused' -> optim.optimizer='adamw'", "max_steps=-1 is left out: it is so by default",
+        "load_in_4bit=false is left out: it is so by default", "deepspeed='' is left out: it is so by default",
+    ):  # fmt: skip
+        assert f"note: {path}: {text}" in told
+    assert not [line for line in told if "learning_rate=" in line], "a name that is ours needs no note"
+
+
+def test_a_file_of_axolotl_is_read_as_ours(write: Any) -> None:
+    config = load_config(
+        write(
+            "base_model: unsloth/Llama-3.2-1B\ndatasets: [{path: rows.jsonl, type: chat_template}]\nsequence_len: 512\n"
+            "sample_packing: true\nadapter: lora\nlora_target_linear: true\nmicro_batch_size: 2\nnum_epochs: 4\n"
+            "optimizer: adamw_torch\nlr_scheduler: cosine\ntrain_on_inputs: false\nval_set_size: 0\nbf16: auto\n"
+        )
+    )
+    data, optim = config.data, config.optim
+    assert (config.model.name, data.source, data.max_length) == ("unsloth/Llama-3.2-1B", "rows.jsonl", 512)
+    assert (optim.batch_size, optim.epochs, optim.optimizer, data.eval_rows) == (2, 4, "adamw", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("save_strategy: epoch", "save_strategy: 'epoch' cannot be read as one of ours; set checkpoint.save_steps"),
+        ("eval_strategy: epoch", "set optim.eval_steps, the updates between evaluations"),
+        ("load_in_4bit: true", "bitsandbytes runs on CUDA alone; use model.base_dtype=int4 or int8"),
+        ("fp16: true", "a TPU has no float16"),
+        ("neftune_noise_alpha: 5", "there is no noise on embeddings here; remove it"),
+        ("report_to: mlflow", "set tracking.wandb=online or tracking.tensorboard=true"),
+        ("resume_from_checkpoint: out/checkpoint-5", "checkpoint.resume=auto goes on from the newest checkpoint"),
+        ("val_set_size: 0.05", "set data.eval_rows to a number of rows"),
+        ("adapter: qlora", "set lora.r; for qlora also model.base_dtype=int4"),
+        ("datasets: [{path: a}, {path: b}]", "set data.source to one source"),
+        ("lr_scheduler_type: polynomial", 'optim.schedule: \'polynomial\' is not "cosine", "linear" or "constant"'),
+        ("lr: 1\nlearning_rate: 2", "optim.learning_rate: given twice"),
+        ("num_epochs: 1\nnum_train_epochs: 2", "optim.epochs: given twice, as 1 and as num_train_epochs=2"),
+        ("per_device_train_batch_sise: 1", "per_device_train_batch_sise: no such parameter"),
+    ],
+)
+def test_what_other_trainers_have_and_we_have_not_is_told(write: Any, text: str, problem: str) -> None:
+    (found,) = problems(write(text))
+    assert problem in found
+
+
 # --- secrets
 
 

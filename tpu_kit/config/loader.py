@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,8 +135,10 @@ def load_config(
         ConfigError: with all that is wrong in any of the three.
     """
     reader = _Reader()
-    if path is not None:
-        reader.mapping(path if isinstance(path, Mapping) else _read_file(path), "file")
+    if isinstance(path, Mapping):
+        reader.mapping(path, "file")
+    elif path is not None:
+        reader.foreign(path)
     if parameters is not None:
         reader.mapping(parameters, "notebook parameter")
     if isinstance(overrides, Mapping):
@@ -177,6 +180,15 @@ class _Reader:
         if self.problems:
             raise ConfigError(self.problems)
         return config
+
+    def foreign(self, path: str | Path) -> None:
+        """Takes the values of a file; prints on stderr how those of another trainer are read."""
+        leaves = {parameter.leaf for parameter in parameters().values()}
+        values, notes, problems = migration_hints.translate(_read_file(path), {*parameters(), *leaves})
+        for note in notes:
+            print(f"note: {path}: {note}", file=sys.stderr, flush=True)
+        self.problems += problems
+        self.mapping(values, "file")
 
     def mapping(self, values: Mapping[str, Any], source: str) -> None:
         seen: dict[str, Any] = {}
@@ -258,7 +270,11 @@ def _unknown(key: str, value: object, same: Sequence[str]) -> str:
         or closest(key, known)
         or [name for guess in closest(leaf, leaves) for name in known if known[name].leaf == guess]
     )
-    advice = f"did you mean {' or '.join(guesses)}?" if guesses else "`python -m tpu_kit train --help` lists them all"
+    advice = (
+        f"did you mean {' or '.join(dict.fromkeys(guesses))}?"
+        if guesses
+        else "`python -m tpu_kit train --help` lists them all"
+    )
     return f"{key}: no such parameter (given {'a value' if is_secret_name(key) else show(value)}); {advice}"
 
 
