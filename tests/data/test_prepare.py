@@ -55,6 +55,17 @@ def test_prepare_and_report() -> None:
     assert spans[1] == ("<think>\n" + ROWS[3]["reasoning"] + "\n</think>\n4<|im_end|>", True)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("rows", "given", "held"), [(60, None, 6), (5, None, 1), (60, 20, 20), (60, 0, 0)])
+def test_a_tenth_of_the_questions_is_held_out_unless_it_is_said(rows: int, given: int | None, held: int) -> None:
+    made = run(ROWS[:rows], eval_rows=given)
+    assert (len(made.eval_rows), made.report.rows_used) == (held, rows - held)
+
+
+def test_no_more_than_64_rows_are_held_out_by_default() -> None:
+    made = run([{"text": f"text {i}"} for i in range(900)], eval_rows=None)
+    assert (len(made.eval_rows), made.report.rows_used) == (64, 836)
+
+
 def test_labels_of_batches_are_the_replies_alone() -> None:
     made = run()
     tokenizer = made.encoder.tokenizer
@@ -299,6 +310,8 @@ def test_other_refusals() -> None:
         ValueError, match=r"data.eval_rows=60 leaves nothing to train on: there are 60 different questions"
     ):
         run(eval_rows=60)
+    with pytest.raises(ValueError, match=r"all rows ask the same question. Give others, .* or set it to 0"):
+        run(ROWS[:1], eval_rows=None)
     with pytest.raises(ValueError, match=r"data.system_prompt needs chats"):
         run([{"text": "t"}], system_prompt="s")
     with pytest.raises(ValueError, match="missing columns"):

@@ -59,7 +59,7 @@ def test_rows_of_each_kind_can_be_answered_or_are_refused(tmp_path: Path, kind: 
             sft.train(config)
         assert not (tmp_path / "run" / "metrics.jsonl").exists(), "it was launched"
         return
-    check_answers(config)
+    check_answers(config, prepare(config.data, load_tokenizer(config.model)))
     held = prepare(config.data, load_tokenizer(config.model)).eval_rows
     wanted = {row["answer"] for row in embedded.cot_rows("train", 40)}
     assert {row["answer"] for row in held} <= wanted, "the last reply without its reasoning is the reference"
@@ -111,7 +111,7 @@ def test_fewer_rows_than_are_to_be_answered(tmp_path: Path, capsys: pytest.Captu
     config = configured(tmp_path, "cot", generate_rows=50, eval_source=str(tmp_path / "held.jsonl"))
     rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(5)]
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    check_answers(config)
+    check_answers(config, prepare(config.data, load_tokenizer(config.model)))
     assert capsys.readouterr().out == (
         "plan             tracking.generate_rows=50: there are 5 held-out rows, and all are answered\n"
     )

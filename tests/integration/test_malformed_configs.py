@@ -277,7 +277,6 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["fp16=true"], "a TPU has no float16"),
     # What contradicts each other.
     (["eval_rows=0", "generate_rows=5"], "needs rows to evaluate on"),
-    (["eval_rows=4", "eval_generate_rows=5"], "is more than the data.eval_rows=4"),
     (["eval_rows=0", "eval_steps=5"], "needs rows to evaluate on"),
     (["early_stop_patience=3"], "counts evaluations during training"),
     (["eval_split=train"], "is what is trained on"),

@@ -62,8 +62,11 @@ class DataConfig:
     eval_source: str | None = knob(None, "Evaluation rows from elsewhere, in the same forms as source.")
     split: str = knob("train", "The split of source to train on.")
     eval_split: str | None = knob(None, "The split to evaluate on, of eval_source if that is given, else of source.")
-    eval_rows: int = knob(
-        64, "Rows held out from source for evaluation if eval_source and eval_split are null; 0 = none.", at_least=0
+    eval_rows: int | None = knob(
+        None,
+        "Rows held out from source for evaluation if eval_source and eval_split are null; 0 = none, null = a tenth of "
+        "the questions, 64 at most.",
+        at_least=0,
     )
     format: Literal["auto", "cot", "messages", "prompt_completion", "text"] = knob(
         "auto", "What a row holds; auto looks at the column names."

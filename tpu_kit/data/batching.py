@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -54,11 +54,7 @@ def updates(dataset_rows: int, plan: BatchPlan, optim: OptimConfig) -> Iterator[
         passes = _passes(step, plan, optim)
         rows = plan.batch_size * plan.num_replicas * passes
         if rows > dataset_rows:
-            raise ValueError(
-                f"data set smaller than one global batch: it has {dataset_rows} rows after packing, and one update "
-                f"takes {rows} ({plan.batch_size} per replica x {passes} accumulation x {plan.num_replicas} replicas). "
-                "Use more data, a smaller optim.batch_size or gradient_accumulation, or a smaller data.max_length"
-            )
+            raise ValueError(too_few_rows(dataset_rows, replace(plan, gradient_accumulation=passes)))
         if first_row + rows > dataset_rows:
             epoch, first_row = epoch + 1, 0
         if optim.max_steps is None:
@@ -68,6 +64,33 @@ def updates(dataset_rows: int, plan: BatchPlan, optim: OptimConfig) -> Iterator[
                 return
         yield Update(step, epoch, first_row, passes, rows)
         step, first_row = step + 1, first_row + rows
+
+
+def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
+    """What to change where the packed rows do not fill one update."""
+    rows, replicas, passes = plan.batch_size, plan.num_replicas, plan.gradient_accumulation
+    fixes = [f"launch.num_replicas={dataset_rows}"] if dataset_rows < replicas else []
+    if fewer := dataset_rows // (replicas * passes):
+        fixes = [f"optim.batch_size={fewer}"]
+    elif dataset_rows >= replicas:
+        fixes = [f"optim.batch_size=1 with optim.gradient_accumulation={dataset_rows // replicas}"]
+    return (
+        f"data set smaller than one global batch: it has {dataset_rows} rows after packing, and one update takes "
+        f"{rows * replicas * passes} ({rows} per replica x {passes} accumulation x {replicas} replicas). Set "
+        f"{fixes[0]}, set data.packing=false (a row for each example) or a smaller data.max_length, or give more data"
+    )
+
+
+def batch_line(dataset_rows: int, plan: BatchPlan, total: int) -> str:
+    """The batch of a run, for people.
+
+    Args:
+        dataset_rows: packed rows of the training data.
+        plan: how they are dealt.
+        total: updates.
+    """
+    left = dataset_rows % plan.global_batch_size
+    return f"batch            {plan}; {total:,} updates; {left} rows of each epoch are left over"
 
 
 def rows_of(update: Update, dataset_rows: int, data: DataConfig) -> np.ndarray:

@@ -27,9 +27,12 @@ from tpu_kit.data.columns import detect_layout, first_values
 from tpu_kit.data.packing import Documents, PackedDataset
 from tpu_kit.data.records import PROBLEM
 from tpu_kit.data.schemas import Layout, RowError, final_answer, normalised, problem
-from tpu_kit.data.sources import GENERATED, SHOWN, load_rows, pick_split, places
+from tpu_kit.data.sources import EMBEDDED_ROWS, GENERATED, SHOWN, load_rows, pick_split, places
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.storage import atomic
+
+MOST_HELD_OUT = 64
+"""Rows held out where `data.eval_rows` is null, at most."""
 
 _ROWS_PER_PROCESS = 10_000  # below this a second process takes longer to start than it saves
 _CACHE_VERSION = 4  # raise it when the code below gives other tokens for the same row
@@ -146,6 +149,14 @@ class Prepared:
     encoder: Encoder
     fingerprint: str
 
+    def __str__(self) -> str:
+        lines = [str(self.report)]
+        if held := self.eval_report:
+            cut = f"{held.dropped_too_long:,} dropped, {held.truncated:,} truncated"
+            lines += [f"held-out rows    {held.documents:,}, {held.loss_tokens:,} tokens with loss; too long: {cut}"]
+            lines += [f"held-out rows    {held.skipped_text}"] if held.skipped else []
+        return "\n".join(lines)
+
     def example(self, number: int = 0) -> Example:
         """Return one training document, for `decoded_example`."""
         ids, mask = self.train.document(number)
@@ -216,7 +227,7 @@ def prepare(
     eval_report: DataReport | None = None
     eval_rows: list[dict[str, Any]] = []
     prompts: list[str] = []
-    if eval_source or config.eval_rows:
+    if eval_source or config.eval_rows != 0:
         if eval_source:
             own = isinstance(dataset, DatasetDict) and not config.eval_source
             held = (
@@ -271,9 +282,14 @@ def _eval_source(config: DataConfig, dataset: Dataset | DatasetDict | None) -> t
         return config.eval_source, config.eval_split or name
     if config.eval_split and (dataset is None or isinstance(dataset, DatasetDict)):
         return config.source if dataset is None else "the data set given", config.eval_split
-    if dataset is None and config.source in GENERATED and config.eval_rows:
-        return config.source, f"eval[:{config.eval_rows}]"
+    if dataset is None and config.source in GENERATED and config.eval_rows != 0:
+        return config.source, f"eval[:{held_out_rows(config, EMBEDDED_ROWS['train'])}]"
     return None, ""
+
+
+def held_out_rows(config: DataConfig, questions: int) -> int:
+    """Return how many questions are held out: `data.eval_rows`, or a tenth of all questions, from 1 to 64."""
+    return min(MOST_HELD_OUT, max(1, questions // 10)) if config.eval_rows is None else config.eval_rows
 
 
 def _count(tokens: _Tokenized, chosen: np.ndarray) -> int:
@@ -288,13 +304,16 @@ def _hold_out(tokens: _Tokenized, config: DataConfig) -> tuple[np.ndarray, np.nd
     """
     questions, source_rows, good = tokens.questions, tokens.documents.source_rows, np.flatnonzero(tokens.good)
     unique, first = np.unique(questions[good], return_index=True)
-    if len(unique) <= config.eval_rows:
+    count = held_out_rows(config, len(unique))
+    if len(unique) <= count:
+        found, advice = f"there are {len(unique)} different questions", "Set it lower, or to null for a tenth of them,"
+        if len(unique) == 1:
+            found, advice = "all rows ask the same question", "Give others, or name the right column in data.columns,"
         raise ValueError(
-            f"data.eval_rows={config.eval_rows} leaves nothing to train on: there are {len(unique)} different "
-            "questions. Set it lower, or to 0 for no evaluation"
+            f"data.eval_rows={count} leaves nothing to train on: {found}. {advice} or set it to 0 for no evaluation"
         )
     salted = [hashlib.blake2b(f"{config.seed} {key}".encode()).digest() for key in unique]
-    picked = sorted(range(len(unique)), key=salted.__getitem__)[: config.eval_rows]
+    picked = sorted(range(len(unique)), key=salted.__getitem__)[:count]
     evaluates = np.isin(source_rows, source_rows[good[first[picked]]])
     return evaluates, tokens.good & ~np.isin(questions, unique[picked])
 

@@ -15,7 +15,7 @@ from typing import Any
 from tpu_kit.config.loader import ConfigError, DataConfig, TrainConfig
 from tpu_kit.data.chat_encoding import Encoder, Example, ensure_chat_template
 from tpu_kit.data.columns import Layout, detect_layout, is_filled
-from tpu_kit.data.prepare import prepare
+from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.data.schemas import RowError
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.report import Accuracy, Comparison, Evaluation, Sample, compare, mcnemar
@@ -66,15 +66,16 @@ def evaluate_adapter(
     return found
 
 
-def check_answers(config: TrainConfig) -> None:
-    """Checks before training that the held-out rows can be answered and judged.
+def check_answers(config: TrainConfig, prepared: Prepared) -> None:
+    """Checks before training that the held-out rows can be answered and judged, where that is asked for.
 
-    Nothing is read where `tracking.generate_rows` and `tracking.eval_generate_rows` are both 0.
+    Args:
+        config: its `tracking.generate_rows` and `tracking.eval_generate_rows` ask for rows.
+        prepared: its data.
 
     Raises:
         ConfigError: the rows ask nothing, prompts and answers are longer than the model's positions, or the verifier
             can judge none of the rows.
-        ValueError: as in `prepare`.
     """
     tracking = config.tracking
     wanted = max(tracking.generate_rows, tracking.eval_generate_rows)
@@ -83,10 +84,9 @@ def check_answers(config: TrainConfig) -> None:
     asked = next(
         f"tracking.{name}={getattr(tracking, name)}" for name in _ANSWERED if getattr(tracking, name) == wanted
     )
-    prepared = prepare(config.data, load_tokenizer(config.model))
     rows, prompts = prepared.eval_rows[:wanted], prepared.eval_prompts[:wanted]
     if not rows:
-        raise ConfigError([f"{asked} needs held-out rows, and there are none; set data.eval_rows=64"])
+        raise ConfigError([f"{asked} needs held-out rows, and there are none; leave data.eval_rows out"])
     tokenizer = prepared.encoder.tokenizer
     try:
         ids = _encoded(tokenizer, rows, prompts)

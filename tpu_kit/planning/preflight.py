@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from tpu_kit.checkpointing.manager import scan
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.stored import migrate
+from tpu_kit.data.batching import too_few_rows
 from tpu_kit.distributed.device_memory import MOST_ROWS, MemoryBudget, device_memory_budget, seen_on
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.hardware.chips import NO_KERNELS
@@ -82,16 +83,20 @@ class Preflight:
         return lines
 
 
-def check_before_launch(config: TrainConfig, exact: bool = False, at: Machine | None = None) -> Preflight:
+def check_before_launch(
+    config: TrainConfig, exact: bool = False, at: Machine | None = None, rows: int | None = None
+) -> Preflight:
     """Settles what the launch needs and says what comes.
 
     Args:
         config: the run.
         exact: whether the TPU compiler is to verify the batch size that `auto` stands for.
         at: the machine; this one by default.
+        rows: packed rows of the training data; None where they are not known yet.
 
     Raises:
-        ConfigError: the batch cannot be split over the replicas, or the attention asked for is not for this chip.
+        ConfigError: the batch cannot be split over the replicas, the rows do not fill one, or the attention asked
+            for is not for this chip.
         ValueError: as `runtime.detect`; `optim.batch_size=auto` cannot be chosen.
     """
     room = device_memory_budget(config, at)
@@ -106,10 +111,11 @@ def check_before_launch(config: TrainConfig, exact: bool = False, at: Machine | 
         if room is None or shape is None:
             problem = problem or "how much memory this machine has is not known"
             raise ValueError(f"optim.batch_size=auto: {problem}; give a number, such as optim.batch_size=4")
-        config, reason = _settle_batch(config, room, shape, exact)
+        config, reason = _settle_batch(config, room, shape, exact, rows)
         notes.append(reason)
     if room is not None:
-        batch_arithmetic(config, room.replicas)
+        config, fewer = _filled_batch(config, room.replicas, rows)
+        notes += fewer
     if exact and (given or room is None or room.where is None):
         notes.append(_compiled(config, room))
     if room is None or shape is None:
@@ -154,7 +160,22 @@ def _attention(config: TrainConfig, room: MemoryBudget | None) -> tuple[TrainCon
 # ------------------------------------------------------------------------------------------------------------ the batch
 
 
-def _settle_batch(config: TrainConfig, room: MemoryBudget, shape: Shape, exact: bool) -> tuple[TrainConfig, str]:
+def _filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[TrainConfig, list[str]]:
+    """The run with a batch that its rows fill: a smaller one than the default, where none was given."""
+    batch = batch_arithmetic(config, replicas)
+    if rows is None or rows >= batch.global_batch_size:
+        return config, []
+    given = {"optim.batch_size", "optim.global_batch_size", "optim.gradient_accumulation"} & set(config.sources)
+    if given or rows < replicas:
+        raise ConfigError([too_few_rows(rows, batch)])
+    fewer = rows // replicas
+    note = f"optim.batch_size={fewer}, not {batch.batch_size}: the data is {rows} rows after packing"
+    return replace(config, optim=replace(config.optim, batch_size=fewer)), [note]
+
+
+def _settle_batch(
+    config: TrainConfig, room: MemoryBudget, shape: Shape, exact: bool, count: int | None
+) -> tuple[TrainConfig, str]:
     """The run with a number for `optim.batch_size=auto`, and why that one.
 
     A run that goes on keeps the rows of its updates, and those of a pass where they still divide them.
@@ -168,7 +189,7 @@ def _settle_batch(config: TrainConfig, room: MemoryBudget, shape: Shape, exact: 
             config = replace(config, optim=replace(optim, batch_size=rows))
             return config, f"optim.batch_size={rows}, as before in the run that this one goes on with"
         config = replace(config, optim=optim)
-    known = Rows(None) if optim.global_batch_size else count_rows(config)
+    known = Rows(None) if optim.global_batch_size else count_rows(config) if count is None else Rows(count)
     if room.where is not None:
         found = best_batch(room.seen(config), room.where, exact, known)
         assert isinstance(found.config.optim.batch_size, int)

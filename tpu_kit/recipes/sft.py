@@ -18,7 +18,7 @@ from datasets import Dataset, DatasetDict
 
 from tpu_kit.checkpointing.manager import CheckpointManager
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
-from tpu_kit.data.batching import updates
+from tpu_kit.data.batching import batch_line, updates
 from tpu_kit.data.prepare import Prepared, prepare, prepare_once
 from tpu_kit.data.sources import keep_rows, kept_place
 from tpu_kit.distributed import runtime
@@ -30,15 +30,16 @@ from tpu_kit.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training
 from tpu_kit.hardware.units import GIB
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.architecture import read_shape
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
-from tpu_kit.planning.preflight import check_before_launch, predicted_bytes
+from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
 from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import ObjectFolder, upload
 from tpu_kit.storage.output_location import resolve_output_dir
 from tpu_kit.training.adapter_io import save_adapter
 from tpu_kit.training.metrics import check_tracking
 from tpu_kit.training.objectives import SupervisedObjective
-from tpu_kit.training.resume import check_resume, find_checkpoint, refuse_early, training_tensors
+from tpu_kit.training.resume import check_resume, find_checkpoint, keep_held_out, refuse_early, training_tensors
 from tpu_kit.training.step import place
 from tpu_kit.training.trainer import Status, Trainer
 
@@ -116,15 +117,14 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
     """
     check_tracking(config)
     verifier_named(config.tracking.verifier)
-    config = resolve_output_dir(config)
+    config = keep_held_out(resolve_output_dir(config))
     folder = _output_folder(config)
     if dataset is not None:
         config = replace(config, data=replace(config.data, source=str(kept_place(dataset, folder / "data"))))
     refuse_early(config)
     if dataset is not None:
         keep_rows(dataset, folder / "data")
-    check_answers(config)
-    outlook = check_before_launch(config, exact)
+    _, outlook = check_run(config, exact)
     config = outlook.config
     print(outlook, flush=True)
     if warning := suggestion(outlook):
@@ -146,6 +146,25 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
     if config.remote:
         _upload(config, result)
     return result
+
+
+def check_run(config: TrainConfig, exact: bool = False) -> tuple[Prepared, Preflight]:
+    """Prepares the data in this process and settles the batch, so that what is wrong is told before the launch.
+
+    Args:
+        config: the run.
+        exact: as in `train`.
+
+    Raises:
+        ValueError: the data cannot be used, do not fill one update, or cannot be answered where that is asked for.
+    """
+    sizes = {}
+    with contextlib.suppress(ValueError):  # of a family that only the model itself tells of
+        shape = read_shape(config.model)
+        sizes = {"model_positions": shape.positions, "vocab_size": shape.vocabulary}
+    prepared = prepare(config.data, models.load_tokenizer(config.model), **sizes)
+    check_answers(config, prepared)
+    return prepared, check_before_launch(config, exact, rows=len(prepared.train))
 
 
 def _upload(config: TrainConfig, result: TrainResult) -> None:
@@ -262,17 +281,11 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
         if rt.rank == 0:
             # Not before: that of a run which was refused stays.
             atomic.write_text(config.output_path / "config.yaml", config.to_yaml())
-            print(prepared.report)
-            if held := prepared.eval_report:
-                cut = f"{held.dropped_too_long:,} dropped, {held.truncated:,} truncated"
-                print(f"held-out rows    {held.documents:,}, {held.loss_tokens:,} tokens with loss; too long: {cut}")
-                if held.skipped:
-                    print(f"held-out rows    {held.skipped_text}")
+            print(prepared)
             print(f"model            {models.count_parameters(model)}")
             if loop.stopped:
                 print(f"stopped          at step {loop.step} before; nothing is trained: {loop.why_stopped()}")
-            left = len(prepared.train) % plan.global_batch_size
-            print(f"batch            {plan}; {loop.total} updates; {left} rows of each epoch are left over", flush=True)
+            print(batch_line(len(prepared.train), plan, loop.total), flush=True)
         stack.enter_context(loop)
         status = loop.run(agreement)
         peaks = loop.peaks.end()

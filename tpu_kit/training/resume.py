@@ -18,7 +18,7 @@ import contextlib
 import importlib.metadata
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -230,6 +230,18 @@ def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Che
             "checkpoint.resume=auto to start anew where there is none"
         )
     return found
+
+
+def keep_held_out(config: TrainConfig) -> TrainConfig:
+    """The run with the `data.eval_rows` of the checkpoint that it goes on from, where its own is left open."""
+    if config.data.eval_rows is not None or config.checkpoint.resume == "never":
+        return config
+    try:
+        found = scan(config.checkpoints_place)[0]
+        before = migrate(found[-1].document("config"))[0].get("data.eval_rows") if found else None
+    except (OSError, DamagedError):  # which the run itself will say
+        return config
+    return replace(config, data=replace(config.data, eval_rows=before))
 
 
 def refuse_early(config: TrainConfig) -> None:
