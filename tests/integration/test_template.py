@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -11,8 +13,11 @@ from typing import Any
 
 import nbformat
 import pytest
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.support.child_processes import REPOSITORY, child_environment, run_python
+from tpu_kit.config.loader import ModelConfig
+from tpu_kit.models.loading import load_tokenizer
 
 TRAIN = REPOSITORY / "notebooks" / "4-train-cot-sft.ipynb"
 ROWS = [
@@ -20,10 +25,6 @@ ROWS = [
     for a in range(2, 12)
     for b in range(2, 12)
 ]
-MINE = {
-    "source": "my_rows.jsonl", "format": "auto", "max_steps": 4, "warmup_steps": 1, "batch_size": 2, "max_length": 64,
-    "eval_rows": 4, "eval_steps": 4, "logging_steps": 2, "save_steps": 4, "generate_rows": 0,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def environment(desk: Path, **changes: str | None) -> dict[str, str | None]:
 
 def run_notebook(desk: Path, environment: dict[str, str | None], **parameters: Any) -> tuple[int, str, list[Any]]:
     """Runs the copy as a batch job does; returns the exit status, what papermill wrote, and the cells."""
-    given = [part for name, value in {**MINE, **parameters}.items() for part in ("-p", name, str(value))]
+    given = [part for name, value in parameters.items() for part in ("-p", name, str(value))]
     command = [sys.executable, "-m", "papermill", "mine.ipynb", "out.ipynb", "--no-progress-bar", *given]
     done = subprocess.run(
         command, cwd=desk, env=child_environment(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -51,15 +52,57 @@ def run_notebook(desk: Path, environment: dict[str, str | None], **parameters: A
     return done.returncode, done.stdout, nbformat.read(desk / "out.ipynb", as_version=4).cells
 
 
-def test_a_copy_of_the_notebook_trains_on_rows_of_ones_own(desk: Path) -> None:
-    where = environment(desk, PJRT_DEVICE=None)
+def assignments(section: str) -> dict[str, str]:
+    """What a section of the README sets in the parameters cell, by name."""
+    text = (REPOSITORY / "README.md").read_text().partition(f"### {section}\n")[2].partition("\n### ")[0]
+    return dict(re.findall(r"`(\w+) = ([^`]+)`", text))
+
+
+def set_parameters(notebook: Path, values: dict[str, str]) -> None:
+    """Writes lines into the parameters cell as a user does."""
+    found = nbformat.read(notebook, as_version=4)
+    (cell,) = [cell for cell in found.cells if "parameters" in cell.metadata.get("tags", [])]
+    for name, value in values.items():
+        line = f"{name} = {value}"
+        cell.source, count = re.subn(rf"^{name} = .*$", line.replace("\\", ""), cell.source, flags=re.MULTILINE)
+        cell.source += "" if count else f"\n{line}"
+    nbformat.write(found, notebook)
+
+
+def keep_in_cache(home: Path, name: str) -> None:
+    """Puts a model of that name, of a tiny size, where the hub's client finds what it has fetched before."""
+    folder = home / "hub" / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    tokenizer = load_tokenizer(ModelConfig())
+    tokenizer.save_pretrained(folder / "snapshots" / ("0" * 40))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 2048}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 1024}
+    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).save_pretrained(folder / "snapshots" / ("0" * 40))
+
+
+def test_the_five_lines_of_the_readme_train_on_rows_of_ones_own(desk: Path) -> None:
+    given = assignments("Make the notebook your own")
+    assert {"config_file", "name", "source", "learning_rate"} == set(given)
+    (desk / "my_rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:60]))
+    set_parameters(desk / "mine.ipynb", {**given, "run_name": '"my-run"'})
+    keep_in_cache(desk.parent / "hf", ast.literal_eval(given["name"]))
+    where = environment(desk, PJRT_DEVICE=None, HF_HOME=str(desk.parent / "hf"))
     found = run_python("import tpu_kit; print(tpu_kit.__file__)", cwd=desk, env=where).stdout
     assert Path(found.strip()).is_relative_to(desk.parent / "installed")
-    status, printed, cells = run_notebook(desk, where, device_type="cpu")
+    status, printed, cells = run_notebook(desk, where)
     assert status == 0, printed
-    run = desk / "runs" / "notebook-4"
-    assert (run / "adapter" / "adapter_model.safetensors").is_file()
+    assert (desk / "runs" / "my-run" / "adapter" / "adapter_model.safetensors").is_file()
     assert {path.name for path in desk.iterdir()} == {"mine.ipynb", "my_rows.jsonl", "out.ipynb", "runs"}
+    sources = [cell.source for cell in cells if cell.cell_type == "code"]
+    data = sources.index("data = cells.show_data(config)")
+    assert data < next(number for number, source in enumerate(sources) if "train(config)" in source)
+    told = str([cell for cell in cells if cell.cell_type == "code"][data].outputs)
+    for text in (
+        "my_rows.jsonl: cot (question=question, reasoning=reasoning, answer=answer)", "60 read, 54 used",
+        "with reasoning   54 of 54 replies", "held out         6;", "generate_rows=64: there are 6 held-out rows",
+        "plan             optim.batch_size=", "; 80 updates; ", "time             at least ",
+    ):  # fmt: skip
+        assert text in told, (text, told)
     shown = "\n".join(str(output) for cell in cells if cell.cell_type == "code" for output in cell.outputs)
-    for text in ("my_rows.jsonl: cot (question=question", "100 read, 96 used", "<mark", " plus ", "image/png"):
-        assert text in shown, text
+    assert "<mark" in shown and " plus " in shown and "image/png" in shown

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config import schema
 from tpu_kit.config.fields import closest
-from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.stored import stored_values
 from tpu_kit.hardware.machine import Check
 from tpu_kit.notebook.display import COLOURS, Bundle, in_ipython, picture, show, table
@@ -37,7 +37,7 @@ from tpu_kit.storage.output_location import fetch_run, find_place
 from tpu_kit.training.metrics import METRICS_FILE, NO_BAR, read_metrics
 
 if TYPE_CHECKING:
-    from tpu_kit.data.prepare import DataReport
+    from tpu_kit.data.prepare import DataReport, Prepared
     from tpu_kit.generation.tree_search import SearchResult
     from tpu_kit.recipes.sft import TrainResult
 
@@ -199,6 +199,31 @@ def show_config(config: TrainConfig, *, all_settings: bool = False) -> None:
     if len(rows) < len(names):
         text = f"{len(names) - len(rows)} more have their defaults: show_config(config, all_settings=True)"
         show({"text/plain": text})
+
+
+def show_data(config: TrainConfig) -> Prepared:
+    """Prepare the rows as `train` will, and show what it makes of them: columns, reasoning, held out, batch, minutes.
+
+    Raises:
+        ValueError: rows, batch or settings that `train` would refuse.
+    """
+    from tpu_kit.data.batching import batch_line, updates
+    from tpu_kit.planning.planner import LEAST_UPDATES
+    from tpu_kit.recipes import sft
+    from tpu_kit.training.resume import keep_held_out
+
+    prepared, outlook = sft.check_run(keep_held_out(config))
+    print(prepared)
+    for note in outlook.notes:
+        print(f"plan             {note}")
+    replicas = outlook.room.replicas if outlook.room else config.launch.num_replicas or 1
+    plan, rows = batch_arithmetic(outlook.config, replicas), len(prepared.train)
+    total = sum(1 for _ in updates(rows, plan, outlook.config.optim))
+    print(batch_line(rows, plan, total))
+    if total < LEAST_UPDATES:
+        print(f"plan             {total} updates teach little: raise max_steps or epochs, or lower batch_size")
+    print(f"time             {outlook.duration(total)}")
+    return prepared
 
 
 def show_example(spans: Iterable[tuple[str, bool]]) -> None:

@@ -20,7 +20,7 @@ from tpu_kit.models.architecture import Shape, read_shape
 from tpu_kit.planning.memory_estimate import Memory, estimate
 from tpu_kit.planning.memory_options import reserve
 from tpu_kit.planning.planner import LEAST_UPDATES, Rows, best_batch, check_passes, count_rows
-from tpu_kit.planning.step_time import StepTime, step_time, work
+from tpu_kit.planning.step_time import StepTime, host_rate, step_time, work
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,19 @@ class Preflight:
         if self.room is None or self.memory is None:
             return None
         return self.memory.total_bytes <= self.room.limit * (1 - self.free)
+
+    def duration(self, updates: int) -> str:
+        """How many minutes so many updates take, and how that is known, for people."""
+        besides = "compilation, evaluation and checkpoints come on top"
+        if self.time is not None:
+            how = "by roofline, not measured" if self.time.measured is None else "as measured on this machine"
+            return f"about {updates * self.time.seconds / 60:,.1f} minutes {how}; {besides}"
+        room = self.room
+        if room is None or self.shape is None or room.device_type not in ("cpu", "xla-cpu"):
+            return "not known before the first updates"
+        done = work(room.seen(self.config), self.shape, batch_arithmetic(self.config, room.replicas))
+        seconds = updates * room.replicas * done.flops / host_rate(self.config.model.base_dtype)
+        return f"at least {seconds / 60:,.1f} minutes by the speed of this CPU's matrix products; {besides}"
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *(f"plan             {note}" for note in self.notes)])

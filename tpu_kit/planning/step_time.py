@@ -7,6 +7,7 @@ counts take the place of these.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -135,6 +136,20 @@ def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None 
         all_reduce=ring / link,
         measured=measured,
     )
+
+
+def host_rate(base_dtype: str) -> float:
+    """FLOP/s of a matrix product on this CPU, measured now in a tenth of a second: more than a training reaches."""
+    import torch
+
+    kind = torch.float32 if base_dtype == "fp32" else torch.bfloat16
+    factor = torch.ones(512, 512, dtype=kind)
+    factor @ factor
+    count, start = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - start) < 0.1:
+        factor @ factor
+        count += 1
+    return count * 2 * 512**3 / seconds
 
 
 def factors() -> Mapping[str, float]:
