@@ -487,7 +487,7 @@ def test_the_models_that_are_known_are_listed(capsys: pytest.CaptureFixture[str]
     assert "\nmeta-llama/: Llama-2-13b-chat-hf, " in listed and "copies of unsloth/ and NousResearch/" in listed
     assert main(["plan", "model.name=meta-llama/Lama-3.1-8B"]) == 2
     told = capsys.readouterr().err
-    assert "check the spelling and the network" in told and "Did you mean meta-llama/Llama-3.1-8B?" in told
+    assert "check the spelling and the network" in told and "did you mean meta-llama/Llama-3.1-8B?" in told
     assert listed in told
 
 

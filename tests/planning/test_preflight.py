@@ -163,3 +163,18 @@ def test_what_may_not_fit_is_said(tmp_path: Path) -> None:
     large = write_config(tmp_path / "llama", LLAMA_8B)
     found = check_before_launch(run(large, "device_type=tpu"), at=fake(tmp_path / "root", V5E))
     assert found.fits is False and "kept free: MAY NOT FIT" in str(found)
+
+
+def test_a_default_batch_is_lowered_to_what_the_rows_fill(small: Path, tmp_path: Path) -> None:
+    at, two = host(tmp_path / "host", 64), ("device_type=xla-cpu", "num_replicas=2")
+    found = check_before_launch(run(small, *two), at=at, rows=5)
+    assert found.config.optim.batch_size == 2
+    assert "plan             optim.batch_size=2, not 4: the data is 5 rows after packing" in str(found)
+    assert check_before_launch(run(small, *two), at=at, rows=8).config.optim.batch_size == 4
+    for settings, rows, advice in (
+        (["batch_size=4"], 5, "Set optim.batch_size=2, set data.packing=false"),
+        (["gradient_accumulation=4"], 5, "Set optim.batch_size=1 with optim.gradient_accumulation=2, "),
+        ([], 1, "Set launch.num_replicas=1, "),
+    ):
+        with pytest.raises(ConfigError, match=rf"smaller than one global batch: it has {rows} rows .*{advice}"):
+            check_before_launch(run(small, *two, *settings), at=at, rows=rows)

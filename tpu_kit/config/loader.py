@@ -295,7 +295,8 @@ def _read_file(path: str | Path) -> Mapping[str, Any]:
     if not is_file:
         shipped = {p.stem: p for p in sorted(CONFIGS.glob("*.yaml"))}
         if str(path) not in shipped:
-            near = closest(file.stem, shipped)
+            here = [near.name for near in Path().glob("*.y*ml")]
+            near = closest(file.name, here) or closest(file.stem, shipped)
             hint = f"did you mean {near[0]}?" if near else f"the shipped ones are {', '.join(shipped)}"
             raise ConfigError([f"{_shortened(path)}: no such configuration file; {hint}"])
         file = shipped[str(path)]

@@ -256,7 +256,9 @@ def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> 
     try:
         layout = detect_layout(columns, config, first_values(rows))
     except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
+        headed = ".csv" in source.lower() or ".tsv" in source.lower()
+        header = ". The first line of CSV names the columns, such as question,answer" if headed else ""
+        raise ValueError(f"{source}: {error}{header}") from error
     for role, column in layout.columns.items():
         alike = [other for other in columns if other.lower() == column.lower()]
         if len(alike) > 1 and role not in (config.columns or {}):
@@ -349,7 +351,7 @@ def _pack(
     if not keep.any():
         raise ValueError(
             f"{source}: no loss tokens left: data.max_length={config.max_length} is too short for all {chosen.sum()} "
-            f"rows; the shortest has {tokens.full_lengths[chosen].min()} tokens"
+            f"rows; the shortest has {tokens.full_lengths[chosen].min()} tokens; raise it"
         )
     kept = documents.select(keep)
     pad_id = encoder.tokenizer.pad_token_id or 0

@@ -36,6 +36,7 @@ from datasets import (
 from datasets import config as datasets_config
 from fsspec.implementations.local import LocalFileSystem
 
+from tpu_kit.config.fields import closest
 from tpu_kit.data.records import PROBLEM, Record, keep_records, read_records
 from tpu_kit.storage import atomic
 
@@ -56,6 +57,7 @@ SHOWN = 5
 """Bad rows that an error names."""
 
 _KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+_FILL = f"put files of rows into it ({', '.join(_KINDS)})"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _VERSION = 1  # raise it when records.py reads other rows from the same file
 _SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
@@ -171,7 +173,7 @@ def _text_files(source: str, split: str) -> _TextFiles | None:
     try:
         files = load_dataset_builder(source).config.data_files or {}
     except Exception as error:
-        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}") from error
+        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}; {_FILL}") from error
     name = split.partition("[")[0]
     if name not in files:
         raise ValueError(f"data source {source}: there is no split {name!r}; the folder has {', '.join(files)}")
@@ -247,7 +249,9 @@ def _find_files(source: str) -> tuple[Any, list[str]]:
         raise ValueError(f"data source {source}: to read .zst: pip install zstandard")
     if not found:
         bucket = " (or no such bucket)" if "://" in source else ""
-        raise ValueError(f"data source {source}: there is no such file{bucket}")
+        names = [] if bucket else [path.name for path in Path(source).absolute().parent.glob("*")]
+        near = "".join(f"; did you mean {Path(source).with_name(name)}?" for name in closest(Path(source).name, names))
+        raise ValueError(f"data source {source}: there is no such file{bucket}{near or '; check data.source'}")
     return system, found
 
 
@@ -259,7 +263,7 @@ def _check_files(system: Any, files: list[str]) -> None:
         if info["type"] not in ("file", "link"):  # a pipe would be waited for without end
             raise ValueError(f"data source {file}: this is no plain file")
         if info["size"] == 0:
-            raise ValueError(f"data source {file}: the file is empty")
+            raise ValueError(f"data source {file}: the file is empty; write rows into it, or name another")
 
 
 def _cause(error: BaseException) -> str:
@@ -283,7 +287,7 @@ def _from_folder(source: str, split: str) -> Dataset:
         for part in saved.values() if isinstance(saved, DatasetDict) else [saved]:
             part.data.validate(full=True)
     except Exception as error:
-        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}") from error
+        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}; {_FILL}") from error
     return pick_split(saved, split)
 
 
@@ -294,7 +298,7 @@ def _from_hub(source: str, split: str) -> Dataset:
     except Exception as error:
         raise ValueError(
             f"data source {source}, split {split}: it is no file or folder here, and the hub gave no such data set: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}; check the spelling and the network"
         ) from error
 
 

@@ -56,6 +56,12 @@ def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
     return shipped_shapes().get(model.name)
 
 
+def did_you_mean(name: str) -> str:
+    """A question for the known model whose name is nearest to a misspelled one; empty if none is near."""
+    names = {known.lower(): known for known in shipped_shapes()}
+    return "".join(f" did you mean {names[guess]}?" for guess in closest(name, names, 0.8))
+
+
 def known_models() -> str:
     """The names of `shipped_shapes` as text, a line for each organization."""
     lines = []
@@ -355,11 +361,9 @@ def _find(model: ModelConfig) -> Path:
     try:
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
     except (OSError, ValueError) as error:
-        names = {known.lower(): known for known in shipped_shapes()}
-        near = "".join(f" Did you mean {names[guess]}?" for guess in closest(model.name, names, 0.8))
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise ValueError(
             f"{name}: it is no folder here and its config.json cannot be fetched from the hub ({reason}): check the "
-            f"spelling and the network, or give a folder that has the file.{near} Known without a network:\n"
-            f"{known_models()}"
+            f"spelling and the network, or give a folder that has the file;{did_you_mean(model.name)} known without a "
+            f"network:\n{known_models()}"
         ) from error

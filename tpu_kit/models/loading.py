@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_kit.hardware.units import GIB
+from tpu_kit.models.architecture import did_you_mean
 from tpu_kit.models.quantization import QuantizedLinear, Scheme, SchemeError, quantize_model, replace_layers
 from tpu_kit.storage import atomic
 
@@ -222,7 +223,8 @@ def unreachable(config: ModelConfig, error: Exception) -> str:
             "or use model.name=embedded, which needs no network"
         )
     return (
-        f"model.name={config.name}: it is no folder here and cannot be fetched from the hub ({brief(error)}): {action}"
+        f"model.name={config.name}: it is no folder here and cannot be fetched from the hub ({brief(error)});"
+        f"{did_you_mean(config.name)} {action}"
     )
 
 

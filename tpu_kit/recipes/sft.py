@@ -117,6 +117,7 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
     """
     check_tracking(config)
     verifier_named(config.tracking.verifier)
+    runtime.detect(config.launch)
     config = keep_held_out(resolve_output_dir(config))
     folder = _output_folder(config)
     if dataset is not None:
