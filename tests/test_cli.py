@@ -54,11 +54,11 @@ def test_train(training: Any, capsys: pytest.CaptureFixture[str], status: str, c
     received = training(status)
     assert main(["train", "embedded-cot", "batch_size=2", "run_name=x"]) == code
     (config,) = received
-    assert (config.optim.batch_size, config.run_name, config.data.format) == (2, "x", "cot")
+    assert (config.optim.batch_size, config.run_name, config.data.max_length) == (2, "x", 256)
     printed = capsys.readouterr().out
     lines = {line.split()[0]: line.split()[1:] for line in printed.splitlines()}
     assert lines["optim.batch_size"] == ["2", "command", "line"]
-    assert lines["data.format"] == ["'cot'", "file"]
+    assert lines["data.max_length"] == ["256", "file"]
     assert printed.endswith(f"Result(status='{status}')\n")
 
 

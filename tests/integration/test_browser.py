@@ -216,6 +216,6 @@ def test_one_run_all_from_an_empty_page_to_a_tuned_adapter(desk: Path, address: 
     page.choose("Run", "Run All Cells")
     wait_for(lambda: (run / "adapter" / "adapter_model.safetensors").is_file(), 375, "no adapter")
     adapter = time.monotonic() - begun
-    wait_for(lambda: re.search(r"tuned\s+\d+ of 100", page.outputs("show_answers")), 375 - adapter, "no answers")
+    wait_for(lambda: re.search(r"tuned\s+\d+ of 64", page.outputs("show_answers")), 375 - adapter, "no answers")
     print(f"from an empty page to the adapter {adapter:.0f} s, to answers {time.monotonic() - begun:.0f} s")
     assert "Error" not in page.find(".jp-Notebook")[0].text
