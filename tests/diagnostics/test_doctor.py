@@ -63,6 +63,14 @@ def test_peak_is_of_one_device(changes: dict[str, Any], tpu: str | None, text: s
     assert check.status == "ok" and text in check.found
 
 
+def test_a_data_file_that_is_not_there_is_an_error_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    command = ["-m", "tpu_kit", "doctor", "data.source=row.jsonl", "device_type=tpu"]  # without a TPU no replica starts
+    printed = run_python(command, cwd=tmp_path, env={"PJRT_DEVICE": None}, expect=1).stdout
+    assert "✗ Files              data.source=row.jsonl: there is no such file or folder\n" in printed
+    assert "-> data.source=rows.jsonl" in printed and "HF_HUB_OFFLINE=1 if" not in printed
+
+
 def test_device_memory_unknown() -> None:
     check = judged(device_type="xla-cpu", used=None, limit=None)["Device memory"]
     assert check == Check("Device memory", "skipped", "xla-cpu has the host's")

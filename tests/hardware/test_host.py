@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.hardware.test_machine import server
+from tests.support.child_processes import run_python
 from tpu_kit.config.loader import load_config
 from tpu_kit.hardware import host
 from tpu_kit.hardware.machine import Check, Machine
@@ -209,14 +216,40 @@ def test_hub_away(tmp_path: Path) -> None:
     assert check.status == "skipped" and check.fix == "" and "this config needs nothing from it" in check.found
 
 
+@pytest.mark.parametrize(
+    ("setting", "name", "near"),
+    [
+        ("data.source={}/rows.jsonl", "data.source", "{}/row.jsonl"),
+        ("data.source=nowhere.csv.gz", "data.source", ""),
+        ("data.eval_source={}/*.parquet", "data.eval_source", ""),
+        ("model.name=./checkpoints/nowhere", "model.name", ""),
+        ("model.name=a/folder/nowhere", "model.name", ""),
+    ],
+)
+def test_a_path_that_does_not_exist(tmp_path: Path, setting: str, name: str, near: str) -> None:
+    (tmp_path / "row.jsonl").touch()
+    config = load_config(None, [setting.format(tmp_path)])
+    check = host.check_files(config)
+    assert check.status == "failure" and check.found == f"{name}={config[name]}: there is no such file or folder"
+    assert check.fix.startswith(f"{name}=" + (near.format(tmp_path) or f"its path, absolute or from {Path.cwd()}"))
+    at = Machine(environ={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)})
+    assert "needs nothing from it" in host.check_hub(at, config).found
+
+
+def test_paths_that_exist(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    config = load_config(None, [f"data.source={tmp_path}/*.jsonl", f"data.eval_source={tmp_path}/rows.jsonl"])
+    assert host.check_files(config) == Check("Files", "ok", "all paths that the run names are there")
+    away = ["model.name=some/Model-3.1", "data.source=openai/gsm8k:main", "data.eval_source=gs://bucket/rows.jsonl"]
+    assert host.check_files(load_config(None, away)).status == "ok"  # the hub, and a bucket
+
+
 def test_hub_with_a_wrong_address(tmp_path: Path) -> None:
     at = Machine(environ={"HF_ENDPOINT": "huggingface.co", "HF_HOME": str(tmp_path)})
     assert "unknown url type" in host.check_hub(at, HUB_MODEL).found
 
 
 def test_hub_that_does_not_answer_is_not_waited_for() -> None:
-    import socket
-
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -224,6 +257,62 @@ def test_hub_that_does_not_answer_is_not_waited_for() -> None:
         status, problem = host._head(f"http://127.0.0.1:{silent.getsockname()[1]}", seconds=0.3)
     assert status is None and ("no answer in" in problem or "timed out" in problem)
     assert time.monotonic() - start < 2
+
+
+@contextmanager
+def silent_hub() -> Iterator[tuple[str, list[float]]]:
+    """The address of a server that takes connections and says nothing, and when each connection came."""
+    came: list[float] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def take() -> None:
+            kept = []
+            with contextlib.suppress(OSError):  # closed
+                while True:
+                    kept.append(server.accept())
+                    came.append(time.monotonic())
+
+        threading.Thread(target=take, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", came
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["plan", "model.name=acme/unheard-of"],
+            "model.name=acme/unheard-of: it is no folder here and its config.json",
+        ),
+        (["train", "model.name=acme/unheard-of", "max_steps=1"], "model.name=acme/unheard-of: it is no folder here"),
+    ],
+)
+def test_a_hub_that_does_not_answer_is_tried_once(tmp_path: Path, arguments: list[str], text: str) -> None:
+    with silent_hub() as (address, came):
+        env = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": None, "HF_HOME": str(tmp_path), "no_proxy": "127.0.0.1"}
+        command = ["-m", "tpu_kit", *arguments, "device_type=cpu", f"output_dir={tmp_path}/run"]
+        done = run_python(command, env=env | {"PJRT_DEVICE": None}, cwd=tmp_path, expect=None)
+    assert done.returncode in (1, 2) and text in done.stderr, done.stderr
+    assert f"{address}: no answer in 3 s; only what is in its cache" in done.stderr or "timed out; only" in done.stderr
+    assert "Traceback" not in done.stderr and "Retrying" not in done.stderr
+    assert len(came) == 1, came  # its child processes among them
+
+
+def test_the_hub_is_asked_again_and_an_own_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv(host._ASKED, raising=False)
+    with server(200) as address:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://{address}")
+        host.ask_hub_once()
+        assert constants.HF_HUB_OFFLINE  # the user's own choice
+        monkeypatch.setenv(host._ASKED, str(time.time() - 10))
+        host.ask_hub_once()
+        assert constants.HF_HUB_OFFLINE  # asked a moment ago
+        monkeypatch.setenv(host._ASKED, str(time.time() - 1000))
+        host.ask_hub_once()
+    assert not constants.HF_HUB_OFFLINE and "HF_HUB_OFFLINE" not in os.environ
 
 
 @pytest.mark.parametrize(

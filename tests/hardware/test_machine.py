@@ -330,6 +330,7 @@ LOCK = "import fcntl, sys; held = open(sys.argv[1], 'w'); fcntl.lockf(held, fcnt
 def test_lock(tmp_path: Path) -> None:
     (tmp_path / "proc").symlink_to("/proc")
     at, path = fake(tmp_path), tmp_path / "tmp/libtpu_lockfile"
+    add_nodes(tmp_path, "vfio/0")
     assert machine.check_lock(at) == Check("libtpu lock", "ok", "no lock file")
     path.parent.mkdir()
     path.touch()
@@ -340,9 +341,20 @@ def test_lock(tmp_path: Path) -> None:
     assert held.status == "warning" and held.fix == f"kill {holder.pid}" and f"held by PID {holder.pid}" in held.found
 
 
+def test_who_holds_the_lock_where_there_is_no_tpu_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "proc").symlink_to("/proc")
+    path = tmp_path / "tmp/libtpu_lockfile"
+    path.parent.mkdir()
+    with child(LOCK, path) as holder:  # libtpu takes it to compile for a TPU, too
+        check = machine.check_lock(fake(tmp_path))
+    assert check == Check("libtpu lock", "skipped", "no device files")
+    assert str(holder.pid) not in str(check)
+
+
 def test_lock_of_a_process_whose_files_are_hidden(tmp_path: Path) -> None:
     path = tmp_path / "tmp/libtpu_lockfile"
     (tmp_path / "proc").mkdir()
+    add_nodes(tmp_path, "vfio/0")
     path.parent.mkdir()
     with child(LOCK, path) as holder:
         locks = Path("/proc/locks").read_text()
@@ -357,6 +369,7 @@ def test_lock_of_a_process_whose_files_are_hidden(tmp_path: Path) -> None:
 
 def test_looking_does_not_free_the_lock_of_this_process(tmp_path: Path) -> None:
     (tmp_path / "proc").symlink_to("/proc")
+    add_nodes(tmp_path, "vfio/0")
     path = tmp_path / "tmp/libtpu_lockfile"
     path.parent.mkdir()
     with path.open("w") as file:
@@ -369,6 +382,7 @@ def test_looking_does_not_free_the_lock_of_this_process(tmp_path: Path) -> None:
 
 def test_lock_left_by_another_user(open_folder: Path) -> None:
     (open_folder / "tmp").mkdir()
+    add_nodes(open_folder, "vfio/0")
     (open_folder / "tmp/libtpu_lockfile").touch(mode=0o600)
     printed = as_another_user("print(repr(check_lock(Machine(root=root))))", open_folder)
     assert "of another user: libtpu cannot open it" in printed and "status='failure'" in printed

@@ -38,6 +38,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tpu_kit.config.fields import closest
 from tpu_kit.data.records import PROBLEM, Record, keep_records, read_records
+from tpu_kit.hardware.host import ask_hub_once
 from tpu_kit.storage import atomic
 
 GENERATED = ("embedded", "rationales")
@@ -293,6 +294,7 @@ def _from_folder(source: str, split: str) -> Dataset:
 
 def _from_hub(source: str, split: str) -> Dataset:
     name, _, subset = source.partition(":")
+    ask_hub_once()
     try:
         return load_dataset(name, subset or None, split=split)
     except Exception as error:

@@ -60,6 +60,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     yield host.check_memory(at, config, replicas)
     yield host.check_disk(at, config)
     yield host.check_cache(at)
+    yield host.check_files(config)
     yield host.check_hub(at, config)
     yield host.check_wandb(at, config)
     if failed:

@@ -6,19 +6,24 @@ One `Check` per question, as in `machine`; the network is asked for three second
 from __future__ import annotations
 
 import contextlib
-import http.client
+import glob
 import json
 import math
 import netrc
+import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.machine import Check, Machine
@@ -184,30 +189,110 @@ def check_cache(at: Machine) -> Check:
     return Check("Compile cache", "ok", f"{folder} is writable")
 
 
-def _head(url: str, token: str | None = None, seconds: float = 3.0) -> tuple[int | None, str]:
+_SOURCES = ("model.name", "data.source", "data.eval_source")
+_DATA_FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
+
+
+def _is_path(name: str, source: str) -> bool:
+    """Whether a model or a data set is named by a path of this machine, there or not, rather than by a hub id."""
+    of_file = name != "model.name" and bool(_DATA_FILE.search(source))
+    return "://" not in source and (source.startswith((".", "/", "~")) or source.count("/") > 1 or of_file)
+
+
+def _missing(config: TrainConfig) -> list[str]:
+    """The parameters that name a path of this machine where there is nothing."""
+    named = {name: config[name] for name in _SOURCES if config[name] and _is_path(name, config[name])}
+    return [name for name, path in named.items() if not glob.glob(os.path.expanduser(path)) and not Path(path).exists()]
+
+
+def check_files(config: TrainConfig) -> Check:
+    """Whether the files and folders of this machine that the run reads are there."""
+    texts, fixes = [], []
+    for name in _missing(config):
+        path = Path(config[name]).expanduser()
+        texts.append(f"{name}={config[name]}: there is no such file or folder")
+        near = closest(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [])
+        fixes.append(f"{name}={path.parent / near[0] if near else f'its path, absolute or from {Path.cwd()}'}")
+    if texts:
+        return Check("Files", "failure", "; ".join(texts), " ".join(fixes))
+    return Check("Files", "ok", "all paths that the run names are there")
+
+
+_ASKING = 3.0  # seconds that a server gets to answer
+_ASKED_AGAIN = 300.0  # seconds after which the hub is asked again whether it answers
+_ASKED = "TPU_KIT_HUB_ASKED"  # in the environment, and so in that of child processes: when that was (time.time)
+
+
+def _answered(ask: Callable[[], int], seconds: float) -> tuple[int | None, str]:
+    """The status that `ask` returns, or None and why there is none."""
+    outcome: list[tuple[int | None, str]] = [(None, f"no answer in {seconds:g} s")]
+
+    def work() -> None:
+        try:
+            outcome[0] = (ask(), "")
+        except urllib.error.HTTPError as error:
+            outcome[0] = (error.code, "")
+        except Exception as error:  # of the system, urllib, or the hub's library
+            outcome[0] = (None, str(getattr(error, "reason", error)))
+
+    # A thread, since the look-up of a name has no timeout of its own.
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return outcome[0]
+
+
+def _head(url: str, token: str | None = None, seconds: float = _ASKING) -> tuple[int | None, str]:
     """Ask a server for a page's headers, by way of a proxy if one is set; no redirect gets to see the token.
 
     Returns:
         The status, or None and why there is none.
     """
-    outcome: list[tuple[int | None, str]] = [(None, f"no answer in {seconds:.0f} s")]
     headers = {"Authorization": f"Bearer {token}"} if token else {}
 
-    def ask() -> None:
-        try:
-            request = urllib.request.Request(url, method="HEAD", headers=headers)
-            with urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds) as answer:
-                outcome[0] = (answer.status, "")
-        except urllib.error.HTTPError as error:
-            outcome[0] = (error.code, "")
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            outcome[0] = (None, str(getattr(error, "reason", error)))
+    def ask() -> int:
+        request = urllib.request.Request(url, method="HEAD", headers=headers)
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds) as answer:
+            return int(answer.status)
 
-    # A thread, since the look-up of a name has no timeout of its own.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return outcome[0]
+    return _answered(ask, seconds)
+
+
+def ask_hub_once() -> None:
+    """Lets Hugging Face's libraries use their caches alone where the hub does not answer one try of 3 seconds.
+
+    Otherwise each file costs six tries: 24 s where connections are refused, and 66 s where nothing comes back. Child
+    processes inherit what was found, and the hub is asked again after five minutes. Where HF_HUB_OFFLINE is set, to 0
+    too, nothing is asked.
+    """
+    environ, before = os.environ, os.environ.get(_ASKED)
+    if before is None and {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & environ.keys():
+        return
+    if before is not None and time.time() - float(before) < _ASKED_AGAIN:
+        return
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    _set_offline(False)
+    # By the library's own connection: its proxy and its certificates are those that count.
+    status, problem = _answered(lambda: get_session().head(constants.ENDPOINT, timeout=_ASKING).status_code, _ASKING)
+    environ[_ASKED] = str(time.time())
+    if status is None:
+        _set_offline(True)
+        print(
+            f"{constants.ENDPOINT}: {problem}; only what is in its cache on this machine is used (HF_HUB_OFFLINE=0 "
+            "tries longer)",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
+def _set_offline(offline: bool) -> None:
+    os.environ.pop("HF_HUB_OFFLINE", None)
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    for name in ("huggingface_hub.constants", "datasets.config"):  # which have read it, if they are loaded
+        if module := sys.modules.get(name):
+            module.HF_HUB_OFFLINE = offline  # type: ignore[attr-defined]
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -224,7 +309,8 @@ def check_hub(at: Machine, config: TrainConfig) -> Check:
     with contextlib.suppress(OSError):
         token = token or token_file.read_text().strip()
     text = f"token in {'HF_TOKEN' if environ.get('HF_TOKEN') else token_file}" if token else "no token"
-    away = [s for s in (model, config.data.source) if s != "embedded" and "://" not in s and not _is_local(s)]
+    given = [config[source] for source in _SOURCES if config[source] and source not in _missing(config)]
+    away = [s for s in given if s not in ("embedded", "rationales") and "://" not in s and not _is_local(s)]
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if environ.get(variable, "").upper() in _TRUE:
             return Check(name, "skipped", f"offline by {variable}; {text}")

@@ -20,6 +20,7 @@ from typing import Any
 
 from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import LoraConfig, ModelConfig
+from tpu_kit.hardware.host import ask_hub_once
 
 ALONE = 2**24
 """Numbers of a trained tensor from which on it is updated by itself, not as part of a vector; see `training.optimizer`.
@@ -358,6 +359,7 @@ def _find(model: ModelConfig) -> Path:
         raise ValueError(f"{name}: there is no such folder. Give a folder, a hub id or embedded")
     from huggingface_hub import hf_hub_download
 
+    ask_hub_once()
     try:
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
     except (OSError, ValueError) as error:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tpu_kit.hardware.host import ask_hub_once
 from tpu_kit.hardware.units import GIB
 from tpu_kit.models.architecture import did_you_mean
 from tpu_kit.models.quantization import QuantizedLinear, Scheme, SchemeError, quantize_model, replace_layers
@@ -209,6 +210,7 @@ def locate(config: ModelConfig) -> str:
         return str(folder)
     if config.name.startswith((".", "~", os.sep)) or config.name.count("/") > 1:
         raise ValueError(f"model.name={config.name}: there is no such folder. Give a folder, a hub id or embedded")
+    ask_hub_once()
     return config.name
 
 
