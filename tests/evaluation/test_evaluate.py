@@ -21,6 +21,7 @@ from tpu_kit.assets.embedded import cot_rows, model_dir
 from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, LoraConfig, ModelConfig, TrainConfig, load_config
 from tpu_kit.data.prepare import Prepared, prepare
+from tpu_kit.distributed import progress
 from tpu_kit.evaluation.evaluate import Accuracy, Evaluation, Sample, compare, evaluate, evaluate_adapter, mcnemar
 from tpu_kit.generation.prompts import stop_ids
 from tpu_kit.generation.service import load_for_generation
@@ -265,11 +266,22 @@ def config(**data: Any) -> TrainConfig:
     return replace(loaded, data=replace(loaded.data, **data))
 
 
-def test_evaluate_base_and_tuned(tmp_path: Path, prepared: Prepared) -> None:
+def test_evaluate_base_and_tuned(tmp_path: Path, prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path)
     rows, prompts = prepared.eval_rows, prepared.eval_prompts
     base = evaluate(config(), rows, prompts)
-    tuned = evaluate(config(), rows, prompts, tmp_path)
+    (tmp_path / "run").mkdir()
+    said: list[dict[str, Any]] = []
+    write = progress.atomic.write_text
+
+    def keep(path: Path, text: str) -> None:
+        said.append(json.loads(text))
+        write(path, text)
+
+    monkeypatch.setattr(progress.atomic, "write_text", keep)
+    tuned = evaluate(replace(config(), output_dir=str(tmp_path / "run")), rows, prompts, tmp_path)
+    assert said[0] == {"model": "tuned model", "answered": 0, "asked": 6} and said[-1]["answered"] == 6
+    assert list((tmp_path / "run").iterdir()) == []  # nothing answers any more
     assert [sample.question for sample in base.samples] == [row["question"] for row in rows]
     assert base.accuracy.total == tuned.accuracy.total == len(rows) == 6
     assert base.accuracy.correct == sum(bool(sample.correct) for sample in base.samples)

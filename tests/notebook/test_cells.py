@@ -145,6 +145,9 @@ def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "no metrics yet" in printed
     assert "set generate_rows" in printed
+    assert "image/png" not in cells_module._curves(tmp_path)  # no axes without a point
+    (tmp_path / "metrics.jsonl").write_text(METRICS.replace('"mfu": 0.25', '"mfu": null'))
+    assert "MFU" not in cells_module._progress(tmp_path, started=True)["text/html"]  # no peak is known of a CPU
 
 
 def test_a_run_is_checked_by_its_loss_and_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,7 +313,9 @@ LIVE = """\
 import os, subprocess, sys
 from tpu_kit.notebook import cells as notebook
 write = "import sys, time\\nfor line in open('all.jsonl'):\\n    time.sleep(0.5)\\n"
-write += "    print(line, end='', file=open('run/metrics.jsonl', 'a'), flush=True)"
+write += "    print(line, end='', file=open('run/metrics.jsonl', 'a'), flush=True)\\n"
+write += "json.dump({'model': 'base model', 'answered': 5, 'asked': 20}, open('run/answering.json', 'w'))\\n"
+write = "import json, os\\n" + write + "time.sleep(2)\\nos.remove('run/answering.json')"
 with notebook.live("run", every=0.1):
     subprocess.run([sys.executable, "-c", write], check=True)
     assert os.environ["TPU_KIT_NO_BAR"] == "1"
@@ -328,13 +333,16 @@ def test_displays_in_a_kernel(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "all.jsonl").write_text(METRICS.rpartition("\n")[0] + "\n")
     path = write_notebook(tmp_path / "in.ipynb", OWN, LIVE, SHOW)
-    messages = watched(path)
+    (tmp_path / "run" / "answering.json").write_text('{"model": "old", "answered": 1, "asked": 2}')  # left by a kill
+    shown = watched(path)
     done = nbformat.read(path.with_name("out.ipynb"), as_version=4)
 
     progress, plot = done.cells[1].outputs  # two displays, replaced in place
     assert plot.data["text/plain"] == "train loss 2.0000 -> 1.0000 at step 3; eval loss 1.5000 -> 1.5000 at step 3"
     assert base64.b64decode(plot.data["image/png"]).startswith(b"\x89PNG")
-    assert messages >= 6  # the thread, while the child ran, and the end
+    assert len(shown) >= 6  # the thread, while the child ran, and the end
+    assert not any("old" in text for text in shown)
+    assert any(f"{'█' * 10}{'░' * 30} 5 of 20 answers, base model" in text for text in shown)
     assert progress.data["text/plain"] == (
         f"{'█' * 20}{'░' * 20} 3 of 6 updates, 0:01:01 left; went on from step 2; compiled programs 3; "
         "tokens/s/chip 6; MFU 25.0%"
@@ -349,19 +357,20 @@ def test_displays_in_a_kernel(tmp_path: Path) -> None:
     assert done.cells[2].outputs[1].data["text/plain"] == "<script>[[a & b]]"
 
 
-def watched(path: Path) -> int:
-    """Executes the notebook and returns how often a display was replaced."""
+def watched(path: Path) -> list[str]:
+    """Executes the notebook and returns the texts that displays were replaced with."""
     from nbclient import NotebookClient
 
-    class Client(NotebookClient):
-        updates = 0
+    shown: list[str] = []
 
+    class Client(NotebookClient):
         def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
-            self.updates += msg["msg_type"] == "update_display_data"
+            if msg["msg_type"] == "update_display_data":
+                shown.append(msg["content"]["data"]["text/plain"])
             return super().process_message(msg, cell, cell_index)
 
     made = nbformat.read(path, as_version=4)
     client = Client(made, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}})
     client.execute()
     nbformat.write(made, path.with_name("out.ipynb"))
-    return client.updates
+    return shown

@@ -11,7 +11,7 @@ device once in `block` tokens of the whole batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,13 +135,19 @@ class Generator:
         return rows * slots * cache_bytes_per_token(self._config, self._decoder.element_bytes)
 
     def share(
-        self, prompts: Sequence[Prompt], sampling: Sampling, n: int = 1, truncate: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        n: int = 1,
+        truncate: bool = False,
+        progress: Callable[[int], object] | None = None,
     ) -> dict[tuple[int, int], Completion]:
         """Completes this replica's share of the prompts: (number of the prompt, number of the sample) -> completion.
 
-        Every replica must call it with the same arguments. The rest is as in `generate`.
+        Every replica must call it with the same arguments. After each block `progress` gets the number of the
+        completions that this replica has finished. The rest is as in `generate`.
         """
-        return self._run(prompts, sampling, n, truncate, share=True)
+        return self._run(prompts, sampling, n, truncate, share=True, progress=progress)
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, truncate: bool = False) -> Iterator[str]:
         """Completes one prompt; gives its text in pieces as they come, one for each block.
@@ -271,6 +277,7 @@ class Generator:
         truncate: bool,
         hold: bool = False,
         share: bool = False,
+        progress: Callable[[int], object] | None = None,
     ) -> dict[tuple[int, int], Completion]:
         if n < 1:
             raise ValueError(f"n={n}: must be 1 or more samples")
@@ -279,7 +286,7 @@ class Generator:
         size = 1 if len(encoded) == 1 else max(1, self._batch_size // n)
         # The longest first: if memory runs out it does so at once. The replicas' batches of a round are alike.
         order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]), reverse=True)
-        found = {}
+        found: dict[tuple[int, int], Completion] = {}
         for start in range(0, len(order), size * world):
             together = order[start : start + size * world]
             mine = together[rank::world]
@@ -288,8 +295,10 @@ class Generator:
             width = self._width(len(encoded[together[0]]) - 1)
             ids = [encoded[row] for row in mine]
             rows: list[Row] = []
-            for rows in self._batch(ids, mine, n, size, sampling, width, world, hold):  # noqa: B007 - the last counts
-                pass
+            for rows in self._batch(ids, mine, n, size, sampling, width, world, hold):
+                if progress:
+                    most = sampling.max_new_tokens
+                    progress(len(found) + sum(row.state == ENDED or len(row.tokens) == most for row in rows))
             for place, row in enumerate(rows):
                 ended = row.state == ENDED
                 found[mine[place // n], place % n] = self._texts.completion(row, ended, sampling)

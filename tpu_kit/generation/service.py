@@ -26,6 +26,7 @@ import torch
 from tpu_kit.config.loader import ModelConfig, TrainConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
+from tpu_kit.distributed.progress import follow_answers
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator, Rating
 from tpu_kit.generation.kv_cache import causal
@@ -161,10 +162,15 @@ def answer(
             raise ValueError(f"batch_size={batch_size} and n={ask.n} must both be 1 or more")
     if max([len(rows), *(len(ask.prompts) for ask in asks)]) == 1:  # a prompt's samples come from one prefill
         config = replace(config, launch=replace(config.launch, num_replicas=1))
-    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
-        arguments = {"asks": list(asks), "rows": list(rows), "batch_size": batch_size, "folder": Path(folder)}
+    asked = sum(len(ask.prompts) * ask.n for ask in asks)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpu_kit-")))
+        if asked > 1:
+            model = "base model" if adapter_dir is None else "tuned model"
+            stack.enter_context(follow_answers(folder, config.output_path, model, asked))
+        arguments = {"asks": list(asks), "rows": list(rows), "batch_size": batch_size, "folder": folder}
         launch_with_adapter(_answer_share, answer, config, adapter_dir, **arguments)
-        parts = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+        parts = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     completions = []
     for number, ask in enumerate(asks):
         found: dict[tuple[int, int], Completion] = {}
@@ -193,9 +199,14 @@ def _answer_share(
         model, tokenizer, config, [prompt for ask in asks for prompt in ask.prompts],
         max((ask.sampling.max_new_tokens for ask in asks), default=1), -(-mine // batches) if asks else batch_size,
     )  # fmt: skip
-    completed = []
+    completed: list[tuple[list[tuple[int, int]], str]] = []
+    told = folder / f"rank-{rt.rank}.answered"
     for ask in asks:
-        found = generator.share(ask.prompts, ask.sampling, ask.n, ask.truncate)
+        before = sum(len(keys) for keys, _ in completed)
+        found = generator.share(
+            ask.prompts, ask.sampling, ask.n, ask.truncate,
+            progress=lambda done, before=before: told.write_text(str(before + done)),  # type: ignore[misc]
+        )  # fmt: skip
         completed.append((list(found), to_json(list(found.values()))))
     text = json.dumps({"asks": completed, "ratings": generator.rate(rows, share=True)})
     (folder / f"rank-{rt.rank}.json").write_text(text)

@@ -27,6 +27,7 @@ from tpu_kit.config import schema
 from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.stored import stored_values
+from tpu_kit.distributed.progress import ANSWERING_FILE, NO_BAR
 from tpu_kit.hardware.machine import Check
 from tpu_kit.notebook.display import COLOURS, Bundle, in_ipython, picture, show, table
 from tpu_kit.notebook.display import show_checks as show_checks
@@ -34,7 +35,7 @@ from tpu_kit.notebook.display import show_table as show_table
 from tpu_kit.notebook.parameters import explain_missing_names
 from tpu_kit.notebook.parameters import parameters as parameters
 from tpu_kit.storage.output_location import fetch_run, find_place
-from tpu_kit.training.metrics import METRICS_FILE, NO_BAR, read_metrics
+from tpu_kit.training.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from tpu_kit.data.prepare import DataReport, Prepared
@@ -343,19 +344,20 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
         return
     from IPython.display import display
 
-    seen, stop = _version(output_dir), threading.Event()
-    old = seen  # metrics of an earlier run say nothing of this one
+    files, stop = [Path(output_dir) / name for name in (METRICS_FILE, ANSWERING_FILE)], threading.Event()
+    old = seen = [_version(file) for file in files]  # what an earlier run has left says nothing of this one
     bar = display(_progress(output_dir, started=False), raw=True, display_id=True)
     plot = display(_curves(output_dir), raw=True, display_id=True)
 
     def redraw() -> None:
-        bar.update(_progress(output_dir, started=_version(output_dir) != old), raw=True)
+        started, answering = (_version(file) not in (None, before) for file, before in zip(files, old, strict=True))
+        bar.update(_progress(output_dir, started, answering), raw=True)
         plot.update(_curves(output_dir), raw=True)
 
     def follow() -> None:
         nonlocal seen
         while not stop.wait(every):
-            if (now := _version(output_dir)) != seen:
+            if (now := [_version(file) for file in files]) != seen:
                 seen = now
                 redraw()
 
@@ -412,9 +414,9 @@ def check_run(config: TrainConfig, result: TrainResult) -> None:
     show({"text/plain": f"{result.status}: {len(losses)} logs, {Path(result.adapter_dir) / name}"})
 
 
-def _version(output_dir: str | Path) -> tuple[int, int] | None:
+def _version(file: Path) -> tuple[int, int] | None:
     try:
-        status = (Path(output_dir) / METRICS_FILE).stat()
+        status = file.stat()
     except OSError:  # not there yet; or nothing can be there, which is for `train` to tell
         return None
     return status.st_mtime_ns, status.st_size
@@ -432,10 +434,10 @@ def _figures(records: list[dict[str, Any]]) -> dict[str, str]:
     found = {"went on from": f"step {last['resumed_from']}"} if last.get("resumed_from") else {}
     found |= {"compiled programs": str(last.get("compiles", "unknown"))}
     found |= {"tokens/s/chip": f"{median(rates):,.0f}"} if rates else {}
-    return found | {"MFU": f"{median(shares):.1%}" if shares else "no peak is known of this device"}
+    return found | ({"MFU": f"{median(shares):.1%}"} if shares else {})  # of a CPU no peak is known
 
 
-def _progress(output_dir: str | Path, started: bool) -> Bundle:
+def _progress(output_dir: str | Path, started: bool, answering: bool = False) -> Bundle:
     records = read_metrics(output_dir) if started else []
     last = next((record for record in reversed(records) if record["kind"] == "train"), None)
     if last is None:
@@ -445,6 +447,13 @@ def _progress(output_dir: str | Path, started: bool) -> Bundle:
     left = f", {timedelta(seconds=round(last['eta_seconds']))} left" if last.get("eta_seconds") else ""
     full = round(_WIDTH * step / total) if total else 0
     bar = f"{'█' * full}{'░' * (_WIDTH - full)} {step} of {total or '?'} updates{left}"
+    if answering:
+        with contextlib.suppress(OSError, ValueError):  # it was removed meanwhile: all are answered
+            said = json.loads((Path(output_dir) / ANSWERING_FILE).read_text())
+            full = round(_WIDTH * said["answered"] / said["asked"])
+            bar += (
+                f"\n{'█' * full}{'░' * (_WIDTH - full)} {said['answered']} of {said['asked']} answers, {said['model']}"
+            )
     figures = _figures(records)
     saved = sorted(Path(output_dir).glob("checkpoints/step-*/manifest.json"))
     if saved:
@@ -458,21 +467,22 @@ def _progress(output_dir: str | Path, started: bool) -> Bundle:
 def _curves(output_dir: str | Path) -> Bundle:
     from matplotlib.figure import Figure
 
-    records = read_metrics(output_dir)
+    records = {kind: [one for one in read_metrics(output_dir) if one["kind"] == kind] for kind in ("train", "eval")}
+    if not any(records.values()):
+        text = f"no metrics yet in {output_dir} ({time.strftime('%H:%M:%S')})"
+        return {"text/html": f"<i>{html.escape(text)}</i>", "text/plain": text}
     figure = Figure(figsize=(9, 3), layout="constrained")
     loss, speed = figure.subplots(1, 2)
     summary = []
-    for kind, marker in (("train", "."), ("eval", "o")):
-        points = [record for record in records if record["kind"] == kind]
+    for (kind, points), marker in zip(records.items(), ".o", strict=True):
         if points:
             steps = [record["step"] for record in points]
             values = [float("nan") if record["loss"] is None else record["loss"] for record in points]
             loss.plot(steps, values, marker=marker, label=kind)
             summary.append(f"{kind} loss {values[0]:.4f} -> {values[-1]:.4f} at step {steps[-1]}")
     loss.set(xlabel="step", ylabel="loss (nats per token)")
-    if summary:
-        loss.legend()
-    train = [record for record in records if record["kind"] == "train"]
+    loss.legend()
+    train = records["train"]
     speed.plot([record["step"] for record in train], [record["tokens_per_second"] for record in train], marker=".")
     speed.set(xlabel="step", ylabel="tokens per second", ylim=(0, None))
-    return picture(figure, "; ".join(summary) or f"no metrics yet in {output_dir} ({time.strftime('%H:%M:%S')})")
+    return picture(figure, "; ".join(summary))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.distributed.progress import open_bar
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.host import check_wandb
 from tpu_kit.hardware.machine import Machine
@@ -60,7 +61,6 @@ class RecompileMonitor:
 
 
 METRICS_FILE = "metrics.jsonl"
-NO_BAR = "TPU_KIT_NO_BAR"  # in the environment: a notebook shows progress in its own way
 
 
 def flops_per_token(frozen: int, trainable: int, num_layers: int, attention_width: int, sequence_length: int) -> int:
@@ -209,7 +209,7 @@ class Tracker:
         again = history is not None
         self._tensorboard = self._open_tensorboard(resume_step, again) if config.tracking.tensorboard else None
         self._wandb = self._open_wandb(config, again) if config.tracking.wandb != "off" else None
-        self._bar = self._open_bar(config.run_name, resume_step)
+        self._bar = open_bar(config.run_name, total_steps, resume_step)
 
     def __enter__(self) -> Tracker:
         return self
@@ -374,24 +374,6 @@ class Tracker:
         # W&B's own step only grows; ours goes back when a run resumes from an earlier checkpoint.
         run.define_metric("*", step_metric="step")
         return run
-
-    def _open_bar(self, name: str, step: int) -> Any:
-        from tqdm.std import tqdm  # type: ignore[import-untyped]
-
-        # A launch's stderr is a pipe to a notebook cell or a log: no terminal width to follow, and each redraw is kept.
-        terminal = sys.stderr.isatty()
-        return tqdm(
-            desc=name,
-            total=self._total_steps,
-            initial=step,
-            unit="step",
-            file=sys.stderr,
-            ascii=True,
-            dynamic_ncols=terminal,
-            ncols=None if terminal else 110,
-            mininterval=0.5 if terminal else 2.0,
-            disable=NO_BAR in os.environ,
-        )
 
 
 def _perplexity(loss: float) -> float:
