@@ -279,7 +279,7 @@ class _Result:
 @command(
     "The held-out rows are those of `train`; those that the training data ask too are left out. generate_rows=200\n"
     "bounds them, generate_tokens the length of an answer, verifier says what judges it. With an adapter the result\n"
-    "is written as eval.json into the run's folder.\n\n"
+    "is written as eval.json into the run's folder, unless the one there is of more rows.\n\n"
     "Exit codes: 0 done, 1 error, 2 bad arguments.",
     _CONFIG | _JSON,
     (_Result,),
@@ -330,7 +330,7 @@ class _Prompts:
 
     def __post_init__(self) -> None:
         found = [*self.prompt, *(_read_prompts(self.prompts) if self.prompts else [])]
-        if not found:
+        if not found and not sys.stdin.isatty():
             raise ValueError('prompt: there is none; give prompt="..." or prompts=FILE')
         chats = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in found]
         self.asked = chats if self.chat else found
@@ -348,13 +348,21 @@ def _read_prompts(file: str) -> list[Any]:
         ) from error
 
 
-@command("Exit codes: 0 done, 1 error, 2 bad arguments.", _CONFIG | _JSON, (_Prompts, Sampling))
+@command(
+    "Without a prompt, on a terminal, it is a chat: /exit or Ctrl-D ends it.\n\n"
+    "Exit codes: 0 done, 1 error, 2 bad arguments.",
+    _CONFIG | _JSON,
+    (_Prompts, Sampling),
+)
 def generate(given: argparse.Namespace) -> int:
     """Answer prompts with a base or tuned model."""
     from tpu_kit.generation import service as generation
     from tpu_kit.generation.prompts import to_json
 
     own, sampling = given.own
+    if not own.asked:
+        generation.chat(given.config, sampling, adapter_dir=own.adapter)
+        return OK
     options = {"adapter_dir": own.adapter, "truncate": own.truncate}
     if len(own.asked) == own.n == 1 and not given.json:
         generation.stream(given.config, own.asked[0], sampling, **options)

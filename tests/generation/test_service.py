@@ -5,7 +5,12 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
+import pty
 import re
+import select
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )  # fmt: skip
 
-from tests.support.child_processes import QUICK_XLA_FLAGS, REPOSITORY, run_python
+from tests.support.child_processes import QUICK_XLA_FLAGS, REPOSITORY, child_environment, run_python
 from tests.support.compiler_models import SMOLLM2_135M, TINY, write_config
 from tests.support.generation_functions import (
     FAMILIES,
@@ -644,3 +649,55 @@ def test_real_weights_say_what_transformers_says(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     run = configured(**{"model.name": str(tmp_path), "device_type": "xla-cpu", "num_replicas": 1})
     assert tokens(generate(run, prompts, GREEDY, batch_size=4)) == wanted
+
+
+def read_until(terminal: int, text: str) -> str:
+    """What a terminal shows, up to a text."""
+    shown = b""
+    while text.encode() not in shown:
+        ready, _, _ = select.select([terminal], [], [], 120)
+        assert ready, shown.decode()
+        shown += os.read(terminal, 4096)
+    return shown.decode().replace("\r", "")
+
+
+def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
+    terminal, inside = pty.openpty()
+    command = [sys.executable, "-m", "tpu_kit", "generate", "device_type=cpu", "max_new_tokens=12", "base_dtype=fp32"]
+    environment = child_environment({"PYTHONPATH": str(REPOSITORY), "PJRT_DEVICE": None})
+    process = subprocess.Popen(
+        command, stdin=inside, stdout=inside, stderr=subprocess.PIPE, env=environment, cwd=tmp_path,
+        start_new_session=True, text=True,
+    )  # fmt: skip
+    os.close(inside)
+    turns = []
+    try:
+        read_until(terminal, "> ")
+        for question in ("What is 2 + 3?", "And with 4 more?"):
+            os.write(terminal, f"{question}\n".encode())
+            turns.append(read_until(terminal, "\n> ").removesuffix("> ").partition("\n")[2].strip())
+        os.write(terminal, b"\x04")  # Ctrl-D
+        assert process.wait(60) == 0, process.stderr.read()
+    finally:
+        process.kill()
+        os.close(terminal)
+    config = load_config(None, {"device_type": "cpu", "base_dtype": "fp32"})
+    asked = [{"role": "user", "content": "What is 2 + 3?"}]
+    model, tokenizer = load_for_generation(config.model), load_tokenizer(config.model)
+    generator = Generator(model, tokenizer, CPU, max_prompt=256, max_new_tokens=12, data=config.data)
+    for turn, question in zip(turns, ("And with 4 more?", ""), strict=True):
+        (reply,) = generator.generate([asked], Sampling(12))
+        assert turn == reply.text.strip() != ""
+        asked += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": question}]
+
+
+def test_a_chat_that_no_longer_fits_loses_its_beginning(
+    embedded: Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [{"role": "user", "content": "What is 2 + 3? " * 40}, {"role": "assistant", "content": "5"}]
+    said.append({"role": "user", "content": "What is 4 + 3?"})
+    (alone,) = embedded.generate([said[2:]], Sampling(8))
+    assert service._reply(embedded, said, Sampling(8)) == alone.text
+    assert len(said) == 1 and "no longer fits, and is left out" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="prompt 0: "):
+        service._reply(embedded, [{"role": "user", "content": "What is 2 + 3? " * 40}], Sampling(8))

@@ -203,6 +203,46 @@ def test_wandb_offline_and_tensorboard(tmp_path: Path) -> None:
     assert events.Scalars("eval/loss")[0].value == 1.25
 
 
+RESULT = """
+from pathlib import Path
+from tpu_kit.config.loader import load_config
+from tpu_kit.evaluation.report import Accuracy, Evaluation, Sample, compare
+from tpu_kit.training.metrics import Tracker, log_result
+config = load_config(None, {"wandb": "offline", "tensorboard": True, "wandb_adapter": True, "output_dir": "run"})
+Path("run/adapter").mkdir(parents=True)
+Path("run/adapter/adapter_model.safetensors").write_text("weights")
+base, tuned = (
+    Evaluation(Accuracy.of(n, 1), 0.5, 7.0, 0.0, 64, (Sample("1 | 1?", "2", f"says {n}", bool(n)),)) for n in (0, 1)
+)
+with Tracker(config, "run") as tracker:
+    tracker.log(3, loss=1.0, grad_norm=1.0, lr=0.1, tokens=9, compiles=1, epoch=0.0)
+metrics = {"accuracy_before": 0.0, "accuracy_after": 1.0, "eval_loss": float("nan")}
+log_result(config, 3, metrics, compare(base, tuned), "run/adapter")
+"""
+
+
+def test_trackers_get_the_result(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    done = run_python(RESULT, cwd=tmp_path)
+    assert "warning" not in done.stderr
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [e.value for e in events.Scalars("result/accuracy_after")] == [1.0]
+    assert [e.step for e in events.Scalars("train/loss")] == [3]
+    (answers,) = events.Tensors("answers/text_summary")
+    assert rb"1 \| 1?|2|says 0|False|says 1|True" in answers.tensor_proto.string_val[0]
+    assert b"lora.r" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+
+    folder = tmp_path / "run" / "wandb"
+    assert len({path.stem for path in folder.glob("offline-run-*/run-*.wandb")}) == 1  # one run on W&B
+    (table,) = folder.glob("offline-run-*/files/media/table/answers*.table.json")
+    assert json.loads(table.read_text())["data"] == [["1 | 1?", "2", "says 0", "False", "says 1", "True"]]
+    written = b"".join(path.read_bytes() for path in folder.glob("offline-run-*/run-*.wandb"))
+    assert b"result/accuracy_before" in written and b"result/accuracy_after" in written
+    assert b"adapter-" in written and b"adapter_model.safetensors" in written
+
+
 def build_llama(**changed: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -54,6 +54,8 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if model.attention == "flash" and data.max_length % 128:
         near = near_multiples(data.max_length, 128)
         yield "data.max_length model.attention", f"is no multiple of 128, as model.attention=flash needs; use {near}"
+    if config.tracking.wandb_adapter and config.tracking.wandb == "off":
+        yield "tracking.wandb_adapter tracking.wandb", "adds to a run on W&B, and tracking.wandb=off; set wandb=online"
     yield from _evaluation_contradictions(config)
     yield from _schedule_contradictions(optim)
     yield from _batch_contradictions(optim)

@@ -205,6 +205,7 @@ class TrackingConfig:
     logging_steps: int = knob(10, "Updates between two readings of the metrics from the device.", at_least=1)
     wandb: Literal["off", "online", "offline"] = knob("off", "Log to Weights & Biases.")
     wandb_project: str = knob("tpu_kit", "The project there.")
+    wandb_adapter: bool = knob(False, "Add the trained adapter to the run there, as an artefact.")
     tensorboard: bool = knob(False, "Write TensorBoard events.")
     generate_rows: int = knob(
         0, "Held-out rows answered by generation before and after training; 0 = none.", at_least=0

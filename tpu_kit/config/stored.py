@@ -24,7 +24,10 @@ RENAMED: dict[str, tuple[str, str]] = {}
 REMOVED: dict[str, tuple[str, Any]] = {}
 """Dotted name -> (the version of tpu_kit that removed it, the value that the kit acts as ever since)."""
 
-ADDED: dict[str, tuple[str, Any]] = {"data.on_bad_row": ("0.1.0", "stop")}
+ADDED: dict[str, tuple[str, Any]] = {
+    "data.on_bad_row": ("0.1.0", "stop"),
+    "tracking.wandb_adapter": ("0.1.0", False),
+}
 """Dotted name -> (the version of tpu_kit that added it, the value that runs of earlier versions are to have)."""
 
 

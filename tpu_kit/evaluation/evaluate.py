@@ -6,8 +6,10 @@ print(evaluate_adapter(config, "runs/my-run/adapter"))
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import GenerationRequest, answer
 from tpu_kit.models.architecture import read_shape
 from tpu_kit.models.loading import load_tokenizer
-from tpu_kit.storage.object_store import ObjectFolder, is_url
+from tpu_kit.storage.object_store import ObjectFolder, at_hand, is_url
 
 __all__ = [
     "Accuracy", "Comparison", "Evaluation", "Sample", "compare", "count_correct", "evaluate", "evaluate_adapter",
@@ -38,7 +40,7 @@ _BATCH = 32  # rows that a replica answers at a time
 
 
 def evaluate_adapter(
-    config: TrainConfig, adapter_dir: str | Path, verifier: str | Verifier | None = None
+    config: TrainConfig, adapter_dir: str | Path, verifier: str | Verifier | None = None, replace: bool = False
 ) -> Comparison:
     """Let the base and the tuned model answer the held-out rows, and write the comparison beside the adapter.
 
@@ -49,6 +51,7 @@ def evaluate_adapter(
         config: the run; `tracking.generate_rows` bounds the rows (0 = all that are held out).
         adapter_dir: what training wrote, a folder or gs://bucket/run/adapter; eval.json goes beside it.
         verifier: as in `evaluate`.
+        replace: the adapter is a new one, so its eval.json replaces one of more rows, too.
 
     Raises:
         ValueError: as in `evaluate` and `prepare`.
@@ -58,12 +61,24 @@ def evaluate_adapter(
     base = evaluate(config, rows, prompts, verifier=verifier)
     tuned = evaluate(config, rows, prompts, adapter_dir, verifier)
     found = compare(base, tuned, seen)
+    url = str(adapter_dir).rstrip("/").rpartition("/")[0]
+    run = url if is_url(adapter_dir) else Path(adapter_dir).absolute().parent
+    if not replace and (before := _rows_of(run)) > len(rows):
+        print(f"{run}/eval.json stays: it is of {before} rows, and this is of {len(rows)}", file=sys.stderr, flush=True)
+        return found
     written = json.dumps(found.to_dict(), indent=2)
-    if is_url(adapter_dir):
-        ObjectFolder(str(adapter_dir).rstrip("/").rpartition("/")[0]).write("eval.json", written.encode())
+    if isinstance(run, str):
+        ObjectFolder(run).write("eval.json", written.encode())
     else:
-        (Path(adapter_dir).absolute().parent / "eval.json").write_text(written)
+        (run / "eval.json").write_text(written)
     return found
+
+
+def _rows_of(run: str | Path) -> int:
+    """How many rows the eval.json of a run is of; 0 where there is none that can be read."""
+    with at_hand(run, "eval.json") as folder, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return len(json.loads((folder / "eval.json").read_text())["samples"])
+    return 0
 
 
 def check_answers(config: TrainConfig, prepared: Prepared) -> None:

@@ -111,6 +111,11 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
     config, format = _read_config(folder), options.format
     target = Path(options.out) if options.out else (config.output_path if copied else folder) / "export" / format
     _check_replaceable(target)
+    if format.startswith("gguf") and config.model.name == "embedded":
+        raise ValueError(
+            f"format={format}: llama.cpp does not know the tokenizer of the embedded model, so it cannot become GGUF. "
+            "Use format=merged, or train a model of a family that llama.cpp knows, such as Llama or Qwen"
+        )
     tools = gguf.converter() if format.startswith("gguf") else None  # before minutes of loading
     with atomic.replacing(target) as part:
         work = _load(config, folder, part, options)

@@ -8,7 +8,6 @@ of it are checked again whenever they are used.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -40,10 +39,8 @@ def converter() -> Path:
     """The folder of llama.cpp's converters; fetched if it is not in the cache.
 
     Raises:
-        ValueError: sentencepiece is missing, the archive cannot be fetched, or it is not the one that is expected.
+        ValueError: the archive cannot be fetched, or it is not the one that is expected.
     """
-    if importlib.util.find_spec("sentencepiece") is None:
-        raise ValueError("llama.cpp's converter needs sentencepiece: pip install sentencepiece")
     folder = cache_folder() / f"llama.cpp-{VERSION}"
     if folder.is_dir() and fingerprint(folder) == FILES_SHA256:
         return folder

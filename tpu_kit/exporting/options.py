@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 
@@ -20,7 +21,11 @@ class ExportOptions:
         ValueError: there is no such format or dtype, the place cannot be written to, or a token is missing.
     """
 
-    format: str = knob("merged", f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")
+    format: str = knob(
+        "merged",
+        f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}. GGUF needs the extra tpu_kit[export], and a tokenizer that "
+        "llama.cpp knows, which that of the embedded model is not.",
+    )
     out: str | None = knob(None, "The folder; null = RUN_DIR/export/FORMAT. An earlier export there is replaced.")
     dtype: str = knob("bf16", f"Of merged weights: {', '.join(DTYPES)}.")
     base: str | None = knob(None, "The base model's name on the hub, where it was trained from a folder.")
@@ -29,6 +34,11 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ValueError(f"format={self.format}: there are {', '.join(FORMATS)}")
+        if self.format.startswith("gguf") and importlib.util.find_spec("sentencepiece") is None:
+            raise ValueError(
+                f"format={self.format} needs llama.cpp's converter, which needs sentencepiece: pip install "
+                "sentencepiece xllamacpp (the extra tpu_kit[export]; the second checks what was written)"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype}: there are {', '.join(DTYPES)}")
         if self.out and is_url(self.out):

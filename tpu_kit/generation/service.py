@@ -13,6 +13,8 @@ import contextlib
 import copy
 import functools
 import json
+import os
+import sys
 import tempfile
 import threading
 import warnings
@@ -38,7 +40,7 @@ from tpu_kit.models import rotary
 from tpu_kit.models.loading import brief, load_base, load_frozen, load_tokenizer, read_config
 from tpu_kit.storage.object_store import at_hand
 
-__all__ = ["Completion", "Generator", "Prompt", "Sampling", "generate", "stream"]
+__all__ = ["Completion", "Generator", "Prompt", "Sampling", "chat", "generate", "stream"]
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -131,6 +133,67 @@ def _stream_here(config: TrainConfig, adapter: Path | None, prompt: Prompt, samp
     for piece in generator.stream(prompt, sampling, truncate):
         print(piece, end="", flush=True)
     print(flush=True)
+
+
+_CHAT_TOKENS = 4096  # of a conversation and the next reply, where the model has so many positions
+_CHAT_BLOCK = 4  # tokens between two pieces that are printed
+
+
+def chat(config: TrainConfig, sampling: Sampling, *, adapter_dir: str | Path | None = None) -> None:
+    """Talks with a model in the terminal of this process, on one replica, until /exit or the end of the input.
+
+    Args:
+        config: as in `generate`.
+        sampling: of each reply.
+        adapter_dir: as in `generate`.
+
+    Raises:
+        ValueError: as in `generate`.
+        LaunchError: the replica failed.
+    """
+    # Who types may take an hour, in which the replica shows no sign of life.
+    one = replace(config, launch=replace(config.launch, num_replicas=1, hang_timeout=1e9))
+    launch_with_adapter(_chat_here, chat, one, adapter_dir, sampling=sampling, terminal=os.ttyname(sys.stdin.fileno()))
+
+
+def _chat_here(config: TrainConfig, adapter: Path | None, sampling: Sampling, terminal: str) -> None:
+    model, tokenizer = load_here(config, adapter, runtime.current())
+    limit = min(_CHAT_TOKENS, rotary.positions(models.text_config(model)) or _CHAT_TOKENS)
+    generator = Generator(
+        model, tokenizer, max_prompt=max(1, limit - sampling.max_new_tokens), max_new_tokens=sampling.max_new_tokens,
+        batch_size=1, block=_CHAT_BLOCK, data=config.data,
+    )  # fmt: skip
+    said: list[dict[str, str]] = []
+    print("/exit or Ctrl-D ends.", flush=True)
+    # Not to become this process's own terminal: who types Ctrl-C ends the command.
+    with open(terminal, opener=lambda path, flags: os.open(path, flags | os.O_NOCTTY)) as typed:
+        while True:
+            print("\n> ", end="", flush=True)
+            line = typed.readline()
+            if not line or line.strip() == "/exit":
+                print(flush=True)
+                return
+            if line.strip():
+                said.append({"role": "user", "content": line.strip()})
+                said.append({"role": "assistant", "content": _reply(generator, said, sampling)})
+
+
+def _reply(generator: Generator, said: list[dict[str, str]], sampling: Sampling) -> str:
+    """Prints the reply to a conversation as it comes; what no longer fits is taken from the conversation's beginning."""
+    text = ""
+    while True:
+        try:
+            for piece in generator.stream(said, sampling):
+                print(piece, end="", flush=True)
+                text += piece
+        except ValueError:  # it is too long; raised before the first piece
+            if len(said) == 1:
+                raise
+            del said[:2]
+            print("(The beginning of the conversation no longer fits, and is left out.)", flush=True)
+        else:
+            print(flush=True)
+            return text
 
 
 def answer(

@@ -25,7 +25,7 @@ from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.preemption import PreemptionGuard, sigterm_raises
 from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.evaluation.evaluate import check_answers, evaluate_adapter
+from tpu_kit.evaluation.evaluate import Comparison, check_answers, evaluate_adapter
 from tpu_kit.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training
 from tpu_kit.hardware.units import GIB
@@ -37,7 +37,7 @@ from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import ObjectFolder, upload
 from tpu_kit.storage.output_location import resolve_output_dir
 from tpu_kit.training.adapter_io import save_adapter
-from tpu_kit.training.metrics import check_tracking
+from tpu_kit.training.metrics import check_tracking, log_result
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.resume import check_resume, find_checkpoint, keep_held_out, refuse_early, training_tensors
 from tpu_kit.training.step import place
@@ -137,13 +137,18 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
             raise explained from error
         raise
     assert result is not None, "rank 0 returns it"
+    compared = None
     if config.tracking.generate_rows and result.status != "preempted":
         try:
             with sigterm_raises():
-                result = replace(result, metrics={**result.metrics, **_answer(config, result)})
+                compared = evaluate_adapter(config, result.adapter_dir, replace=True)
+            print(compared, flush=True)
+            result = replace(result, metrics={**result.metrics, **_measured(compared)})
         except (KeyboardInterrupt, SystemExit) as error:
             told = "SIGINT" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
             result = replace(result, status="preempted", reason=f"{told} received while held-out rows were answered")
+    if result.status != "preempted":
+        log_result(config, result.step, result.metrics, compared, result.adapter_dir)
     if config.remote:
         _upload(config, result)
     return result
@@ -203,10 +208,8 @@ def _output_folder(config: TrainConfig) -> Path:
     return folder
 
 
-def _answer(config: TrainConfig, result: TrainResult) -> dict[str, float]:
-    """Lets the base and the tuned model answer the same held-out rows; prints, writes and returns what came out."""
-    found = evaluate_adapter(config, result.adapter_dir)
-    print(found, flush=True)
+def _measured(found: Comparison) -> dict[str, float]:
+    """What the answers of the base and the tuned model came to."""
     metrics = {"accuracy_before": found.base.accuracy.share, "accuracy_after": found.tuned.accuracy.share}
     if found.base.perplexity is not None and found.tuned.perplexity is not None:
         metrics |= {"perplexity_before": found.base.perplexity, "perplexity_after": found.tuned.perplexity}

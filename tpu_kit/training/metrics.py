@@ -14,14 +14,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.config.schema import parameters
 from tpu_kit.distributed.progress import open_bar
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.host import check_wandb
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.storage import atomic
+
+if TYPE_CHECKING:
+    from tpu_kit.evaluation.report import Comparison
 
 _WINDOWS = 3  # logs in a row that show it: a first evaluation compiles, and a checkpoint reads
 
@@ -207,8 +211,9 @@ class Tracker:
 
         self._file = (self._dir / METRICS_FILE).open("a")
         again = history is not None
-        self._tensorboard = self._open_tensorboard(resume_step, again) if config.tracking.tensorboard else None
-        self._wandb = self._open_wandb(config, again) if config.tracking.wandb != "off" else None
+        purge = resume_step + 1 if again else None
+        self._tensorboard = _open_tensorboard(self._dir, purge) if config.tracking.tensorboard else None
+        self._wandb = _open_wandb(config, self._dir, again) if config.tracking.wandb != "off" else None
         self._bar = open_bar(config.run_name, total_steps, resume_step)
 
     def __enter__(self) -> Tracker:
@@ -346,34 +351,82 @@ class Tracker:
         atomic.write_text(path, "".join(json.dumps(record) + "\n" for record in history))
         return list(history)
 
-    def _open_tensorboard(self, resume_step: int, again: bool) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(str(self._dir / "tensorboard"), purge_step=resume_step + 1 if again else None)
+def _open_tensorboard(folder: Path, purge_step: int | None) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
 
-    def _open_wandb(self, config: TrainConfig, again: bool) -> Any:
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+
+
+def _open_wandb(config: TrainConfig, folder: Path, again: bool) -> Any:
+    import wandb
+
+    # A resumed run goes on under the same id, kept beside its metrics.
+    id_file = folder / "wandb_run_id"
+    if not again or not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex[:8])
+    # As W&B has it, WANDB_MODE=offline wins over online.
+    mode = os.environ.get("WANDB_MODE", "online") if config.tracking.wandb == "online" else "offline"
+    run = wandb.init(
+        project=config.tracking.wandb_project,
+        name=config.run_name,
+        id=id_file.read_text().strip(),
+        resume="allow" if mode == "online" else None,
+        mode=mode,  # type: ignore[arg-type]
+        dir=folder,
+        config=config.to_dict(),
+        # The terminal's output is the launch's own: W&B would wrap a stderr that is streamed to the parent.
+        settings=wandb.Settings(console="off"),
+    )
+    # W&B's own step only grows; ours goes back when a run resumes from an earlier checkpoint.
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+_COLUMNS = ("question", "expected", "base", "base correct", "tuned", "tuned correct")
+
+
+def log_result(
+    config: TrainConfig, step: int, metrics: Mapping[str, float], compared: Comparison | None, adapter_dir: str
+) -> None:
+    """Adds to the trackers what a run came to: its figures, the answers before and after, the adapter where asked.
+
+    Args:
+        config: the run; its parameters become TensorBoard's hyperparameters, as W&B has them already.
+        step: updates done.
+        metrics: of `TrainResult`.
+        compared: the base and the tuned model on held-out rows, if they answered any.
+        adapter_dir: what `tracking.wandb_adapter` adds to the run on W&B.
+    """
+    figures = {f"result/{name}": value for name, value in metrics.items() if math.isfinite(value)}
+    rows: list[tuple[str, ...]] = []
+    for sample in compared.to_dict()["samples"] if compared else []:
+        cells = [sample["question"], sample["expected"]]
+        cells += [sample[model][what] for model in ("base", "tuned") for what in ("answer", "correct")]
+        rows.append(tuple("" if cell is None else str(cell) for cell in cells))
+    if config.tracking.tensorboard:
+        with contextlib.closing(_open_tensorboard(config.output_path, None)) as board:
+            if rows:
+                safe = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
+                lines = [_COLUMNS, ("---",) * len(_COLUMNS), *safe]
+                board.add_text("answers", "\n".join(map("|".join, lines)), step)
+            plain = {name: config[name] for name in parameters()}
+            plain = {name: one if isinstance(one, int | float) else str(one) for name, one in plain.items()}
+            board.add_hparams(plain, figures, run_name=".", global_step=step)
+    if config.tracking.wandb != "off":
         import wandb
 
-        # A resumed run goes on under the same id, kept beside its metrics.
-        id_file = self._dir / "wandb_run_id"
-        if not again or not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:8])
-        # As W&B has it, WANDB_MODE=offline wins over online.
-        mode = os.environ.get("WANDB_MODE", "online") if config.tracking.wandb == "online" else "offline"
-        run = wandb.init(
-            project=config.tracking.wandb_project,
-            name=config.run_name,
-            id=id_file.read_text().strip(),
-            resume="allow" if mode == "online" else None,
-            mode=mode,  # type: ignore[arg-type]
-            dir=self._dir,
-            config=config.to_dict(),
-            # The terminal's output is the launch's own: W&B would wrap a stderr that is streamed to the parent.
-            settings=wandb.Settings(console="off"),
-        )
-        # W&B's own step only grows; ours goes back when a run resumes from an earlier checkpoint.
-        run.define_metric("*", step_metric="step")
-        return run
+        try:
+            with _open_wandb(config, config.output_path, again=True) as run:
+                answers = {"answers": wandb.Table(columns=list(_COLUMNS), data=list(map(list, rows)))} if rows else {}
+                run.log({**figures, **answers, "step": step})
+                if config.tracking.wandb_adapter:
+                    artifact = wandb.Artifact(f"adapter-{run.id}", type="model", metadata=dict(metrics))
+                    artifact.add_dir(adapter_dir)
+                    run.log_artifact(artifact)
+        except Exception as error:  # of the network, or W&B's own: the run and its files are good without it
+            text = f"W&B did not take the result ({type(error).__name__}: {error}); eval.json and the adapter are here"
+            print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _perplexity(loss: float) -> float:
