@@ -18,6 +18,10 @@ from tests.support.object_store import bucket, object_store  # noqa: F401  fixtu
 os.environ |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
 os.environ["USE_TORCH_XLA"] = "0"  # accelerate, imported before the kit, would import torch_xla, which sets PJRT_DEVICE
 os.environ["GCE_METADATA_HOST"] = "127.0.0.1:9"  # nobody is there: no test asks a cloud what becomes of the machine
+# Here and in children. Models this small gain nothing from a second thread, which takes processor time all the same;
+# and bytecode that one process writes saves compiling in the next one.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(autouse=True)
@@ -44,17 +48,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_python(["-m", "pip", "wheel", *options, str(source)])
     (path,) = built.glob("tpu_kit-*.whl")
     return path
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """For models so small that more threads of torch's are slower, and many times slower on a busy machine."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -207,6 +207,12 @@ def test_failure_does_not_hide_the_error_on_its_way(
     CheckpointManager(folder, keep=1).close()  # and the folder is free
 
 
+def test_failure_of_the_last_one_is_raised_at_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_store, "digest", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    with pytest.raises(OSError, match="step 1 could not be written"), CheckpointManager(folder, keep=1) as store:
+        store.save(1, tensors(1), {}, {})
+
+
 # --------------------------------------------------------------------------------------------------------------- damage
 
 FILES = ["adapter_model.safetensors", "optimizer.safetensors", "rng.safetensors", "config.json", "state.json"]
@@ -338,6 +344,19 @@ def test_the_old_one_stays_until_the_new_one_is_complete(folder: Path, monkeypat
         seen.clear()
         save(store, 2)
         assert all(found == [2] for found in seen)
+
+
+def test_the_oldest_make_room_and_no_more_than_needed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with CheckpointManager(folder, keep=9) as store:
+        for step in (1, 2, 3):
+            save(store, step)
+        # A disk that has too little room, by less than what the first two take, for as long as the first one is there.
+        monkeypatch.setattr(store._store, "free", lambda: 10**9 if 1 not in steps(store) else 50_000)
+        save(store, 4)
+        assert steps(store) == [2, 3, 4]
+    assert "is full: the checkpoint of step 1 makes room for step 4" in capsys.readouterr().err
 
 
 def test_every_mth_stays(folder: Path) -> None:

@@ -14,16 +14,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import verify_functions
 from tests.support.child_processes import QUICK_XLA_FLAGS, run_python
 from tpu_kit.cli import main
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.diagnostics import verify
+from tpu_kit.diagnostics import smoke_test, verify
 from tpu_kit.diagnostics.verify import MEMORY_RATIOS, TIME_RATIOS, Record, compare
 from tpu_kit.distributed import runtime
 from tpu_kit.hardware import calibration
 from tpu_kit.hardware.machine import Machine
+from tpu_kit.models import attention
 from tpu_kit.recipes.sft import train
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -179,6 +181,66 @@ def test_a_step_that_is_wrong_without_the_loop_says_nothing_of_the_loop(
     contact = first_contact(home)
     assert brief(contact._steps()) == [("Step, scanned", "warning"), ("Step, unrolled", "failure")]
     assert contact.known.scan == ""
+
+
+def test_a_step_that_is_wrong_either_way_says_nothing_of_the_loop(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its norm alone; the slow test next to it lets replicas take the step."""
+    figures = {"loss": 2.0, "host_loss": 2.0, "grad_norm": 1.2, "host_grad_norm": 1.0}
+    monkeypatch.setattr(verify, "launch", lambda *_: figures)
+    contact = first_contact(home, "cpu")
+    assert brief(contact._steps()) == [("Step, scanned", "warning"), ("Step, unrolled", "failure")]
+    assert contact.known.scan == ""
+
+
+def test_verdicts_of_what_is_no_number_or_nothing() -> None:
+    kernel = {"segments": {"output": 0.001, "query": float("nan")}}
+    assert verify._judge_kernel(kernel) == (False, "differs from plain attention in 1 of 2: query, segments: nan")
+    assert verify._judge_kernel({"segments": {"output": 0.02}})[0]
+    step = {"loss": 2.0, "host_loss": 2.0, "grad_norm": 1.0, "host_grad_norm": 1.0}
+    assert verify._judge_step(step)[0]
+    assert not verify._judge_step(step | {"loss": float("nan")})[0]
+    assert not verify._judge_step(step | {"grad_norm": 1.06})[0]
+    assert verify._judge_tokens({"tokens": 4, "equal": 3, "gap": 0.1})[0]
+    assert not verify._judge_tokens({"tokens": 0, "equal": 0, "gap": 0.0})[0], "nothing was compared"
+    assert not verify._judge_tokens({"tokens": 4, "equal": 4, "gap": float("nan")})[0]
+
+
+@pytest.fixture
+def host() -> Iterator[TrainConfig]:
+    """A run of the embedded model, whose replica is this process."""
+    runtime.enter(smoke_test._host())
+    yield load_config(None, {"model.name": "embedded", "max_length": 16, "batch_size": 1, "device_type": "cpu"})
+    runtime.enter(None)
+
+
+def test_a_kernel_that_sees_another_document_is_found(host: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(kernel: str, case: smoke_test.Case, rt: runtime.Runtime) -> smoke_test.Attend:
+        def attend(query: Any, key: Any, value: Any, segments: torch.Tensor) -> torch.Tensor:
+            output, _ = attention.sdpa_attention(
+                torch.nn.Module(), query, key, value, None, segment_ids=torch.ones_like(segments)
+            )
+            return output.transpose(1, 2)
+
+        return attend
+
+    monkeypatch.setattr(smoke_test, "_kernel", blind)
+    monkeypatch.setattr(smoke_test, "LENGTH", 64)
+    cases = {name: smoke_test.CASES[name] for name in ("head size 64", "segments", "window", "soft cap")}
+    monkeypatch.setattr(smoke_test, "CASES", cases)
+    good = {name: verify._judge_kernel({name: parts})[0] for name, parts in smoke_test.compare_kernel(host).items()}
+    assert good == {"head size 64": True, "segments": False, "window": False, "soft cap": False}
+
+
+def test_a_step_is_timed_without_the_first_ones(host: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, taken = [0.0], []
+
+    def step(*_: Any) -> None:
+        taken.append(100.0 if len(taken) < smoke_test.WARM_UP else 2.0)  # the first ones compile
+        now[0] += taken[-1]
+
+    monkeypatch.setattr(smoke_test, "train_step", step)
+    monkeypatch.setattr(smoke_test.time, "perf_counter", lambda: now[0])
+    assert smoke_test.measure_step(host)["seconds"] == 2.0
 
 
 def test_measured_memory_is_compared_and_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,6 @@ from tpu_kit.generation.prompts import Completion, stop_ids
 from tpu_kit.generation.service import Answers, load_for_generation
 from tpu_kit.models.causal_lm import hidden_states, load_model, load_tokenizer, output_embedding
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 EXACT = ModelConfig(base_dtype="fp32")
 
 

@@ -17,8 +17,6 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.evaluation.lm_eval_adapter import Requests, harness_model, windows
 from tpu_kit.models.loading import load_base, load_tokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Request(NamedTuple):
     args: tuple[Any, ...]

@@ -16,14 +16,16 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.child_processes import REPOSITORY, run_python
+from tests.support.generation_functions import make
 from tests.support.hub import run_hub
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.cli import main
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.exporting import formats, gguf
+from tpu_kit.exporting import equivalence, formats, gguf
 from tpu_kit.exporting.equivalence import Check, compare
 from tpu_kit.exporting.export import export, send_to_hub
 from tpu_kit.exporting.formats import modelfile
@@ -334,6 +336,16 @@ def test_what_a_check_refuses() -> None:
     assert "hides what was learnt" in check(mean=0.6).problems[0]
     with pytest.raises(ValueError, match="it is another model"):
         compare([torch.zeros(1, 4)], [torch.zeros(1, 5)], 1.0, "fp32", "x")
+
+
+def test_an_export_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
+    """transformers would fill it with random numbers, and only warn."""
+    make("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    left_out = next(name for name in tensors if name.endswith("1.mlp.up_proj.weight"))
+    save_file({name: value for name, value in tensors.items() if name != left_out}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"weights that do not fit: .*{left_out}"):
+        equivalence._stock({"folder": str(tmp_path), "base": None})
 
 
 def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

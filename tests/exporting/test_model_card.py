@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.recipes.test_sft import Configure, configure, records, world
 from tpu_kit.exporting.model_card import model_card
 from tpu_kit.recipes import sft
 
 __all__ = ["configure", "world"]  # fixtures
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_card_has_the_figures_of_its_run(configure: Configure) -> None:

@@ -44,8 +44,6 @@ from tpu_kit.models import rotary as rotary_module
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.training.loss import shift_labels
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Real sizes, but for experts and depth, which narrowing them would take longer to see.
 DEPTH = {"num_hidden_layers": 8}
 ACCEPTED = {

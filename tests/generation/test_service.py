@@ -58,7 +58,6 @@ from tpu_kit.models.loading import load_base, load_tokenizer
 from tpu_kit.models.quantization import QuantizedLinear
 from tpu_kit.planning import compile_check
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 CPU = CpuRuntime(0, 1, torch.device("cpu"))
@@ -408,9 +407,17 @@ def child(*names: str, flags: str = "") -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def on_xla(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """What a child found, and the folder of its programs' texts."""
+    folder = tmp_path_factory.mktemp("programs")
+    names = ("greedy", "counts", "cache", "trained_between")
+    return child(*names, flags=f"--xla_dump_to={folder} --xla_dump_hlo_as_text"), folder
+
+
 @needs_xla
-def test_on_xla_the_tokens_are_the_same() -> None:
-    found = child("greedy")["greedy"]
+def test_on_xla_the_tokens_are_the_same(on_xla: tuple[dict[str, Any], Path]) -> None:
+    found = dict(on_xla[0]["greedy"])
     assert found.pop("scores") < 1e-3
     assert all(found.values()), found
 
@@ -423,8 +430,8 @@ def test_on_xla_the_tokens_are_the_same_for_every_family() -> None:
 
 
 @needs_xla
-def test_the_number_of_programs_and_reads_is_bounded() -> None:
-    found = child("counts")["counts"]
+def test_the_number_of_programs_and_reads_is_bounded(on_xla: tuple[dict[str, Any], Path]) -> None:
+    found = on_xla[0]["counts"]
     for size in (1, 8):
         first, again = found[f"{size} first"], found[f"{size} again"]
         assert first["compiles"] <= 5, first  # four widths of prompts and one decode program
@@ -437,10 +444,10 @@ def test_the_number_of_programs_and_reads_is_bounded() -> None:
 
 
 @needs_xla
-def test_the_cache_is_changed_in_place_and_weights_are_read_at_each_call(tmp_path: Path) -> None:
-    found = child("cache", "trained_between", flags=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
+def test_the_cache_is_changed_in_place_and_weights_are_read_at_each_call(on_xla: tuple[dict[str, Any], Path]) -> None:
+    found, folder = on_xla
     aliased = {}
-    for file in tmp_path.glob("*after_optimizations.txt"):
+    for file in folder.glob("*after_optimizations.txt"):
         text = file.read_text()
         header = text.splitlines()[0]
         pairs = re.findall(
@@ -453,7 +460,7 @@ def test_the_cache_is_changed_in_place_and_weights_are_read_at_each_call(tmp_pat
         if caches[0] and " while(" in text:
             aliased[file.name] = (caches, len(pairs))
     layers = found["cache"]["layers"]
-    assert aliased, sorted(path.name for path in tmp_path.iterdir())[:20]
+    assert aliased, sorted(path.name for path in folder.iterdir())[:20]
     for name, (caches, pairs) in aliased.items():
         assert caches == [2 * layers, 2 * layers] and pairs >= 2 * layers, (name, caches, pairs)
     between = found["trained_between"]

@@ -140,6 +140,9 @@ def test_disk(tmp_path: Path) -> None:
     small = load_config(None, ["model.name=some/model-1M", f"output_dir={tmp_path}/run"])
     check = host.check_disk(at, small)
     assert check.status == "ok" and f"free for {tmp_path}/run, 1.0 needed" in check.found
+    settings = ["model.name=some/model-1B", f"output_dir={tmp_path}/run", "lora.r=0", "checkpoint.keep=2"]
+    # 3 checkpoints of 10 bytes a parameter, and 1 GiB: the third is there before the first is deleted.
+    assert f"{1 + 3 * 1e10 / 2**30:.1f} needed" in host.check_disk(at, load_config(None, settings)).found
     huge = load_config(None, ["model.name=some/model-9000000B", f"output_dir={tmp_path}/run", "lora.r=0"])
     check = host.check_disk(at, huge)
     assert check.status == "failure"

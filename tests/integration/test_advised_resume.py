@@ -23,7 +23,7 @@ from tpu_kit.planning.planner import plan
 from tpu_kit.recipes import sft
 from tpu_kit.training.metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_xla")
+pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
 # For each parameter that `rescue` may change, what a run had before and what it is told to take. Those of one line are

@@ -37,7 +37,7 @@ begun: dict[str, float] = {}  # the newest start of the command, by output folde
 
 
 @pytest.fixture(autouse=True)
-def sums_in_one_order(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # here and in child processes
     monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
 

@@ -17,8 +17,6 @@ from tpu_kit.models.causal_lm import load_tokenizer
 from tpu_kit.recipes import sft
 from tpu_kit.training.metrics import Tracker, read_metrics
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def chat(row: dict[str, Any]) -> list[dict[str, str]]:
     """A chat of two turns; only the last reply holds the row's answer."""

@@ -48,8 +48,6 @@ from tpu_kit.training.loss import chunked_nll, shift_labels
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import train_step
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 67, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,

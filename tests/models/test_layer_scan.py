@@ -40,7 +40,7 @@ from tpu_kit.training.state import TrainState, restore
 from tpu_kit.training.step import train_step
 from tpu_kit.xla.scan import scan
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_xla")
+pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 CPU = torch.device("cpu")
 ALONE = CpuRuntime(0, 1, CPU)

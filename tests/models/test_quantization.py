@@ -37,7 +37,6 @@ from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import train_step
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 CPU = torch.device("cpu")
@@ -82,6 +81,18 @@ def test_int4_is_stored_as_the_module_says_and_better_than_by_its_largest_value(
     plain = groups.abs().amax(-1, keepdim=True) / 7
     rounded = (torch.round(groups / plain) * plain).view(40, 256)
     assert (dense - weight()).norm() < 0.86 * (rounded - weight()).norm()
+
+
+def test_int4_cuts_off_what_lies_far_out_where_that_costs_less() -> None:
+    """Against steps from the smallest to the largest value of a group, which leave 3.7 % more squared error here."""
+    groups = weight().view(40, 8, 32)
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    step, low = ((high - low) / 15).bfloat16().float(), low.bfloat16().float()
+    whole = (torch.round((groups - low) / step).clamp(0, 15) * step + low - groups).square().sum(-1)
+    dense = INT4.dequantize(*INT4.quantize(weight()), torch.float32).view(40, 8, 32)
+    found = (dense - groups).square().sum(-1)
+    assert bool((found <= whole * 1.0001).all())
+    assert float(found.sum()) < 0.97 * float(whole.sum())
 
 
 def test_int4_keeps_what_has_sixteen_values_in_a_group_as_files_of_four_bits_have() -> None:

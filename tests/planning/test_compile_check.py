@@ -154,6 +154,32 @@ def test_what_is_asked_of_the_child(tiny: Path, tmp_path: Path, monkeypatch: pyt
     assert (written["model_type"], written["hidden_size"]) == ("qwen2", 896)
 
 
+def test_the_key_follows_from_all_that_makes_the_program(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replicas, the settings, the model's shape, and the code of what tracing imports, within functions too."""
+    ignored = shutil.ignore_patterns("*.safetensors", "__pycache__")
+    source = shutil.copytree(REPOSITORY / "tpu_kit", tmp_path / "tpu_kit", ignore=ignored)
+    monkeypatch.setattr(
+        compile_check, "_file", lambda module: source.parent.joinpath(*module.split(".")).with_suffix(".py")
+    )
+    monkeypatch.setattr(compile_check, "_source", compile_check._source.__wrapped__)  # files do not change in a process
+
+    def key(model: Path = tiny, replicas: int = 1, *changes: str) -> str:
+        return compile_check._request_key(small(model, *changes), replicas)
+
+    other = write_config(tmp_path / "other", TINY, rms_norm_eps=1e-6)
+    keys = [key(), key(tiny, 2), key(tiny, 1, "lora.r=3"), key(other)]
+    # compile_check reads what the compiler says, loss is imported by step, and cpu_simulation within a function.
+    for name in ("planning/compile_check", "training/loss", "distributed/cpu_simulation"):
+        with (source / f"{name}.py").open("a") as file:
+            file.write("# changed\n")
+        keys.append(key())
+    assert len(set(keys)) == len(keys)
+    (source / "notebook/cells.py").unlink()
+    assert key() == keys[-1], "it has no part in the program"
+
+
 # -------------------------------------------------------------------------------------------- a process of its own
 
 CANCELLED = """

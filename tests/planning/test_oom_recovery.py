@@ -56,6 +56,14 @@ def test_a_prediction_that_was_too_low_is_corrected_by_what_was_taken(eight: Pre
     assert other.memory.total_bytes * 17 * GIB / eight.memory.total_bytes < 15.75 * GIB
 
 
+def test_a_prediction_that_was_three_times_too_low(eight: Preflight, tmp_path: Path) -> None:
+    assert eight.memory is not None
+    overrides, why = next_setting(eight, used=int(3 * eight.memory.total_bytes))
+    other = again(eight, overrides, tmp_path)
+    assert other.memory is not None and 3 * other.memory.total_bytes < 15.75 * GIB
+    assert why.startswith(f"Predicted is {3 * other.memory.total_bytes / GIB:.2f} of ")
+
+
 @pytest.mark.parametrize(
     "text",
     [

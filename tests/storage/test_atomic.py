@@ -69,5 +69,6 @@ write_folder(Path({str(tmp_path / "x")!r}), "two")
     assert [name for name in names(tmp_path) if name.endswith(("/one", "/two")) and ".part" not in name][-1:] == whole
     with pytest.raises(ZeroDivisionError):
         write_folder(tmp_path / "x", "three", fail=True)
+    assert names(tmp_path) == ["x", "x/two" if number == 3 else "x/one"]
     write_folder(tmp_path / "x", "four")
     assert names(tmp_path) == ["x", "x/four"], sys.version

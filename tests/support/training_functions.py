@@ -22,6 +22,7 @@ from tpu_kit.models import causal_lm as models
 from tpu_kit.recipes import sft
 from tpu_kit.training import step, trainer
 from tpu_kit.training.objectives import Sums, SupervisedObjective
+from tpu_kit.training.optimizer import OPTIMIZERS
 from tpu_kit.training.state import TrainState, sections
 from tpu_kit.training.step import train_step
 
@@ -199,11 +200,14 @@ def prepared_data(config: TrainConfig) -> None:
 # ------------------------------------------------------------------------------------------------- single questions
 
 
-def late_steps(config: TrainConfig) -> dict[str, Any]:
-    """What each of some steps compiled, while the number of updates jumps to where float32 ends; the optimizer's."""
-    rt = runtime.current()
+def late_steps(config: TrainConfig) -> dict[str, dict[str, Any]]:
+    """What each of some steps compiled, while the number of updates jumps to where float32 ends; of each optimizer."""
+    return {name: _late_steps(runtime.current(), name) for name in OPTIMIZERS}
+
+
+def _late_steps(rt: Runtime, optimizer: str) -> dict[str, Any]:
     model = models.to_device(tiny(), rt.local_device)
-    optim = replace(OPTIM, ema_decay=0.9, beta2=0.999, optimizer=config.optim.optimizer)
+    optim = replace(OPTIM, ema_decay=0.9, beta2=0.999, optimizer=optimizer)  # type: ignore[arg-type]  # one of the names
     state = TrainState(model, rt.local_device, optim)
     rt.sync()
     compiled, applied = [], []
@@ -237,8 +241,12 @@ def with_extra_sums(config: TrainConfig) -> dict[str, Any]:
     return watched(config)
 
 
-def shapes_of_step(config: TrainConfig) -> dict[str, list[list[int]]]:
-    """All shapes in the HLO of an evaluation and of a train step of (3, 16) tokens, vocabulary 61."""
+def shapes_of_step(config: TrainConfig) -> dict[int, dict[str, list[list[int]]]]:
+    """All shapes in the HLO of an evaluation and of a train step of (3, 16) tokens, vocabulary 61; by `loss_chunk`."""
+    return {chunk: _shapes_of_step(replace(config.optim, loss_chunk=chunk)) for chunk in (16, 48)}
+
+
+def _shapes_of_step(optim: OptimConfig) -> dict[str, list[list[int]]]:
     import torch_xla
 
     rt = runtime.current()
@@ -249,11 +257,11 @@ def shapes_of_step(config: TrainConfig) -> dict[str, list[list[int]]]:
     rt.sync()
     batch, scalars = _sent(rt, rows(3)), control(1e-2, 1).to(rt.local_device)
     found = {}
-    step.eval_step(model, batch, sums, SupervisedObjective(config.optim), rt)
+    step.eval_step(model, batch, sums, SupervisedObjective(optim), rt)
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([sums])
     found["eval"] = _shapes(hlo)
     rt.sync()
-    train_step(model, state, [batch], scalars, SupervisedObjective(config.optim), config.optim, rt)
+    train_step(model, state, [batch], scalars, SupervisedObjective(optim), optim, rt)
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([*state.parameters.values(), *state.moments.values(), state.window])
     found["train"] = _shapes(hlo)
     rt.sync()

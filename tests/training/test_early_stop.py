@@ -19,7 +19,6 @@ from tpu_kit.training import trainer
 
 __all__ = ["configure", "world"]  # fixtures
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOSSES = (5.0, 3.0, 3.0, 4.0, 2.5, 2.5, 6.0)  # of the weights after each update; two ties
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(FIXTURES))
 
 import make  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_xla")
+pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
 

@@ -3,11 +3,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support import training_functions
+from tests.support.child_processes import QUICK_XLA_FLAGS
 from tpu_kit.config.loader import OptimConfig, load_config
 from tpu_kit.distributed.launch import launch
 from tpu_kit.hardware.machine import Machine
@@ -406,13 +408,20 @@ def test_it_trains(name: str) -> None:
     assert mean({n: values[n] - wanted[n] for n in values}) < 1e-4 * mean(wanted)
 
 
+@pytest.fixture(scope="module")
+def late() -> dict[str, dict[str, Any]]:
+    """`late_steps`, in one launch for all optimizers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
+        for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
+            patch.delenv(name, raising=False)
+        return launch(training_functions.late_steps, load_config(None, {"device_type": "xla-cpu", "num_replicas": 1}))
+
+
 @pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_program_however_late_the_step(name: str, quick_xla: None) -> None:
-    ended = launch(
-        training_functions.late_steps,
-        load_config(None, {"device_type": "xla-cpu", "num_replicas": 1, "optimizer": name}),
-    )
+def test_one_program_however_late_the_step(name: str, late: dict[str, dict[str, Any]]) -> None:
+    ended = late[name]
     assert ended["compiled"] == [1] + [0] * 10
     assert ended["applied"] == [1, 2, 325, 326, 16_601, 16_602, 19_999, 20_000, 20_001, 2_000_001, 2_000_002]
     assert all(map(math.isfinite, ended["parameters"])) and any(ended["parameters"])

@@ -18,8 +18,6 @@ from tpu_kit.hardware.machine import Machine
 from tpu_kit.recipes import sft
 from tpu_kit.training.metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Neither the log (3) nor the epoch ends where the checkpoint (4) is written; dropout, the average and warm-up are on.
 SETTINGS = {
     "base_dtype": "fp32", "max_length": 128, "batch_size": 2, "max_steps": 8, "warmup_steps": 2, "save_steps": 4,

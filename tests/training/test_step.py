@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.training_functions import OPTIM, contents, control, dealt, rows, split, tiny
-from tpu_kit.config.loader import LaunchConfig, OptimConfig, TrainConfig
+from tpu_kit.config.loader import LaunchConfig, LoraConfig, OptimConfig, TrainConfig
 from tpu_kit.distributed.backends.native import CpuRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.layer_scan import stack
 from tpu_kit.training import optimizer as optimizer_module
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import WINDOW, TrainState, restore, sections
@@ -250,6 +252,35 @@ def test_a_bad_first_step() -> None:
     for each in (state, other):
         update(each, gradients(net, 2), control(0.1, 2), OPTIM)
     assert_same(contents(state), contents(other))
+
+
+@pytest.mark.parametrize("most", [None, 3.0])
+def test_a_loss_that_is_no_number_is_skipped_in_the_first_step_too(most: float | None) -> None:
+    """Its gradients may be numbers, and no loss is usual yet."""
+    net, optim = Net(), replace(OPTIM, max_loss_rise=most)
+    state = TrainState(net, CPU, optim)
+    before = contents(state)
+    with torch.no_grad():
+        flat = torch.cat([part.reshape(-1) for part in gradients(net, 1)])
+        _update(state, [flat], torch.tensor([math.nan, 3.0]), control(0.1, 1, keep=0.0), optim)
+    assert_same(contents(state), before)
+
+
+def test_weights_decay_and_norms_do_not_also_where_layers_are_stacked() -> None:
+    """Of a model that is trained in full: a stack of norms has two axes and is no matrix."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
+        llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes))
+    model = models.adapt(llama, LoraConfig(r=0), "fp32")
+    stack(llama.get_decoder())
+    state = TrainState(model, CPU, OPTIM)
+    before = {name: parameter.detach().clone() for name, parameter in state.parameters.items()}
+    assert any(name in state.stacks and before[name].ndim == 2 for name in before), "no stack of norms"
+    update(state, [torch.zeros_like(value) for value in before.values()], control(0.5, 1), OPTIM)
+    for name, parameter in state.parameters.items():
+        kept = 1.0 if "norm" in name else 1.0 - 0.5 * OPTIM.weight_decay
+        torch.testing.assert_close(parameter.detach(), kept * before[name], msg=name)
 
 
 def test_an_exploding_loss_is_skipped_and_counted() -> None:
