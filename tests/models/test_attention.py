@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 
 from tests.support.child_processes import run_python
 from tpu_kit.models import attention
+from tpu_kit.xla import pallas
 
 LAYER = torch.nn.Module().eval()
 SMALL = {
@@ -161,7 +162,7 @@ def kernel_stand_in(query, key, value, segment_ids, scaling):
 
 @pytest.mark.parametrize("config", [LlamaConfig(**SMALL), Gemma2Config(head_dim=8, sliding_window=4, **SMALL)])
 def test_a_packed_forward_reads_nothing_on_the_host(config, monkeypatch):
-    monkeypatch.setattr(attention, "_kernel", kernel_stand_in)
+    monkeypatch.setattr(pallas, "flash_attention", kernel_stand_in)
     built = model(config, attention.SDPA)
     ids = torch.randint(3, 61, (2, 13), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([[*range(5), *range(6), 0, 0], [*range(13)]])
@@ -201,7 +202,7 @@ import jax, jax.numpy as jnp, numpy, torch, torch_xla
 from jax.experimental import pallas
 from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 import torch_xla.experimental.custom_kernel as custom_kernel
-from tpu_kit.xla import pallas
+from tpu_kit.xla import pallas as lowering
 from tpu_kit.models import attention
 
 kernels.pl.pallas_call = functools.partial(pallas.pallas_call, interpret=True)
@@ -229,7 +230,7 @@ def custom_call(operands, payload, shapes, dtypes):
         made.append(tensor.to(dtype).to(operands[0].device))
     return made
 
-pallas._trace_pallas, torch_xla._XLAC._xla_tpu_custom_call = trace_pallas, custom_call
+lowering._trace_pallas, torch_xla._XLAC._xla_tpu_custom_call = trace_pallas, custom_call
 """
 
 KERNEL_ALONE = """

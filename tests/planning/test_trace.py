@@ -144,8 +144,8 @@ import json, os, sys
 from tpu_kit.planning import trace as tracing
 from tpu_kit.config.loader import load_config
 
-outputs, lower = [], tracing._lower
-tracing._lower = lambda tensors, *rest: outputs.extend(tensors) or lower(tensors, *rest)
+outputs, lower = [], tracing.lower
+tracing.lower = lambda tensors, *rest: outputs.extend(tensors) or lower(tensors, *rest)
 config = load_config(None, [f"model.name={sys.argv[1]}", "max_length=128", "batch_size=2", "attention=sdpa"])
 program = tracing.trace_step(config, 1)
 print(json.dumps([len(outputs), len(program.donated)]), flush=True)
