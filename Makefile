@@ -32,7 +32,7 @@ install: $(VENV)/installed
 
 train: export PJRT_DEVICE := CPU
 train: $(VENV)/installed
-	@$(BIN)/python -m tpu_kit notebooks notebooks/4-train-cot-sft.ipynb num_replicas=$(REPLICAS)
+	@$(BIN)/python -m tpu_kit notebooks notebooks/4-train-cot-sft.ipynb num_replicas=$(REPLICAS) eval_rows=100 generate_rows=100
 
 notebooks: export PJRT_DEVICE := CPU
 notebooks: $(VENV)/installed

@@ -259,6 +259,7 @@ def test_a_file_of_axolotl_is_read_as_ours(write: Any) -> None:
         ("lr_scheduler_type: polynomial", 'optim.schedule: \'polynomial\' is not "cosine", "linear" or "constant"'),
         ("lr: 1\nlearning_rate: 2", "optim.learning_rate: given twice"),
         ("num_epochs: 1\nnum_train_epochs: 2", "optim.epochs: given twice, as 1 and as num_train_epochs=2"),
+        ("epohcs:", "epohcs: no such parameter (given null); did you mean optim.epochs?"),
         ("per_device_train_batch_sise: 1", "per_device_train_batch_sise: no such parameter"),
     ],
 )

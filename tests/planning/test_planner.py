@@ -416,7 +416,7 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
         (["--chip", "v5e:3x5"], "there is no topology v5e:3x5: did you mean"),
         (["--chip", "v5e-7"], "there is no v5e-7: the number counts chips. Nearest: "),
         (["--chip"], "--chip: name at least one chip after it"),
-        (["--fast"], "--fast: no such option; there are --chip, --exact, --json"),
+        (["--fast"], "--fast: no such option; there are --chip, --exact, --models, --json"),
         (["a.yaml", "b.yaml"], "a.yaml, b.yaml: one configuration file at most"),
         (["batch_size=-1"], "optim.batch_size"),
         (

@@ -177,12 +177,13 @@ def translate(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[s
     for key, value in values.items():
         name, text, choices = NAMES.get(key, ""), str(value).lower(), _VALUES.get(key, {})
         told, advice = f"{key}={show(value)}", "" if text in choices else _matching(_ADVICE, key, text)
-        tool = text not in choices and instead(key, value)
+        tool, why = "" if text in choices else instead(key, value), _matching(_LEFT_OUT, key, text)
+        unset = value is None or text in ("false", "", "[]")
         if (key in known and text not in choices) or (key == "optim" and not isinstance(value, str)):
             found[key] = value
-        elif value is None or choices.get(text) is _DEFAULT or ((tool or advice) and text in ("false", "", "[]")):
+        elif choices.get(text) is _DEFAULT or (unset and (tool or advice)) or (value is None and (name or why)):
             notes.append(f"{told} is left out: it is so by default")
-        elif why := _matching(_LEFT_OUT, key, text):
+        elif why:
             notes.append(f"{told} is left out: {why}")
         elif key == "datasets" and isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
             found[name] = value[0].get("path")

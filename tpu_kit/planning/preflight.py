@@ -65,8 +65,8 @@ class Preflight:
         if room is None or self.shape is None or room.device_type not in ("cpu", "xla-cpu"):
             return "not known before the first updates"
         done = work(room.seen(self.config), self.shape, batch_arithmetic(self.config, room.replicas))
-        seconds = updates * room.replicas * done.flops / host_rate(self.config.model.base_dtype)
-        return f"at least {seconds / 60:,.1f} minutes by the speed of this CPU's matrix products; {besides}"
+        seconds = updates * room.replicas * done.flops / host_rate()
+        return f"at least {seconds / 60:,.1f} minutes by the speed that this CPU's matrix products have now; {besides}"
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *(f"plan             {note}" for note in self.notes)])
