@@ -27,6 +27,7 @@ def open_bar(name: str, total: int | None, initial: int = 0, unit: str = "step")
     return tqdm(
         desc=name,
         total=total,
+        miniters=1,
         initial=initial,
         unit=unit,
         file=sys.stderr,

@@ -179,7 +179,7 @@ def _chat_here(config: TrainConfig, adapter: Path | None, sampling: Sampling, te
 
 
 def _reply(generator: Generator, said: list[dict[str, str]], sampling: Sampling) -> str:
-    """Prints the reply to a conversation as it comes; drops the oldest turns where the conversation is too long."""
+    """Prints the reply to a conversation as it comes; leaves out turns at its beginning until it fits."""
     text = ""
     while True:
         try:
