@@ -41,8 +41,8 @@ TRL_TEMPLATES = {
     "gemma": ("<end_of_turn>", "<start_of_turn>", "<bos>"),
     "phi3": ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>"),
     "glm4moe": ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"),
-    "deepseek_r1_distill": ("<｜end▁of▁sentence｜>", "<｜Assistant｜>", "<｜User｜>", "<｜begin▁of▁sentence｜>"),  # noqa: RUF001
-    "deepseekv3_training": ("<｜end▁of▁sentence｜>", "<｜Assistant｜>", "<｜User｜>", "<｜begin▁of▁sentence｜>"),  # noqa: RUF001
+    "deepseek_r1_distill": ("<｜end▁of▁sentence｜>", "<｜Assistant｜>", "<｜User｜>", "<｜begin▁of▁sentence｜>"),  # noqa: RUF001  the bars are the model's own
+    "deepseekv3_training": ("<｜end▁of▁sentence｜>", "<｜Assistant｜>", "<｜User｜>", "<｜begin▁of▁sentence｜>"),  # noqa: RUF001  the bars are the model's own
     "cohere2": ("<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
 }
 

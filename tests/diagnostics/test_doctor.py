@@ -81,7 +81,7 @@ def test_table() -> None:
     assert "\n".join(map(str, rows)) == (
         "✓ TPU                4 x v5e\n! libtpu lock        held by PID 7: python\n                     -> kill 7"
     )
-    assert list(MARKS.values()) == ["✓", "!", "✗", "–"]  # noqa: RUF001
+    assert list(MARKS.values()) == ["✓", "!", "✗", "–"]  # noqa: RUF001  a dash is meant
 
 
 def test_child_that_hangs_is_killed_with_all_it_started() -> None:

@@ -237,15 +237,18 @@ def test_rows_past_the_constant_frequencies_are_refused(tmp_path):
     check_training(run(tmp_path, config, "max_length=40"), "cpu")
 
 
-def test_a_reply_does_not_depend_on_rows_that_the_model_saw_before_and_ends_with_the_constant_frequencies():
+@pytest.mark.parametrize(("kind", "positions"), [("longrope", 64), ("dynamic", 40)])
+def test_a_reply_does_not_depend_on_rows_that_the_model_saw_before_and_ends_with_the_constant_frequencies(
+    kind, positions
+):
     torch.manual_seed(0)
-    stock = AutoModelForCausalLM.from_config(rotary("longrope")).eval()
+    stock = AutoModelForCausalLM.from_config(rotary(kind, positions)).eval()
     generator = Generator(stock, load_tokenizer(load_config(None, []).model), CpuRuntime(0, 1, torch.device("cpu")),
                           max_prompt=40, max_new_tokens=8)  # fmt: skip
     prompt = list(range(10, 18))
     expected = generator.score([prompt], [[20, 21]])
     with torch.no_grad():
-        before = stock(input_ids=torch.arange(3, 53)[None], use_cache=False).logits  # 50 positions: the long factors
+        before = stock(input_ids=torch.arange(3, 53)[None], use_cache=False).logits  # 50 positions: other frequencies
     assert generator.score([prompt], [[20, 21]]) == expected
     with torch.no_grad():
         assert torch.equal(stock(input_ids=torch.arange(3, 53)[None], use_cache=False).logits, before)

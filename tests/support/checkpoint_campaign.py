@@ -155,7 +155,7 @@ def at_each(root: Path | str, every: int, torn: bool) -> dict[str, int]:
     while True:
         place = join(root, f"at-{die_at}")
         assert fork(lambda tell: copy(seed, place))[0] == 0  # noqa: B023  it is called at once
-        status, told = fork(lambda tell: write(place, tell, die_at, torn))  # noqa: B023
+        status, told = fork(lambda tell: write(place, tell, die_at, torn))  # noqa: B023  likewise
         step = after(place, told)
         assert step in (5, 6)
         if not isinstance(place, str):

@@ -26,7 +26,7 @@ from tpu_kit.training.state import sections
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs_1ebdc59"
 sys.path.insert(0, str(FIXTURES))
 
-import make  # noqa: E402
+import make  # noqa: E402  its folder must be on the path first
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")

@@ -76,7 +76,7 @@ ENTRY %main (w: f32[8,128], v: f32[16,128]) -> (f32[8,128], f32[16,128]) {
   %new = f32[16,128]{1,0:T(8,128)} negate(%v), metadata={op_name="aten__neg" source_file="/home/me/tpu_kit/training/step.py" source_line=7}
   ROOT %result = (f32[8,128]{1,0:T(8,128)}, f32[16,128]{1,0:T(8,128)}) tuple(%end, %new)
 }
-"""  # noqa: E501
+"""  # noqa: E501  the compiler's text
 
 
 def test_loops_are_followed_and_collectives_counted_at_every_turn() -> None:
@@ -176,7 +176,7 @@ Program hbm requirement 9.54G:
      XLA label: constant literal
      Allocation type: global
      ==========================
-"""  # noqa: E501
+"""  # noqa: E501  the compiler's text
 
 
 def test_an_out_of_memory_text() -> None:

@@ -49,7 +49,7 @@ ENTRY %main (q: bf16[4,14,2048,64]) -> bf16[4,14,2048,64] {{
   %q = bf16[4,14,2048,64]{{3,2,1,0:T(8,128)(2,1)}} parameter(0)
   ROOT %{name}.1 = bf16[4,14,2048,64]{{3,2,1,0:T(8,128)(2,1)}} custom-call(%q), custom_call_target="tpu_custom_call", operand_layout_constraints={{s8[1,{rows},{width}]{{2,1,0}}, s8[1,{rows},{width}]{{2,1,0}}, bf16[4,14,2048,64]{{3,2,1,0}}, bf16[4,2,2048,64]{{3,2,1,0}}}}, backend_config={{}}
 }}
-"""  # noqa: E501
+"""  # noqa: E501  the compiler's text
 
 
 def test_costs_count_each_turn() -> None:

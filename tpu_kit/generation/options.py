@@ -99,7 +99,7 @@ class SearchOptions:
     strategy: Literal["beam", "best-first"] = knob(
         "beam", "beam goes on from the best of each level, best-first from the best of the whole tree."
     )
-    score: Literal["logprob", "self-evaluation"] | Scorer = knob(  # noqa: RUF009
+    score: Literal["logprob", "self-evaluation"] | Scorer = knob(  # noqa: RUF009  `knob` makes a field
         "logprob",
         "logprob (mean log-probability of the chain's tokens), self-evaluation (how likely the model finds yes when "
         "asked whether the steps are right), or a function: module:function on the command line.",

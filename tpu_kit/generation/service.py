@@ -411,7 +411,7 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, list[int]]]:
         ) from error
     try:
         with safe_open(folder / ADAPTER_FILES[1], framework="pt") as file:
-            return settings, {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            return settings, {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  it is no mapping
     except SafetensorError as error:
         raise ValueError(
             f"the adapter's file {folder / ADAPTER_FILES[1]} is damaged or half-written ({error}); give an earlier one"

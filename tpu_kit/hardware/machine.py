@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # only Python itself is needed here, so that `install` can lo
     from tpu_kit.config.loader import TrainConfig
 
 Status = Literal["ok", "warning", "failure", "skipped"]
-MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001
+MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001  a dash is meant
 
 # As in torch_xla._internal.tpu and tpu-info: v2 and v3 share a device id and differ in the subsystem's.
 _GOOGLE = "0x1ae0"

@@ -296,7 +296,7 @@ def sweep(notebook: Path, path: Path) -> int:
     """
     plan = read_sweep(notebook, path)
     try:
-        import papermill  # noqa: F401
+        import papermill  # noqa: F401  is it installed?
     except ImportError:
         raise ConfigError(
             ["papermill, which runs the notebooks, is not installed: pip install papermill ipykernel"]

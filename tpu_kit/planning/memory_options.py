@@ -170,7 +170,7 @@ def _knobs(
         rows = now.optim.batch_size
         if name == "optim.batch_size":
             assert isinstance(rows, int)
-            value = largest(lambda n: peak(_with(now, name, n)) <= limit, rows - 1) or 1  # noqa: B023
+            value = largest(lambda n: peak(_with(now, name, n)) <= limit, rows - 1) or 1  # noqa: B023  it is called at once
         changed = _with(now, name, value)
         size = peak(changed)
         if size >= before:
