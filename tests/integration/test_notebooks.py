@@ -42,11 +42,11 @@ def write_services(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `make notebooks` has run, with fewer replicas, and a tracker that writes files of its own."""
+    """Where `make notebooks` has run, with fewer replicas and updates, and a tracker that writes files of its own."""
     folder, services = tmp_path_factory.mktemp("all"), tmp_path_factory.mktemp("services")
     write_services(services)
     environment = {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{services}", "HOME": str(folder / "home")}
-    arguments = ["num_replicas=2", "wandb=offline", "generate_rows=40", "out=done"]
+    arguments = ["num_replicas=2", "max_steps=40", "wandb=offline", "generate_rows=40", "out=done"]
     done = run_python(
         ["-m", "tpu_kit", "notebooks", *map(str, NOTEBOOKS), *arguments],
         env={**environment, **CANARIES["environment"]}, cwd=folder, timeout=1700,
@@ -107,8 +107,8 @@ def test_plan_shows_what_fits_and_what_to_do(folder: Path) -> None:
 def test_training_shows_what_it_did(folder: Path) -> None:
     outputs = outputs_of(folder, "4-")
     text, html = shown(outputs), shown(outputs, "text/html")
-    assert "80 of 80 updates" in text and "compiled programs 3" in text and "tokens/s/chip" in text
-    assert "newest checkpoint runs/notebook-4/checkpoints/step-00000080" in text
+    assert "40 of 40 updates" in text and "compiled programs 3" in text and "tokens/s/chip" in text
+    assert "newest checkpoint runs/notebook-4/checkpoints/step-00000040" in text
     assert re.search(r"<mark [^>]*>&lt;think&gt;", html)
     pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == 2 and all(base64.b64decode(one).startswith(b"\x89PNG") for one in pictures)
