@@ -315,8 +315,8 @@ alone = [losses({"input_ids": document[None]}, "cpu") for document in documents]
 expected = torch.cat([each for each, _ in alone] + [torch.zeros(padding)])
 gradient = sum(grad for _, grad in alone)
 to_device(model, device)
-attention.splash_attention_module.Settings = functools.partial(
-    attention.splash_attention_module.Settings, interpret=True
+attention.SplashSettings = functools.partial(
+    attention.SplashSettings, interpret=True
 )
 use_attention(model, KERNEL, "tpu")
 each, grad = losses(packed, device)

@@ -198,6 +198,15 @@ def test_directions_of_8_bit_adamw_stay(tmp_path: Path) -> None:
     assert found.moment == "update" and found.parts["update"] == 3 * 4 * 151936 * 1024
 
 
+def test_of_a_stack_8_bit_adamw_has_one_layer_at_a_time(tmp_path: Path) -> None:
+    """It never takes more than the backward pass; the directions of all its stacks together would."""
+    shape = RECORDED["models"]["qwen2.5-1.5b"]
+    found = of(tmp_path, shape, "lora.r=0", "optimizer=adamw8bit", "batch_size=2")
+    plain = of(tmp_path, shape, "lora.r=0", "batch_size=2")
+    assert found.temporary_bytes <= plain.temporary_bytes
+    assert found.moment == "backward"
+
+
 def test_a_frozen_model_is_copied_for_a_loop_over_tiles_alone(tmp_path: Path) -> None:
     """Where its stacks lie the other way round as arguments, as with H = 576."""
     unrolled, loop = (of(tmp_path, SMOLLM2_135M, f"mlp_tile={size}", "batch_size=4") for size in (1024, 512))

@@ -427,6 +427,22 @@ def test_one_program_however_late_the_step(name: str, late: dict[str, dict[str, 
     assert all(map(math.isfinite, ended["parameters"])) and any(ended["parameters"])
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "xla-cpu"])
+def test_8_bit_stacks_are_updated_layer_by_layer(device_type: str, quick_xla: None) -> None:
+    """With the numbers of an update of all layers at once, and without its fp32 blocks of all layers."""
+    if device_type == "xla-cpu" and Machine().version("torch_xla") is None:
+        pytest.skip("torch_xla is not installed")
+    settings = {"device_type": device_type, "num_replicas": 1, "optimizer": "adamw8bit"}
+    found = launch(training_functions.stacks_in_turn, load_config(None, settings))
+    assert found["in_turn"].keys() == found["at_once"].keys()
+    for name, value in found["at_once"].items():
+        torch.testing.assert_close(found["in_turn"][name], value, rtol=1e-5, atol=1e-7, msg=name)
+    assert any(value.any() for name, value in found["in_turn"].items() if name.startswith("moments/second_code"))
+    if device_type == "xla-cpu":
+        assert found["compiled"] == [1, 0, 0]
+        assert found["blocks"] == [4, 16, 32, 48]  # of stacks they are 8, 32, 64 and 96
+
+
 def test_settings_of_another_optimizer_are_refused() -> None:
     with pytest.raises(ValueError, match=r"optim.beta2: 0.99 is AdamW's, and optim.optimizer=adafactor has none"):
         load_config(None, {"optimizer": "adafactor", "beta2": 0.99})

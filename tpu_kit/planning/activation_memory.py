@@ -273,8 +273,9 @@ class PeakActivationModel:
         """The update, at its moments: gradients that are left, and what is there of what it gives.
 
         That is the largest stack's before it is copied into the arguments, of AdamW with both moments; an embedding is
-        updated in place. 8-bit AdamW's directions stay until the last is known (an embedding's, where rows are filled
-        up), while tensor after tensor is also there with both moments, in fp32 and filled up to blocks.
+        updated in place. 8-bit AdamW has of a tensor the direction and both moments in fp32, filled up to blocks: of a
+        stack, which it updates in a loop, those of a layer. Directions of what is not in a loop stay until the last
+        is known (an embedding's, where rows are filled up).
         """
         large, optimizer = [group for group in self.groups if len(group) == 1], self.config.optim.optimizer
         largest = max((self.group_bytes(group) for group in large if len(group[0]) == 3), default=0)
@@ -283,8 +284,10 @@ class PeakActivationModel:
         for (tensor,) in large if optimizer == "adamw8bit" else []:
             filled = 4.0 * BLOCK * blocks(tensor, BLOCK)
             left -= 4.0 * math.prod(tensor)
-            yield left, given + 3 * filled
-            given += filled if len(tensor) == 3 or filled > 4 * math.prod(tensor) else 0
+            turns = tensor[0] if len(tensor) == 3 else 1
+            yield left, given + 3 * filled / turns
+            if turns == 1 and (len(tensor) == 3 or filled > 4 * math.prod(tensor)):
+                given += filled
 
     def gradients(self) -> float:
         """Gradients in fp32, 4 P."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -112,9 +112,25 @@ class Group:
         slots = list(self.slots.values())
         return slots[0].shape if self.alone else torch.Size([sum(slot.size for slot in slots)])
 
+    def part(self, turns: int) -> Group:
+        """The group of one of `turns` equal parts of a single parameter, as `scan.rewrite` takes it apart."""
+        ((name, slot),) = self.slots.items()
+        shape = torch.Size([slot.shape[0] // turns, *slot.shape[1:]])
+        names = slot.names[: shape[0]] if slot.stacked else slot.names
+        return Group({name: replace(slot, shape=shape, names=names)}, self.alone)
+
     def lay(self, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """A vector of tensors like the parameters, also of a single one."""
         return torch.cat([slot.lay(named[name]) for name, slot in self.slots.items()])
+
+    def turns(self, block: int) -> int:
+        """In how many parts it is updated: a stack that is quantised layer by layer, all else at once.
+
+        The blocks of a matrix lie otherwise in a TPU's memory than the matrix: gradient, direction, and both moments in
+        fp32 would be there once more, of every layer.
+        """
+        slot = next(iter(self.slots.values()))
+        return slot.shape[0] if self.alone and slot.stacked and block > 1 else 1
 
     def seeds(self) -> torch.Tensor:
         """A number for each block, int32; see `Slot.seeds`."""

@@ -8,7 +8,7 @@ of the batch. The same functions train on every backend and are compiled by the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 
@@ -17,8 +17,9 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_scan import scan_layers
 from tpu_kit.training.objectives import Objective
+from tpu_kit.training.optimizer import Group, Optimizer
 from tpu_kit.training.state import TrainState, of_group, restore
-from tpu_kit.xla.scan import after
+from tpu_kit.xla.scan import after, rewrite
 
 _USUAL = 0.9  # decay of the running mean of the loss: some ten updates
 
@@ -117,30 +118,28 @@ def _update(
     state: TrainState, gradients: list[torch.Tensor], totals: torch.Tensor, control: torch.Tensor, optim: OptimConfig
 ) -> None:
     rate, keep, step = control.unbind()
-    gradients = [gradient / totals[1].clamp(min=1) for gradient in gradients]
-    norm = torch.sqrt(reduce(torch.add, [(gradient * gradient).sum() for gradient in gradients]))
-    loss = totals[0] / totals[1].clamp(min=1)
+    tokens = totals[1].clamp(min=1)
+    norm = torch.sqrt(reduce(torch.add, [(gradient / tokens).square().sum() for gradient in gradients]))
+    loss = totals[0] / tokens
     good = torch.isfinite(norm) & torch.isfinite(loss)
     if optim.max_loss_rise is not None:
         good = good & ((state.applied == 0) | (loss <= state.usual + optim.max_loss_rise))
+    scale = torch.ones_like(norm)
     if optim.max_grad_norm:
         scale = (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        gradients = [gradient * scale for gradient in gradients]
 
     applied = state.applied + good
+    constants = [tokens, scale, applied, rate, good.to(torch.float32)]
     for number, (one, gradient) in enumerate(zip(state.groups, gradients, strict=True)):
+        turns = one.turns(state.optimizer.block)
+        part = one.part(turns) if turns > 1 else one
+        parameters = [state.parameters[name] for name in one.slots]
         moments = of_group(state.moments, number)
-        seeds = state.seeds.get(str(number))
-        direction, news = state.optimizer.direction(gradient, moments, applied, optim, one, seeds)
-        change = torch.where(good, rate * direction, torch.zeros_like(direction))
-        decay = torch.where(good, rate * optim.weight_decay, torch.zeros_like(rate))
-        for name, part in one.split(change).items():
-            parameter = state.parameters[name]
-            if optim.weight_decay and parameter.ndim - (name in state.stacks) > 1:
-                parameter.mul_(1.0 - decay)
-            parameter.sub_(part)
-        for name, moment in moments.items():
-            moment.copy_(torch.where(good, news[name], moment))
+        seeds = [state.seeds[str(number)]] if state.seeds else []
+        rewrite(
+            partial(_updated, state.optimizer, part, list(moments), optim),
+            [*parameters, *moments.values()], [gradient, *seeds], constants, turns,
+        )  # fmt: skip
     usual = torch.where(state.applied == 0, loss, torch.lerp(loss, state.usual, _USUAL))
     state.usual.copy_(torch.where(good, usual, state.usual))
     state.streak.copy_(torch.where(good, torch.zeros_like(rate), state.streak + 1))
@@ -156,6 +155,29 @@ def _update(
     extra = [one + torch.where(good, value, zero) for one, value in zip(sums[5:], totals[2:], strict=True)]
     state.window.copy_(torch.stack([*(sums[:3] + torch.stack(added)).unbind(), sums[3] + ~good, bad, *extra]))
     state.report = torch.cat([state.window, torch.stack([state.usual, state.streak])])
+
+
+def _updated(
+    kind: Optimizer,
+    group: Group,
+    names: Sequence[str],
+    optim: OptimConfig,
+    before: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    constants: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """New parameters and moments of a group, or of a part of one, from those `before`; `names` are of the moments."""
+    tokens, scale, applied, rate, good = constants
+    gradient, seeds = given[0] / tokens * scale, next(iter(given[1:]), None)
+    parameters, old = before[: len(group.slots)], dict(zip(names, before[len(group.slots) :], strict=True))
+    direction, news = kind.direction(gradient, old, applied, optim, group, seeds)
+    change = torch.where(good > 0, rate * direction, torch.zeros_like(direction))
+    decay = torch.where(good > 0, rate * optim.weight_decay, torch.zeros_like(rate))
+    found = []
+    for (name, slot), parameter in zip(group.slots.items(), parameters, strict=True):
+        kept = parameter * (1.0 - decay) if optim.weight_decay and slot.matrix else parameter
+        found.append(kept - group.split(change)[name])
+    return found + [torch.where(good > 0, news[name], moment) for name, moment in old.items()]
 
 
 def eval_step(

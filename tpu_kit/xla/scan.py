@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -65,3 +67,71 @@ def after(done: Tensors, tensors: Tensors) -> Tensors:
     later = [tensor.clone() for tensor in tensors]
     xm.optimization_barrier_([*done, *later])
     return later
+
+
+def rewrite(
+    body: Callable[[Tensors, Tensors, Tensors], Tensors],
+    state: Tensors,
+    inputs: Tensors,
+    constants: Tensors,
+    turns: int,
+) -> None:
+    """Gives `state` new values, part after part: on XLA in its own memory, and with the work of one part at a time.
+
+    Args:
+        body: from parts of `state` and of `inputs`, and the constants, the new part of each tensor of `state`.
+        state: tensors to change; of each a part is as many of its rows as there are for a turn.
+        inputs: tensors to read, in parts too.
+        constants: whatever else the body needs; no booleans, if there are several turns.
+        turns: number of parts, of which the first dimension of each tensor is a multiple.
+    """
+
+    def parts(tensors: Tensors, take: Callable[[torch.Tensor, int], torch.Tensor]) -> Tensors:
+        return [take(tensor, tensor.shape[0] // turns) for tensor in tensors]
+
+    if turns == 1:
+        news = body(state, inputs, constants)
+    elif state[0].device.type == "xla":
+        take, put = _parts()
+        ends = len(constants), len(constants) + len(inputs)
+
+        def turn(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+            fixed, read, now = carry[: ends[0]], carry[ends[0] : ends[1]], carry[ends[1] :]
+            (place,) = slices
+            before, given = (parts(tensors, lambda one, rows: take(one, place, rows=rows)) for tensors in (now, read))
+            news = body(before, given, fixed)
+            written = [put(one, new, place) for one, new in zip(now, news, strict=True)]
+            return [*fixed, *read, *written], []
+
+        carry, _ = scan(turn, [*constants, *inputs, *state], [torch.arange(turns, device=state[0].device)])
+        news = carry[ends[1] :]
+    else:
+        for number in range(turns):
+            before, given = (
+                parts(tensors, lambda one, rows: one[number * rows : (number + 1) * rows])  # noqa: B023
+                for tensors in (state, inputs)
+            )
+            for old, new in zip(before, body(before, given, constants), strict=True):
+                old.copy_(new)
+        return
+    for old, new in zip(state, news, strict=True):
+        old.copy_(new)
+
+
+@cache
+def _parts() -> tuple[Any, Any]:
+    """Reads a part of a tensor, and writes one: what torch_xla makes of an index that is a tensor works in no place."""
+    import torch_xla.core.xla_builder as xb
+    import torch_xla.core.xla_op_registry as registry
+
+    def start(tensor: Any, place: Any, rows: int) -> list[Any]:
+        count, zero = (xb.Op.scalar(place.builder(), number, dtype=xb.Type.S64) for number in (rows, 0))
+        return [place * count, *[zero] * (tensor.shape().rank - 1)]
+
+    def take(tensor: Any, place: Any, *, rows: int) -> Any:
+        return tensor.dynamic_slice(start(tensor, place, rows), [rows, *tensor.shape().sizes[1:]])
+
+    def put(tensor: Any, part: Any, place: Any) -> Any:
+        return tensor.dynamic_update_slice(part, start(tensor, place, part.shape().sizes[0]))
+
+    return registry.register("tpu_kit_take_part", take), registry.register("tpu_kit_put_part", put)
