@@ -668,6 +668,9 @@ def read_until(terminal: int, text: str) -> str:
     return shown.decode().replace("\r", "")
 
 
+PENS = "Sam has 12 pens and buys 30. How many pens are there now?"  # the next reply depends on what was said to it
+
+
 def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
     terminal, inside = pty.openpty()
     command = [sys.executable, "-m", "tpu_kit", "generate", "device_type=cpu", "max_new_tokens=12", "base_dtype=fp32"]
@@ -680,7 +683,7 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
     turns = []
     try:
         read_until(terminal, "> ")
-        for question in ("What is 2 + 3?", "And with 4 more?"):
+        for question in (PENS, "And with 4 more?"):
             os.write(terminal, f"{question}\n".encode())
             turns.append(read_until(terminal, "\n> ").removesuffix("> ").partition("\n")[2].strip())
         os.write(terminal, b"\x04")  # Ctrl-D
@@ -689,7 +692,7 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
         process.kill()
         os.close(terminal)
     config = load_config(None, {"device_type": "cpu", "base_dtype": "fp32"})
-    asked = [{"role": "user", "content": "What is 2 + 3?"}]
+    asked = [{"role": "user", "content": PENS}]
     model, tokenizer = load_for_generation(config.model), load_tokenizer(config.model)
     generator = Generator(model, tokenizer, CPU, max_prompt=256, max_new_tokens=12, data=config.data)
     for turn, question in zip(turns, ("And with 4 more?", ""), strict=True):

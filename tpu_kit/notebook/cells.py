@@ -349,17 +349,18 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
     bar = display(_progress(output_dir, started=False), raw=True, display_id=True)
     plot = display(_curves(output_dir), raw=True, display_id=True)
 
-    def redraw() -> None:
+    def redraw(curves: bool = True) -> None:
         started, answering = (_version(file) not in (None, before) for file, before in zip(files, old, strict=True))
         bar.update(_progress(output_dir, started, answering), raw=True)
-        plot.update(_curves(output_dir), raw=True)
+        if curves:
+            plot.update(_curves(output_dir), raw=True)
 
     def follow() -> None:
         nonlocal seen
         while not stop.wait(every):
             if (now := [_version(file) for file in files]) != seen:
-                seen = now
-                redraw()
+                changed, seen = now[0] != seen[0], now
+                redraw(curves=changed)
 
     # The context names the cell that the output belongs to; a thread starts without one.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(follow,), daemon=True)
