@@ -45,8 +45,10 @@ from tpu_kit.models.causal_lm import (
     use_attention,
 )
 from tpu_kit.training.loss import chunked_nll, shift_labels
+from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import train_step
+from tpu_kit.xla import pallas
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -149,7 +151,7 @@ def test_family(family, implementation, monkeypatch):
     original = fresh(FAMILIES[family])
     whole = original(input_ids=IDS, use_cache=False).logits
     model = adapt(copy.deepcopy(original), LORA, "fp32").train()
-    monkeypatch.setattr(attention, "_kernel", kernel_stand_in)
+    monkeypatch.setattr(pallas, "flash_attention", kernel_stand_in)
     monkeypatch.setattr(attention.splash_attention_module, "splash_attention", splash_stand_in)
     use_attention(model, implementation, "tpu")
 
@@ -196,7 +198,9 @@ def test_family_trains(family, r):
     state = TrainState(model, cpu, optim)
     losses = []
     for step in range(1, 9):
-        train_step(model, state, [batch], control(1e-2, step, 0.0), optim, CpuRuntime(0, 1, cpu))
+        train_step(
+            model, state, [batch], control(1e-2, step, 0.0), SupervisedObjective(optim), optim, CpuRuntime(0, 1, cpu)
+        )
         losses.append(float(state.window[0] / state.window[1]))
     assert losses[-1] < losses[0] - 0.5, losses
     assert (base.lm_head.weight is base.get_input_embeddings().weight) == (family in TIED)

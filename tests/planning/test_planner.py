@@ -202,6 +202,11 @@ TRAFFIC_OFF = (  # steps recorded for their memory, of whose traffic the rooflin
     "gemma3-1b-26 v5e:1x1 base_dtype=int4 quant_group=64 batch_size=4",
     "smollm2-1.7b-24 v5p:2x2x1 lora.r=0 optimizer=adafactor batch_size=4",
     "gemma2-2b-26 v6e:1x1 batch_size=4 max_length=512 lora.targets=[q_proj,v_proj]",
+    "llama-8b-32 v5e:1x1 base_dtype=int4 quant_group=64 batch_size=1",
+    "qwen2.5-1.5b-28 v4:2x2x1 optimizer=adamw8bit batch_size=4",
+    "mistral-7b-32 v5p:2x2x1 base_dtype=int4 batch_size=2",
+    "llama-1b-16 v6e:1x1 lora.r=0 optimizer=adamw8bit batch_size=2",
+    "gemma3-1b-26 v6e:1x1 lora.r=0 optimizer=adamw8bit batch_size=2",
 )
 
 
