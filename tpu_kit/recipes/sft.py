@@ -35,7 +35,7 @@ from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
 from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import ObjectFolder, upload
-from tpu_kit.storage.output_location import resolve_output_dir
+from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir
 from tpu_kit.training.adapter_io import save_adapter
 from tpu_kit.training.metrics import check_tracking, log_result
 from tpu_kit.training.objectives import SupervisedObjective
@@ -119,7 +119,7 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
     verifier_named(config.tracking.verifier)
     runtime.detect(config.launch)
     config = keep_held_out(resolve_output_dir(config))
-    folder = _output_folder(config)
+    folder = make_output_folder(config)
     if dataset is not None:
         config = replace(config, data=replace(config.data, source=str(kept_place(dataset, folder / "data"))))
     refuse_early(config)
@@ -188,24 +188,6 @@ def _upload(config: TrainConfig, result: TrainResult) -> None:
             "command uploads it"
         ) from error
     print(f"uploaded         {config.remote}", flush=True)
-
-
-def _output_folder(config: TrainConfig) -> Path:
-    folder = config.output_path
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(
-            f"output_dir={folder} cannot be written to ({error.strerror}): set output_dir to a folder that can"
-        ) from error
-    for name in ("adapter", "eval.json"):  # which are written at the end
-        there = folder / name
-        if there.exists() and there.is_dir() != (name == "adapter"):
-            raise ValueError(f"{there} is in the way of what training writes there: move it away, or set output_dir")
-    return folder
 
 
 def _measured(found: Comparison) -> dict[str, float]:

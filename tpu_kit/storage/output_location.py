@@ -114,3 +114,26 @@ def resolve_output_dir(config: TrainConfig, at: Machine | None = None) -> TrainC
     if place.warning:
         print(f"warning: {place.warning}", file=sys.stderr, flush=True)
     return replace(config, output_dir=place.output_dir)
+
+
+def make_output_folder(config: TrainConfig) -> Path:
+    """Makes the run's folder.
+
+    Raises:
+        ValueError: it cannot be written to, or something else is where training writes its results.
+    """
+    folder = config.output_path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={folder} cannot be written to ({error.strerror}): set output_dir to a folder that can"
+        ) from error
+    for name in ("adapter", "eval.json"):  # which are written at the end
+        there = folder / name
+        if there.exists() and there.is_dir() != (name == "adapter"):
+            raise ValueError(f"{there} is in the way of what training writes there: move it away, or set output_dir")
+    return folder
