@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.support.child_processes import REPOSITORY
-from tests.support.image import IMAGES, moved, read
+from tests.support.image import IMAGES, installed, moved, read
 from tpu_kit.diagnostics.install import Site, decide
 from tpu_kit.hardware.compatibility import find_pairing, is_tested
 
@@ -85,3 +86,14 @@ def test_an_image_that_moved_is_noticed() -> None:
 @each_image
 def test_notebooks_and_quick_tests_run_there(image: str) -> None:
     subprocess.run(["make", "test-image", f"IMAGE={image}"], cwd=Path(REPOSITORY), check=True)
+
+
+def test_the_packages_of_an_environment_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editable install leaves an egg-info in the repository's folder, from which `make test-image` is started."""
+    (tmp_path / "lying_about.egg-info").mkdir()
+    (tmp_path / "lying_about.egg-info" / "PKG-INFO").write_text(
+        "Metadata-Version: 2.1\nName: lying-about\nVersion: 1\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = installed(Path(sys.executable))
+    assert "pytest" in found and "lying-about" not in found

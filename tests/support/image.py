@@ -122,7 +122,8 @@ def installed(python: Path) -> dict[str, str]:
     """The versions of all packages of an environment."""
     code = "import json; from importlib.metadata import distributions as d; "
     code += "print(json.dumps({one.name: one.version for one in reversed(list(d()))}))"
-    found = json.loads(run_python(code, executable=python, env={"PYTHONPATH": ""}).stdout)
+    # Isolated: from the repository's folder it would see the kit's own egg-info there.
+    found = json.loads(run_python(["-I", "-c", code], executable=python).stdout)
     return {canonicalize_name(name): version for name, version in found.items()}
 
 
