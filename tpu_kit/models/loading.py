@@ -26,7 +26,14 @@ import torch
 from tpu_kit.hardware.host import ask_hub_once
 from tpu_kit.hardware.units import GIB
 from tpu_kit.models.architecture import did_you_mean
-from tpu_kit.models.quantization import QuantizedLinear, Scheme, SchemeError, quantize_model, replace_layers
+from tpu_kit.models.quantization import (
+    QuantizedLinear,
+    Scheme,
+    SchemeError,
+    layers_of,
+    quantize_model,
+    replace_layers,
+)
 from tpu_kit.storage import atomic
 
 if TYPE_CHECKING:
@@ -399,6 +406,11 @@ def _settings() -> Any:
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
             replace_layers(model, self.scheme)
+            if not self.pre_quantized:
+                # transformers 5.15 casts a saved weight to the placeholder's dtype before it calls `Rounding`:
+                # an int8 placeholder would make zeros of it.
+                for layer in layers_of(model).values():
+                    layer.weight = layer.weight.to(torch.bfloat16)
 
         def param_needs_quantization(self, model: Any, param_name: str, **rest: Any) -> bool:
             owner, _, leaf = param_name.rpartition(".")

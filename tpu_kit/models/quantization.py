@@ -74,6 +74,7 @@ class Scheme:
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rounds a weight (O, I), of any floating-point type: its integers and scales, as they are stored."""
+        assert weight.is_floating_point(), f"{weight.dtype} is no weight to round: was it cast before?"
         rows = max(1, _AT_ONCE // weight.shape[1])
         found = [self._quantize(part.detach().to(torch.float32)) for part in weight.split(rows)]
         integers, scales = zip(*found, strict=True)
