@@ -37,8 +37,7 @@ def runtime_of(device: str) -> Any:
     """The runtime of this process's only replica."""
     import torch
 
-    from tpu_kit.distributed.backends.native import CpuRuntime
-    from tpu_kit.distributed.backends.xla import SimulatedRuntime
+    from tpu_kit.distributed.backends import CpuRuntime, SimulatedRuntime
 
     if device == "cpu":
         return CpuRuntime(0, 1, torch.device("cpu"))

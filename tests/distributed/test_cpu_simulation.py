@@ -14,7 +14,7 @@ import pytest
 from tests.support import replica_functions
 from tests.support.child_processes import QUICK_XLA_FLAGS
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.distributed.backends import cpu_simulation
+from tpu_kit.distributed import cpu_simulation
 from tpu_kit.distributed.launch import LaunchError, launch
 from tpu_kit.hardware.machine import Machine
 

@@ -25,8 +25,8 @@ from tests.support.child_processes import QUICK_XLA_FLAGS, REPOSITORY, child_env
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed import launch as launch_module
 from tpu_kit.distributed.launch import LaunchError, Supervisor, launch
+from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.runtime import Backend
-from tpu_kit.distributed.stop_flag import SharedMemoryStopFlag
 from tpu_kit.distributed.worker import LAUNCHER
 from tpu_kit.hardware.machine import Check, Machine
 
@@ -338,7 +338,7 @@ def test_replicas_that_die_together_are_all_told(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
         launch(replica_functions.die_together, config_for(tmp_path, "cpu", *THREE))
     text = str(caught.value)
-    assert re.search(r"^rank 1 \(process \d+\) was ended by SIGKILL: often the kernel", text, re.MULTILINE)
+    assert re.search(r"^rank 1 \(process \d+\) was ended by SIGKILL: often by the kernel", text, re.MULTILINE)
     assert re.search(r"^rank 2 \(process \d+\) ended with status 3 and no result$", text, re.MULTILINE)
     assert re.search(r"\n\nThe last lines on stderr:\n(.*\n)*rank 1 has no room left", text)
 
@@ -364,19 +364,19 @@ def test_a_replica_that_spins_is_judged_by_its_steps(
 
 
 def test_a_long_step_and_a_long_compile_are_no_spinning() -> None:
-    def looks(*seen: tuple[float, dict[int, int], set[int]]) -> Any:
+    def checks(*seen: tuple[float, dict[int, int], set[int]]) -> Any:
         steps = launch_module.Steps(10)
-        return [steps.look(steps_now, computing, now) for now, steps_now, computing in seen][-1]
+        return [steps.check(steps_now, computing, now) for now, steps_now, computing in seen][-1]
 
     both = {0, 1}
     compiled = [(0.0, {0: 1, 1: 1}, both), (400.0, {0: 2, 1: 2}, both)]
-    assert looks(*compiled, (4399.0, {0: 2, 1: 2}, both)) is None  # another program may take as long, and ten times
-    ranks, text = looks(*compiled, (4401.0, {0: 3, 1: 2}, both))
+    assert checks(*compiled, (4399.0, {0: 2, 1: 2}, both)) is None  # another program may take as long, and ten times
+    ranks, text = checks(*compiled, (4401.0, {0: 3, 1: 2}, both))
     assert ranks == [1] and text.startswith("rank 1 computes, but has started no step after step 2 for 4001 s")
-    assert looks(*compiled, (4401.0, {}, both), (4402.0, {0: 3, 1: 3}, both)) is None  # an evaluation
-    assert looks((0.0, {0: 1, 1: 1}, both), (9999.0, {0: 1, 1: 1}, both)) is None  # the first step of all
+    assert checks(*compiled, (4401.0, {}, both), (4402.0, {0: 3, 1: 3}, both)) is None  # an evaluation
+    assert checks((0.0, {0: 1, 1: 1}, both), (9999.0, {0: 1, 1: 1}, both)) is None  # the first step of all
     waited = [(0.0, {0: 1, 1: 1}, both), *((float(at), {0: 1, 1: 1}, {1}) for at in range(1, 32))]
-    assert looks(*waited)[0] == [1] and looks(*waited[:-1]) is None
+    assert checks(*waited)[0] == [1] and checks(*waited[:-1]) is None
 
 
 def test_work_between_steps_is_not_judged_by_steps(tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def test_the_flag_has_no_name_once_all_replicas_of_a_tpu_have_opened_it() -> Non
     """Their number is not known before: it is what they say."""
     made = Supervisor(Backend("tpu", None, ""), 60)
     process = subprocess.Popen(["sleep", "0.5"])
-    with SharedMemoryStopFlag.create() as flag:
+    with StopFlag.create() as flag:
         for message in [(LAUNCHER, "started", (process.pid, None)), *((rank, "started", (1, 2)) for rank in (0, 1))]:
             assert Path(flag.path).exists()
             made._messages.put(message)

@@ -34,10 +34,9 @@ from tests.distributed.test_launch import (
 from tests.support import replica_functions
 from tests.support.child_processes import REPOSITORY, run_python
 from tpu_kit.distributed import preemption
-from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import LaunchError, launch
-from tpu_kit.distributed.preemption import Notices, PreemptionGuard
-from tpu_kit.distributed.stop_flag import SharedMemoryStopFlag
+from tpu_kit.distributed.preemption import Notices, PreemptionGuard, StopFlag
 from tpu_kit.hardware import gce_metadata
 from tpu_kit.hardware.gce_metadata import MetadataWatch
 
@@ -115,11 +114,11 @@ HAMMER = """
 import os, random, sys, time
 from tpu_kit.distributed import preemption
 from tpu_kit.distributed.preemption import PreemptionGuard
-from tpu_kit.distributed.stop_flag import SharedMemoryStopFlag
+from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.runtime import Runtime
 
 for round in range(40):
-    with SharedMemoryStopFlag.create() as flag:
+    with StopFlag.create() as flag:
         preemption.join(flag)
         ends = []
         for rank in range(4):
@@ -536,10 +535,10 @@ def test_no_cloud(kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
 
 
 def test_flag_in_memory(tmp_path: Path) -> None:
-    with SharedMemoryStopFlag.create() as flag:
+    with StopFlag.create() as flag:
         path = Path(flag.path)
         assert path.parent == Path("/dev/shm") or not os.access("/dev/shm", os.W_OK)
-        other = SharedMemoryStopFlag(flag.path)
+        other = StopFlag(flag.path)
         flag.stop("é" * 2000)
         assert other.may_start(0, 0) and not other.may_start(0, 1) and 300 < len(other.reason) < 2000
         other.close()

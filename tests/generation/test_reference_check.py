@@ -35,7 +35,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tpu_kit.config.loader import LoraConfig, TrainConfig, load_config
-from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.generation import kv_cache, reference_check
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.reference_check import check_generation, check_training, layer_kinds, narrow_model

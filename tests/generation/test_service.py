@@ -44,7 +44,7 @@ from tests.support.generation_tpu import BLOCK
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, ModelConfig, load_config
-from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.generation import service
 from tpu_kit.generation.decoder import widths_to

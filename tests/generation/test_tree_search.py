@@ -15,7 +15,7 @@ import torch
 from tests.support.child_processes import run_python
 from tpu_kit.cli import main
 from tpu_kit.config.loader import load_config
-from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
@@ -293,7 +293,7 @@ from tpu_kit.config.loader import load_config
 from tpu_kit.generation.generator import Generator
 from tpu_kit.models.causal_lm import to_device
 from tpu_kit.models.loading import load_base, load_tokenizer
-from tpu_kit.distributed.backends.xla import SimulatedRuntime
+from tpu_kit.distributed.backends import SimulatedRuntime
 from tpu_kit.generation.tree_search import SearchOptions, search
 
 config = load_config(None, {{"model.name": "embedded", "base_dtype": "fp32"}}).model

@@ -29,7 +29,7 @@ from transformers import (
 from tests.support.child_processes import run_python
 from tests.support.training_functions import OPTIM, control
 from tpu_kit.config.loader import LoraConfig, ModelConfig
-from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.models import attention
 from tpu_kit.models.causal_lm import (
     adapt,

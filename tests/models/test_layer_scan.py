@@ -27,7 +27,7 @@ from transformers import (
 from tests.support import layer_functions
 from tests.support.training_functions import OPTIM, control, rows, tiny
 from tpu_kit.config.loader import ConfigError, LoraConfig, OptimConfig, TrainConfig, from_dict
-from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models import causal_lm as models

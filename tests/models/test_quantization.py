@@ -22,7 +22,7 @@ from tests.support.compiler_models import TINY, write_config
 from tests.support.quantize_functions import MEMORY, fingerprint, write_model
 from tests.support.training_functions import OPTIM, control
 from tpu_kit.config.loader import ConfigError, LoraConfig, ModelConfig, TrainConfig, load_config
-from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.hardware import host
 from tpu_kit.hardware.machine import Machine

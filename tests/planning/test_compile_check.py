@@ -171,7 +171,7 @@ def test_the_key_follows_from_all_that_makes_the_program(
     other = write_config(tmp_path / "other", TINY, rms_norm_eps=1e-6)
     keys = [key(), key(tiny, 2), key(tiny, 1, "lora.r=3"), key(other)]
     # compile_check reads what the compiler says, loss is imported by step, and cpu_simulation within a function.
-    for name in ("planning/compile_check", "training/loss", "distributed/backends/cpu_simulation"):
+    for name in ("planning/compile_check", "training/loss", "distributed/cpu_simulation"):
         with (source / f"{name}.py").open("a") as file:
             file.write("# changed\n")
         keys.append(key())

@@ -88,7 +88,7 @@ def test_what_is_no_shortage_of_memory_is_left_as_it_is(eight: Preflight) -> Non
 
 
 def test_the_host_of_a_tpu_is_another_matter(eight: Preflight) -> None:
-    found = out_of_memory(LaunchError("rank 2 (process 7) was ended by SIGKILL: often the kernel"), eight)
+    found = out_of_memory(LaunchError("rank 2 (process 7) was ended by SIGKILL: often by the kernel"), eight)
     assert found is not None and not found.overrides
     assert "It is the host's memory that ran out, not the device's" in str(found)
     assert "(launch.num_replicas) with global_batch_size=768 gradient_accumulation=1, which" in str(found)

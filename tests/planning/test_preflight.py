@@ -10,7 +10,7 @@ import pytest
 from tests.hardware.test_machine import V3, V5E, fake
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
-from tpu_kit.distributed import device_memory, runtime
+from tpu_kit.distributed import runtime
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.hardware.slices import find_slice
 from tpu_kit.planning import compile_check
@@ -71,7 +71,7 @@ def test_auto_of_a_small_data_set_leaves_updates_to_make(tmp_path: Path) -> None
 def test_auto_on_a_cpu_is_small_and_fits_half_of_the_memory(small: Path, tmp_path: Path) -> None:
     at = host(tmp_path / "root", 64)
     found = check_before_launch(run(small, "batch_size=auto", "device_type=cpu"), at=at)
-    assert found.config.optim.batch_size == device_memory.MOST_ROWS and found.room is not None
+    assert found.config.optim.batch_size == runtime.MOST_ROWS and found.room is not None
     assert found.room.limit == pytest.approx(62.5 * GIB) and found.time is None
     assert "auto is 8: the most that leaves 50% of 62.50 GiB, and 8 at most" in str(found)
     four = check_before_launch(
@@ -113,7 +113,7 @@ def test_auto_on_a_gpu_asks_nvidia_smi(name: str, small: Path, tmp_path: Path, m
     assert (tmp_path / "asked").read_text().endswith("-i 3\n")
     rows = found.config.optim.batch_size
     assert isinstance(rows, int) and rows >= 8
-    assert found.memory is not None and found.memory.total_bytes < found.room.limit * (1 - device_memory.GPU_FREE)
+    assert found.memory is not None and found.memory.total_bytes < found.room.limit * (1 - runtime.GPU_FREE)
     assert (found.time is not None) == (name == "NVIDIA H200")
 
 

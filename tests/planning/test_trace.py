@@ -117,7 +117,7 @@ import torch_xla.debug.metrics as metrics
 from transformers import AutoConfig, AutoModelForCausalLM
 from tpu_kit.models import causal_lm as models
 from tpu_kit.config.loader import load_config
-from tpu_kit.distributed.backends.xla import TpuRuntime
+from tpu_kit.distributed.backends import TpuRuntime
 from tpu_kit.training.step import place
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.step import train_step

@@ -23,7 +23,7 @@ from tpu_kit.checkpointing import manager
 from tpu_kit.checkpointing.local_store import FolderStore
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.data import packing, prepare
-from tpu_kit.distributed.backends.native import CudaRuntime
+from tpu_kit.distributed.backends import CudaRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.evaluation import evaluate
 from tpu_kit.hardware.machine import Machine

@@ -28,8 +28,7 @@ from transformers import (
 )  # fmt: skip
 
 from tpu_kit.config.loader import LoraConfig, ModelConfig
-from tpu_kit.distributed.backends.native import CpuRuntime
-from tpu_kit.distributed.backends.xla import SimulatedRuntime
+from tpu_kit.distributed.backends import CpuRuntime, SimulatedRuntime
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling

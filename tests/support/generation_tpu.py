@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tpu_kit.config.loader import load_config
-from tpu_kit.distributed.backends.xla import TpuRuntime
+from tpu_kit.distributed.backends import TpuRuntime
 from tpu_kit.generation.decoder import Batch, Decoder
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.hardware.slices import find_topology

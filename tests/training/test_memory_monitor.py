@@ -12,8 +12,7 @@ import torch
 
 from tests.support.compiler_models import QWEN2_500M, write_config
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.distributed.backends.native import CpuRuntime
-from tpu_kit.distributed.backends.xla import TpuRuntime
+from tpu_kit.distributed.backends import CpuRuntime, TpuRuntime
 from tpu_kit.planning.memory_estimate import estimate
 from tpu_kit.planning.preflight import predicted_bytes
 from tpu_kit.training.memory_monitor import MemoryMonitor, describe
@@ -95,7 +94,7 @@ def test_host_memory_is_that_of_all_processes(tmp_path: Path) -> None:
     code = (
         "import sys; from tpu_kit.config.loader import load_config\n"
         "from tpu_kit.training.memory_monitor import MemoryMonitor\n"
-        "from tpu_kit.distributed.backends.native import CpuRuntime\nkept = bytearray(300 * 2**20)\n"
+        "from tpu_kit.distributed.backends import CpuRuntime\nkept = bytearray(300 * 2**20)\n"
         "MemoryMonitor(load_config(sys.argv[1]), CpuRuntime(1, 2, None)).note()"
     )
     (tmp_path / "config.yaml").write_text(config.to_yaml())

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.training_functions import OPTIM, contents, control, dealt, rows, split, tiny
 from tpu_kit.config.loader import LaunchConfig, LoraConfig, OptimConfig, TrainConfig
-from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_scan import stack

@@ -16,7 +16,7 @@ import torch
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.distributed import runtime
-from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling

@@ -1,4 +1,4 @@
-"""Runs Python in a process of its own, which ends with the call whatever happens: the kit's own modules, or a tool."""
+"""Runs Python modules and tools in a child process that ends with the call, whatever happens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Ended:
 
     Attributes:
         status: as `subprocess` gives it, negative for a signal.
-        output: what it wrote to stdout.
-        errors: what it wrote to stderr.
+        output: its stdout.
+        errors: its stderr.
     """
 
     status: int
@@ -34,7 +34,7 @@ class Ended:
         return signal.Signals(-self.status).name if self.status < 0 else f"status {self.status}"
 
     def last_lines(self, count: int) -> str:
-        """The end of what it said, stderr first choice, without empty lines."""
+        """The last lines that are not empty, of stderr if it has any, else of stdout."""
         text = self.errors if self.errors.strip() else self.output
         return "\n".join([line for line in text.splitlines() if line.strip()][-count:]) or "it wrote nothing"
 
@@ -47,17 +47,17 @@ def run_child(
     seconds: float | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> Ended:
-    """Runs `python ARGUMENTS`, which finds this package; the process and all that it started are gone afterwards.
+    """Runs `python ARGUMENTS` with this package on its path, and ends the process and its children before it returns.
 
     Args:
-        arguments: of the interpreter: `["-m", "tpu_kit.planning.compile_worker"]`.
-        environment: of the process, the whole of it.
-        given: what it reads from stdin.
-        seconds: the most it may take.
-        on_line: called with each line of its stdout as it comes, in a thread.
+        arguments: of the interpreter: `["-m", "tpu_kit.planning.compile_check"]`.
+        environment: the whole environment of the process.
+        given: the text of its stdin.
+        seconds: its time limit.
+        on_line: called with each line of its stdout at once, in a thread.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: it ran longer than `seconds`.
     """
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]))
     with TemporaryFile("w+", errors="replace") as errors, TemporaryFile("w+") as stdin:
@@ -78,7 +78,7 @@ def run_child(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        reader.join(10)  # longer only if a process in a session of its own still holds the pipe
+        reader.join(10)  # a process in another session may still hold the pipe
         errors.seek(0)
         return Ended(status, "".join(lines), errors.read())
 

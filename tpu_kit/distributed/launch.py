@@ -1,4 +1,4 @@
-"""launch(fn, config): run a function on every device, from a notebook, a script or a test.
+"""launch(fn, config): runs a function on every device, from a notebook, a script or a test.
 
     calling process              launcher (worker.py)            replicas (worker.py)
     (a kernel; touches      -->  a session of its own; gets  -->  TPU: processes of xmp.spawn
@@ -8,15 +8,12 @@
          +-- text of rank 0 (stdout, stderr), a socket of messages ----+
 
 Any end of the caller ends the launcher and all replicas. One CPU replica runs inline: there is no device to keep free.
-What ends a launch early, and how a training loop then saves first, is in preemption.py.
+preemption.py has what ends a launch early, and how a training loop then saves first.
 
-What to do about errors of torch_xla and libtpu that say nothing of their cause, by their text.
-
-The calling process's side of a launch: starts the launcher, passes its text on, and judges how it ends.
-
-Every replica has a connection to here (worker.py says what it sends), and the launcher tells which of them died.
-Whether anything moves is read from /proc, so that a replica that holds the GIL, in a long compile, need not answer; and
-from the steps that replicas start, since one that computes for ever is no better than one that waits for ever.
+This module is the calling process's side: it starts the launcher, passes its text on, and judges how it ends. Every
+replica is connected to it (worker.py lists the messages), and the launcher reports each process that dies. Whether the
+replicas still work is read from /proc, so that a replica that holds the GIL in a long compile need not answer; and from
+the steps that they start, because a replica can also compute for ever.
 """
 
 from __future__ import annotations
@@ -43,22 +40,36 @@ from typing import IO, Any, TypeVar
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import preemption, runtime
-from tpu_kit.distributed.preemption import Notices
+from tpu_kit.distributed.preemption import Notices, StopFlag
 from tpu_kit.distributed.runtime import Backend
-from tpu_kit.distributed.stop_flag import SharedMemoryStopFlag
-from tpu_kit.distributed.worker import LAUNCHER
+from tpu_kit.distributed.worker import LAUNCHER, processes
 from tpu_kit.hardware.host import check_memory, compile_cache
 from tpu_kit.hardware.machine import Machine, check_holder, check_process, preset_per_process
 
+T = TypeVar("T")
+
+_BEAT = 1.0  # seconds between two readings of the processor time
+_SETTLE = 1.0  # seconds in which the causes and consequences of one failure are reported
+_GRACE = 10.0  # seconds that replicas get to end after being asked to
+_TICKS = 0.03 * os.sysconf("SC_CLK_TCK")  # processor time in a beat that is more than an idle process takes
+_SPINS = 3  # times the hang_timeout without a step are too many for a replica that computes; a compile takes less
+_SLOWER = 10  # times the longest step so far are too many as well
+_LAST_LINES = 10  # of stderr, in the error on a replica that left no traceback
+# How a replica ends because another one did, which is not reported as a cause.
+_CONSEQUENCE = r"MeetingError|Connection (closed|reset) by peer|remote process exited|ncclRemoteError"
+# A cell that calls the device, not one that only imports the library.
+_TOUCHES = r"xla_device\(|torch_xla\.(device|devices|real_devices|sync|launch)\(|\b(xm|xr|xmp)\.\w+\(|\.to\(.xla"
+
+# Errors of torch_xla and libtpu that do not name their cause: a pattern of the text, and what to do.
 _KNOWN = (
     (
         r"module 'torch' has no attribute 'xla'",
-        "torch.utils.checkpoint does not know XLA: set optim.remat=full, or in a function of your own call "
-        "torch_xla.utils.checkpoint.checkpoint, without which XLA would keep what it should compute again",
+        "torch.utils.checkpoint does not work on XLA: set optim.remat=full, or in your own function call "
+        "torch_xla.utils.checkpoint.checkpoint, without which XLA removes the recomputation",
     ),
     (
         r"undefined symbol|cannot import name '_XLAC'|No module named '_XLAC'",
-        "torch and torch_xla do not pair: `python -m tpu_kit doctor` names the versions and the line that mends them",
+        "torch and torch_xla do not match: `python -m tpu_kit doctor` names both and the command that fixes it",
     ),
     (
         r"Runtime is already initialized|Cannot replicate if number of devices",
@@ -74,38 +85,27 @@ _KNOWN = (
     ),
     (
         r"metadata\.google\.internal|169\.254\.169\.254|Failed to get TPU metadata",
-        "torch_xla asks Google Cloud what TPU this is, and nobody answers: `python -m tpu_kit doctor` prints the "
-        "variables that tell it, or use device_type=xla-cpu where there is no TPU",
+        "torch_xla asks Google Cloud's metadata server for the TPU's type and gets no answer: `python -m tpu_kit "
+        "doctor` prints the variables to set; without a TPU use device_type=xla-cpu",
     ),
     (
         r"attempted to access the data pointer on an invalid python storage",
-        "a tensor of the device cannot be saved as it is: move it to the CPU first, as train does with the adapter",
+        "a tensor on the device cannot be saved: move it to the CPU first",
     ),
 )
 
 
 def advice(text: str) -> str:
-    """What to do about an error or traceback; one line for each cause it names, empty where none is known."""
+    """Says what to do about an error or traceback, one line for each known cause; empty where none is known."""
     return "\n".join(f"-> {what}" for pattern, what in _KNOWN if re.search(pattern, text, re.IGNORECASE))
-
-
-_BEAT = 1.0  # seconds between two looks at who computes
-_SETTLE = 1.0  # seconds in which the causes and consequences of one failure are reported
-_GRACE = 10.0  # seconds that replicas get to end after being asked to
-_TICKS = 0.03 * os.sysconf("SC_CLK_TCK")  # processor time in a beat that is more than an idle process takes
-_SPINS = 3  # times the hang_timeout without a step are too many for a replica that computes; a compile takes less
-_SLOWER = 10  # and as many times the longest step so far
-_LAST_LINES = 10  # of stderr, in the error on a replica that left no traceback
-# How a replica ends because another one did; the other one's end is the news.
-_CONSEQUENCE = r"MeetingError|Connection (closed|reset) by peer|remote process exited|ncclRemoteError"
 
 
 class LaunchError(RuntimeError):
     """A replica failed, died or hung.
 
     Attributes:
-        rank: the replica that was first; None where it was the process that holds them all.
-        traceback: its traceback; empty where it left none.
+        rank: the replica that failed first; None where it was the process that holds them all.
+        traceback: of that replica; empty where it left none.
     """
 
     def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
@@ -117,8 +117,9 @@ class LaunchError(RuntimeError):
 class Steps:
     """Judges by the steps that replicas start whether one computes for ever.
 
-    A limit holds between two steps (`PreemptionGuard.pause` suspends it), once a step is over, so that the duration of
-    one is known with its compilation; in the first step, once another replica has waited for `hang_timeout`.
+    The time between two steps is limited, unless `PreemptionGuard.pause` suspends that. The limit applies once the
+    first step is over, so that the duration of a step with its compilation is known; in the first step it applies once
+    another replica has waited for `hang_timeout`.
 
     Args:
         hang_timeout: seconds; the limit is 3 times as much, or 10 times the longest step so far if that is more.
@@ -126,16 +127,16 @@ class Steps:
 
     def __init__(self, hang_timeout: float) -> None:
         self._hang_timeout = hang_timeout
-        self._reached = 0  # the step that all replicas have started; 0 where they are not in a step
+        self._reached = 0  # the step that all replicas have started; 0 between steps
         self._since = self._longest = 0.0
         self._computed: dict[int, float] = {}
 
-    def look(self, steps: Mapping[int, int], computing: Collection[int], now: float) -> tuple[list[int], str] | None:
-        """Looks at the replicas.
+    def check(self, steps: Mapping[int, int], computing: Collection[int], now: float) -> tuple[list[int], str] | None:
+        """Finds replicas that compute for ever.
 
         Args:
             steps: `StopFlag.steps`.
-            computing: the ranks whose processes have used the processor since the last look.
+            computing: the ranks whose processes have used the processor since the last call.
             now: seconds, monotonic.
 
         Returns:
@@ -166,8 +167,8 @@ class Supervisor:
 
     Args:
         backend: where it runs.
-        hang_timeout: seconds without output or processor time after which it is ended.
-        time_limit: seconds after which it is ended in any case; None for no limit.
+        hang_timeout: seconds without output or processor time after which the launch is ended.
+        time_limit: seconds after which the launch is ended in any case; None for no limit.
     """
 
     def __init__(self, backend: Backend, hang_timeout: float, time_limit: float | None = None) -> None:
@@ -176,23 +177,23 @@ class Supervisor:
         self._time_limit = time_limit
         self._messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
         self._pids: dict[int, int] = {}
-        self._results: dict[int, bytes] = {}  # by rank: of those that are done
-        self._last_life = time.monotonic()
-        self._stderr = ""  # its end
+        self._results: dict[int, bytes] = {}  # by rank
+        self._last_active = time.monotonic()
+        self._stderr = ""  # the last 4,096 characters
 
     def run(self, payload: bytes, notices: Notices) -> Any:
-        """Starts the launcher and stays until all have ended.
+        """Starts the launcher and waits until all processes have ended.
 
         Args:
             payload: function and config, pickled.
-            notices: what hears of the launch's early end; a function that heeds notices ends by itself.
+            notices: of the launch's early end; a function that handles preemption then ends by itself.
 
         Returns:
             Rank 0's result.
 
         Raises:
             LaunchError: a replica failed, died or hung.
-            KeyboardInterrupt, SystemExit: see `Notices`; after all have ended.
+            KeyboardInterrupt, SystemExit: see `Notices`; after all processes have ended.
         """
         with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder, self._listen(folder) as (address, key):
             path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
@@ -210,14 +211,14 @@ class Supervisor:
                 streams.append(self._stream(process.stdout, sys.stdout))
                 streams.append(self._stream(process.stderr, sys.stderr))
                 assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # it died at once; `_result` says how
+                with contextlib.suppress(BrokenPipeError):  # it has died; `_result` reports how
                     pickle.dump(
                         (address, key, notices.flag.path, self._backend, self._hang_timeout, payload), process.stdin
                     )
                     process.stdin.flush()
                 return self._result(process, notices.flag)
             finally:
-                # A function that does not heed notices is asked to end, and may have its own way to; then it is killed.
+                # A function that does not handle preemption gets a SIGTERM, which it may handle; then it is killed.
                 asked = isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit) and not notices.at_once
                 _end(process, signal.SIGTERM if asked else signal.SIGKILL)
                 for stream in streams:
@@ -234,7 +235,7 @@ class Supervisor:
         while True:
             try:
                 connection = listener.accept()
-            except (EOFError, AuthenticationError, ConnectionError):  # one that died while it knocked
+            except (EOFError, AuthenticationError, ConnectionError):  # a replica that died while it connected
                 continue
             except OSError:  # closed: the launch is over
                 return
@@ -251,11 +252,11 @@ class Supervisor:
 
         def copy() -> None:
             while chunk := os.read(source.fileno(), 65536):
-                self._last_life = time.monotonic()
+                self._last_active = time.monotonic()
                 text = decoder.decode(chunk)
                 if target is sys.stderr:
                     self._stderr = (self._stderr + text)[-4096:]
-                # Where nobody reads us any more (`| head`), the replicas must still not block on a full pipe.
+                # Where our own output is closed (`| head`), the replicas must still not block on a full pipe.
                 with contextlib.suppress(OSError, ValueError):
                     target.write(text)
                     target.flush()
@@ -264,26 +265,27 @@ class Supervisor:
         thread.start()
         return thread
 
-    def _result(self, process: subprocess.Popen[bytes], flag: SharedMemoryStopFlag) -> Any:
+    def _result(self, process: subprocess.Popen[bytes], flag: StopFlag) -> Any:
         ticks: dict[int, int] = {}
-        gone: dict[int, float] = {}  # processes that ended with status 0, and when
-        looked, steps = time.monotonic(), Steps(self._hang_timeout)
-        started = looked
+        gone: dict[int, float] = {}  # process id -> when it ended with status 0
+        started = checked = time.monotonic()
+        steps = Steps(self._hang_timeout)
         while True:
-            if time.monotonic() - looked > _BEAT:
-                looked, before, ticks = time.monotonic(), ticks, _ticks(process.pid)
-                # Who computes or compiles is alive, however long it says nothing; who waits is not.
+            if time.monotonic() - checked > _BEAT:
+                checked, before, ticks = time.monotonic(), ticks, _ticks(process.pid)
+                # A process that computes or compiles is alive, however long it writes nothing; one that waits is not.
                 computing = {pid for pid, now in ticks.items() if now - before.get(pid, 0) > _TICKS}
                 if computing:
-                    self._last_life = looked
-                elif looked - self._last_life > self._hang_timeout:
+                    self._last_active = checked
+                elif checked - self._last_active > self._hang_timeout:
                     silent = f"no sign of life for {self._hang_timeout:g} s (launch.hang_timeout)"
                     raise self._hung(process, f"{silent}: no output, no processor time used")
-                if self._time_limit is not None and looked - started > self._time_limit:
+                if self._time_limit is not None and checked - started > self._time_limit:
                     raise self._hung(process, f"not done after the time limit of {self._time_limit:g} s")
                 ranks = [rank for rank, pid in self._pids.items() if pid in computing]
-                if spinning := steps.look(flag.steps(), ranks, looked):
-                    raise self._hung(process, spinning[1], spinning[0][0])
+                if spinning := steps.check(flag.steps(), ranks, checked):
+                    spinning_ranks, text = spinning
+                    raise self._hung(process, text, spinning_ranks[0])
             try:
                 rank, kind, value = self._messages.get(timeout=0.2)
             except queue.Empty:
@@ -300,17 +302,17 @@ class Supervisor:
                 raise self._died(process) from None
             if kind == "started":
                 self._pids[rank], count = value
-                if len(self._pids.keys() - {LAUNCHER}) == count:  # all have opened it
+                if len(self._pids.keys() - {LAUNCHER}) == count:  # all replicas have opened it
                     flag.hide()
             elif kind == "done":
                 self._results[rank] = value
-            elif kind == "ended" and value[1] == 0:  # well, if it has said before that it is done
+            elif kind == "ended" and value[1] == 0:  # no failure if its "done" message came or still comes
                 gone[value[0]] = time.monotonic()
             else:
                 raise self._failed(rank, kind, value)
 
     def _failed(self, *event: Any) -> LaunchError | ValueError:
-        """What failed first, judged with what others report in the next moments, often because of it."""
+        """Finds what failed first among the reports of the next moment, many of which are its consequences."""
         events: list[Any] = [event]
         until = time.monotonic() + _SETTLE
         while (left := until - time.monotonic()) > 0:
@@ -333,7 +335,7 @@ class Supervisor:
             ends = dict(value for _, kind, value in events if kind == "ended")  # process id -> status
             first = next((rank for rank, pid in self._pids.items() if pid == value[0]), None)
             return LaunchError("\n".join(self._end_of(*end) for end in ends.items()) + self._last_words(), first)
-        ranks: dict[str, list[int]] = {}  # of one text: all replicas often fail alike
+        ranks: dict[str, list[int]] = {}  # by text: all replicas often fail with the same one
         for other, kind, text in events:
             if kind == "error":
                 ranks.setdefault(text, []).append(other)
@@ -342,11 +344,11 @@ class Supervisor:
         return LaunchError("\n\n".join(texts), None if rank == LAUNCHER else rank, value)
 
     def _is_done(self, pid: int) -> bool:
-        """Whether all replicas of a process have said that they are done; so is one that holds no replica."""
+        """Whether all replicas of a process have reported "done"; true for a process without replicas."""
         return all(rank in self._results for rank, process in self._pids.items() if process == pid)
 
     def _is_consequence(self, rank: int, kind: str, value: Any) -> bool:
-        if kind == "ended":  # asked to, by the launcher, because another one failed
+        if kind == "ended":  # by the launcher, because another replica failed
             return value[1] == -signal.SIGTERM
         return rank == LAUNCHER or re.search(_CONSEQUENCE, value.rstrip().rpartition("\n")[2]) is not None
 
@@ -355,9 +357,9 @@ class Supervisor:
         return f"{_names(ranks) if ranks else 'a replica that had not started yet'} (process {pid}) {_how(status)}"
 
     def _last_words(self) -> str:
-        lines = [line.rpartition("\r")[2].rstrip() for line in self._stderr.split("\n")]  # of a bar, its last state
-        told = [line for line in lines if line][-_LAST_LINES:]
-        return "\n".join(["\n\nThe last lines on stderr:", *told]) if told else ""
+        lines = [line.rpartition("\r")[2].rstrip() for line in self._stderr.split("\n")]  # the last state of a bar
+        last = [line for line in lines if line][-_LAST_LINES:]
+        return "\n".join(["\n\nThe last lines on stderr:", *last]) if last else ""
 
     def _died(self, process: subprocess.Popen[bytes]) -> LaunchError:
         holds = "that holds all replicas " if self._backend.device_type == "xla-cpu" else "that starts the replicas "
@@ -367,7 +369,7 @@ class Supervisor:
         for pid in dict.fromkeys([*self._pids.values(), process.pid]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)  # faulthandler prints all stacks, even of threads without the GIL
-            time.sleep(0.5)  # one after the other, or they would write between each other's lines
+            time.sleep(0.5)  # so that the stacks of two processes are not mixed
         text = f"{text}. The replicas were ended; what each thread was doing is printed above"
         return LaunchError(text, rank)
 
@@ -379,12 +381,12 @@ def _names(ranks: list[int]) -> str:
 
 
 def _how(status: int) -> str:
-    """How a process ended, as `subprocess` gives its status."""
+    """Describes how a process ended. Args: status: as `subprocess` gives it."""
     if status >= 0:
         return f"ended with status {status} and no result"
     number = -status
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    hint = ": often the kernel, out of host memory (dmesg tells); try fewer replicas or a smaller model"
+    hint = ": often by the kernel, out of host memory (see dmesg); try fewer replicas or a smaller model"
     return f"was ended by {name}{hint if number == signal.SIGKILL else ''}"
 
 
@@ -398,13 +400,7 @@ def _unpickled(result: bytes) -> Any:
 
 def _ticks(session: int) -> dict[int, int]:
     """Processor time of each process of a session, in clock ticks: all threads, user and system."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            fields = path.read_text().rpartition(")")[2].split()  # from field 3 of proc_pid_stat(5) on
-            if int(fields[3]) == session:
-                found[int(path.parent.name)] = int(fields[11]) + int(fields[12])
-    return found
+    return {pid: int(stat[11]) + int(stat[12]) for pid, stat in processes() if int(stat[3]) == session}
 
 
 def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
@@ -414,17 +410,17 @@ def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
         try:
             process.wait(patience)
             break
-        except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # an impatient second one: no more asking
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # a second Ctrl-C: kill at once
             continue
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # replicas that outlived the launcher
+        os.killpg(process.pid, signal.SIGKILL)  # replicas that have outlived the launcher
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 
 
 def _inherited(backend: Backend) -> dict[str, str]:
-    """This process's environment, without what would give several TPU processes the same chip."""
+    """This process's environment, without the variables that would give several TPU processes the same chip."""
     several = backend.device_type == "tpu" and backend.num_replicas != 1
     left_out = preset_per_process(Machine()) if several else []
     return {name: value for name, value in os.environ.items() if name not in left_out}
@@ -432,62 +428,52 @@ def _inherited(backend: Backend) -> dict[str, str]:
 
 def _environment(backend: Backend) -> dict[str, str]:
     if backend.device_type == "xla-cpu":
-        from tpu_kit.distributed.backends import cpu_simulation
+        from tpu_kit.distributed import cpu_simulation
 
         assert backend.num_replicas is not None
         return {"USE_TORCH_XLA": "1", **cpu_simulation.environment(backend.num_replicas)}
     if backend.device_type == "tpu":
-        # Programs are kept for the next run; XLA:CPU could write them, but not read them back.
+        # Programs are cached for the next run; XLA:CPU could write them, but not load them.
         return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU", "XLA_PERSISTENT_CACHE_PATH": str(compile_cache(Machine()))}
     return {"USE_TORCH_XLA": "0"}
-
-
-__all__ = ["LaunchError", "launch"]
-
-T = TypeVar("T")
-# A cell that calls the device, not one that only imports the library.
-_TOUCHES = r"xla_device\(|torch_xla\.(device|devices|real_devices|sync|launch)\(|\b(xm|xr|xmp)\.\w+\(|\.to\(.xla"
 
 
 def launch(fn: Callable[[TrainConfig], T], config: TrainConfig, time_limit: float | None = None) -> T:
     """Runs `fn(config)` in every replica and returns rank 0's result.
 
     Args:
-        fn: a function of a module (one of a notebook's cell cannot reach another process). In it,
+        fn: a function of a module (a function of a notebook's cell cannot be sent to another process). In it,
             `runtime.current()` is the replica's runtime.
-        config: the run; its `launch` section says where.
-        time_limit: seconds after which all replicas are ended; with one, a single CPU replica is a process too.
+        config: the run; its `launch` section chooses the device.
+        time_limit: seconds after which all replicas are ended; with a limit a single CPU replica is a process too.
 
     Returns:
         What rank 0 returned; it must be picklable.
 
     Raises:
-        ValueError: what was asked for cannot be had: the device, its memory, or `fn` itself.
+        ValueError: the device or the host memory is not there, or `fn` cannot be sent.
         LaunchError: a replica failed, or the time limit was exceeded; the message has the rank and the traceback.
-        KeyboardInterrupt, SystemExit: a signal, once all replicas have ended. A function that heeds notices
+        KeyboardInterrupt, SystemExit: a signal, once all replicas have ended. A function that handles preemption
             (`preemption.PreemptionGuard`) returns its result at the first signal, and is ended at the second.
     """
     backend = runtime.detect(config.launch)
     # A notebook shows stderr as if it were an error; a command's stdout may be JSON.
     print(f"tpu_kit: {backend}", file=sys.stdout if hasattr(builtins, "__IPYTHON__") else sys.stderr, flush=True)
+    minutes = config.checkpoint.budget_minutes
+    notices = Notices(None if minutes is None else minutes * 60)
     if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None:
-        with Notices(_budget(config)) as notices:
+        with notices:
             return _inline(fn, config, notices.flag)
     payload = _payload(fn, config)
     _check_host(backend, config)
-    with Notices(_budget(config)) as notices:
+    with notices:
         return Supervisor(backend, config.launch.hang_timeout, time_limit).run(payload, notices)
 
 
-def _budget(config: TrainConfig) -> float | None:
-    minutes = config.checkpoint.budget_minutes
-    return None if minutes is None else minutes * 60
-
-
-def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, flag: SharedMemoryStopFlag) -> T:
+def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, flag: StopFlag) -> T:
     import torch
 
-    from tpu_kit.distributed.backends.native import CpuRuntime
+    from tpu_kit.distributed.backends import CpuRuntime
 
     flag.hide()
     preemption.join(flag)
@@ -515,7 +501,7 @@ def _payload(fn: Callable[..., Any], config: TrainConfig) -> bytes:
 
 
 def _check_host(backend: Backend, config: TrainConfig) -> None:
-    """What would only fail, or be killed, in the replicas: memory for all models, and a TPU that another one holds."""
+    """Refuses what would fail in the replicas: too little memory, or a TPU that another process holds."""
     at = Machine()
     processes = backend.num_replicas or max(len(at.tpus()), 1)
     memory = check_memory(at, config, processes)
@@ -528,7 +514,7 @@ def _check_host(backend: Backend, config: TrainConfig) -> None:
 
 
 def _culprit() -> str:
-    """The notebook cell that likely initialised the device."""
+    """Names the notebook cell that likely initialised the device."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     cells = shell.user_ns.get("In", []) if shell else []

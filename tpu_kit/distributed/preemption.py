@@ -1,58 +1,173 @@
-"""Notices that a run must end soon, and the step at which all its replicas stop.
+"""Stops all replicas of a launch at the same step: the notices that a run must end soon, and the flag that tells them.
 
 calling process: Notices                       replicas: PreemptionGuard
 SIGTERM, SIGINT, the cloud's metadata server,  with PreemptionGuard(rt) as guard:
 a time budget                                      while guard.should_run(step): ...
          |                                                 |
          +------------------ StopFlag ----------------------+
+
+A replica records the step that it is about to start and reads whether there is a limit: it sends no message and does
+not read the device. To stop the replicas, the calling process forbids new steps for a moment, takes the largest step
+that any replica has started as the limit, and lets them continue. All replicas run that step and none starts a later
+one, so no collective waits for a replica that has stopped, even if one replica is far ahead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import queue
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_kit.distributed.stop_flag import SharedMemoryStopFlag, StopFlag
 from tpu_kit.hardware.gce_metadata import MetadataWatch
 
 if TYPE_CHECKING:
     from tpu_kit.distributed.runtime import Runtime
 
-_LOOK = 0.2  # seconds between two looks at the clock and the board
+_POLL = 0.2  # seconds between two reads of the clock and the flag
 
-_here: StopFlag | None = None  # of this process; replicas that are threads share it
+_RANKS = 1024  # the most replicas
+# The cells, int64. They begin as zeros: no limit, no replica handles notices.
+_LIMIT, _ASKED, _STATE, _STARTED = 0, 1, 2, 2 + _RANKS
+_AWAY, _PAUSED, _STEPPING = 0, 1, 2  # values of a replica's _STATE cell
+_TEXT = 8 * (2 + 2 * _RANKS)  # bytes before the reason
+_SIZE = _TEXT + 1024
+_DECIDING = -1
+# A replica that read no limit has written its step before; that write is visible to all processes long before this.
+_SETTLE = 0.05  # seconds
+
+
+class StopFlag:
+    """What the replicas of one host and the calling process tell each other about stopping, in shared memory.
+
+    Replicas call `may_start`, `pause`, `leave` and `ask`; the calling process calls the others.
+
+    Args:
+        path: a file that `StopFlag.create` made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._cells = memoryview(self._map)[:_TEXT].cast("q")
+
+    @classmethod
+    @contextlib.contextmanager
+    def create(cls) -> Iterator[StopFlag]:
+        """Makes a new flag, and removes it at the end."""
+        memory = "/dev/shm"  # a write to a disk could wait
+        folder = memory if os.access(memory, os.W_OK | os.X_OK) else None
+        descriptor, path = tempfile.mkstemp(prefix="tpu_kit-", dir=folder)
+        try:
+            os.truncate(descriptor, _SIZE)
+            os.close(descriptor)
+            flag = cls(path)
+            yield flag
+            flag.close()
+        finally:
+            Path(path).unlink(missing_ok=True)
+
+    def hide(self) -> None:
+        """Removes the file's name, once all processes have opened it: a caller that is killed later leaves no file."""
+        Path(self.path).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Frees the memory of this process's view."""
+        self._cells.release()
+        with contextlib.suppress(BufferError):  # a replica's thread may still hold a view
+            self._map.close()
+
+    def may_start(self, rank: int, step: int) -> bool:
+        """Records that a replica starts a step and returns True, unless the step is past the limit.
+
+        Waits while the limit is being decided. The step is recorded before the limit is read, so that `stop` sees it;
+        the call takes less than a microsecond.
+        """
+        cells = self._cells
+        cells[_STARTED + rank] = step
+        cells[_STATE + rank] = _STEPPING
+        while (limit := cells[_LIMIT]) == _DECIDING:
+            time.sleep(0.001)
+        return not limit or step < limit
+
+    def pause(self, rank: int) -> None:
+        """Records that a replica handles notices, and is between two steps."""
+        assert rank < _RANKS
+        self._cells[_STATE + rank] = _PAUSED
+
+    def leave(self, rank: int) -> None:
+        """Records that a replica no longer handles notices."""
+        self._cells[_STATE + rank] = _AWAY
+
+    def ask(self, *_: object) -> None:
+        """Tells the calling process that this process got a SIGTERM; can be a signal's handler."""
+        self._cells[_ASKED] = 1
+
+    def stop(self, reason: str) -> None:
+        """Sets the limit to the largest step started, after a pause in which all writes arrive; called once."""
+        self._map[_TEXT:_SIZE] = reason.encode()[: _SIZE - _TEXT].ljust(_SIZE - _TEXT, b"\0")
+        self._cells[_LIMIT] = _DECIDING
+        time.sleep(_SETTLE)
+        self._cells[_LIMIT] = 1 + max(self._cells[_STARTED : _STARTED + _RANKS])
+
+    def steps(self) -> dict[int, int]:
+        """The step that each replica has started, by rank; empty while a replica is paused between two steps."""
+        states = self._cells[_STATE:_STARTED].tolist()
+        if _PAUSED in states:
+            return {}
+        return {rank: self._cells[_STARTED + rank] for rank, state in enumerate(states) if state == _STEPPING}
+
+    @property
+    def handled(self) -> bool:
+        """Whether a replica is in a `with PreemptionGuard`."""
+        return any(self._cells[_STATE:_STARTED])
+
+    @property
+    def asked(self) -> bool:
+        """Whether another process of the launch got a SIGTERM."""
+        return bool(self._cells[_ASKED])
+
+    @property
+    def reason(self) -> str:
+        """Why to stop, as given to `stop`, 1,024 bytes at most; empty before."""
+        return self._map[_TEXT:_SIZE].rstrip(b"\0").decode(errors="replace")
+
+
+_flag: StopFlag | None = None  # of this process; replicas that are threads share it
 
 
 class PreemptionGuard:
-    """What a training loop asks before each step, so that after a notice all replicas stop at the same one.
+    """Tells a training loop before each step whether it may start, so that all replicas stop at the same step.
 
-        with PreemptionGuard(rt) as agreement:
+        with PreemptionGuard(rt) as guard:
             for step in ...:
-                if not agreement.should_run(step):
-                    break  # agreement.reason says why; save, and end with "preempted"
+                if not guard.should_run(step):
+                    break  # guard.reason says why; save, and end with "preempted"
                 ...
             save()  # inside, so that a signal does not end the process while it saves
 
-    While a replica is in it the function counts as one that heeds notices: the first SIGINT or SIGTERM is a notice.
-    Otherwise a signal ends the launch. Off a launch every step may start.
+    Inside the guard the first SIGINT or SIGTERM is a notice; outside it a signal ends the launch. Without a launch
+    every step may start.
 
     Args:
         rt: this replica's runtime.
 
     Attributes:
-        reason: why to stop; None until `should_run` has said no.
+        reason: why to stop; None until `should_run` has returned False.
     """
 
     def __init__(self, rt: Runtime) -> None:
         self.reason: str | None = None
-        self._flag, self._rank = _here, rt.rank
+        self._flag, self._rank = _flag, rt.rank
         self._before: Any = None
 
     def __enter__(self) -> PreemptionGuard:
@@ -60,7 +175,7 @@ class PreemptionGuard:
             return self
         self.pause()
         is_main = threading.current_thread() is threading.main_thread()
-        # The caller, whose replica runs inline, has its own; where replicas are threads, worker.py has set one.
+        # An inline replica's process has the handler of `Notices`; where replicas are threads, worker.py has set one.
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             catch_sigterm()
             self._before = signal.SIG_DFL
@@ -74,7 +189,7 @@ class PreemptionGuard:
         self._flag.leave(self._rank)
 
     def pause(self) -> None:
-        """Tells that this replica's next work is no step, such as an evaluation, until it asks for one again.
+        """Records that this replica's next work is not a step, such as an evaluation, until it asks for a step again.
 
         Meanwhile the launch is not judged by its steps; see `launch.Supervisor`.
         """
@@ -84,7 +199,7 @@ class PreemptionGuard:
     def should_run(self, step: int) -> bool:
         """Whether this replica may start a step; for the same step all replicas get the same answer.
 
-        It costs well below a microsecond and never waits for another replica.
+        The call takes less than a microsecond and never waits for another replica.
 
         Args:
             step: 1 or more, larger at each call; every replica asks for the same steps.
@@ -97,17 +212,17 @@ class PreemptionGuard:
 
 
 def join(flag: StopFlag | None) -> None:
-    """Makes `flag` the one that this process's replicas heed; called by launch alone."""
-    global _here
-    _here = flag
+    """Makes `flag` the one that this process's replicas read; called by launch alone."""
+    global _flag
+    _flag = flag
 
 
 def catch_sigterm() -> None:
-    """Makes a SIGTERM to this process a notice if its replicas heed notices, else its end. In the main thread."""
+    """Makes a SIGTERM a notice where this process's replicas handle notices, else its end; in the main thread."""
 
     def handle(*_: object) -> None:
-        if _here is not None and _here.heeded:
-            _here.ask()
+        if _flag is not None and _flag.handled:
+            _flag.ask()
         else:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -129,7 +244,7 @@ def sigterm_raises() -> Iterator[None]:
 
 
 class Notices:
-    """Hears, in the calling process, of everything that ends a launch early, and tells its replicas once.
+    """Receives, in the calling process, everything that ends a launch early, and tells its replicas once.
 
     SIGINT and SIGTERM are caught in the main thread alone, and only where they were not ignored. The first one is a
     notice if the function that runs handles preemption (`PreemptionGuard`). If not, and at the second signal, the
@@ -139,17 +254,17 @@ class Notices:
         budget: seconds from now after which the run is to end; None for no such limit.
 
     Attributes:
-        flag: what the replicas look at.
-        at_once: whether a second signal has ended it: nothing is waited for any more.
+        flag: what the replicas read.
+        at_once: whether a second signal has ended the launch: it waits for nothing any more.
     """
 
-    flag: SharedMemoryStopFlag
+    flag: StopFlag
 
     def __init__(self, budget: float | None = None) -> None:
         self.at_once = False
         self._budget, self._deadline = budget, time.monotonic() + budget if budget is not None else None
         self._signalled = False
-        self._heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # its put is safe in a signal's handler
+        self._notices: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a signal's handler may put into it
         self._before: dict[int, Any] = {}
         self._stack = contextlib.ExitStack()
 
@@ -162,16 +277,16 @@ class Notices:
         return self
 
     def _open(self) -> None:
-        self.flag = self._stack.enter_context(SharedMemoryStopFlag.create())
+        self.flag = self._stack.enter_context(StopFlag.create())
         thread = threading.Thread(target=self._serve, name="tpu_kit notices", daemon=True)
         thread.start()
         self._stack.callback(thread.join, 5)
-        self._stack.callback(self._heard.put, None)
-        self._stack.enter_context(contextlib.closing(MetadataWatch(self._heard.put)))
+        self._stack.callback(self._notices.put, None)
+        self._stack.enter_context(contextlib.closing(MetadataWatch(self._notices.put)))
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.getsignal(number)
-                if before not in (None, signal.SIG_IGN):  # None: not Python's, and could not be put back
+                if before not in (None, signal.SIG_IGN):  # None: not Python's, and could not be restored
                     self._before[number] = before
                     self._stack.callback(signal.signal, number, before)
                     signal.signal(number, self._on_signal)
@@ -181,9 +296,9 @@ class Notices:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         before = self._before[number]
-        if self.flag.heeded and not self._signalled:
+        if self.flag.handled and not self._signalled:
             self._signalled = True
-            self._heard.put(signal.Signals(number).name)
+            self._notices.put(signal.Signals(number).name)
             return
         if not self._signalled and callable(before) and before is not signal.default_int_handler:
             before(number, frame)
@@ -192,40 +307,40 @@ class Notices:
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     def _serve(self) -> None:
-        """Tells of what was heard; a thread's work, as a signal's handler must not print or wait."""
+        """Passes notices on; in a thread, because a signal's handler must not print or wait."""
         stopped = False
         while True:
             try:
-                heard = self._heard.get(timeout=_LOOK)
+                notice = self._notices.get(timeout=_POLL)
             except queue.Empty:
-                heard = None if stopped else self._looked()
-                if heard is None:
+                notice = None if stopped else self._poll()
+                if notice is None:
                     continue
             else:
-                if heard is None:
+                if notice is None:
                     return
-            is_signal = heard in signal.Signals.__members__
-            text = f"{heard} received" if is_signal else heard
+            is_signal = notice in signal.Signals.__members__
+            text = f"{notice} received" if is_signal else notice
             if not stopped:
                 stopped = True
                 self.flag.stop(text)
-                text += ": saving a checkpoint at the next step" if self.flag.heeded else ""
+                text += ": saving a checkpoint at the next step" if self.flag.handled else ""
             elif is_signal:
                 text += ", too: the checkpoint is being saved"
             else:
                 continue
             print(f"tpu_kit: {text}{'; once more ends at once' if is_signal else ''}", file=sys.stderr, flush=True)
 
-    def _looked(self) -> str | None:
+    def _poll(self) -> str | None:
         if self._deadline is not None and time.monotonic() > self._deadline:
+            assert self._budget is not None
             return f"the time budget of {_duration(self._budget)} is used up"
-        if self.flag.asked and self.flag.heeded:
+        if self.flag.asked and self.flag.handled:
             return "a process of the launch got a SIGTERM"
         return None
 
 
-def _duration(seconds: float | None) -> str:
-    assert seconds is not None
+def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     parts = [f"{count} {unit}" for count, unit in ((hours, "h"), (minutes, "min"), (rest, "s")) if count]

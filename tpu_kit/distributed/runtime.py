@@ -1,28 +1,43 @@
-"""Which backend runs, and the interface of a replica: its implementations are in `backends`.
+"""Chooses the backend, states the memory of each replica, and defines the interface of a replica.
 
-`detect` decides in the calling process and initialises nothing. In a replica, `current()` is what the training step
-talks to: its rank, its device, cutting the lazy graph, the one collective, and reading the device.
+`detect` and `device_memory_budget` look at the machine from the calling process and initialise no device. In a
+replica, `current()` is what the training step talks to: its rank, its device, cutting the lazy graph, the one
+collective, and reading the device. The classes that implement it are in `backends`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tpu_kit.config.loader import LaunchConfig, TrainConfig
+from tpu_kit.hardware import chips
+from tpu_kit.hardware.calibration import Calibration, load
+from tpu_kit.hardware.chips import Chip
+from tpu_kit.hardware.host import PROCESS_BYTES, free_memory
 from tpu_kit.hardware.machine import Machine, check_replicas
+from tpu_kit.hardware.slices import TargetSlice, find_slice
 
 if TYPE_CHECKING:
     import torch
 
 DeviceType = Literal["tpu", "cuda", "cpu", "xla-cpu"]
 
-REHEARSAL_REPLICAS = 4  # of xla-cpu, where nothing else says how many
-_PJRT = {"TPU": "tpu", "CPU": "xla-cpu"}
+REHEARSAL_REPLICAS = 4  # of xla-cpu, where neither the config nor the environment has a number
+GPU_FREE = 0.3
+"""Share of a GPU's memory that a choice of the batch leaves free: the formula is made for a TPU's compiler, and a GPU
+also holds a context, libraries and the gaps of its allocator. Not measured."""
+HOST_FREE = 0.5
+"""The same for host memory, which other processes use too."""
+MOST_ROWS = 8
+"""The most rows of a pass that `batch_size=auto` takes on a CPU, where more are not faster, or a GPU of unknown speed.
+"""
+_PJRT: dict[str, DeviceType] = {"TPU": "tpu", "CPU": "xla-cpu"}
 _local = threading.local()  # the replicas of XLA:CPU are threads of one process
 
 
@@ -32,8 +47,8 @@ class Backend:
 
     Attributes:
         device_type: what the replicas compute on.
-        num_replicas: how many; None where only the TPU runtime knows (all its devices).
-        reason: why this one was taken.
+        num_replicas: number of replicas; None where only the TPU runtime knows it (all its devices).
+        reason: why `detect` chose this backend.
     """
 
     device_type: DeviceType
@@ -51,7 +66,7 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None) -> Bac
     `auto` takes what PJRT_DEVICE names, else the TPU, else CUDA, else the CPU.
 
     Args:
-        launch: the wishes; all automatic by default.
+        launch: what the user asked for; all automatic by default.
         at: the machine to look at; this one by default.
 
     Raises:
@@ -74,7 +89,7 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None) -> Bac
 
 def _choose(pjrt: str, at: Machine) -> tuple[DeviceType, str]:
     if pjrt in _PJRT:
-        return _PJRT[pjrt], f"the environment says PJRT_DEVICE={pjrt}"  # type: ignore[return-value]
+        return _PJRT[pjrt], f"the environment says PJRT_DEVICE={pjrt}"
     has_xla = at.version("torch_xla") is not None
     if at.tpus() and has_xla:
         return "tpu", f"{len(at.tpus())} x TPU {at.tpus()[0]} found"
@@ -104,7 +119,12 @@ def _require(device_type: str, at: Machine) -> None:
 
 def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
     if device_type == "xla-cpu":
-        return asked or _count(at.environ, "CPU_NUM_DEVICES") or REHEARSAL_REPLICAS
+        text = at.environ.get("CPU_NUM_DEVICES", str(REHEARSAL_REPLICAS))
+        if asked is None and (not text.isdigit() or int(text) < 1):
+            raise ValueError(
+                f"the environment says CPU_NUM_DEVICES={text!r}; it must be a number of replicas, 1 or more"
+            )
+        return asked or int(text)
     if device_type == "cpu":
         return asked or 1
     if device_type == "cuda":
@@ -120,17 +140,8 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
     return asked
 
 
-def _count(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name)
-    if text is None:
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"the environment says {name}={text!r}; it must be a number of replicas, 1 or more")
-    return int(text)
-
-
 def _gpus() -> int:
-    """GPUs that PyTorch can use; counted through NVML, which opens no CUDA context in this process."""
+    """Counts the GPUs that PyTorch can use, through NVML, which opens no CUDA context in this process."""
     if importlib.util.find_spec("torch") is None:
         return 0
     import torch
@@ -138,8 +149,104 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The memory of one replica.
+
+    Attributes:
+        name: of what the replica runs on, such as "v5litepod-8".
+        device_type: as `Backend` has it.
+        replicas: number of replicas.
+        limit: bytes of each replica.
+        free: the least share of `limit` that a choice of the batch leaves free.
+        where: the slice to plan for; None where the device's speed is not known.
+    """
+
+    name: str
+    device_type: DeviceType
+    replicas: int
+    limit: int
+    free: float = 0.0
+    where: TargetSlice | None = None
+
+    @property
+    def chip(self) -> Chip | None:
+        """The chip of each replica, where it is known."""
+        return self.where.chip if self.where else None
+
+    @property
+    def calibration(self) -> Calibration:
+        """What `verify` measured on such devices of this machine."""
+        return self.where.calibration if self.where else load(self.device_type)
+
+    def seen(self, config: TrainConfig) -> TrainConfig:
+        """The run as the memory formula describes it on this device; see `seen_on`."""
+        return seen_on(self.device_type, config)
+
+
+def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
+    """Replaces each `auto` that means something else than on a TPU, so that the memory formula describes the run.
+
+    Off TPU layers are not a loop; attention on a GPU is a kernel that keeps no scores, on a CPU sdpa with all of them.
+    """
+    if device_type == "tpu":
+        return config
+    model, optim = config.model, config.optim
+    if model.attention == "auto":
+        model = replace(model, attention="splash" if device_type == "cuda" else "sdpa")
+    if optim.scan_layers == "auto":
+        optim = replace(optim, scan_layers="off")
+    return replace(config, model=model, optim=optim)
+
+
+def device_memory_budget(config: TrainConfig, at: Machine | None = None) -> MemoryBudget | None:
+    """Finds the memory that each replica will have; None where the machine does not tell.
+
+    Raises:
+        ValueError: as `detect`.
+    """
+    at = at or Machine()
+    backend = detect(config.launch, at)
+    if backend.device_type == "tpu":
+        found = at.tpus()
+        if not found:  # device files alone, of a chip that is not known
+            return None
+        replicas = backend.num_replicas or len(found) * chips.chip(found[0]).devices_per_chip
+        where = find_slice(found[0], replicas)
+        return MemoryBudget(where.name, "tpu", replicas, where.limit, where=where)
+    replicas = backend.num_replicas or 1
+    if backend.device_type == "cuda":
+        return _gpu_budget(replicas, at)
+    memory = free_memory(at)
+    if memory is None:
+        return None
+    processes = 1 if backend.device_type == "xla-cpu" else replicas
+    each = max(0, int((memory - processes * PROCESS_BYTES) / replicas))
+    return MemoryBudget("this host", backend.device_type, replicas, each, HOST_FREE)
+
+
+def _gpu_budget(replicas: int, at: Machine) -> MemoryBudget | None:
+    """Asks nvidia-smi about the first visible GPU: PyTorch would open a context in this process."""
+    visible = (at.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "-i", visible]
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        name, _, mebibytes = printed.strip().splitlines()[0].rpartition(", ")
+        size = int(mebibytes) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+    where = None
+    try:
+        kind = chips.chip(name)
+        if kind.bf16_flops is not None:
+            where = TargetSlice(kind, name, replicas, replicas, None, size, GPU_FREE)
+    except ValueError:  # no chip that the kit knows
+        pass
+    return MemoryBudget(name, "cuda", replicas, size, GPU_FREE, where)
+
+
 class Runtime(ABC):
-    """What one replica does on its device; a class for each kind of device is in `backends`.
+    """What one replica does on its device; `backends` has a class for each kind of device.
 
     Args:
         rank: number of this replica.
@@ -161,12 +268,12 @@ class Runtime(ABC):
 
     @property
     def local_rank(self) -> int:
-        """Number of this replica among those of its host."""
+        """Number of this replica among the replicas of its host."""
         return self.rank
 
     @property
     def data_rank(self) -> int:
-        """Number of this replica among those that have different rows."""
+        """Number of this replica among the replicas that have different rows."""
         return self.rank
 
     @property
@@ -176,7 +283,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Cuts the lazy graph and starts it; all replicas must come here."""
+        """Cuts the lazy graph and starts it; all replicas must call it."""
 
     @abstractmethod
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -188,16 +295,16 @@ class Runtime(ABC):
 
     @abstractmethod
     def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """Starts to copy CPU tensors to the device and returns those there."""
+        """Starts to copy CPU tensors to the device and returns the copies."""
 
     @abstractmethod
     def seed(self, number: int) -> None:
-        """Sets the random numbers of this replica's device from here on."""
+        """Seeds the random numbers of this replica's device."""
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Reads the device: the one way to do so. On XLA tensors must come out of a `sync`, or they compile here.
+        """Reads the device; nothing else does. On XLA the tensors must come out of a `sync`, or they compile here.
 
-        The result is a copy on every device: what is kept or written later must not change as training goes on.
+        The result is a copy on every device, so that training does not change it.
         """
         return [tensor.detach().cpu() for tensor in tensors]
 
@@ -206,10 +313,7 @@ class Runtime(ABC):
         """Waits for all replicas, on the host."""
 
     def memory(self) -> tuple[int | None, int | None]:
-        """Bytes of device memory: the most that was in use so far, and what there is; None where nobody counts.
-
-        That is XLA:CPU, and the CPU, whose memory is the host's.
-        """
+        """Peak of the device memory in use and its size, bytes; None on XLA:CPU and the CPU, which do not count it."""
         return None, None
 
     def counters(self) -> dict[str, int]:

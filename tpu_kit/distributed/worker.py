@@ -1,9 +1,14 @@
 """The other processes of a launch: `python -m tpu_kit.distributed.worker` is the launcher, which starts the replicas.
 
-Each sends the calling process (launch.py) messages `(rank, kind, value)`: started (its process id, and how many
-replicas this host has), done (of rank 0: the pickled result), error (the traceback), refused (the text of an error in
-what the user gave); and the launcher: ended (process id and status of each process). Notices come the other
-way, by a flag (stop_flag.py).
+Each of them sends the calling process (launch.py) messages `(rank, kind, value)`:
+
+- started: its process id, and how many replicas this host has,
+- done: of rank 0, the pickled result,
+- error: the traceback,
+- refused: the text of an error in the user's input,
+- ended: of the launcher, the id and the status of a process that has ended.
+
+Notices go the other way, through a flag (preemption.py).
 """
 
 from __future__ import annotations
@@ -25,16 +30,16 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.distributed import preemption, runtime
+from tpu_kit.distributed import cpu_simulation, preemption, runtime
+from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.runtime import Backend, Runtime
-from tpu_kit.distributed.stop_flag import SharedMemoryStopFlag, StopFlag
 
 LAUNCHER = -1  # the launcher's number among the ranks
 _PR_SET_PDEATHSIG = 1
 
 
 class _Reporter:
-    """A replica's (or the launcher's) line to the calling process."""
+    """The connection of a replica, or of the launcher, to the calling process."""
 
     def __init__(self, rank: int, address: str, key: bytes, replicas: int | None = None) -> None:
         self._rank, self._lock = rank, threading.Lock()
@@ -47,7 +52,7 @@ class _Reporter:
 
 
 class _ResultPickler(pickle.Pickler):
-    """Refuses what would touch a device in the process that reads it."""
+    """Refuses tensors that would touch a device in the process that reads them."""
 
     def persistent_id(self, obj: Any) -> None:
         device = getattr(obj, "device", None) if type(obj).__module__.startswith("torch") else None
@@ -80,23 +85,22 @@ def _replica(rank: int, replicas: int, make: Callable[[], Runtime], address: str
             reporter.send("refused", str(error))
         else:
             reporter.send("error", traceback.format_exc())
-        raise SystemExit(1) from None  # which prints nothing: all is told
+        raise SystemExit(1) from None  # prints nothing: the caller prints the error
 
 
 def _is_for_the_user(error: BaseException) -> bool:
-    """Whether it is one of the kit's own texts on what the user gave, to which a traceback adds nothing."""
+    """Whether the kit itself raised the error about the user's input, to which a traceback adds nothing."""
     frames = list(traceback.walk_tb(error.__traceback__))
     raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
     return isinstance(error, ValueError) and raised_in.startswith("tpu_kit.")
 
 
 def _xla_replica(_index: int, address: str, key: bytes, flag: str, payload: bytes, backend: Backend) -> None:
-    """One TPU device's process (or thread of it), or one thread of the rehearsal."""
+    """Runs a replica in a TPU's process (or a thread of it), or in a thread of the rehearsal."""
     import torch_xla
     import torch_xla.runtime as xr
 
-    from tpu_kit.distributed.backends import cpu_simulation
-    from tpu_kit.distributed.backends.xla import SimulatedRuntime, TpuRuntime
+    from tpu_kit.distributed.backends import SimulatedRuntime, TpuRuntime
 
     rank = xr.global_ordinal()
 
@@ -106,21 +110,21 @@ def _xla_replica(_index: int, address: str, key: bytes, flag: str, payload: byte
 
     if backend.device_type == "tpu":
         _prepare()
-        preemption.join(SharedMemoryStopFlag(flag))
+        preemption.join(StopFlag(flag))
         _quiet(threads=xr.process_index() == 0)
     _replica(rank, xr.local_device_count(), make, address, key, payload)
-    # All replicas take the same steps: one that still waits for this one would wait for ever.
+    # All replicas take the same steps: a replica that still waits for this one would wait for ever.
     cpu_simulation.end(f"rank {rank} has returned, and will not come to another step")
 
 
 def _torch_replica(rank: int, address: str, key: bytes, flag: str, payload: bytes, backend: Backend, port: int) -> None:
-    """One GPU's process, or one of several CPU processes."""
+    """Runs a replica in a GPU's process, or in one of several CPU processes."""
     _prepare()
-    preemption.join(SharedMemoryStopFlag(flag))
+    preemption.join(StopFlag(flag))
     import torch
     import torch.distributed as dist
 
-    from tpu_kit.distributed.backends.native import CpuRuntime, CudaRuntime
+    from tpu_kit.distributed.backends import CpuRuntime, CudaRuntime
 
     device_type, world_size = backend.device_type, backend.num_replicas or 1
 
@@ -132,7 +136,7 @@ def _torch_replica(rank: int, address: str, key: bytes, flag: str, payload: byte
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         if world_size > 1:
             kind = "nccl" if device_type == "cuda" else "gloo"
-            with _no_stdout():  # gloo says there who is connected, and has no switch for it
+            with _no_stdout():  # gloo writes its connections to stdout, and has no switch for it
                 dist.init_process_group(kind, f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
         return (CudaRuntime if device_type == "cuda" else CpuRuntime)(rank, world_size, device)
 
@@ -143,7 +147,7 @@ def _torch_replica(rank: int, address: str, key: bytes, flag: str, payload: byte
 
 
 class _FromRankZero:
-    """The stdout of a process whose threads are replicas: only rank 0's text (and that of other threads) passes."""
+    """The stdout of a process whose threads are replicas: writes the text of rank 0 and of other threads alone."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -162,7 +166,7 @@ class _FromRankZero:
 
 
 def _quiet(threads: bool) -> None:
-    """Only rank 0 writes to stdout; warnings and errors of all are seen."""
+    """Lets only rank 0 write to stdout; the stderr of all replicas stays."""
     if threads:
         if not isinstance(sys.stdout, _FromRankZero):
             sys.stdout = _FromRankZero(sys.stdout)
@@ -184,68 +188,64 @@ def _no_stdout() -> Iterator[None]:
 
 
 def _prepare() -> None:
-    """What every process here does first: say where it is when asked or when it crashes, and not outlive its parent."""
+    """Makes this process print its stacks on SIGUSR1 and at a crash, and end with its parent."""
     import faulthandler
 
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the caller sends it when nothing moves
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the caller sends it to processes that hang
     if sys.platform == "linux":
-        # By the kernel, so also while a blocked thread holds the GIL. `_die_with_caller` reaches the grandchildren too.
+        # The kernel does it, also while a blocked thread holds the GIL. `_die_with_caller` ends the grandchildren too.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _die_with_caller(flag: str) -> None:
-    """The caller holds our stdin open: when it ends, for whatever reason, this session's processes end too."""
+    """Ends this session's processes when stdin closes, which the caller holds: it has ended, for whatever reason."""
     while sys.stdin.buffer.read(4096):
         pass
-    Path(flag).unlink(missing_ok=True)  # a caller that was killed has left it, if not all had opened it yet
+    Path(flag).unlink(missing_ok=True)  # left by a killed caller, if not all had opened it
     os.killpg(0, signal.SIGKILL)
 
 
 def _watch(reporter: _Reporter, flag: StopFlag) -> None:
-    # Who is asked to end decides how: its replicas, which are asked too. (SIG_IGN would be inherited by them.)
+    # The replicas get the SIGTERM too, and decide how to end. (They would inherit SIG_IGN.)
     signal.signal(signal.SIGTERM, flag.ask)
     threading.Thread(target=_watch_children, args=(reporter,), daemon=True).start()
 
 
 def _watch_children(reporter: _Reporter) -> None:
-    """Tells of each process that ends, whatever became of the others; a thread waits for each."""
+    """Reports each child process that ends; a thread waits for each, so that their order does not matter."""
     watched: set[int] = set()
-    pause = 0.2  # replicas are started at once; later looks are rare, or they would count as a sign of life
+    pause = 0.2  # all replicas are started soon; later checks are rare, or they would count as a sign of life
     while True:
-        for pid in _children() - watched:
+        for pid in {pid for pid, stat in processes() if int(stat[1]) == os.getpid()} - watched:
             watched.add(pid)
-            threading.Thread(target=_tell_end, args=(reporter, pid), daemon=True).start()
+            threading.Thread(target=_report_end, args=(reporter, pid), daemon=True).start()
         time.sleep(pause)
         pause = min(1.2 * pause, 10.0)
 
 
-def _children() -> set[int]:
-    """Processes that this one has started; those that have ended, but were not reaped yet, among them."""
-    found = set()
+def processes() -> Iterator[tuple[int, list[str]]]:
+    """The id and the fields from the third on (proc_pid_stat(5)) of all processes, also of ended, unreaped ones."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            parent = path.read_text().rpartition(")")[2].split()[1]  # field 4 of proc_pid_stat(5)
-            if int(parent) == os.getpid():
-                found.add(int(path.parent.name))
-    return found
+            yield int(path.parent.name), path.read_text().rpartition(")")[2].split()
 
 
-def _tell_end(reporter: _Reporter, pid: int) -> None:
+def _report_end(reporter: _Reporter, pid: int) -> None:
     with contextlib.suppress(ChildProcessError):
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its status stays for whoever started it
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # leaves its status to the code that started it
         if ended is not None:
             signalled = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
             reporter.send("ended", (pid, -ended.si_status if signalled else ended.si_status))
 
 
 def main() -> None:
-    """The launcher: starts the replicas and stays until they end."""
+    """Starts the replicas and waits until they end: the launcher."""
     _prepare()
     address, key, path, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_caller, args=(path,), daemon=True).start()
     reporter = _Reporter(LAUNCHER, address, key)
-    flag = SharedMemoryStopFlag(path)
+    flag = StopFlag(path)
     preemption.join(flag)
     arguments = (address, key, path, payload, backend)
     status = 0
@@ -268,7 +268,7 @@ def main() -> None:
             replicas = [spawn.Process(target=_torch_replica, args=(rank, *arguments, port)) for rank in ranks]
             for replica in replicas:
                 replica.start()
-            for replica in replicas:  # in any order: if one fails, the caller ends the others
+            for replica in replicas:  # their order does not matter: if one fails, the caller ends the others
                 replica.join()
             status = int(any(replica.exitcode for replica in replicas))
     except Exception:
@@ -277,13 +277,11 @@ def main() -> None:
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # threads of the XLA runtime, and the one that reads stdin, need not agree to end
+    os._exit(status)  # without waiting for threads of the XLA runtime and the one that reads stdin
 
 
 def _rehearse(arguments: tuple[Any, ...], replicas: int, hang_timeout: float) -> None:
     import torch_xla.runtime as xr
-
-    from tpu_kit.distributed.backends import cpu_simulation
 
     _quiet(threads=True)
     cpu_simulation.install(replicas, hang_timeout, xr.global_ordinal)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.distributed.backends.native import CpuRuntime
+from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.generation.decoder import Batch, Decoder, filled
 from tpu_kit.generation.sampling import START, Sampling
 from tpu_kit.models import attention

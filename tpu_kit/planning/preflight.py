@@ -11,8 +11,7 @@ from tpu_kit.checkpointing.manager import scan
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.stored import migrate
 from tpu_kit.data.batching import too_few_rows
-from tpu_kit.distributed.device_memory import MOST_ROWS, MemoryBudget, device_memory_budget, seen_on
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.distributed.runtime import MOST_ROWS, MemoryBudget, Runtime, device_memory_budget, seen_on
 from tpu_kit.hardware.chips import NO_KERNELS
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.hardware.units import GIB

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic
-from tpu_kit.distributed.backends.xla import TpuRuntime
+from tpu_kit.distributed.backends import TpuRuntime
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.quantization import Scheme, replace_layers

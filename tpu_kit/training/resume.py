@@ -28,7 +28,7 @@ from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.manifest import FORMAT, Checkpoint, DamagedError
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.stored import ANEW, changes, migrate, plain
-from tpu_kit.distributed.device_memory import device_memory_budget
+from tpu_kit.distributed.runtime import device_memory_budget
 from tpu_kit.models.causal_lm import trainable_parameters
 from tpu_kit.training.optimizer import OPTIMIZERS, encode_adamw, group
 from tpu_kit.training.state import sections

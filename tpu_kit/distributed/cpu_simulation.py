@@ -1,21 +1,20 @@
-"""Several replicas on XLA:CPU, as dependable as a test runner: the rehearsal of the TPU on a machine without one.
+"""Runs several replicas on XLA:CPU in one process: the rehearsal of the TPU on a machine without one.
 
-The replicas are threads of one process, each with its own XLA device, and their collectives really meet. Two things
-make that dependable; neither is needed on a TPU, where each replica is a process of its own.
+The replicas are threads, each with its own XLA device, and run real collectives. Two measures make that reliable. A
+TPU needs neither, because there each replica is a process.
 
-**One compiles, the others follow.** The same graph compiled twice gets other collective ids, and the two programs never
-meet. So `install` puts a barrier around torch_xla's step marker: when all replicas have traced, rank 0 compiles and
-starts, then the others find the program in the cache.
+**One replica compiles, the others follow.** If two threads compile the same graph, the programs get different
+collective ids and wait for each other for ever. So `install` puts a barrier around torch_xla's step marker: when all
+replicas have traced, rank 0 compiles and starts, then the others find the program in the cache.
 
-**No buffer is donated** (`environment` turns torch_xla's parameter aliasing off). A donated buffer can only be freed
-when the execution that took it has ended, and freeing it earlier blocks the thread that does. Threads do free early,
-and block while they hold what the last replica needs to start, so that the collective never fills and XLA ends the
-process ("Expected 4 threads to join the rendezvous, but only 3 of them arrived"). Two such threads were seen in native
-stack traces: a worker of torch_xla's pool, which took the last replica's work from the queue and then blocked
-destroying its previous task (`XLAGraphExecutor::Async`, that owns the inputs); and Python, dropping the token of the
-last all-reduce with the GIL held. Without donation nothing blocks: of 9 launches of 50 steps with
-donation 8 aborted on two busy cores, without it none did (tests/distributed/test_cpu_simulation.py runs 5, and 100
-as the slow test).
+**No buffer is donated** (`environment` turns torch_xla's parameter aliasing off). A thread that frees a donated buffer
+blocks until the execution that took the buffer has ended. Threads do free such buffers early, and block while they hold
+what the last replica needs to start; then the collective never completes and XLA ends the process ("Expected 4 threads
+to join the rendezvous, but only 3 of them arrived"). Native stack traces showed two such threads: a worker of
+torch_xla's pool that had taken the last replica's work from the queue and blocked destroying its previous task
+(`XLAGraphExecutor::Async`, which owns the inputs); and Python, dropping the token of the last all-reduce with the GIL
+held. With donation 8 of 9 launches of 50 steps aborted on two busy cores, without it none
+(tests/distributed/test_cpu_simulation.py runs 5, and 100 as the slow test).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _meeting: _Meeting | None = None
 
 
 class _Meeting:
-    """A barrier of ranks that says who is missing."""
+    """A barrier of ranks that names the missing ones."""
 
     def __init__(self, count: int, timeout: float) -> None:
         self._count, self._timeout = count, timeout
@@ -40,7 +39,7 @@ class _Meeting:
 
     def wait(self, rank: int) -> None:
         with self._condition:
-            if self._failure:  # too late: the others have gone
+            if self._failure:  # the others have stopped waiting
                 raise MeetingError(self._failure)
             now = self._round
             self._arrived.add(rank)
@@ -59,7 +58,7 @@ class _Meeting:
                     f"(launch.hang_timeout), where rank {', '.join(map(str, sorted(self._arrived)))} waited"
                 )
                 self._condition.notify_all()
-                faulthandler.dump_traceback()  # what the missing ones do instead
+                faulthandler.dump_traceback()  # shows what the missing ranks do
             raise MeetingError(self._failure)
 
     def end(self, why: str) -> None:
@@ -69,11 +68,11 @@ class _Meeting:
 
 
 class MeetingError(RuntimeError):
-    """The replicas cannot meet any more: one failed, or did not come."""
+    """The replicas can take no more steps together: one failed, or did not reach the step."""
 
 
 def environment(replicas: int) -> dict[str, str]:
-    """Variables that a process of `replicas` XLA:CPU replicas must start with."""
+    """The variables that a process of `replicas` XLA:CPU replicas must start with."""
     settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(replicas)}
     if replicas > 1:
         # Two threads a replica: one starts programs, the other moves data.
@@ -82,12 +81,12 @@ def environment(replicas: int) -> dict[str, str]:
 
 
 def install(replicas: int, timeout: float, rank_of_this_thread: Callable[[], int]) -> None:
-    """Makes every step marker of this process keep the order; before the first of them, and in no process twice.
+    """Puts the barrier around this process's step marker; called once, before the first step.
 
     Args:
-        replicas: how many threads will come to each step.
-        timeout: seconds after which a replica that does not come is reported.
-        rank_of_this_thread: tells who calls.
+        replicas: number of threads that take each step.
+        timeout: seconds after which a replica that has not reached the step is reported.
+        rank_of_this_thread: returns the rank of the thread that calls it.
     """
     global _meeting
     import torch_xla
@@ -110,7 +109,7 @@ def install(replicas: int, timeout: float, rank_of_this_thread: Callable[[], int
 
 
 def run(replica: Callable[[], None]) -> None:
-    """Runs a function in a thread for each device, as xmp.spawn does in the one process that it makes for a CPU."""
+    """Runs a function in one thread for each device, as xmp.spawn does in the one process that it makes for a CPU."""
     from torch_xla._internal import pjrt
 
     pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)
@@ -120,13 +119,13 @@ def meet(rank: int) -> None:
     """Waits on the host for all replicas.
 
     Raises:
-        MeetingError: one of them failed or did not come.
+        MeetingError: one of them failed or did not reach the barrier.
     """
     assert _meeting is not None, "`install` comes first"
     _meeting.wait(rank)
 
 
 def end(why: str) -> None:
-    """Sends all replicas that wait, or will, home."""
+    """Ends the wait of all replicas that wait, now or later, with a `MeetingError`."""
     if _meeting is not None:
         _meeting.end(why)

@@ -1,47 +1,94 @@
-"""Replicas on torch_xla's devices: tensors are lazy, and a cut of the graph runs it as one program."""
+"""What a replica does on its device: the implementations of `runtime.Runtime`, one for each kind of device.
+
+On PyTorch's own devices tensors are computed at once, and torch.distributed connects the processes. On torch_xla's
+devices tensors are lazy, and a cut of the graph runs it as one program.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tpu_kit.distributed.runtime import Runtime
 
-if TYPE_CHECKING:
-    import torch
+
+class _NativeRuntime(Runtime):
+    def sync(self) -> None:
+        """Does nothing: tensors are not lazy."""
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self.world_size == 1:
+            return
+        import torch.distributed as dist
+
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        return [{k: v.to(self.local_device, non_blocking=True) for k, v in batch.items()} for batch in batches]
+
+    def seed(self, number: int) -> None:
+        torch.manual_seed(number)
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
+
+
+class CpuRuntime(_NativeRuntime):
+    """A replica on the CPU."""
+
+    device_type = "cpu"
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See `Runtime.to_host`."""
+        return [tensor.detach().clone() for tensor in tensors]
+
+
+class CudaRuntime(_NativeRuntime):
+    """A replica on a GPU."""
+
+    device_type = "cuda"
+
+    def memory(self) -> tuple[int | None, int | None]:
+        """See `Runtime.memory`."""
+        return torch.cuda.max_memory_allocated(self.local_device), torch.cuda.mem_get_info(self.local_device)[1]
 
 
 class _XlaRuntime(Runtime):
     is_xla = True
 
     def sync(self) -> None:
-        """See `Runtime.sync`."""
         import torch_xla
 
         torch_xla.sync()
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Runtime.all_reduce`; a part of the graph."""
+        """Adds the collective to the graph; see `Runtime.all_reduce`."""
         if self.world_size > 1:
             import torch_xla.core.xla_model as xm
 
             xm.all_reduce("sum", list(tensors))
 
     def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """See `Runtime.place_batch`."""
         import torch_xla.core.xla_model as xm
 
         sent: list[dict[str, torch.Tensor]] = xm.send_cpu_data_to_device(batches, self.local_device)
         return sent
 
     def seed(self, number: int) -> None:
-        """See `Runtime.seed`; threads of XLA:CPU have random numbers of their own."""
+        """Seeds this thread's device: each thread of XLA:CPU has its own random numbers."""
         import torch_xla
 
         torch_xla.manual_seed(number, self.local_device)
 
     def counters(self) -> dict[str, int]:
-        """See `Runtime.counters`."""
         import torch_xla.debug.metrics as metrics
 
         def timed(name: str) -> int:
@@ -94,6 +141,6 @@ class SimulatedRuntime(_XlaRuntime):
     def barrier(self) -> None:
         """See `Runtime.barrier`."""
         if self.world_size > 1:
-            from tpu_kit.distributed.backends import cpu_simulation
+            from tpu_kit.distributed import cpu_simulation
 
             cpu_simulation.meet(self.rank)
