@@ -25,7 +25,7 @@ import torch
 
 from tests.support.child_processes import REPOSITORY, child_environment
 from tests.support.object_store import Proxy, environment, free_port, make_bucket, run_server
-from tpu_kit.checkpointing import lease, manager
+from tpu_kit.checkpointing import gcs_store, manager
 from tpu_kit.checkpointing.gcs_store import BucketStore
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError
@@ -65,8 +65,8 @@ def place(bucket: str) -> str:
 
 @pytest.fixture
 def quick_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 2.0)
-    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.3)
+    monkeypatch.setattr(gcs_store, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(gcs_store, "BEAT_SECONDS", 0.3)
 
 
 def objects(place: str) -> list[str]:
@@ -243,13 +243,13 @@ def test_upload_and_join(bucket: str, tmp_path: Path) -> None:
 # What other processes do; each line of stdin is a turn.
 CHILD = """
 import sys, torch
-from tpu_kit.checkpointing import gcs_store as bucket_store; from tpu_kit.checkpointing import lease, manager
+from tpu_kit.checkpointing import gcs_store as bucket_store; from tpu_kit.checkpointing import manager
 from tpu_kit.checkpointing.manager import CheckpointManager
-lease.LEASE_SECONDS, lease.BEAT_SECONDS = 2.0, 0.3
+bucket_store.LEASE_SECONDS, bucket_store.BEAT_SECONDS = 2.0, 0.3
 place, elsewhere = sys.argv[1:3]
 if elsewhere:
-    identity = lease._identity()
-    lease._identity = lambda: identity | {"machine": elsewhere}
+    identity = bucket_store._identity()
+    bucket_store._identity = lambda: identity | {"machine": elsewhere}
 def save(store, step, numbers=100):
     store.save(step, {"x": {"a": torch.full((numbers,), float(step))}}, {}, {})
     store.wait()
@@ -363,8 +363,8 @@ def test_writer_object_that_somebody_deletes_is_no_loss(place: str) -> None:
 
 
 RACE = """
-lease.Lease.check = lambda self: None  # both believe that they alone write here
-lease.Lease._wait_for = lambda self, number: None
+bucket_store.Lease.check = lambda self: None  # both believe that they alone write here
+bucket_store.Lease._wait_for = lambda self, number: None
 store = CheckpointManager(place, keep=1)
 tell("open")
 put = bucket_store.BucketStore._put_texts

@@ -36,9 +36,7 @@ from tests.support.child_processes import REPOSITORY, run_python
 from tpu_kit.distributed import preemption
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import LaunchError, launch
-from tpu_kit.distributed.preemption import Notices, PreemptionGuard, StopFlag
-from tpu_kit.hardware import gce_metadata
-from tpu_kit.hardware.gce_metadata import MetadataWatch
+from tpu_kit.distributed.preemption import MetadataWatch, Notices, PreemptionGuard, StopFlag
 
 __all__ = ["environment"]  # a fixture
 INLINE = "launch.num_replicas=1"
@@ -437,7 +435,7 @@ def test_preempted_in_the_middle(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gce_metadata, "_PAUSE", 0.05)
+    monkeypatch.setattr(preemption, "_PAUSE", 0.05)
 
 
 def heard(server: Server, act: Callable[[], None], wait: float = 1.0) -> list[str]:
@@ -523,7 +521,7 @@ def test_no_cloud(kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
             "unknown name": "metadata.invalid", "nonsense": "no:such:port",
         }  # fmt: skip
         monkeypatch.setenv("GCE_METADATA_HOST", hosts[kind])
-        monkeypatch.setattr(gce_metadata, "_CONNECT", 0.5)
+        monkeypatch.setattr(preemption, "_CONNECT", 0.5)
         started = time.monotonic()
         with Notices() as notices:
             assert time.monotonic() - started < 0.3

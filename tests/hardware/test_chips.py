@@ -5,19 +5,17 @@ import pytest
 
 from tests.support.child_processes import run_python
 from tpu_kit.hardware.chips import CHIPS, FREE_SLICES, GIB, KAGGLE_HOURS_PER_WEEK, Chip, chip, parse_accelerator_type
+from tpu_kit.hardware.slices import find_slice
 
 TPUS = [c for c in CHIPS.values() if c.accelerator_prefix is not None]
-GPUS = [c for c in CHIPS.values() if c.accelerator_prefix is None]
 FIGURES = (
     "hbm_bytes",
     "usable_hbm_bytes",
-    "reserved_hbm_bytes",
     "vector_memory_bytes",
     "bf16_flops",
     "hbm_bandwidth",
     "ici_bandwidth",
     "cores",
-    "chips_per_host",
 )
 
 
@@ -40,7 +38,7 @@ def test_figures_have_the_right_order_of_magnitude(c: Chip):
     assert c.ici_bandwidth is None or 4e11 <= c.ici_bandwidth <= 1.2e12
     if c.usable_hbm_bytes is not None:
         per_device = c.hbm_bytes // c.devices_per_chip
-        assert 0.9 * per_device < c.usable_hbm_bytes <= per_device - (c.reserved_hbm_bytes or 0)
+        assert 0.9 * per_device < c.usable_hbm_bytes <= per_device
 
 
 @pytest.mark.parametrize("c", CHIPS.values(), ids=CHIPS)
@@ -50,9 +48,7 @@ def test_prices_say_when_where_and_whence(c: Chip):
         return
     assert 0.1 < c.price.on_demand < 15
     assert c.price.spot is not None and 0 < c.price.spot < c.price.on_demand
-    assert c.price.region and c.price.source
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", c.price.read_on)
-    assert c.price.includes_host or c in GPUS
+    assert re.search(r"read \d{4}-\d\d-\d\d\), row us-", c.price.source)
 
 
 def test_speed_grows_from_one_tpu_to_the_next():
@@ -62,37 +58,33 @@ def test_speed_grows_from_one_tpu_to_the_next():
 
 
 @pytest.mark.parametrize(
-    ("name", "canonical", "chips", "cores", "hosts", "devices", "topology"),
+    ("name", "canonical", "chips", "devices", "topology"),
     [
-        ("v2-8", "v2-8", 4, 8, 1, 8, "v2:2x2"),
-        ("v3-8", "v3-8", 4, 8, 1, 8, "v3:2x2"),
-        ("v3-32", "v3-32", 16, 32, 4, 32, "v3:4x4"),
-        ("v4-8", "v4-8", 4, 8, 1, 4, "v4:2x2x1"),
-        ("v4-32", "v4-32", 16, 32, 4, 16, "v4:2x2x4"),
-        ("v5litepod-1", "v5litepod-1", 1, 1, 1, 1, "v5e:1x1"),
-        ("v5litepod-8", "v5litepod-8", 8, 8, 1, 8, "v5e:2x4"),
-        ("v5e-8", "v5litepod-8", 8, 8, 1, 8, "v5e:2x4"),
-        ("v5litepod-16", "v5litepod-16", 16, 16, 4, 16, "v5e:4x4"),
-        ("V5P-8", "v5p-8", 4, 8, 1, 4, "v5p:2x2x1"),
-        ("v5p-12288", "v5p-12288", 6144, 12288, 1536, 6144, None),
-        ("v6e-1", "v6e-1", 1, 1, 1, 1, "v6e:1x1"),
-        ("v6e-256", "v6e-256", 256, 256, 64, 256, "v6e:16x16"),
-        ("tpu7x-8", "tpu7x-8", 4, 8, 1, 8, None),
-        ("tpu7x-2", "tpu7x-2", 1, 2, 1, 2, None),
+        ("v2-8", "v2-8", 4, 8, "v2:2x2"),
+        ("v3-8", "v3-8", 4, 8, "v3:2x2"),
+        ("v3-32", "v3-32", 16, 32, "v3:4x4"),
+        ("v4-8", "v4-8", 4, 4, "v4:2x2x1"),
+        ("v4-32", "v4-32", 16, 16, "v4:2x2x4"),
+        ("v5litepod-1", "v5litepod-1", 1, 1, "v5e:1x1"),
+        ("v5litepod-8", "v5litepod-8", 8, 8, "v5e:2x4"),
+        ("v5e-8", "v5litepod-8", 8, 8, "v5e:2x4"),
+        ("v5litepod-16", "v5litepod-16", 16, 16, "v5e:4x4"),
+        ("V5P-8", "v5p-8", 4, 4, "v5p:2x2x1"),
+        ("v5p-12288", "v5p-12288", 6144, 6144, None),
+        ("v6e-1", "v6e-1", 1, 1, "v6e:1x1"),
+        ("v6e-256", "v6e-256", 256, 256, "v6e:16x16"),
+        ("tpu7x-8", "tpu7x-8", 4, 8, None),
+        ("tpu7x-2", "tpu7x-2", 1, 2, None),
     ],
 )
-def test_slice_names(name, canonical, chips, cores, hosts, devices, topology):
-    s = parse_accelerator_type(name)
-    found = (s.name, s.chips, s.cores, s.hosts, s.devices, s.topology and s.topology.name)
-    assert found == (canonical, chips, cores, hosts, devices, topology)
+def test_slice_names(name, canonical, chips, devices, topology):
+    found = find_slice(name, None)
+    assert (found.name, found.chips, found.replicas, found.topology) == (canonical, chips, devices, topology)
 
 
 @pytest.mark.parametrize("c", TPUS, ids=lambda c: c.name)
-def test_every_slice_size_can_be_asked_for_and_fills_its_hosts(c: Chip):
-    for size in c.slice_sizes:
-        s = parse_accelerator_type(f"{c.accelerator_prefix}-{size * (c.cores if c.name_counts_cores else 1)}")
-        assert s.chips == size
-        assert s.hosts == 1 or s.hosts * c.chips_per_host == size
+def test_every_slice_size_can_be_asked_for(c: Chip):
+    assert all(parse_accelerator_type(c.slice_name(size)) == (c, size) for size in c.slice_sizes)
 
 
 @pytest.mark.parametrize("c", TPUS, ids=lambda c: c.name)
@@ -169,23 +161,15 @@ def test_bad_slice_names_are_explained(name, message):
         parse_accelerator_type(name)
 
 
-def test_cost_of_a_slice_counts_chips():
-    v4 = parse_accelerator_type("v4-32")
-    assert v4.dollars_per_hour() == pytest.approx(51.52)  # the catalogue's own row for the whole slice
-    assert v4.dollars_per_hour(spot=True) == pytest.approx(14.744)
-    assert parse_accelerator_type("v6e-256").dollars_per_hour() == pytest.approx(691.2)
-    assert parse_accelerator_type("tpu7x-8").dollars_per_hour() is None
-
-
 def test_free_slices_exist():
     assert {name for names in FREE_SLICES.values() for name in names} == {"v5litepod-8", "v5litepod-1", "v6e-1"}
-    assert all(parse_accelerator_type(name).hosts == 1 for names in FREE_SLICES.values() for name in names)
+    assert all(parse_accelerator_type(name)[1] <= 8 for names in FREE_SLICES.values() for name in names)
     assert KAGGLE_HOURS_PER_WEEK == 20
 
 
-def test_importing_needs_no_torch_and_of_ours_the_units_alone():
+def test_importing_needs_no_torch_and_no_other_module_of_ours():
     code = "import sys, tpu_kit.hardware.chips; print(*(m for m in sys.modules if m.startswith(('torch', 'tpu_kit.'))))"
-    found = ["tpu_kit.hardware", "tpu_kit.hardware.units", "tpu_kit.hardware.chips"]
+    found = ["tpu_kit.hardware", "tpu_kit.hardware.chips"]
     assert sorted(run_python(code).stdout.split()) == sorted(found)
 
 
@@ -197,17 +181,13 @@ for name, bounds, config in json.loads(sys.argv[1]):
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name=name, chips_per_host_bounds=bounds, **options
     ).devices
-    print(json.dumps([name, len(devices), len({d.process_index for d in devices}), devices[0].device_kind]))
+    print(json.dumps([name, len(devices), devices[0].device_kind]))
 """
 
 
-def test_the_compiler_knows_the_topologies_and_agrees_on_devices_and_hosts():
+def test_the_compiler_knows_the_topologies_and_agrees_on_devices():
     pytest.importorskip("libtpu")
-    asked = [
-        (f"{c.accelerator_prefix}-{chips * (c.cores if c.name_counts_cores else 1)}", t)
-        for c in TPUS
-        for chips, t in c.topologies.items()
-    ]
+    asked = [(c, t) for c in TPUS for t in c.topologies.values()]
     env = {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -217,8 +197,7 @@ def test_the_compiler_knows_the_topologies_and_agrees_on_devices_and_hosts():
     }
     request = json.dumps([(t.name, t.chips_per_host_bounds, t.chip_config_name) for _, t in asked])
     lines = run_python(["-c", ASK_LIBTPU, request], env=env).stdout.splitlines()
-    for (slice_name, topology), line in zip(asked, lines, strict=True):
-        s = parse_accelerator_type(slice_name)
-        name, devices, hosts, kind = json.loads(line)
-        assert (name, devices, hosts) == (topology.name, s.devices, s.hosts)
-        assert chip(kind) is s.chip
+    for (c, topology), line in zip(asked, lines, strict=True):
+        name, devices, kind = json.loads(line)
+        assert (name, devices) == (topology.name, topology.chips * c.devices_per_chip)
+        assert chip(kind) is c

@@ -7,17 +7,22 @@
     manifest.0.json          the marker: see manifest.py; names that folder; created only where there is none
     manifest.1.json          the same step, saved again: the larger number counts, and the other one goes
     manifest.0.json.corrupt  set aside by `CheckpointManager.newest`
-  writer-00000000.json       see tpu_kit.checkpointing.lease
+  writer-00000000.json       see `Lease`
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
+import threading
+import time
 import uuid
 import weakref
 from collections.abc import Mapping
@@ -29,7 +34,6 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from tpu_kit.checkpointing.lease import Lease
 from tpu_kit.checkpointing.manifest import (
     CORRUPT,
     Checkpoint,
@@ -40,6 +44,7 @@ from tpu_kit.checkpointing.manifest import (
     digest,
     error_number,
     fields_of,
+    holder_name,
     seal,
     unseal,
 )
@@ -47,6 +52,8 @@ from tpu_kit.storage.object_store import ObjectFolder
 
 _MARKER = re.compile(r"(step-\d{8,})/manifest\.(\d+)\.json")
 _FILE = re.compile(r"(step-\d{8,}/[0-9a-f]{12})/[^/]+")
+_WRITER = re.compile(r"writer-(\d{8})\.json")
+LEASE_SECONDS, BEAT_SECONDS = 60.0, 15.0
 
 
 @dataclass(frozen=True)
@@ -295,3 +302,136 @@ def _number(marker: str) -> int:
 
 def _remove_markers_first(objects: ObjectFolder, names: list[str]) -> None:
     objects.remove(sorted(names, key=lambda name: not _MARKER.fullmatch(name)))
+
+
+class Lease:
+    """The right of one process at a time to write to a folder of an object store, from construction to `close`.
+
+    An object store has no locks that die with their holder. Here the holder owns the object writer-<number>.json of the
+    largest number, and a thread rewrites it every BEAT_SECONDS. Another process takes the folder by creating the next
+    number, which only one process can do, if the holder has released it, is a dead process of the same machine, or has
+    not changed its object for LEASE_SECONDS: no clocks of two machines are compared. Numbers are never used twice.
+
+    Its limit: a holder that is frozen for LEASE_SECONDS and wakes up between its check and the commit that follows can
+    still commit one checkpoint. That checkpoint is whole, since all files have names of their own.
+
+    Raises:
+        ValueError: another process holds it; its host and PID are named.
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: ObjectFolder) -> None:
+        self.folder = folder
+        self._content = {"holder": holder_name(), **_identity(), "beat": 0, "released": False}
+        self._stop = threading.Event()
+        older = self._numbers()
+        if older:
+            self._wait_for(older[-1])
+        self._name = _writer_name(older[-1] + 1 if older else 0)
+        try:
+            folder.create(self._name, self._text())
+        except FileExistsError as error:
+            raise self._refused(json.loads(folder.read(self._name))) from error
+        try:
+            self.check()
+            folder.remove(map(_writer_name, older))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._write(released=True)
+            raise
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="tpu_kit-lease")
+        self._thread.start()
+
+    def check(self) -> None:
+        """Makes sure that the folder is still held; raises ValueError if another process has taken it."""
+        numbers = self._numbers()
+        newest = _writer_name(numbers[-1]) if numbers else self._name  # the next beat writes a deleted one again
+        if newest != self._name:
+            raise self._refused(json.loads(self.folder.read(newest)))
+
+    def close(self) -> None:
+        """Releases the folder."""
+        self._stop.set()
+        self._thread.join(BEAT_SECONDS)
+        with contextlib.suppress(OSError):  # then the next process waits for LEASE_SECONDS
+            self._write(released=True)
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(match[1]) for name in self.folder.list() if (match := _WRITER.fullmatch(name)))
+
+    def _text(self) -> bytes:
+        return json.dumps(self._content).encode()
+
+    def _write(self, **changes: Any) -> None:
+        self._content |= changes
+        self.folder.write(self._name, self._text())
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):  # the next one may succeed; `check` decides
+                self._write(beat=self._content["beat"] + 1)
+
+    def _wait_for(self, number: int) -> None:
+        """Returns when no process holds the folder; raises ValueError when one is alive."""
+        first = self._read(number)
+        alive = _alive(first)
+        if first.get("released") or alive is False:
+            return
+        if alive:
+            raise self._refused(first)
+        waits = f"waiting {LEASE_SECONDS:g} s to see if it still is"
+        print(f"{first.get('holder')} was writing to {self.folder.url}: {waits}", file=sys.stderr, flush=True)
+        end = time.monotonic() + LEASE_SECONDS
+        while time.monotonic() < end:
+            time.sleep(min(1.0, LEASE_SECONDS / 10))
+            now = self._read(number)
+            if now.get("released"):
+                return
+            if now != first:
+                raise self._refused(now)
+
+    def _read(self, number: int) -> dict[str, Any]:
+        try:
+            found = json.loads(self.folder.read(_writer_name(number)))
+        except FileNotFoundError:  # another process has taken it over; `check` will find that
+            return {"released": True}
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _refused(self, other: dict[str, Any]) -> ValueError:
+        holder = other.get("holder", "another process")
+        return ValueError(
+            f"{self.folder.url} is being written to by {holder}: end that one first, or set another output_dir"
+        )
+
+
+def _writer_name(number: int) -> str:
+    return f"writer-{number:08d}.json"
+
+
+def _identity() -> dict[str, Any]:
+    """Identifies this process; its machine is empty where there is no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        machine = ""
+    return {"machine": machine, "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _started(pid: int) -> str | None:
+    """When a process of this machine began, in clock ticks; None if there is none, or only its zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _alive(other: dict[str, Any]) -> bool | None:
+    """Whether a holder runs; None if it is on another machine."""
+    machine = _identity()["machine"]
+    if not machine or other.get("machine") != machine or not isinstance(other.get("pid"), int):
+        return None
+    return _started(other["pid"]) == other.get("started")

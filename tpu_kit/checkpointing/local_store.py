@@ -24,8 +24,17 @@ from typing import Any, TextIO
 
 from safetensors.torch import save_file
 
-from tpu_kit.checkpointing.lease import holder_name
-from tpu_kit.checkpointing.manifest import CORRUPT, MANIFEST, Checkpoint, Rejected, Tensors, digest, scan_folder, seal
+from tpu_kit.checkpointing.manifest import (
+    CORRUPT,
+    MANIFEST,
+    Checkpoint,
+    Rejected,
+    Tensors,
+    digest,
+    holder_name,
+    scan_folder,
+    seal,
+)
 from tpu_kit.storage import atomic
 from tpu_kit.storage.atomic import OLD, PART
 

@@ -18,7 +18,6 @@ from typing import Any
 from safetensors import SafetensorError
 
 from tpu_kit.checkpointing.gcs_store import BucketStore, scan_bucket
-from tpu_kit.checkpointing.lease import holder_name
 from tpu_kit.checkpointing.local_store import FolderStore
 from tpu_kit.checkpointing.manifest import (
     FORMAT,
@@ -29,6 +28,7 @@ from tpu_kit.checkpointing.manifest import (
     Tensors,
     best_of,
     error_number,
+    holder_name,
     scan_folder,
 )
 from tpu_kit.config.loader import ConfigError

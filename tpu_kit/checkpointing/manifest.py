@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +113,11 @@ class Rejected:
 
     path: Path | str
     reason: str
+
+
+def holder_name() -> str:
+    """The name of this process in manifests, locks and errors."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:

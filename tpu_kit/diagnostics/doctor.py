@@ -22,8 +22,8 @@ from typing import Any
 from tpu_kit.config.loader import TrainConfig, from_dict
 from tpu_kit.distributed.child_process import run_child
 from tpu_kit.hardware import chips, host, machine
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Check, Machine
-from tpu_kit.hardware.units import GIB
 
 _CHILD_SECONDS = 240.0
 # Width of the matrices, products in one program, and timed executions of it: a tenth of a second or more on a TPU, so

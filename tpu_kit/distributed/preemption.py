@@ -15,19 +15,20 @@ one, so no collective waits for a replica that has stopped, even if one replica 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import mmap
 import os
 import queue
+import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from tpu_kit.hardware.gce_metadata import MetadataWatch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from tpu_kit.distributed.runtime import Runtime
@@ -43,6 +44,26 @@ _SIZE = _TEXT + 1024
 _DECIDING = -1
 # A replica that read no limit has written its step before; that write is visible to all processes long before this.
 _SETTLE = 0.05  # seconds
+
+_ADDRESS = "169.254.169.254"  # metadata.google.internal, without a name lookup
+_HEADER, _GOOGLE = "Metadata-Flavor", "Google"
+# Keys below computeMetadata/v1/instance/, the values that end a run, and where cloud.google.com documents them. TPU
+# VMs, also those of queued resources, are Compute Engine machines and have no key of their own for this.
+_ENDS = {
+    # A Spot machine is taken back, with 30 s left, or 120 s where the machine was made with such a notice
+    # (compute/docs/instances/create-use-spot).
+    "preempted": r"(TRUE)",
+    # 60 s left, with a GPU an hour; MIGRATE_ON_HOST_MAINTENANCE ends nothing
+    # (compute/docs/metadata/getting-live-migration-notice, compute/docs/gpus/gpu-host-maintenance).
+    "maintenance-event": r"(TERMINATE_ON_HOST_MAINTENANCE)",
+    # The maintenance begins; PENDING is days ahead (tpu/docs/view-maintenance-notifications).
+    "upcoming-maintenance": r'"maintenance_?status"\s*:\s*"(ONGOING)"',
+}
+_CONNECT = 3.0  # seconds in which the server, which is on the same host, must answer
+_TRIES = 3  # to find it
+_HANG = 60  # seconds after which the server answers a request that waits for a change
+_PAUSE = 3.0  # seconds until the next try where the server is not available, as happens during maintenance
+_FAILURES = (OSError, http.client.HTTPException, ValueError)
 
 
 class StopFlag:
@@ -241,6 +262,94 @@ def sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Answer(NamedTuple):
+    status: int
+    value: str
+    etag: str
+
+
+class MetadataWatch:
+    """Waits in threads, until `close`, for the metadata server of Google Cloud to announce the machine's end.
+
+    Maintenance that was announced before the run began does not end it: a run that is started again in the hour before
+    a GPU machine stops would end at once, again and again. Without such a server nothing happens.
+
+    GCE_METADATA_HOST (host, or host:port) is the server's address, as for Google's own libraries.
+
+    Args:
+        give: called, from such a thread, with the reason why the machine ends.
+    """
+
+    def __init__(self, give: Callable[[str], None]) -> None:
+        self._give = give
+        self._host = os.environ.get("GCE_METADATA_HOST") or _ADDRESS
+        self._closed = threading.Event()
+        self._connections: set[http.client.HTTPConnection] = set()
+        self._start(self._find)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._closed.set()
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError, AttributeError):  # not connected yet, or no longer
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _start(self, work: Callable[..., None], *arguments: str) -> None:
+        threading.Thread(target=work, args=arguments, name="tpu_kit metadata", daemon=True).start()
+
+    def _find(self) -> None:
+        for _ in range(_TRIES):
+            with contextlib.suppress(*_FAILURES):
+                if self._get("preempted") is not None:
+                    for key in _ENDS:
+                        self._start(self._follow, key)
+                return  # also if another server answers: another cloud's, or a router's
+            if self._closed.wait(1):
+                return
+
+    def _follow(self, key: str) -> None:
+        etag = ""  # of the last value
+        announced: bool | None = None  # whether that value ends the run
+        while not self._closed.is_set():
+            asked = time.monotonic()
+            try:
+                answer = self._get(key, etag)
+            except _FAILURES:
+                answer = None
+            if answer is None or answer.status != http.client.OK:  # no value yet, or none for a moment
+                self._closed.wait(_PAUSE)
+                continue
+            found, before = re.search(_ENDS[key], answer.value, re.IGNORECASE), announced
+            announced = found is not None
+            if found and (before is False or (before is None and key == "preempted")):
+                self._give(f"the cloud takes this machine back (instance/{key} says {found[1]})")
+                return
+            if etag and time.monotonic() - asked < 0.5:  # a server that does not wait for a change
+                self._closed.wait(_PAUSE)
+            etag = answer.etag or "0"
+
+    def _get(self, key: str, etag: str = "") -> _Answer | None:
+        """Gets a key's value; with a tag only once it has changed, or after `_HANG`. None: not Google's server."""
+        path = f"/computeMetadata/v1/instance/{key}?alt={'json' if key == 'upcoming-maintenance' else 'text'}"
+        if etag:
+            path += f"&wait_for_change=true&timeout_sec={_HANG}&last_etag={etag}"
+        connection = http.client.HTTPConnection(self._host, timeout=_CONNECT)
+        self._connections.add(connection)
+        try:
+            connection.connect()
+            if etag:
+                connection.sock.settimeout(_HANG + 10)
+            connection.request("GET", path, headers={_HEADER: _GOOGLE})
+            answer = connection.getresponse()
+            if answer.getheader(_HEADER) != _GOOGLE:
+                return None
+            text = answer.read(65536).decode(errors="replace")
+            return _Answer(answer.status, text, answer.getheader("ETag", ""))
+        finally:
+            self._connections.discard(connection)
+            connection.close()
 
 
 class Notices:

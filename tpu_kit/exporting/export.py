@@ -27,7 +27,7 @@ from tpu_kit.exporting.equivalence import Check, logits, mean_difference
 from tpu_kit.exporting.model_card import hub_id, model_card
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.generation.service import ADAPTER_FILES, load_for_generation
-from tpu_kit.hardware.units import GIB, MIB
+from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.models.loading import load_base, load_tokenizer
 from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import at_hand, is_url

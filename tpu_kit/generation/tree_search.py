@@ -29,7 +29,7 @@ from tpu_kit.generation.options import Scorer, SearchOptions
 from tpu_kit.generation.prompts import Completion, Prompt
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import generator_for, launch_with_adapter, load_here
-from tpu_kit.hardware.units import MIB
+from tpu_kit.hardware.chips import MIB
 
 __all__ = ["Scorer", "SearchOptions", "SearchResult", "Thought", "Vote", "search", "self_consistency", "think"]
 

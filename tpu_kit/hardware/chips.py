@@ -1,8 +1,8 @@
-"""What is known of each TPU and of a few GPUs: memory, speed, how slices are named, list prices. Each with its source.
+"""Figures of each TPU and of a few GPUs, each with its source: memory, speed, names of slices, list prices.
 
-A figure that could not be traced to a source is None; `Chip.sources` says, per field, where a figure comes from and
-which other source says something else. What is None today: interconnect of v2 and v3; usable memory, topologies and
-price of v7x; bf16 speed of the T4 (it has no bf16 units); usable memory of most GPUs.
+A figure without a source is None; `Chip.sources` names, per field, the source of a figure and the sources that differ.
+Today these are None: interconnect of v2 and v3; usable memory, topologies and price of v7x; bf16 speed of the T4 (it
+has no bf16 units); usable memory of most GPUs.
 
 Things that guides often get wrong:
 
@@ -23,24 +23,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from tpu_kit.hardware.units import GIB, MIB
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
 class Price:
     """A list price in US dollars per chip-hour, before taxes and any agreed discount.
 
+    A TPU's price includes its virtual machine; a GPU's includes it where the catalogue lists it ("+" in the source).
     Spot prices move (the provider may change them daily), so treat `spot` as an order of magnitude.
     """
 
     on_demand: float
     spot: float | None
-    region: str
     source: str
-    includes_host: bool = True
-    """Whether the virtual machine is in the price: always for TPUs; a GPU's is added where the catalogue lists it."""
-    read_on: str = "2026-11-21"
-    """When the price was read, from a stored copy whose own date is not known: the price is at least that old."""
+    """Where and when it was read, from a copy of unknown date: the price is at least that old."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,6 @@ class Chip:
     """Memory as published, read as GiB."""
     usable_hbm_bytes: int | None = None
     """Per device: the largest program arguments that libtpu 0.0.21 accepted; for a GPU, CUDA's total memory."""
-    reserved_hbm_bytes: int | None = None
-    """Per device: what the TPU compiler keeps for itself, on top of the usable bytes."""
     vector_memory_bytes: int | None = None
     """Per device: the most that libtpu 0.0.21 gave to arrays in memory on the chip; on v4 its common memory."""
     bf16_flops: float | None
@@ -81,15 +76,11 @@ class Chip:
     cores: int | None = None
     """TensorCores of a TPU chip."""
     devices_per_chip: int = 1
-    """Devices that the framework sees a chip as."""
-    chips_per_host: int | None = None
-    """Chips per virtual machine in a slice of several. (Google's v5e and v6e tables count physical hosts of 8, too.)"""
-    single_host_chips: int | None = None
-    """Most chips that one virtual machine can have."""
+    """Devices that the framework sees for a chip."""
     accelerator_prefix: str | None = None
     """Slices are named `<prefix>-<count>`."""
     name_counts_cores: bool = False
-    """Whether that count is of TensorCores rather than of chips."""
+    """Whether that count is of TensorCores, not of chips."""
     slice_sizes: tuple[int, ...] = field(default=(), repr=False)
     """Chips of the slices that can be asked for by name, from the price catalogue, xpk and Google's pages."""
     topologies: Mapping[int, Topology] = field(default_factory=dict, compare=False, repr=False)
@@ -98,37 +89,12 @@ class Chip:
     aliases: tuple[str, ...] = ()
     """Other names, among them what JAX and CUDA call the device."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Field name -> where its figure comes from, and who disagrees."""
+    """Field name -> the source of its figure, and the sources that differ."""
 
-
-@dataclass(frozen=True)
-class Slice:
-    """A TPU slice as it is rented.
-
-    Attributes:
-        name: The provider's accelerator type, such as "v5litepod-8".
-        chip: The chip it is made of.
-        chips: Number of chips, each billed.
-        cores: Number of TensorCores.
-        hosts: Number of virtual machines; the program must be started on each.
-        devices: Number of devices that the framework sees, which is the number of data-parallel replicas.
-        topology: The compiler's name for it, or None where none is known.
-    """
-
-    name: str
-    chip: Chip
-    chips: int
-    cores: int
-    hosts: int
-    devices: int
-    topology: Topology | None
-
-    def dollars_per_hour(self, *, spot: bool = False) -> float | None:
-        """List price of the whole slice per hour, or None where none is known."""
-        if self.chip.price is None:
-            return None
-        per_chip = self.chip.price.spot if spot else self.chip.price.on_demand
-        return None if per_chip is None else per_chip * self.chips
+    def slice_name(self, chips: int) -> str:
+        """The provider's name for a slice of so many chips, such as "v5litepod-8" or "v4-32"."""
+        unit = (self.cores or 1) if self.name_counts_cores else 1
+        return f"{self.accelerator_prefix}-{chips * unit}"
 
 
 def _sources(by_fields: dict[str, str]) -> Mapping[str, str]:
@@ -151,7 +117,7 @@ _JAX = "jax-ml/jax jax/_src/pallas/mosaic/tpu_info.py (commit 04c63627260d)"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (2025-02)"
 _XPK = "AI-Hypercomputer/xpk src/xpk/core/system_characteristics.py (commit 02b0c0928aee)"
 _LIBTPU = "measured without a TPU: libtpu 0.0.21, compile-only client"
-_CATALOG = "skypilot-org/skypilot-catalog catalogs/v8/gcp/vms.csv (commit 006059e0f18a), row "
+_CATALOG = "skypilot-org/skypilot-catalog catalogs/v8/gcp/vms.csv (commit 006059e0f18a, read 2026-11-21), row "
 _A100 = "https://glennklockwood.com/garden/processors/A100, after NVIDIA's A100 datasheet"
 _H100 = "https://glennklockwood.com/garden/processors/h100, after NVIDIA's H100 datasheet (SXM5)"
 _H200 = "https://huggingface.co/datasets/devidasmishra/ai-inference-hardware-economics-2026"
@@ -163,123 +129,120 @@ _CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8"
 _CHIPS = (
     Chip(
         name="v2", aliases=("TPU v2",), hbm_bytes=16 * GIB, usable_hbm_bytes=8034123776,
-        reserved_hbm_bytes=530 * MIB, bf16_flops=46e12, hbm_bandwidth=716e9, cores=2, devices_per_chip=2,
-        chips_per_host=4, single_host_chips=4, accelerator_prefix="v2", name_counts_cores=True,
+        bf16_flops=46e12, hbm_bandwidth=716e9, cores=2, devices_per_chip=2,
+        accelerator_prefix="v2", name_counts_cores=True,
         slice_sizes=(4, 16, 64, 128, 256), topologies=_topologies("v2", "2x2 4x4 8x8 8x16 16x16"),
-        price=Price(4.5 / 4, 1.35 / 4, "us-central1", _CATALOG + "tpu-v2-8, over 4 chips"),
+        price=Price(4.5 / 4, 1.35 / 4, _CATALOG + "us-central1 tpu-v2-8, over 4 chips"),
         sources=_sources({
             "hbm_bytes": f"{_JAX}: 16e9; openxla/xla GetDeviceMemoryInBytes: 8 GiB per device, of which a chip has 2",
-            "usable_hbm_bytes reserved_hbm_bytes": f"{_LIBTPU}: limit 7.48G, reserved 530M, per core",
+            "usable_hbm_bytes": f"{_LIBTPU}: limit 7.48G, reserved 530M, per core",
             "bf16_flops hbm_bandwidth": f"{_JAX}; the marketed 180 TFLOP/s of a v2-8 make 45 a chip",
-            "cores devices_per_chip chips_per_host": f"{_LIBTPU}: by default 2x2 chips, 8 devices a host; {_DOCS}v2"})),
+            "cores devices_per_chip": f"{_LIBTPU}: by default 2x2 chips, 8 devices a host; {_DOCS}v2"})),
     Chip(
         name="v3", aliases=("TPU v3",), hbm_bytes=32 * GIB, usable_hbm_bytes=16624058368,
-        reserved_hbm_bytes=530 * MIB, bf16_flops=123e12, hbm_bandwidth=900e9, cores=2, devices_per_chip=2,
-        chips_per_host=4, single_host_chips=4, accelerator_prefix="v3", name_counts_cores=True,
+        bf16_flops=123e12, hbm_bandwidth=900e9, cores=2, devices_per_chip=2,
+        accelerator_prefix="v3", name_counts_cores=True,
         slice_sizes=(4, 16, 32, 64, 128, 256, 512, 1024),
         topologies=_topologies("v3", "2x2 4x4 4x8 8x8 8x16 16x16 16x32 32x32"),
-        price=Price(8 / 4, 2.04 / 4, "us-central1", _CATALOG + "tpu-v3-8, over 4 chips"),
+        price=Price(8 / 4, 2.04 / 4, _CATALOG + "us-central1 tpu-v3-8, over 4 chips"),
         sources=_sources({
             "hbm_bytes hbm_bandwidth": f"{_DOCS}v3; {_JAX} says 825e9 bytes/s",
-            "usable_hbm_bytes reserved_hbm_bytes": f"{_LIBTPU}: limit 15.48G, reserved 530M, per core",
+            "usable_hbm_bytes": f"{_LIBTPU}: limit 15.48G, reserved 530M, per core",
             "bf16_flops": f"{_DOCS}v3; {_JAX} says 140e12, the marketed 420 TFLOP/s of a v3-8 make 105",
-            "cores devices_per_chip chips_per_host": f"{_LIBTPU}: by default 2x2 chips, 8 devices a host; {_DOCS}v3"})),
+            "cores devices_per_chip": f"{_LIBTPU}: by default 2x2 chips, 8 devices a host; {_DOCS}v3"})),
     Chip(
         name="v4", aliases=("TPU v4",), hbm_bytes=32 * GIB, usable_hbm_bytes=33014218752,
-        reserved_hbm_bytes=1280 * MIB, bf16_flops=275e12, hbm_bandwidth=1200e9, ici_bandwidth=540e9, cores=2,
-        vector_memory_bytes=128 * MIB, chips_per_host=4, single_host_chips=4, accelerator_prefix="v4",
-        name_counts_cores=True,
+        bf16_flops=275e12, hbm_bandwidth=1200e9, ici_bandwidth=540e9, cores=2, vector_memory_bytes=128 * MIB,
+        accelerator_prefix="v4", name_counts_cores=True,
         slice_sizes=(4, 8, 16, 32, *range(64, 4097, 64)), topologies=_topologies("v4", _CUBES, config="megacore"),
-        price=Price(12.88 / 4, 3.686 / 4, "us-central2", _CATALOG + "tpu-v4-8, over 4 chips"),
+        price=Price(12.88 / 4, 3.686 / 4, _CATALOG + "us-central2 tpu-v4-8, over 4 chips"),
         sources=_sources({
             "hbm_bytes bf16_flops hbm_bandwidth": f"{_DOCS}v4; {_JAX} says 1.23e12 bytes/s",
-            "usable_hbm_bytes reserved_hbm_bytes": f"{_LIBTPU}, megacore: limit 30.75G, reserved 1.25G",
+            "usable_hbm_bytes": f"{_LIBTPU}, megacore: limit 30.75G, reserved 1.25G",
             "vector_memory_bytes": f"{_LIBTPU}: buffer assignment of SmolLM2-1.7B in full",
             "ici_bandwidth": f"{_BOOK}: 6 links of 90e9, both directions; its links of v5e to v6e are 10 % low",
-            "cores devices_per_chip chips_per_host": f"{_DOCS}v4; {_XPK}; {_LIBTPU}: v4:2x2x1 is 4 devices"})),
+            "cores devices_per_chip": f"{_DOCS}v4; {_XPK}; {_LIBTPU}: v4:2x2x1 is 4 devices"})),
     Chip(
         name="v5e", aliases=("TPU v5 lite", "TPU v5e", "v5litepod", "v5lite"), hbm_bytes=16 * GIB,
-        usable_hbm_bytes=16909238272, reserved_hbm_bytes=258 * MIB, bf16_flops=197e12, hbm_bandwidth=819e9,
-        ici_bandwidth=400e9, cores=1, chips_per_host=4, single_host_chips=8, accelerator_prefix="v5litepod",
+        usable_hbm_bytes=16909238272, bf16_flops=197e12, hbm_bandwidth=819e9,
+        ici_bandwidth=400e9, cores=1, accelerator_prefix="v5litepod",
         vector_memory_bytes=112 * MIB,
         slice_sizes=(1, 4, 8, 16, 32, 64, 128, 256), topologies=_topologies("v5e", _FLAT, one_host=8),
-        price=Price(1.20, 0.24493, "us-central1", _CATALOG + "tpu-v5litepod-1 (spot is 0.48 in us-west4)"),
+        price=Price(1.20, 0.24493, _CATALOG + "us-central1 tpu-v5litepod-1 (spot is 0.48 in us-west4)"),
         sources=_sources({
             "hbm_bytes cores": f"{_DOCS}v5e",
-            "usable_hbm_bytes reserved_hbm_bytes": f"{_LIBTPU}: limit 15.75G, reserved 258M",
+            "usable_hbm_bytes": f"{_LIBTPU}: limit 15.75G, reserved 258M",
             "vector_memory_bytes": f"{_LIBTPU}: buffer assignment of SmolLM2-360M in full",
             "bf16_flops": f"{_DOCS}v5e (393 TOP/s is int8); {_JAX} agrees",
             "hbm_bandwidth": f"{_DOCS}v5e: 819 GB/s, later 800 GiB/s; {_JAX} says 820e9; {_BOOK} 8.1e11",
             "ici_bandwidth": f"{_DOCS}v5e: 400 GB/s both ways, earlier 1600 Gbit/s one way; {_BOOK} makes it 360e9",
-            "chips_per_host devices_per_chip": f"{_LIBTPU}; {_XPK}; {_DOCS}v5e: machines of 1, 4 or 8 chips"})),
+            "devices_per_chip": f"{_LIBTPU}; {_XPK}; {_DOCS}v5e: machines of 1, 4 or 8 chips"})),
     Chip(
         name="v5p", aliases=("TPU v5", "TPU v5p"), hbm_bytes=96 * GIB, usable_hbm_bytes=102802882560,
-        reserved_hbm_bytes=263 * MIB, bf16_flops=459e12, hbm_bandwidth=2765e9, ici_bandwidth=1200e9, cores=2,
-        vector_memory_bytes=46 * MIB, chips_per_host=4, single_host_chips=4, accelerator_prefix="v5p",
-        name_counts_cores=True,
+        bf16_flops=459e12, hbm_bandwidth=2765e9, ici_bandwidth=1200e9, cores=2, vector_memory_bytes=46 * MIB,
+        accelerator_prefix="v5p", name_counts_cores=True,
         slice_sizes=(4, 8, 16, 32, *range(64, 6145, 64)), topologies=_topologies("v5p", _CUBES),
-        price=Price(4.20, 0.83570, "us-central1", _CATALOG + "tpu-v5p-12288, over 6144 chips (spot 1.68 in us-east5)"),
+        price=Price(4.20, 0.83570, _CATALOG + "us-central1 tpu-v5p-12288, over 6144 chips (spot 1.68 in us-east5)"),
         sources=_sources({
             "hbm_bytes": f"{_JAX}: 103e9; {_BOOK}: 96 GB; {_DOCS}v5p says 95, less than the compiler gives a program",
-            "usable_hbm_bytes reserved_hbm_bytes": f"{_LIBTPU}: limit 95.74G, reserved 263M",
+            "usable_hbm_bytes": f"{_LIBTPU}: limit 95.74G, reserved 263M",
             "vector_memory_bytes": f"{_LIBTPU}: buffer assignment of TinyLlama-1.1B in full (Llama-3.2-1B: 44)",
             "bf16_flops hbm_bandwidth": f"{_DOCS}v5p; {_JAX} agrees on FLOP/s, says 2.46e12 bytes/s",
             "ici_bandwidth": f"{_TPU7X}: 1200 GB/s both ways; {_DOCS}v5p: 4800 Gbit/s one way; {_BOOK} makes it 1080e9",
-            "cores devices_per_chip chips_per_host": f"{_DOCS}v5p; {_XPK}; {_LIBTPU}: v5p:2x2x1 is 4 devices"})),
+            "cores devices_per_chip": f"{_DOCS}v5p; {_XPK}; {_LIBTPU}: v5p:2x2x1 is 4 devices"})),
     Chip(
         name="v6e", aliases=("TPU v6 lite", "TPU v6e", "trillium"), hbm_bytes=32 * GIB,
-        usable_hbm_bytes=33550073856, reserved_hbm_bytes=260 * MIB, bf16_flops=918e12, hbm_bandwidth=1638e9,
-        ici_bandwidth=800e9, cores=1, chips_per_host=4, single_host_chips=8, accelerator_prefix="v6e",
+        usable_hbm_bytes=33550073856, bf16_flops=918e12, hbm_bandwidth=1638e9,
+        ici_bandwidth=800e9, cores=1, accelerator_prefix="v6e",
         slice_sizes=(1, 4, 8, 16, 32, 64, 128, 256), topologies=_topologies("v6e", _FLAT, one_host=8),
-        price=Price(2.70, 0.54421, "us-central1", _CATALOG + "tpu-v6e-1 (spot is 1.215 in us-east5)"),
+        price=Price(2.70, 0.54421, _CATALOG + "us-central1 tpu-v6e-1 (spot is 1.215 in us-east5)"),
         sources=_sources({
             "hbm_bytes cores": f"{_DOCS}v6e",
-            "usable_hbm_bytes reserved_hbm_bytes": f"{_LIBTPU}: limit 31.25G, reserved 260M",
+            "usable_hbm_bytes": f"{_LIBTPU}: limit 31.25G, reserved 260M",
             "bf16_flops": f"{_DOCS}v6e (1836 TOP/s is int8); {_JAX} and {_BOOK} say 920e12",
             "hbm_bandwidth": f"{_TPU7X}; {_DOCS}v6e: 1640, later 1600 GB/s",
             "ici_bandwidth": f"{_DOCS}v6e: 800 GB/s both ways; earlier 3584, then 3200 Gbit/s one way",
-            "chips_per_host devices_per_chip": f"{_LIBTPU}; {_XPK}; {_DOCS}v6e: 16 chips are 4 VMs on 2 hosts"})),
+            "devices_per_chip": f"{_LIBTPU}; {_XPK}; {_DOCS}v6e: 16 chips are 4 VMs on 2 hosts"})),
     Chip(
         name="v7x", aliases=("tpu7x", "TPU v7x", "TPU v7", "ironwood"), hbm_bytes=192 * GIB,
-        bf16_flops=2307e12, hbm_bandwidth=7380e9, ici_bandwidth=1200e9, cores=2, devices_per_chip=2, chips_per_host=4,
-        single_host_chips=4, accelerator_prefix="tpu7x", name_counts_cores=True,
+        bf16_flops=2307e12, hbm_bandwidth=7380e9, ici_bandwidth=1200e9, cores=2, devices_per_chip=2,
+        accelerator_prefix="tpu7x", name_counts_cores=True,
         slice_sizes=(1, 4, 8, 16, 32, *range(64, 9217, 64)),
         sources=_sources({
             "hbm_bytes ici_bandwidth cores bf16_flops": f"{_TPU7X} (4614 TFLOP/s is fp8)",
             "hbm_bandwidth": f"{_TPU7X}; https://aiwiki.ai/wiki/tpu_ironwood has the announced 7.37e12",
-            "devices_per_chip": f"{_TPU7X}: two chiplets, two devices (JAX; PyTorch/XLA was not tried)",
-            "chips_per_host": f"{_XPK}: tpu7x-standard-4t, and 1t for tpu7x-2"})),
+            "devices_per_chip": f"{_TPU7X}: two chiplets, two devices (JAX; PyTorch/XLA was not tried)"})),
     Chip(
         name="t4", aliases=("Tesla T4", "NVIDIA T4"), hbm_bytes=16 * GIB, bf16_flops=None, hbm_bandwidth=320e9,
-        price=Price(0.35, 0.175, "us-central1", _CATALOG + "T4 x4, over 4", includes_host=False),
+        price=Price(0.35, 0.175, _CATALOG + "us-central1 T4 x4, over 4"),
         sources=_sources({"hbm_bytes hbm_bandwidth": f"{_T4} (fp16 is 65 TFLOP/s; Turing has no bf16 units)"})),
     Chip(
         name="l4", aliases=("NVIDIA L4",), hbm_bytes=24 * GIB, bf16_flops=121e12, hbm_bandwidth=300e9,
-        price=Price(0.56004, 0.2231, "us-central1", _CATALOG + "L4", includes_host=False),
+        price=Price(0.56004, 0.2231, _CATALOG + "us-central1 L4"),
         sources=_sources({"hbm_bytes bf16_flops hbm_bandwidth": f"{_L4} (often quoted as 242, with sparsity); {_T4}"})),
     Chip(
         name="a100-40gb", aliases=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"), hbm_bytes=40 * GIB,
         usable_hbm_bytes=42405855232, bf16_flops=312e12, hbm_bandwidth=1555e9, ici_bandwidth=600e9,
-        price=Price(3.67339, 1.80385, "us-central1", _CATALOG + "A100 + a2-highgpu-1g"),
+        price=Price(3.67339, 1.80385, _CATALOG + "us-central1 A100 + a2-highgpu-1g"),
         sources=_sources({
             "hbm_bytes bf16_flops hbm_bandwidth ici_bandwidth": _A100,
             "usable_hbm_bytes": "deviceQuery output at https://upb-pc2.atlassian.net/wiki/spaces/PC2DOK/pages/1900609"})),
     Chip(
         name="a100-80gb", aliases=("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"), hbm_bytes=80 * GIB,
         bf16_flops=312e12, hbm_bandwidth=2039e9, ici_bandwidth=600e9,
-        price=Price(5.52382, 1.64753, "us-east5", _CATALOG + "A100-80GB + a2-ultragpu-1g; its us-central1 row is "
+        price=Price(5.52382, 1.64753, _CATALOG + "us-east5 A100-80GB + a2-ultragpu-1g; its us-central1 row is "
                     "below its spot price, so it was not used"),
         sources=_sources({"hbm_bytes bf16_flops hbm_bandwidth ici_bandwidth": f"{_A100}; the PCIe card has 1935e9"})),
     Chip(
         name="h100", aliases=("NVIDIA H100 80GB HBM3", "H100 SXM"), hbm_bytes=80 * GIB,
         bf16_flops=989e12, hbm_bandwidth=3350e9, ici_bandwidth=900e9,
-        price=Price(10.97906, 2.50556, "us-east4", _CATALOG + "H100 + a3-highgpu-1g; its us-central1 row has 4.20 for "
+        price=Price(10.97906, 2.50556, _CATALOG + "us-east4 H100 + a3-highgpu-1g; its us-central1 row has 4.20 for "
                     "the GPU, which looks like another kind of contract"),
         sources=_sources({"hbm_bytes bf16_flops hbm_bandwidth ici_bandwidth": f"{_H100} (1979 is with sparsity)"})),
     Chip(
         name="h200", aliases=("NVIDIA H200",), hbm_bytes=141 * GIB, bf16_flops=989e12, hbm_bandwidth=4800e9,
-        ici_bandwidth=900e9, price=Price(74.49392 / 8, 37.2472 / 8, "us-central1", _CATALOG + "H200 x8, over 8; its "
-                                         "us-east5 row has 36.60", includes_host=False),
+        ici_bandwidth=900e9, price=Price(74.49392 / 8, 37.2472 / 8, _CATALOG + "us-central1 H200 x8, over 8; its "
+                                         "us-east5 row has 36.60"),
         sources=_sources({
             "hbm_bytes ici_bandwidth": "mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT*",
             "bf16_flops hbm_bandwidth": f"{_H200}; {_H100} calls it an H100 with more HBM"})),
@@ -305,14 +268,14 @@ _BY_NAME = {_plain(name): chip for chip in _CHIPS for name in (chip.name, *chip.
 
 
 def chip(name: str) -> Chip:
-    """Look a chip up.
+    """Looks a chip up.
 
     Args:
-        name: A name in `CHIPS`, a marketing name ("Trillium"), or what the framework calls the device: JAX's
+        name: a name in `CHIPS`, a marketing name ("Trillium"), or what the framework calls the device: JAX's
             `device_kind` ("TPU v5 lite"), `torch.cuda.get_device_name()` ("NVIDIA H200"). Case, "-", "_" don't matter.
 
     Raises:
-        ValueError: Unknown; names the nearest. Variants that differ in speed (an H100 PCIe) are unknown on purpose.
+        ValueError: unknown; names the nearest. Variants that differ in speed (an H100 PCIe) are unknown on purpose.
     """
     found = _BY_NAME.get(_plain(name))
     if found is None:
@@ -323,11 +286,11 @@ def chip(name: str) -> Chip:
     return found
 
 
-def parse_accelerator_type(name: str) -> Slice:
-    """Read a TPU slice name, such as "v4-32", "v5litepod-8" (also "v5e-8"), "v6e-256".
+def parse_accelerator_type(name: str) -> tuple[Chip, int]:
+    """Reads a TPU slice name, such as "v4-32", "v5litepod-8" (also "v5e-8"), "v6e-256": its chip and number of chips.
 
     Raises:
-        ValueError: Not a TPU slice name, or no slice has that size; says what the number counts and the nearest names.
+        ValueError: not a TPU slice name, or no slice has that size; says what the number counts and the nearest names.
     """
     match = re.fullmatch(r"(.+?)[-_](\d+)", name.strip())
     if match is None:
@@ -335,20 +298,12 @@ def parse_accelerator_type(name: str) -> Slice:
     kind, count = chip(match[1]), int(match[2])
     if kind.accelerator_prefix is None:
         raise ValueError(f"{name!r} is not a TPU slice name: {kind.name} is a GPU.")
-    assert kind.cores is not None and kind.chips_per_host is not None and kind.single_host_chips is not None
-    per_chip = kind.cores if kind.name_counts_cores else 1
+    per_chip = (kind.cores or 1) if kind.name_counts_cores else 1
     chips, rest = divmod(count, per_chip)
     if rest or chips not in kind.slice_sizes:
         nearest = sorted(sorted(kind.slice_sizes, key=lambda size: abs(size * per_chip - count))[:3])
-        names = ", ".join(f"{kind.accelerator_prefix}-{size * per_chip}" for size in nearest)
         unit = f"TensorCores, {per_chip} a chip" if kind.name_counts_cores else "chips"
-        raise ValueError(f"there is no {name}: the number counts {unit}. Nearest: {names}.")
-    return Slice(
-        name=f"{kind.accelerator_prefix}-{count}",
-        chip=kind,
-        chips=chips,
-        cores=chips * kind.cores,
-        hosts=1 if chips <= kind.single_host_chips else chips // kind.chips_per_host,
-        devices=chips * kind.devices_per_chip,
-        topology=kind.topologies.get(chips),
-    )
+        raise ValueError(
+            f"there is no {name}: the number counts {unit}. Nearest: {', '.join(map(kind.slice_name, nearest))}."
+        )
+    return kind, chips

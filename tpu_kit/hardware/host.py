@@ -26,8 +26,8 @@ from typing import Any
 from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.hardware import chips
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Check, Machine
-from tpu_kit.hardware.units import GIB
 
 _TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
 # A replica's process without weights: imports and runtime took 0.93 GiB on XLA:CPU; the TPU's driver is a guess on top.

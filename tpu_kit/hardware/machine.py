@@ -240,12 +240,11 @@ def check_metadata(machine: Machine) -> Check:
     if not found:
         return Check("TPU metadata", "skipped", "not asked for: torch_xla does so only where there are chips")
     chip = chips.chip(found[0])
-    count = len(found) * (chip.cores or 1 if chip.name_counts_cores else 1)
     topology = chip.topologies.get(len(found))
     bounds = ",".join(map(str, topology.chips_per_host_bounds)) if topology else "X,Y,Z"
     # The HOST names: with the PROCESS names torch_xla would not set them anew for each process.
     values = {
-        "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": f"{chip.accelerator_prefix}-{count}",
+        "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": chip.slice_name(len(found)),
         "TPU_HOST_BOUNDS": "1,1,1", "TPU_CHIPS_PER_HOST_BOUNDS": bounds, "TPU_WORKER_ID": "0",
         "TPU_WORKER_HOSTNAMES": "localhost",
     }  # fmt: skip

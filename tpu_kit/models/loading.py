@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.host import ask_hub_once
-from tpu_kit.hardware.units import GIB
 from tpu_kit.models.architecture import did_you_mean
 from tpu_kit.models.quantization import (
     QuantizedLinear,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tpu_kit.config.loader import batch_arithmetic
-from tpu_kit.hardware.units import GIB
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.models.architecture import read_shape
 from tpu_kit.notebook.display import picture, show, show_table
 from tpu_kit.planning.memory_estimate import estimate

@@ -32,10 +32,9 @@ from typing import Any, Literal
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
 from tpu_kit.distributed.child_process import run_child
 from tpu_kit.hardware import chips
-from tpu_kit.hardware.chips import Chip, Topology
+from tpu_kit.hardware.chips import GIB, Chip, Topology
 from tpu_kit.hardware.compatibility import PAIRINGS
 from tpu_kit.hardware.slices import find_topology
-from tpu_kit.hardware.units import GIB
 from tpu_kit.models.architecture import shipped_shape
 from tpu_kit.storage import atomic
 

@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.hardware.chips import Chip
-from tpu_kit.hardware.units import GIB
+from tpu_kit.hardware.chips import GIB, Chip
 from tpu_kit.models.architecture import FEW_TILES, Shape, read_shape
 from tpu_kit.planning.activation_memory import PeakActivationModel
 from tpu_kit.planning.tensor_shapes import BLOCK, blocks, group_bytes, padded, stored_tensors, trained_tensors

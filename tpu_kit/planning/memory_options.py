@@ -9,9 +9,8 @@ from typing import Any
 from tpu_kit.config.loader import LoraConfig, TrainConfig
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.config.stored import ANEW, is_another
-from tpu_kit.hardware.chips import CHIPS
+from tpu_kit.hardware.chips import CHIPS, GIB
 from tpu_kit.hardware.slices import TargetSlice
-from tpu_kit.hardware.units import GIB
 from tpu_kit.models.architecture import Shape
 from tpu_kit.planning.memory_estimate import estimate
 
@@ -230,7 +229,6 @@ def _smallest_slice(peak: int, free: float) -> str | None:
         if peak > chip.usable_hbm_bytes * (1 - free):
             continue
         count = chip.slice_sizes[0]
-        unit = (chip.cores or 1) if chip.name_counts_cores else 1
         price = chip.price.on_demand * count if chip.price else float("inf")
-        found.append((price, f"{chip.accelerator_prefix}-{count * unit}"))
+        found.append((price, chip.slice_name(count)))
     return min(found)[1] if found else None

@@ -14,7 +14,7 @@ from tpu_kit.checkpointing.manager import scan
 from tpu_kit.config.loader import BatchPlan, OptimConfig, TrainConfig, batch_arithmetic
 from tpu_kit.config.stored import ANEW, changes, migrate, plain
 from tpu_kit.distributed.launch import LaunchError
-from tpu_kit.hardware.units import GIB
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.planning.memory_estimate import estimate
 from tpu_kit.planning.preflight import Preflight
 from tpu_kit.planning.step_time import step_time, work

@@ -26,9 +26,8 @@ from typing import Any, Literal
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.schema import MOST_ROWS
-from tpu_kit.hardware.chips import NO_KERNELS
+from tpu_kit.hardware.chips import MIB, NO_KERNELS
 from tpu_kit.hardware.slices import TargetSlice, find_slice
-from tpu_kit.hardware.units import MIB
 from tpu_kit.models.architecture import Shape, UnknownFamilyError, read_shape
 from tpu_kit.planning.compile_check import Compiled, Effort
 from tpu_kit.planning.cost import TimePlan, time_plan

@@ -12,9 +12,8 @@ from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.stored import migrate
 from tpu_kit.data.batching import too_few_rows
 from tpu_kit.distributed.runtime import MOST_ROWS, MemoryBudget, Runtime, device_memory_budget, seen_on
-from tpu_kit.hardware.chips import NO_KERNELS
+from tpu_kit.hardware.chips import GIB, NO_KERNELS
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.hardware.units import GIB
 from tpu_kit.models.architecture import Shape, read_shape
 from tpu_kit.planning.memory_estimate import Memory, estimate
 from tpu_kit.planning.memory_options import reserve

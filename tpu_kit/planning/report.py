@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
-from tpu_kit.hardware.units import GIB, MIB
+from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.planning import tables
 from tpu_kit.planning.cost import SPOT_HOURS_BETWEEN_INTERRUPTIONS
 from tpu_kit.planning.planner import Plan

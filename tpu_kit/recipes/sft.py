@@ -28,7 +28,7 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import Comparison, check_answers, evaluate_adapter
 from tpu_kit.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training
-from tpu_kit.hardware.units import GIB
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.architecture import read_shape
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion

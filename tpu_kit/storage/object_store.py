@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.hardware.units import MIB
+from tpu_kit.hardware.chips import MIB
 from tpu_kit.storage import atomic
 
 # A request to which nothing is answered for SILENT_SECONDS, or that takes REQUEST_SECONDS, is given up; gcsfs tries 6

@@ -14,7 +14,7 @@ import sys
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.hardware.units import GIB
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.storage import atomic
 
 WARN = 0.05

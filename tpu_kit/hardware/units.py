@@ -1,3 +1,0 @@
-"""Bytes in binary units."""
-
-MIB, GIB = 2**20, 2**30
