@@ -20,7 +20,7 @@ from typing import Any
 from tpu_kit.assets.embedded import cot_rows, is_correct
 from tpu_kit.config.loader import load_config
 from tpu_kit.distributed.backends import CpuRuntime
-from tpu_kit.evaluation.report import Accuracy, mcnemar
+from tpu_kit.evaluation.evaluate import Accuracy, mcnemar
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling

@@ -20,8 +20,7 @@ from tpu_kit.config.loader import (
     from_dict,
     load_config,
 )
-from tpu_kit.config.rules import ROLES
-from tpu_kit.config.schema import parameters
+from tpu_kit.config.schema import ROLES, parameters
 
 TOKEN = "hf_" + "abcdefghij" * 4
 

@@ -11,10 +11,9 @@ import yaml
 
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.manifest import Checkpoint
-from tpu_kit.config import stored as stored_module
-from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.config import loader
+from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, load_stored, migrate
 from tpu_kit.config.schema import parameters
-from tpu_kit.config.stored import load_stored, migrate
 from tpu_kit.exporting import export
 from tpu_kit.notebook import cells
 from tpu_kit.training.resume import check_resume, refuse_early
@@ -30,11 +29,9 @@ FIRST = json.loads(
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later version: it has renamed optim.chunk_of_loss, removed two parameters, and added optim.mlp_tile."""
-    monkeypatch.setattr(stored_module, "RENAMED", {"optim.chunk_of_loss": ("9.1", "optim.loss_chunk")})
-    monkeypatch.setattr(
-        stored_module, "REMOVED", {"optim.nesterov": ("9.2", False), "old_section.colour": ("9.2", "green")}
-    )
-    monkeypatch.setattr(stored_module, "ADDED", {"optim.mlp_tile": ("9.3", 77)})
+    monkeypatch.setattr(loader, "RENAMED", {"optim.chunk_of_loss": ("9.1", "optim.loss_chunk")})
+    monkeypatch.setattr(loader, "REMOVED", {"optim.nesterov": ("9.2", False), "old_section.colour": ("9.2", "green")})
+    monkeypatch.setattr(loader, "ADDED", {"optim.mlp_tile": ("9.3", 77)})
 
 
 def stored(**changes: Any) -> dict[str, Any]:
@@ -48,17 +45,15 @@ def stored(**changes: Any) -> dict[str, Any]:
 
 
 def test_every_parameter_that_came_or_went_is_in_the_tables() -> None:
-    before, today = stored_module.flatten(FIRST), parameters()
+    before, today = loader.flatten(FIRST), parameters()
     gone = {name for name in before if name not in today}
-    assert gone <= stored_module.RENAMED.keys() | stored_module.REMOVED.keys(), (
-        "say in migration.py what became of them"
-    )
-    new = today.keys() - before.keys() - {now for _, now in stored_module.RENAMED.values()}
-    assert new <= stored_module.ADDED.keys(), "say in migration.py what runs of earlier versions are to have"
-    for name, (_, value) in stored_module.ADDED.items():
+    assert gone <= loader.RENAMED.keys() | loader.REMOVED.keys(), "say in loader.py what became of them"
+    new = today.keys() - before.keys() - {now for _, now in loader.RENAMED.values()}
+    assert new <= loader.ADDED.keys(), "say in loader.py what runs of earlier versions are to have"
+    for name, (_, value) in loader.ADDED.items():
         today[name].read(value)
-    assert {now for _, now in stored_module.RENAMED.values()} <= today.keys()
-    assert not stored_module.REMOVED.keys() & today.keys()
+    assert {now for _, now in loader.RENAMED.values()} <= today.keys()
+    assert not loader.REMOVED.keys() & today.keys()
 
 
 def test_renamed_removed_and_added(later: None) -> None:

@@ -10,9 +10,7 @@ from transformers import get_scheduler
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 from tpu_kit.config.loader import BatchPlan, DataConfig, OptimConfig
-from tpu_kit.data import batching
-from tpu_kit.data.batching import Update, deal, learning_rate, rows_of, updates
-from tpu_kit.data.packing import permutation
+from tpu_kit.data.batching import Update, deal, learning_rate, permutation, rows_of, updates
 
 
 def plan(batch_size: int = 2, passes: int = 1, replicas: int = 1) -> BatchPlan:
@@ -199,20 +197,13 @@ def test_the_order_is_that_of_earlier_versions(rows: int, seed: int, epoch: int,
     assert hashlib.blake2b(order.astype("<i8").tobytes(), digest_size=16).hexdigest() == digest
 
 
-def test_the_order_of_an_epoch_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def counted(rows: int, seed: int, epoch: int, shuffle: bool) -> Any:
-        asked.append(epoch)
-        return permutation(rows, seed, epoch, shuffle)
-
-    monkeypatch.setattr(batching, "permutation", counted)
-    batching._order.cache_clear()
+def test_the_order_of_an_epoch_is_computed_once() -> None:
+    permutation.cache_clear()
     data, found = DataConfig(seed=11), []
     for update in updates(1001, plan(10), OptimConfig(epochs=3.0)):
         found.append(rows_of(update, 1001, data))
-    assert asked == [0, 1, 2] and len(found) == 300
+    assert permutation.cache_info().misses == 3 and len(found) == 300
     assert found[150].tolist() == permutation(1001, 11, 1)[500:510].tolist()
     with pytest.raises(ValueError, match="read-only"):
         found[0][0] = 1  # the rows of the whole epoch would be others
-    assert batching._order.cache_info().currsize == 2
+    assert permutation.cache_info().currsize == 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tpu_kit.data.packing import Documents, PackedDataset, best_fill, eval_batches, permutation, prefetch
+from tpu_kit.data.batching import Documents, PackedDataset, best_fill, eval_batches, permutation, prefetch
 
 
 def make_documents(lengths: list[int], seed: int = 0) -> Documents:

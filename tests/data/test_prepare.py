@@ -15,8 +15,8 @@ from tests.support.child_processes import run_python
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.assets.embedded import is_correct, model_dir
 from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.batching import eval_batches, permutation
 from tpu_kit.data.chat_encoding import decoded_example
-from tpu_kit.data.packing import eval_batches, permutation
 from tpu_kit.data.prepare import Prepared, prepare
 
 ROWS = [

@@ -25,11 +25,10 @@ from tests.support.hub import run_hub
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.cli import main
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.exporting import equivalence, formats, gguf
+from tpu_kit.exporting import equivalence, formats
 from tpu_kit.exporting.equivalence import Check, compare
-from tpu_kit.exporting.export import export, send_to_hub
+from tpu_kit.exporting.export import export, hub_id, send_to_hub
 from tpu_kit.exporting.formats import modelfile
-from tpu_kit.exporting.model_card import hub_id
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import generate, load_for_generation
 from tpu_kit.models.causal_lm import load_model, load_tokenizer, trainable_parameters
@@ -369,7 +368,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache that holds an archive of two files, of which one is the converter's, under their own checksums."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    path = gguf.cache_folder() / gguf.ARCHIVE
+    path = formats.cache_folder() / formats.ARCHIVE
     path.parent.mkdir(parents=True)
     with tarfile.open(path, "w:gz") as file:
         for name in ("convert_hf_to_gguf.py", "tools/other.py"):
@@ -379,21 +378,21 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     expected = tmp_path / "expected"
     expected.mkdir()
     (expected / "convert_hf_to_gguf.py").write_text("hello")
-    monkeypatch.setattr(gguf, "ARCHIVE_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setattr(gguf, "FILES_SHA256", gguf.fingerprint(expected))
+    monkeypatch.setattr(formats, "ARCHIVE_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(formats, "FILES_SHA256", formats.fingerprint(expected))
     return path
 
 
 def test_the_converter_is_taken_from_the_archive_and_checked_again(archive: Path) -> None:
-    folder = gguf.converter()
+    folder = formats.converter()
     assert [path.name for path in folder.iterdir()] == ["convert_hf_to_gguf.py"]
     (folder / "convert_hf_to_gguf.py").write_text("else")
-    assert (gguf.converter() / "convert_hf_to_gguf.py").read_text() == "hello"
+    assert (formats.converter() / "convert_hf_to_gguf.py").read_text() == "hello"
     archive.unlink()
-    assert gguf.converter() == folder  # no need of it any more
+    assert formats.converter() == folder  # no need of it any more
     archive.write_bytes(b"other")
     with pytest.raises(ValueError, match=r"has the SHA-256 .* and should have .* Delete it"):
-        gguf.unpack(archive, archive.parent / "x")
+        formats.unpack(archive, archive.parent / "x")
 
 
 def test_offline(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,14 +400,14 @@ def test_offline(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(ValueError, match=rf"converter cannot be fetched .* or put {gguf.ARCHIVE}"):
-        gguf.converter()
+    with pytest.raises(ValueError, match=rf"converter cannot be fetched .* or put {formats.ARCHIVE}"):
+        formats.converter()
 
 
 def test_dora_has_no_place_in_gguf(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"use_dora": true}')
     with pytest.raises(ValueError, match="export the merged model"):
-        gguf.convert_adapter(tmp_path, tmp_path, tmp_path / "x.gguf", tmp_path)
+        formats.convert_adapter(tmp_path, tmp_path, tmp_path / "x.gguf", tmp_path)
 
 
 def test_gguf_names_what_it_needs_before_anything_starts(
@@ -418,7 +417,7 @@ def test_gguf_names_what_it_needs_before_anything_starts(
     assert main(["export", str(shared), "format=gguf-q8_0"]) == 2
     assert "pip install sentencepiece xllamacpp (the extra tpu_kit[export]" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(gguf, "converter", lambda: pytest.fail("it was fetched"))
+    monkeypatch.setattr(formats, "converter", lambda: pytest.fail("it was fetched"))
     assert main(["export", str(shared), "format=gguf-lora"]) == 1
     assert "format=gguf-lora: llama.cpp does not know the tokenizer of the embedded" in capsys.readouterr().err
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.recipes.test_sft import Configure, configure, records, world
-from tpu_kit.exporting.model_card import model_card
+from tpu_kit.exporting.export import model_card
 from tpu_kit.recipes import sft
 
 __all__ = ["configure", "world"]  # fixtures

@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.assets import embedded
-from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
-from tpu_kit.config.stored import is_another
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic, is_another, load_config
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.architecture import read_shape
 from tpu_kit.planning import memory_options, oom_recovery

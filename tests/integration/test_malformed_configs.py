@@ -22,8 +22,7 @@ import yaml
 from tests.support.child_processes import run_python
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
-from tpu_kit.config.rules import ROLES
-from tpu_kit.config.schema import parameters
+from tpu_kit.config.schema import ROLES, parameters
 from tpu_kit.data.columns import NAMES
 
 LONG = 4000  # characters that no error text needs

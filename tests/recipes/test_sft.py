@@ -22,7 +22,7 @@ from tpu_kit.assets import embedded
 from tpu_kit.checkpointing import manager
 from tpu_kit.checkpointing.local_store import FolderStore
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.data import packing, prepare
+from tpu_kit.data import batching, prepare
 from tpu_kit.distributed.backends import CudaRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.evaluation import evaluate
@@ -234,7 +234,7 @@ def test_what_a_run_says_and_writes(configure: Configure) -> None:
     assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
     assert evaluated[-1]["perplexity"] == pytest.approx(math.exp(evaluated[-1]["loss"]))
     prepared = prepare.prepare(config.data, load_tokenizer(config.model))
-    taken = prepared.train.tensors(packing.permutation(len(prepared.train), 0, 0)[: 6 * 2])
+    taken = prepared.train.tensors(batching.permutation(len(prepared.train), 0, 0)[: 6 * 2])
     assert last["tokens"] == int((taken["segment_ids"] > 0).sum()) < 6 * 2 * LENGTH
     assert last["rows_per_update"] == 2
     assert 0 < last["epoch"] < 1
@@ -389,7 +389,7 @@ def test_bad_updates_stop_the_run_with_step_and_rows(configure: Configure) -> No
         run_poisoned(config)
     named = {int(row) for row in str(caught.value).split("with the rows ")[1].split(" of ")[0].split(", ")}
     prepared = prepare.prepare(config.data, load_tokenizer(config.model))
-    third = list(packing.permutation(len(prepared.train), 0, 0))[4:6]  # two rows an update
+    third = list(batching.permutation(len(prepared.train), 0, 0))[4:6]  # two rows an update
     assert named == {row for packed in third for row in prepared.train.source_rows(packed)}
     assert not (config.output_path / "adapter").exists()
 

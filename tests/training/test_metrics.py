@@ -206,7 +206,7 @@ def test_wandb_offline_and_tensorboard(tmp_path: Path) -> None:
 RESULT = """
 from pathlib import Path
 from tpu_kit.config.loader import load_config
-from tpu_kit.evaluation.report import Accuracy, Evaluation, Sample, compare
+from tpu_kit.evaluation.evaluate import Accuracy, Evaluation, Sample, compare
 from tpu_kit.training.metrics import Tracker, log_result
 config = load_config(None, {"wandb": "offline", "tensorboard": True, "wandb_adapter": True, "output_dir": "run"})
 Path("run/adapter").mkdir(parents=True)

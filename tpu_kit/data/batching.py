@@ -1,20 +1,275 @@
-"""What each update of a run is: its rows, its number of passes and its learning rate; all known before the run starts.
+"""Packs documents into rows of one fixed shape, and plans the rows, passes and learning rate of every update.
 
-Everything here is a function of the configuration, the number of packed rows and the step, so a resumed run needs
-nothing but its step to go on where it was.
+Every batch is `(batch, length)` whatever the data: XLA compiles one program for each shape. Segment ids separate the
+documents of a row, and the positions of each document start at 0, so no document attends to another.
+
+Rows are packed once for all replicas. Update `u` of an epoch takes rows `u * G` to `(u + 1) * G` of a permutation that
+depends on seed and epoch alone, where G is the global batch size; replicas and accumulation only divide these rows.
+Everything is a function of the configuration, the number of packed rows and the step. A resumed run therefore needs
+nothing but its step, and may use another number of replicas.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from tpu_kit.config.loader import BatchPlan, DataConfig, OptimConfig
-from tpu_kit.data.packing import permutation
+
+IGNORED = -100
+"""The label of a position without loss, as in `torch.nn.functional.cross_entropy`."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokenised documents one after another in flat arrays.
+
+    Attributes:
+        input_ids: int32 (tokens,).
+        loss_mask: bool (tokens,), true where a token is predicted with loss.
+        lengths: int64 (documents,), none of them 0.
+        source_rows: int64 (documents,), the data set row of each document.
+    """
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    lengths: np.ndarray
+    source_rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def select(self, keep: np.ndarray) -> Documents:
+        """Returns the documents where the boolean array `keep` is true."""
+        tokens = np.repeat(keep, self.lengths)
+        return Documents(self.input_ids[tokens], self.loss_mask[tokens], self.lengths[keep], self.source_rows[keep])
+
+
+def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Assigns documents to rows so that few token slots stay empty.
+
+    Each row starts with the longest document left and adds the documents that fill the row best: a subset sum over
+    the histogram of lengths, as in the minimum bin slack heuristic of Gupta and Ho (1999). Each combination is repeated
+    while there are documents for it, so the time depends on the number of different lengths. Best-fit decreasing, as in
+    TRL's `pack_dataset`, leaves a gap in every row when the lengths are similar.
+
+    Args:
+        lengths: tokens of each document, 1 to `row_length`.
+        row_length: tokens of a row.
+
+    Returns:
+        The document numbers row after row, and how many documents each row has (both int64).
+    """
+    by_length = np.argsort(lengths, kind="stable")
+    unique, starts, counts = np.unique(lengths[by_length], return_index=True, return_counts=True)
+    sizes, taken, left = unique.tolist(), starts.tolist(), counts.tolist()
+    rows: list[np.ndarray] = []
+    largest = len(sizes) - 1
+    while largest >= 0:
+        if not left[largest]:
+            largest -= 1
+            continue
+        combination = _fullest(sizes, left, largest, row_length)
+        for _ in range(min(left[i] // copies for i, copies in combination.items())):
+            rows.append(np.concatenate([by_length[taken[i] : taken[i] + copies] for i, copies in combination.items()]))
+            for i, copies in combination.items():
+                taken[i] += copies
+                left[i] -= copies
+    order = np.concatenate(rows)
+    assert np.array_equal(np.sort(order), np.arange(len(lengths))), "packing lost or repeated a document"
+    return order, np.array([len(row) for row in rows])
+
+
+def _fullest(sizes: list[int], left: list[int], largest: int, row_length: int) -> dict[int, int]:
+    """Returns the number of documents of each size (index in `sizes`) that fill a row best, at least one `largest`."""
+    room = row_length - sizes[largest]
+    reachable, stages = 1, []  # bit s is set if some of the documents so far add up to s
+    for i in range(largest, -1, -1):
+        copies, part = min(left[i] - (i == largest), room // sizes[i]), 1
+        if copies <= 0:
+            continue
+        stages.append((i, reachable))
+        while copies:  # 1, 2, 4, ... and the rest: every number of copies is a sum of these
+            part = min(part, copies)
+            reachable |= (reachable << part * sizes[i]) & ((1 << room + 1) - 1)
+            copies, part = copies - part, 2 * part
+        if reachable >> room:
+            break
+    target, combination = reachable.bit_length() - 1, {largest: 1}
+    for i, before in reversed(stages):
+        while not before >> target & 1:
+            target -= sizes[i]
+            combination[i] = combination.get(i, 0) + 1
+    return combination
+
+
+class PackedDataset:
+    """Rows of `length` tokens, each with one or more whole documents.
+
+    Args:
+        documents: the content of the rows; none is longer than `length`.
+        length: tokens of a row.
+        packing: False puts one document in each row.
+        pad_id: the token id in empty slots. It is never compared with anything.
+        packed: document numbers row after row, and the end of each row among them, if the rows are packed already.
+
+    Attributes:
+        row_tokens: int64 (rows,), the tokens of each row without padding.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        length: int,
+        *,
+        packing: bool = True,
+        pad_id: int = 0,
+        packed: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> None:
+        lengths = documents.lengths
+        assert len(documents) and lengths.min() > 0 and lengths.max() <= length
+        self.documents, self.length, self.pad_id = documents, length, pad_id
+        if packed is not None:
+            self._order, self._row_ends = packed
+        elif packing:
+            self._order, counts = best_fill(lengths, length)
+            self._row_ends = np.cumsum(counts)
+        else:
+            self._order, self._row_ends = np.arange(len(documents)), np.arange(1, len(documents) + 1)
+        self.row_tokens = np.add.reduceat(lengths[self._order], np.r_[0, self._row_ends[:-1]])
+        self._token_starts = np.cumsum(lengths) - lengths
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, np.ndarray], length: int, pad_id: int) -> PackedDataset:
+        """Returns the data set of `arrays()`, without packing again."""
+        documents = Documents(*(arrays[field.name] for field in fields(Documents)))
+        return cls(documents, length, pad_id=pad_id, packed=(arrays["order"], arrays["row_ends"]))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns the arrays that `from_arrays` takes, by name."""
+        documents = {field.name: getattr(self.documents, field.name) for field in fields(Documents)}
+        return documents | {"order": self._order, "row_ends": self._row_ends}
+
+    def __len__(self) -> int:
+        return len(self._row_ends)
+
+    def documents_of(self, row: int) -> np.ndarray:
+        """Returns the document numbers of a row, in order."""
+        return self._order[self._row_ends[row - 1] if row else 0 : self._row_ends[row]]
+
+    def source_rows(self, row: int) -> list[int]:
+        """Returns the data set rows of the documents in a packed row."""
+        return self.documents.source_rows[self.documents_of(row)].tolist()
+
+    def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the token ids and the loss mask of one document."""
+        start = self._token_starts[number]
+        part = slice(start, start + self.documents.lengths[number])
+        return self.documents.input_ids[part], self.documents.loss_mask[part]
+
+    def fill(self) -> float:
+        """Returns the share of slots that hold tokens, without the emptiest row (the last row is rarely full)."""
+        used = self.row_tokens
+        if len(used) > 1:
+            used = np.delete(used, used.argmin())
+        return float(used.mean() / self.length)
+
+    def fingerprint(self) -> str:
+        """Returns a hash of tokens, loss masks and packing."""
+        digest = hashlib.blake2b(str(self.length).encode(), digest_size=16)
+        tokens = self.documents
+        for array in (tokens.input_ids, tokens.loss_mask, tokens.lengths, self._order, self._row_ends):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def tensors(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """Returns rows as CPU tensors.
+
+        Args:
+            rows: row numbers; -1 gives an empty row (no segment, no label).
+
+        Returns:
+            input_ids, labels and position_ids, int64 (rows, length), and segment_ids, int32 (rows, length): 1, 2, ...
+            for the documents and 0 in empty slots (int32 because TPU attention kernels take no other). Labels are the
+            input ids where there is loss, else -100, and are not shifted.
+        """
+        shape = (len(rows), self.length)
+        ids, labels = np.full(shape, self.pad_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+        positions, segments = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int32)
+        for i, row in enumerate(rows):
+            end = 0
+            for segment, number in enumerate(self.documents_of(row) if row >= 0 else (), start=1):
+                tokens, loss = self.document(number)
+                here = slice(end, end := end + len(tokens))
+                ids[i, here], positions[i, here], segments[i, here] = tokens, np.arange(len(tokens)), segment
+                labels[i, here] = np.where(loss, tokens, IGNORED)
+        arrays = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": segments}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The input of one replica in one forward pass.
+
+    Attributes:
+        tensors: see `PackedDataset.tensors`.
+        row_ids: the data set rows of each row; they stay on the host, to name the rows of a bad loss.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    row_ids: list[list[int]]
+
+
+@lru_cache(maxsize=2)  # the current epoch, and the next one, whose first batches are prefetched
+def permutation(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+    """Returns the order of rows in an epoch: (rows,) int64, read-only.
+
+    It sorts raw output of a bit generator, which NumPy keeps the same in all versions, unlike `Generator.permutation`.
+    """
+    order = np.arange(rows)
+    if shuffle:
+        order = np.argsort(np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(rows), kind="stable")
+    order.flags.writeable = False  # the updates of the epoch are views of it
+    return order
+
+
+def eval_batches(dataset: PackedDataset, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+    """Yields every row once over all replicas, as many batches on each; empty rows fill the last batches."""
+    count = -(-len(dataset) // (batch_size * world_size))
+    rows = np.full(count * world_size * batch_size, -1)
+    rows[: len(dataset)] = np.arange(len(dataset))
+    for mine in rows.reshape(count, world_size, batch_size)[:, rank]:
+        yield Batch(dataset.tensors(mine), [dataset.source_rows(row) if row >= 0 else [] for row in mine])
+
+
+def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[T]:
+    """Yields the items of an iterator, which a thread makes up to `depth` items ahead.
+
+    An exception of `items` is raised in place of its item. The thread ends when the generator is closed.
+    """
+    end: Any = object()
+    executor = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    try:
+        ahead = deque(executor.submit(next, items, end) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not end:
+            ahead.append(executor.submit(next, items, end))
+            yield item
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+# ---------------------------------------------------------------------------------------------------- updates
 
 
 @dataclass(frozen=True)
@@ -23,8 +278,8 @@ class Update:
 
     Attributes:
         step: its number, from 1.
-        epoch: passes over the data that were complete before it.
-        first_row: where its rows begin in the order of that epoch.
+        epoch: complete passes over the data before it.
+        first_row: index of its first row in the order of that epoch.
         passes: forward and backward passes per replica (gradient accumulation).
         rows: rows of all replicas and passes together.
     """
@@ -39,11 +294,11 @@ class Update:
 def updates(dataset_rows: int, plan: BatchPlan, optim: OptimConfig) -> Iterator[Update]:
     """Yields the updates of a run in order.
 
-    The last rows of an epoch that do not fill an update are left out; each epoch has another order, so others are.
+    The last rows of an epoch that do not fill an update are left out. Each epoch has another order.
 
     Args:
         dataset_rows: packed rows of the training data.
-        plan: how rows are dealt to replicas and passes at the start.
+        plan: rows, replicas and passes of an update at the start.
         optim: `max_steps` or `epochs` ends the run; `batch_growth_*` multiplies the passes.
 
     Raises:
@@ -67,7 +322,7 @@ def updates(dataset_rows: int, plan: BatchPlan, optim: OptimConfig) -> Iterator[
 
 
 def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
-    """What to change where the packed rows do not fill one update."""
+    """Returns the error text for packed rows that do not fill one update."""
     rows, replicas, passes = plan.batch_size, plan.num_replicas, plan.gradient_accumulation
     fixes = [f"launch.num_replicas={dataset_rows}"] if dataset_rows < replicas else []
     if fewer := dataset_rows // (replicas * passes):
@@ -82,37 +337,30 @@ def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
 
 
 def batch_line(dataset_rows: int, plan: BatchPlan, total: int) -> str:
-    """The batch of a run, for people.
+    """Returns the line of text that describes the batch of a run.
 
     Args:
         dataset_rows: packed rows of the training data.
-        plan: how they are dealt.
-        total: updates.
+        plan: rows, replicas and passes of an update.
+        total: updates of the run.
     """
     left = dataset_rows % plan.global_batch_size
     return f"batch            {plan}; {total:,} updates; {left} rows of each epoch are left over"
 
 
 def rows_of(update: Update, dataset_rows: int, data: DataConfig) -> np.ndarray:
-    """The packed rows of an update, over all replicas and passes: (rows,) int64, whatever replicas there are."""
-    order = _order(dataset_rows, data.seed, update.epoch, data.shuffle)
+    """Returns the packed rows of an update over all replicas and passes: (rows,) int64."""
+    order = permutation(dataset_rows, data.seed, update.epoch, data.shuffle)
     return order[update.first_row : update.first_row + update.rows]
 
 
-@lru_cache(maxsize=2)  # the epoch that runs, and the next one, whose first batches are made ahead
-def _order(rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    order = permutation(rows, seed, epoch, shuffle)
-    order.flags.writeable = False  # all updates of the epoch are views of it
-    return order
-
-
 def deal(rows: np.ndarray, update: Update, plan: BatchPlan, rank: int) -> np.ndarray:
-    """Those of one replica: (passes, rows of a batch)."""
+    """Returns the rows of one replica: (passes, rows of a batch) int64."""
     return rows.reshape(update.passes, plan.num_replicas, plan.batch_size)[:, rank]
 
 
 def _passes(step: int, plan: BatchPlan, optim: OptimConfig) -> int:
-    """Gradient accumulation at a step: it grows every `batch_growth_steps`, up to `batch_growth_max` rows."""
+    """Returns the passes of a step: they grow every `batch_growth_steps`, up to `batch_growth_max` rows."""
     passes = plan.gradient_accumulation
     if optim.batch_growth_steps is None:
         return passes
@@ -128,15 +376,15 @@ def _passes(step: int, plan: BatchPlan, optim: OptimConfig) -> int:
 
 
 def learning_rate(step: int, total_steps: int, optim: OptimConfig, growth: float = 1.0) -> float:
-    """The learning rate of a step.
+    """Returns the learning rate of a step.
 
-    Warm-up is linear from 0, and the decay linear or a half cosine, as in transformers' schedulers of these names.
+    Warm-up is linear from 0. The decay is linear or a half cosine, as in transformers' schedulers of these names.
 
     Args:
         step: from 1.
         total_steps: steps of the whole run.
         optim: the schedule.
-        growth: how many times larger the batch is than at the start.
+        growth: size of the batch, as a multiple of the first batch.
     """
     warmup = optim.warmup_steps or math.ceil(optim.warmup_ratio * total_steps)
     done = step - 1

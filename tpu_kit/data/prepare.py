@@ -22,9 +22,9 @@ from datasets import Dataset, DatasetDict
 from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig, TrainConfig
+from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_template
 from tpu_kit.data.columns import detect_layout, first_values
-from tpu_kit.data.packing import Documents, PackedDataset
 from tpu_kit.data.records import PROBLEM
 from tpu_kit.data.schemas import Layout, RowError, final_answer, normalised, problem
 from tpu_kit.data.sources import EMBEDDED_ROWS, GENERATED, SHOWN, load_rows, pick_split, places

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config import schema
 from tpu_kit.config.fields import closest
-from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
-from tpu_kit.config.stored import stored_values
+from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config, stored_values
 from tpu_kit.distributed.progress import ANSWERING_FILE, NO_BAR
 from tpu_kit.hardware.machine import Check
 from tpu_kit.notebook.display import COLOURS, Bundle, in_ipython, picture, show, table

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tpu_kit.config.loader import LoraConfig, TrainConfig
+from tpu_kit.config.loader import ANEW, LoraConfig, TrainConfig, is_another
 from tpu_kit.config.schema import MOST_ROWS
-from tpu_kit.config.stored import ANEW, is_another
 from tpu_kit.hardware.chips import CHIPS, GIB
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape

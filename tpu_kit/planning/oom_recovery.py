@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from tpu_kit.checkpointing.manager import scan
-from tpu_kit.config.loader import BatchPlan, OptimConfig, TrainConfig, batch_arithmetic
-from tpu_kit.config.stored import ANEW, changes, migrate, plain
+from tpu_kit.config.loader import ANEW, BatchPlan, OptimConfig, TrainConfig, batch_arithmetic, changes, migrate, plain
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.planning.memory_estimate import estimate

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tpu_kit.checkpointing.manager import scan
-from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
-from tpu_kit.config.stored import migrate
+from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, migrate
 from tpu_kit.data.batching import too_few_rows
 from tpu_kit.distributed.runtime import MOST_ROWS, MemoryBudget, Runtime, device_memory_budget, seen_on
 from tpu_kit.hardware.chips import GIB, NO_KERNELS

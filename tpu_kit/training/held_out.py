@@ -7,7 +7,7 @@ import math
 import torch
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.data.packing import eval_batches
+from tpu_kit.data.batching import eval_batches
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import count_correct

@@ -25,7 +25,7 @@ from tpu_kit.hardware.machine import Machine
 from tpu_kit.storage import atomic
 
 if TYPE_CHECKING:
-    from tpu_kit.evaluation.report import Comparison
+    from tpu_kit.evaluation.evaluate import Comparison
 
 _WINDOWS = 3  # logs in a row that show it: a first evaluation compiles, and a checkpoint reads
 

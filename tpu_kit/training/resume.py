@@ -26,8 +26,7 @@ import torch
 
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.manifest import FORMAT, Checkpoint, DamagedError
-from tpu_kit.config.loader import TrainConfig, batch_arithmetic
-from tpu_kit.config.stored import ANEW, changes, migrate, plain
+from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, migrate, plain
 from tpu_kit.distributed.runtime import device_memory_budget
 from tpu_kit.models.causal_lm import trainable_parameters
 from tpu_kit.training.optimizer import OPTIMIZERS, encode_adamw, group

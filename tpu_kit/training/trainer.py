@@ -21,8 +21,7 @@ import torch
 from tpu_kit.checkpointing.manager import CheckpointManager
 from tpu_kit.checkpointing.manifest import Checkpoint
 from tpu_kit.config.loader import BatchPlan, TrainConfig
-from tpu_kit.data.batching import Update, deal, learning_rate, rows_of, updates
-from tpu_kit.data.packing import prefetch
+from tpu_kit.data.batching import Update, deal, learning_rate, prefetch, rows_of, updates
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
