@@ -180,7 +180,7 @@ def test_a_run_in_an_object_store(run: Path, bucket: str, tmp_path: Path, monkey
         export(place)
     with pytest.raises(ValueError, match=refusal):
         generate(on_cpu, [QUESTION], adapter_dir=f"{place}/adapter")
-    with pytest.raises(ValueError, match=r"out=gs://a/b: an export is written to a folder of this machine"):
+    with pytest.raises(ValueError, match=r"out=gs://a/b: an export is written to a local folder"):
         export(run, out="gs://a/b")
     with pytest.raises(ValueError, match="there is no bucket gs://no-such-bucket-of-mine: make it"):
         export("gs://no-such-bucket-of-mine/run")
@@ -332,7 +332,7 @@ def test_what_a_check_refuses() -> None:
     assert "largest difference" in check(largest=2.0).problems[0]
     assert "largest difference" in check(largest=float("nan")).problems[0]
     assert "likeliest token" in check(agreement=0.5).problems[0]
-    assert "hides what was learnt" in check(mean=0.6).problems[0]
+    assert "hides the tuning" in check(mean=0.6).problems[0]
     with pytest.raises(ValueError, match="it is another model"):
         compare([torch.zeros(1, 4)], [torch.zeros(1, 5)], 1.0, "fp32", "x")
 
@@ -426,7 +426,7 @@ def test_gguf_names_what_it_needs_before_anything_starts(
 def test_a_tokenizer_that_llama_cpp_does_not_know(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
     make_run(tmp_path, str(model_dir()))
-    with pytest.raises(ValueError, match=r"llama.cpp does not know how this tokenizer cuts a text into words"):
+    with pytest.raises(ValueError, match=r"llama.cpp does not know how this tokenizer splits a text into words"):
         export(tmp_path, "gguf-q8_0")
     assert not list((tmp_path / "export").iterdir())
 

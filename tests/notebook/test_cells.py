@@ -20,7 +20,7 @@ from tests.support.kernels import run_cell
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.hardware.machine import Check
 from tpu_kit.notebook import cells as cells_module
-from tpu_kit.notebook.parameters import check_names
+from tpu_kit.notebook.kernel import check_names
 from tpu_kit.recipes.sft import RESULT_TYPE
 
 OWN = "# Parameters: change them here\nmax_steps = 5\nlearning_rate = 1e-4"
@@ -61,7 +61,7 @@ def test_parameters_of_a_script() -> None:
 
 
 def test_no_parameters_cell() -> None:
-    with pytest.raises(ConfigError, match="No parameters cell has run in this kernel"):
+    with pytest.raises(ConfigError, match="no parameters cell has run in this kernel"):
         cells_module.parameters({"In": ["", "a = 1"]})
     with pytest.raises(ConfigError, match="not valid Python"):
         cells_module.parameters({"In": ["", "# Parameters: mine\na = = 1"]})
@@ -144,7 +144,7 @@ def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     cells_module.show_answers(tmp_path)
     printed = capsys.readouterr().out
     assert "no metrics yet" in printed
-    assert "set generate_rows" in printed
+    assert "where generate_rows asks for them" in printed
     assert "image/png" not in cells_module._curves(tmp_path)  # no axes without a point
     (tmp_path / "metrics.jsonl").write_text(METRICS.replace('"mfu": 0.25', '"mfu": null'))
     assert "MFU" not in cells_module._progress(tmp_path, started=True)["text/html"]  # no peak is known of a CPU
@@ -167,7 +167,7 @@ def test_a_run_is_checked_by_its_loss_and_its_weights(tmp_path: Path, capsys: py
         cells_module.check_run(config, ended)
     preempted = replace(ended, status="preempted", reason="SIGTERM received", adapter_dir="")
     cells_module.check_run(config, preempted)
-    assert capsys.readouterr().out == "preempted (SIGTERM received): nothing to check yet; run again to go on\n"
+    assert capsys.readouterr().out == "preempted (SIGTERM received): nothing to check; run the training cell again\n"
     kept = preempted._repr_mimebundle_()
     assert kept["text/plain"] == str(preempted)
     assert kept[RESULT_TYPE] == {"status": "preempted", "reason": "SIGTERM received"}
@@ -344,7 +344,7 @@ def test_displays_in_a_kernel(tmp_path: Path) -> None:
     assert not any("old" in text for text in shown)
     assert any(f"{'█' * 10}{'░' * 30} 5 of 20 answers, base model" in text for text in shown)
     assert progress.data["text/plain"] == (
-        f"{'█' * 20}{'░' * 20} 3 of 6 updates, 0:01:01 left; went on from step 2; compiled programs 3; "
+        f"{'█' * 20}{'░' * 20} 3 of 6 updates, 0:01:01 left; resumed from step 2; compiled programs 3; "
         "tokens/s/chip 6; MFU 25.0%"
     )
     assert "3 of 6 updates" in progress.data["text/html"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tpu_kit.config.loader import load_config
-from tpu_kit.notebook import charts
+from tpu_kit.notebook import cells
 from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.report import next_parameters, pick, why
 
@@ -19,8 +19,8 @@ def plans() -> list[Plan]:
 
 
 def test_the_tables(plans: list[Plan], capsys: pytest.CaptureFixture[str]) -> None:
-    charts.show_plans(plans)
-    charts.show_memory(plans[0])
+    cells.show_plans(plans)
+    cells.show_memory(plans[0])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split("  ")[0] == "slice" and [line.split()[0] for line in lines[1:4]] == [
         "v5litepod-1", "v5litepod-8", "v6e-1"
@@ -30,7 +30,7 @@ def test_the_tables(plans: list[Plan], capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_bars_are_the_settings(plans: list[Plan]) -> None:
     one = plans[0]
-    axes = charts._bars(one, one.settings).axes[0]
+    axes = cells._bars(one, one.settings).axes[0]
     ends = [0.0] * len(one.settings)
     for container in axes.containers:
         for row, bar in enumerate(container):  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def test_the_bars_are_the_settings(plans: list[Plan]) -> None:
     assert len([label for label in labels if label.endswith(": the pick")]) == 1
     # The pick is the plan's, and left of the line that keeps the reserve free.
     assert f"{one.peak_bytes / 2**30:.1f} GiB, " in next(label for label in labels if label.endswith("pick"))
-    assert len(axes.containers) <= charts.MOST_PARTS + 1
+    assert len(axes.containers) <= cells.MOST_PARTS + 1
 
 
 def test_the_pick_is_the_cheapest_and_goes_on_in_the_next_notebook(plans: list[Plan]) -> None:
@@ -61,5 +61,5 @@ def test_when_nothing_fits() -> None:
     assert not found.fits
     text = why([found])
     assert text.startswith("Nothing fits as it is; nearest is v5litepod-1.") and "as it is it fits v6e-1" in text
-    axes = charts._bars(found, found.settings).axes[0]
+    axes = cells._bars(found, found.settings).axes[0]
     assert any(label.get_text().endswith(": the nearest") for label in axes.texts)

@@ -130,7 +130,7 @@ def test_what_was_under_way_goes_on(tmp_path: Path, notebook: Path) -> None:
     process = start(tmp_path, notebook)
     wait_for(lambda: "1" in attempts(folder), process)
     refused = run_python(["-m", "tpu_kit", "sweep", str(notebook), "rates.yaml"], cwd=tmp_path, expect=2)
-    assert f"a sweep is running there already, PID {process.pid}; wait for it" in refused.stderr
+    assert f"another sweep is running there, PID {process.pid}; wait for it" in refused.stderr
     process.kill()
     process.communicate(timeout=60)
     (begun,) = folder.glob("rate=0.1,*")
@@ -141,9 +141,9 @@ def test_what_was_under_way_goes_on(tmp_path: Path, notebook: Path) -> None:
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert "was under way; goes on" in printed
-    assert "told to stop: the run saves and ends; once more ends it at once" in printed
-    assert "under way after" in printed and "the same command goes on" in printed
+    assert "was under way; resumes" in printed
+    assert "told to stop: the run saves and ends; a second signal ends it at once" in printed
+    assert "under way after" in printed and "the same command continues" in printed
     assert not list(folder.glob("rate=0.2-*"))
     assert [row["status"] for row in read_table(folder)] == ["under way", "waiting"]
 
@@ -162,16 +162,16 @@ def attempts(folder: Path) -> list[str]:
     [
         ("grid: {rat: [1]}", "rat: no such parameter of {notebook}; did you mean rate?"),
         ("grid: {zebra: [1]}", "zebra: no such parameter of {notebook}; it has rate, mode, output_dir, run_name"),
-        ("grid: {rate: [0.5, fast]}", "rate: 'fast' is not of the type of 0.1; mend it"),
-        ("grid: {rate: [1], mode: [3]}", "mode: 3 is not of the type of 'good'; mend it"),
+        ("grid: {rate: [0.5, fast]}", "rate: 'fast' is not of the type of 0.1; correct it"),
+        ("grid: {rate: [1], mode: [3]}", "mode: 3 is not of the type of 'good'; correct it"),
         ("fixed: {run_name: mine}\ngrid: {rate: [1]}", "run_name: each run has its own; remove it"),
-        ("grid: {rate: [1, 1]}", "'rate': 1}} is asked for twice; remove one of them"),
-        ("grid: {rate: 1}", "grid: {{'rate': 1}} is not names with a list each"),
+        ("grid: {rate: [1, 1]}", "'rate': 1}} is given twice; remove one of them"),
+        ("grid: {rate: 1}", "grid: {{'rate': 1}} is not a mapping of names to lists"),
         ("fixed: {rate: 1}", "nothing to run; give grid:"),
         ("gird: {rate: [1]}", "gird: no such key; did you mean grid?"),
         ("fixed: {rate: 1}\ngrid: {rate: [1]}", "grid: rate is in fixed too; remove one of them"),
-        ("runs: {rate: 1}", "runs: {{'rate': 1}} is no list of mappings"),
-        ("grid: {rate: [1]}\ndollars_per_hour: free", "dollars_per_hour: 'free' is no price"),
+        ("runs: {rate: 1}", "runs: {{'rate': 1}} is not a list of mappings"),
+        ("grid: {rate: [1]}\ndollars_per_hour: free", "dollars_per_hour: 'free' is not a price"),
         ("grid: {rate: [1]}\noutput_dir: gs://bucket/x", "notebooks and tables need a folder"),
         ("- rate: 1", "holds a list"),
         ("grid: [", "not valid YAML"),
@@ -208,7 +208,7 @@ def test_the_training_notebook_takes_every_parameter_of_a_run_and_no_other(tmp_p
     ("cells", "problem"),
     [
         ([], "not a notebook"),
-        (["x = 1", "y = 2"], "takes no output_dir, so that its runs would overwrite another"),
+        (["x = 1", "y = 2"], "takes no output_dir, so its runs would overwrite each other"),
         (["x = [", "y = 2"], "its parameters cell may hold name = literal lines alone"),
     ],
 )
@@ -254,7 +254,7 @@ def test_two_trainings_of_the_notebook_with_a_kill_between(tmp_path: Path) -> No
     before = (plan_folder[0] / "run.json").read_text()
 
     printed = run(tmp_path, TRAIN)
-    assert "finished before" in printed and "was under way; goes on" in printed
+    assert "finished before" in printed and "was under way; resumes" in printed
     assert "from step 4," in (plan_folder[1] / "log.txt").read_text()
     assert (plan_folder[0] / "run.json").read_text() == before
     best, other = read_table(folder)

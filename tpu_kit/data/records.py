@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow as pa
 from datasets import Features, Json, Value
 
 from tpu_kit.data.columns import KNOWN

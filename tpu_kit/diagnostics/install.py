@@ -37,9 +37,9 @@ from tpu_kit.distributed.child_process import run_child
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.compatibility import CHECKED, PACKAGES, PAIRINGS, PYTHONS, bare, find_pairing, mismatches
 from tpu_kit.hardware.machine import Check, Machine
-from tpu_kit.notebook.display import show_checks as show_checks
-from tpu_kit.notebook.display import show_table as show_table
-from tpu_kit.notebook.parameters import check_names, explain_missing_names, parameters
+from tpu_kit.notebook.kernel import check_names, explain_missing_names, parameters
+from tpu_kit.notebook.kernel import show_checks as show_checks
+from tpu_kit.notebook.kernel import show_table as show_table
 
 Kind = Literal["tpu", "gpu"]
 """What is installed: torch with torch_xla, libtpu and jax, for a TPU or its simulation on a CPU; or torch alone."""

@@ -1,7 +1,7 @@
-"""Is an export the model that was tuned? The same real prompts go through both, and their logits are compared.
+"""Compares the logits of an export with those of the tuned model on the same prompts.
 
-The export is read in a fresh process, by stock transformers and PEFT or by llama.cpp, so that nothing of this process
-can stand in for what is missing on disk: `python -m tpu_kit.exporting.equivalence JOB.json RESULT` is that process.
+A new process reads the export with transformers and PEFT or with llama.cpp, so that nothing in this process can replace
+a missing file: `python -m tpu_kit.exporting.equivalence JOB.json RESULT` is that process.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ import torch
 
 from tpu_kit.distributed.child_process import run_child
 
-KEPT = 32  # positions at the end of a prompt whose logits are compared
-NEW, LIKELIEST = 16, 10  # tokens that llama.cpp adds to a prompt, and its likeliest tokens at each
+KEPT = 32  # last positions of a prompt, whose logits are compared
+NEW, LIKELIEST = 16, 10  # tokens that llama.cpp adds to a prompt, and the likeliest tokens that it reports for each
 _SECONDS = 3600
 
 LIMITS = {"fp32": (0.01, 0.99), "f16": (0.05, 0.95), "bf16": (0.3, 0.9), "q8_0": (0.3, 0.9)}
-"""For weights stored so: the most that a logit may differ, in standard deviations of the tuned model's logits over the
-vocabulary, and the least share of positions at which the likeliest token must be the same.
+"""By the type of the weights: the largest difference of a logit, in standard deviations of the tuned model's logits
+over the vocabulary, and the least share of positions with the same likeliest token.
 
-Measured for SmolLM2-135M under LoRA: see tests/exporting/test_export.py. The bounds leave room for deeper models and
-still catch an adapter that was left out, scaled wrongly or put on another layer."""
+Measured for SmolLM2-135M with LoRA: see tests/exporting/test_export.py. Deeper models stay within the bounds; an
+adapter that is missing, wrongly scaled or on another layer does not."""
 
-LOST = 0.5  # share of the tuning's own mean effect that the export may differ by
+LOST = 0.5  # largest mean difference, as a share of the mean effect of tuning
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
-        by: what read the export.
-        unit: what is compared: "logits", or "log-probabilities" where the runtime tells no logits.
+        by: the program that read the export.
+        unit: "logits", or "log-probabilities" where the program reports no logits.
         positions: tokens compared.
         largest: largest difference from the tuned model.
-        limit: the most it may be.
+        limit: bound of `largest`.
         agreement: share of positions with the same likeliest token.
-        least: the least it must be.
+        least: bound of `agreement`.
         mean: mean difference from the tuned model.
-        effect: mean difference between the tuned model and the base: what tuning has changed.
+        effect: mean difference between the tuned model and the base.
     """
 
     by: str
@@ -62,17 +62,17 @@ class Check:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the export; empty if nothing is."""
+        """The problems of the export; empty if there are none."""
         found = []
-        if not self.largest <= self.limit:  # also where it is not a number
+        if not self.largest <= self.limit:  # also if it is not a number
             found.append(f"the largest difference of its {self.unit} is {self.largest:.4g}, more than {self.limit:.4g}")
         if not self.agreement >= self.least:
             found.append(f"its likeliest token is the tuned model's at {self.agreement:.1%} of the positions only")
         if not self.mean <= LOST * self.effect:
             found.append(
                 f"it differs from the tuned model by {self.mean:.3g} on average, and tuning changed the base model by "
-                f"{self.effect:.3g}: rounding, or an adapter left out, hides what was learnt; a finer format (fp32, "
-                "f16) or a longer training helps"
+                f"{self.effect:.3g}: rounding or a missing adapter hides the tuning; use a finer format (fp32, f16), "
+                "or train longer"
             )
         return found
 
@@ -85,7 +85,7 @@ class Check:
 
 
 def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]], kept: int = KEPT) -> list[torch.Tensor]:
-    """The logits of the last positions of each prompt, (up to `kept`, V) fp32 on the CPU."""
+    """Returns the logits of the last positions of each prompt, (up to `kept`, V) fp32 on the CPU."""
     device = next(model.parameters()).device
     with torch.no_grad():
         return [
@@ -99,10 +99,10 @@ def compare(tuned: Sequence[torch.Tensor], found: Sequence[torch.Tensor], effect
 
     Args:
         tuned: of each prompt, (positions, V).
-        found: the export's; it may have rows for more tokens than there are, or fewer.
-        effect: of `mean_difference` between tuned and base.
-        stored: what the export's weights are stored in, a key of `LIMITS`.
-        by: what read it.
+        found: logits of the export, of the same shapes.
+        effect: `mean_difference` between tuned and base.
+        stored: the type of the export's weights, a key of `LIMITS`.
+        by: the program that read the export.
 
     Raises:
         ValueError: the vocabularies differ.
@@ -128,12 +128,12 @@ def compare(tuned: Sequence[torch.Tensor], found: Sequence[torch.Tensor], effect
 
 
 def mean_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
-    """Mean absolute difference of two models' logits."""
+    """Returns the mean absolute difference of two models' logits."""
     return float((torch.cat(list(first)) - torch.cat(list(second))).abs().mean())
 
 
 def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] | None = None) -> list[torch.Tensor]:
-    """The logits of an exported folder, read by stock transformers in a fresh process.
+    """Returns the logits of an exported folder, which transformers reads in a new process.
 
     Args:
         folder: a whole model, or an adapter.
@@ -141,7 +141,7 @@ def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] 
         base: for an adapter, the arguments of transformers' `from_pretrained` for its base model.
 
     Raises:
-        ValueError: it cannot be read; the text ends with what transformers said.
+        ValueError: it cannot be read; the text ends with the error of transformers.
     """
     from safetensors.torch import load_file
 
@@ -153,12 +153,11 @@ def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] 
 
 
 class LlamaCpp(NamedTuple):
-    """What llama.cpp made of a GGUF file.
+    """The outputs of a GGUF file in llama.cpp.
 
     Attributes:
-        answers: for each prompt the tokens that it added, greedily, each with the log-probabilities of the likeliest
-            tokens at that place.
-        lengths: for each text its tokens by llama.cpp's own tokenizer.
+        answers: for each prompt the tokens of greedy decoding, each with the log-probabilities of the likeliest tokens.
+        lengths: for each text the number of tokens of llama.cpp's own tokenizer.
     """
 
     answers: list[list[tuple[int, dict[int, float]]]]
@@ -168,16 +167,16 @@ class LlamaCpp(NamedTuple):
 def run_llama_cpp(
     model: Path, prompts: Sequence[Sequence[int]], texts: Sequence[str], adapter: Path | None = None
 ) -> LlamaCpp:
-    """Loads a GGUF file in llama.cpp, in a fresh process.
+    """Runs a GGUF file in llama.cpp, in a new process.
 
     Args:
         model: the file.
-        prompts: token ids to go on from.
-        texts: to be made into tokens.
-        adapter: a LoRA adapter's file, for its base model's.
+        prompts: token ids to continue.
+        texts: texts to tokenize.
+        adapter: the file of a LoRA adapter, if `model` is its base model.
 
     Raises:
-        ValueError: llama.cpp refuses the file; the text ends with what it said.
+        ValueError: llama.cpp refuses the file; the text ends with its error.
     """
     lora = str(adapter.absolute()) if adapter else None
     job = {"gguf": str(model.absolute()), "lora": lora, "prompts": list(map(list, prompts)), "texts": list(texts)}
@@ -196,14 +195,14 @@ def compare_llama_cpp(
     effect: float,
     stored: str,
 ) -> Check:
-    """Compares what llama.cpp said with the tuned model, which is given the same tokens.
+    """Compares the log-probabilities of llama.cpp with those of the tuned model for the same tokens.
 
     Args:
         model: the tuned model, on the CPU in fp32.
-        prompts: as given to `run_llama_cpp`.
-        answers: what that returned.
-        effect: of `mean_difference` between tuned and base.
-        stored: what the file's weights are stored in, a key of `LIMITS`.
+        prompts: the prompts of `run_llama_cpp`.
+        answers: its result.
+        effect: `mean_difference` between tuned and base.
+        stored: the type of the file's weights, a key of `LIMITS`.
     """
     differences, same, spreads = [], [], []
     for ids, answer in zip(prompts, answers, strict=True):
@@ -223,7 +222,7 @@ def compare_llama_cpp(
 
 
 def _child(job: dict[str, Any], result: Path) -> None:
-    """Runs this module in a fresh process, which touches no accelerator."""
+    """Runs this module in a new process, which touches no accelerator."""
     order = result.with_name("job.json")
     order.write_text(json.dumps(job))
     environment = os.environ | {"PJRT_DEVICE": "CPU", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
@@ -231,9 +230,9 @@ def _child(job: dict[str, Any], result: Path) -> None:
     try:
         done = run_child(command, environment, seconds=_SECONDS)
     except TimeoutError as error:
-        raise ValueError(f"the export cannot be read in a fresh process: {error}") from None
+        raise ValueError(f"the export cannot be read in a new process: {error}") from None
     if done.status or not result.is_file():
-        raise ValueError(f"the export cannot be read in a fresh process ({done.how}): {done.last_lines(6)}")
+        raise ValueError(f"the export cannot be read in a new process ({done.how}): {done.last_lines(6)}")
 
 
 # ---------------------------------------------------------------------------------------------------- in the child
@@ -272,7 +271,7 @@ def _llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
     params.model.path = job["gguf"]
     params.n_ctx = max(map(len, job["prompts"])) + 2 * NEW
     params.n_parallel, params.n_gpu_layers, params.warmup, params.fit_params = 1, 0, False, False
-    # Its threads spin while they wait for one another: on cores that others use, too, fewer are faster.
+    # Waiting threads spin: where other programs use the cores too, fewer threads are faster.
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = max(1, (os.cpu_count() or 2) // 2)
     if job["lora"]:
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(job["lora"], 1.0)]

@@ -1,11 +1,11 @@
-"""export(run_dir, format): take a tuned model home, as a folder or a file that other programs read.
+"""Exports a tuned model as a folder or a file that other programs read: export(run_dir, format).
 
     from tpu_kit.exporting.export import export
     print(export("runs/my-run", "merged"))
 
-Every export is written beside its place, read again in a fresh process, compared with the tuned model on real prompts,
-and moved to its place only if it is that model. What merges does so in fp32, and rounds last: merging in bf16 loses
-what is small beside the weights, which is what LoRA has learnt.
+Every export is written to a temporary place, read again in a new process, compared with the tuned model on real
+prompts, and moved to its folder only if it is the same model. Weights are merged in fp32 and rounded last: merging in
+bf16 loses differences that are small beside the weights, as those of LoRA are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tpu_kit.config.loader import TrainConfig, from_dict, load_stored
+from tpu_kit.evaluation.evaluate import Accuracy
 from tpu_kit.exporting import formats
 from tpu_kit.exporting.equivalence import Check, logits, mean_difference
 from tpu_kit.exporting.options import ExportOptions
@@ -33,8 +34,8 @@ from tpu_kit.storage.object_store import at_hand, is_url
 from tpu_kit.training.metrics import best_evaluation, read_metrics
 
 _MARKER = "export.json"  # a folder that holds it may be replaced
-_SPARE = 64 * MIB  # for the tokenizer, the card and what the file system needs
-_NOTHING = 1e-5  # mean change of a logit, as a share of their spread, below which tuning has done nothing
+_SPARE = 64 * MIB  # for the tokenizer, the card and the file system
+_NOTHING = 1e-5  # least mean change of a logit by tuning, as a share of their spread
 _PROMPTS = 6
 _QUESTIONS = (
     "What is 17 + 25?",
@@ -52,11 +53,11 @@ class Exported:
 
     Attributes:
         format: one of `options.FORMATS`.
-        folder: where it is.
+        folder: its folder.
         files: names of its files.
-        checks: what was compared, each within its limits.
-        notes: what was not checked, and how it is used.
-        pushed: where on the hub it was sent to, if it was.
+        checks: the comparisons, each within its limits.
+        notes: missing checks, and how to use the export.
+        pushed: its address on the hub, if it was uploaded.
     """
 
     format: str
@@ -70,7 +71,7 @@ class Exported:
         lines = [f"{self.format} in {self.folder}: {', '.join(self.files)}"]
         lines += [f"  checked, {check}" for check in self.checks]
         lines = [textwrap.fill(line, 110, subsequent_indent=" " * 6, break_on_hyphens=False) for line in lines]
-        lines += [f"  {note}" for note in self.notes]  # commands among them
+        lines += [f"  {note}" for note in self.notes]  # not wrapped: some hold commands
         return "\n".join([*lines, *([f"  pushed to {self.pushed}"] if self.pushed else [])])
 
 
@@ -86,18 +87,18 @@ def export(
     """Writes a run's model for another program, and checks it.
 
     Args:
-        run_dir: what training wrote: config.yaml and adapter/; a folder, or gs://bucket/run.
+        run_dir: the output of training, with config.yaml and adapter/: a folder, or gs://bucket/run.
         format: "adapter" for PEFT; "merged" for transformers; "vllm"; "gguf-f16", "gguf-bf16", "gguf-q8_0" for
             llama.cpp and Ollama; "gguf-lora" for an adapter in llama.cpp.
-        out: the folder, of this machine; `<run_dir>/export/<format>` by default, and for gs://bucket/run
+        out: the local folder; `<run_dir>/export/<format>` by default, and for gs://bucket/run
             `runs/<run_name>/export/<format>`. An earlier export there is replaced.
-        dtype: what merged weights are stored in: bf16, f16 or fp32.
-        base: the base model's name on the hub, for files that name it; needed where it was trained from a folder.
-        push: a repository on the hub to send it to, made private if there is none; the token comes from HF_TOKEN.
+        dtype: the type of merged weights: bf16, f16 or fp32.
+        base: the base model's name on the hub, if training read it from a folder.
+        push: a repository on the hub to upload to, created as private if missing; the token comes from HF_TOKEN.
 
     Raises:
-        ValueError: the run is not complete, the adapter is missing, half-written or of another model, there is no room,
-            a tool is missing, the object store cannot be read, or the export is not the tuned model.
+        ValueError: the run is incomplete, the adapter is missing, damaged or of another model, the disk is full, a
+            tool is missing, the object store cannot be read, or the export differs from the tuned model.
     """
     options = ExportOptions(format, None if out is None else str(out), dtype, base, push)
     if not is_url(run_dir):
@@ -107,14 +108,14 @@ def export(
 
 
 def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
-    """`export` of a run in a folder, which may be a copy that does not last."""
+    """Exports a run in a folder, which may be a temporary copy."""
     config, format = _read_config(folder), options.format
     target = Path(options.out) if options.out else (config.output_path if copied else folder) / "export" / format
     _check_replaceable(target)
     if format.startswith("gguf") and config.model.name == "embedded":
         raise ValueError(
-            f"format={format}: llama.cpp does not know the tokenizer of the embedded model, so it cannot become GGUF. "
-            "Use format=merged, or train a model of a family that llama.cpp knows, such as Llama or Qwen"
+            f"format={format}: llama.cpp does not know the tokenizer of the embedded model, so it has no GGUF. Use "
+            "format=merged, or train a model of a family that llama.cpp knows, such as Llama or Qwen"
         )
     tools = formats.converter() if format.startswith("gguf") else None  # before minutes of loading
     with atomic.replacing(target) as part:
@@ -146,9 +147,9 @@ def _read_config(folder: Path) -> TrainConfig:
 
 
 def _load(config: TrainConfig, folder: Path, part: Path, options: ExportOptions) -> formats.Work:
-    """The tuned model in fp32, what it says and how far that is from what the base says."""
+    """Loads the tuned model in fp32, and compares its logits with those of the base."""
     adapter = folder / "adapter"
-    # The base as it was released, not as training rounded it (to int8, for instance).
+    # The released base, not the base that training rounded (to int8, for instance).
     settings = replace(config.model, base_dtype="fp32", trust_remote_code=False)
     try:
         model: Any = load_for_generation(settings, adapter)
@@ -157,8 +158,8 @@ def _load(config: TrainConfig, folder: Path, part: Path, options: ExportOptions)
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(
-            f"model.name={config.model.name} comes with Python code of its own, and an export runs no such code, "
-            f"whatever model.trust_remote_code says: where you trust it, load {adapter} with PEFT"
+            f"model.name={config.model.name} comes with Python code of its own, and an export runs no such code, even "
+            f"with model.trust_remote_code=true: if you trust it, load {adapter} with PEFT"
         ) from error
     prompts, whole, texts = _prompts(config, tokenizer, folder)
     tuned = logits(model, whole)
@@ -172,14 +173,14 @@ def _load(config: TrainConfig, folder: Path, part: Path, options: ExportOptions)
     if not effect > _NOTHING * spread:
         raise ValueError(
             f"{adapter} changes nothing: with it the model says what the base model says (mean difference of logits "
-            f"{effect:.2g}). Was it trained at all? Look at the loss in {folder / 'metrics.jsonl'}"
+            f"{effect:.2g}). Look at the loss in {folder / 'metrics.jsonl'}, and train again"
         )
     base_id, dtype = options.base or hub_id(config.model.name), options.dtype
     return formats.Work(config, folder, part, dtype, base_id, model, tokenizer, prompts, whole, texts, tuned, effect)
 
 
 def _prompts(config: TrainConfig, tokenizer: Any, folder: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
-    """Held-out questions that the run answered, or a few general ones: chats, chats with answers, the texts alone."""
+    """Returns chats, chats with answers, and the questions: those of eval.json, or a few general ones."""
     pairs = [(question, "") for question in _QUESTIONS]
     if (folder / "eval.json").is_file():
         samples = json.loads((folder / "eval.json").read_text())["samples"][:_PROMPTS]
@@ -207,7 +208,7 @@ def _bytes_needed(work: formats.Work, format: str) -> float:
         return float((work.run_dir / "adapter" / ADAPTER_FILES[1]).stat().st_size)
     if not format.startswith("gguf"):
         return weights * formats.BYTES[work.dtype]
-    # The converter reads the weights in fp32 from a folder beside; an adapter is tried on its base in f16.
+    # The converter reads fp32 weights from a second folder; an adapter is tried on its base in f16.
     return weights * (4 + formats.BYTES["f16" if format == "gguf-lora" else format.removeprefix("gguf-")])
 
 
@@ -217,23 +218,23 @@ def _check_free_space(folder: Path, need: float) -> None:
     if free < need + _SPARE:
         raise ValueError(
             f"no room for the export in {folder}: it needs {(need + _SPARE) / GIB:.2f} GiB and {free / GIB:.2f} are "
-            "free. Give out= a folder on a larger disk, or delete what is not needed"
+            "free. Give out= a folder on a larger disk, or delete files"
         )
 
 
 def send_to_hub(folder: Path, repository: str) -> str:
-    """Sends a folder to the hub, into a private repository if there is none yet; returns its address.
+    """Uploads a folder to the hub, into a new private repository if there is none, and returns its address.
 
     Raises:
         ValueError: the hub refuses, or cannot be reached.
     """
     from huggingface_hub import HfApi
 
-    api = HfApi(token=os.environ["HF_TOKEN"])  # and no token that an earlier login has left
+    api = HfApi(token=os.environ["HF_TOKEN"])  # not the token of an earlier login
     try:
         api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export by tpu_kit")
-    except Exception as error:  # the hub's own, the network's, and those of names that it refuses
+    except Exception as error:  # errors of the hub, the network, and refused names
         text = str(error).strip().split("\n")[0][:200]
         raise ValueError(
             f"push={repository}: the hub refuses or cannot be reached ({type(error).__name__}: {text}). The export "
@@ -246,21 +247,21 @@ def send_to_hub(folder: Path, repository: str) -> str:
 
 
 def hub_id(name: str) -> str | None:
-    """The base model's name on the hub, or None if it is none: a folder, or the embedded model."""
+    """Returns the base model's name on the hub; None for a folder or the embedded model."""
     local = name == "embedded" or name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).is_dir()
     return None if local else name
 
 
 def model_card(config: TrainConfig, run_dir: Path, kind: str, base: str | None, use: str, checks: Sequence[str]) -> str:
-    """The text of README.md, with the front matter that the hub reads.
+    """Returns the text of README.md, with the front matter that the hub reads.
 
     Args:
         config: the run.
-        run_dir: its folder, with eval.json and metrics.jsonl where it wrote them.
-        kind: what the export is, such as "merged weights in bf16".
+        run_dir: its folder, with eval.json and metrics.jsonl if it wrote them.
+        kind: the kind of export, such as "merged weights in bf16".
         base: the base model's name on the hub, if it has one.
-        use: how it is loaded, in Markdown.
-        checks: one line for each.
+        use: how to load it, in Markdown.
+        checks: a line for each.
     """
     front = ["---", *([f"base_model: {base}"] if base else []), "pipeline_tag: text-generation"]
     front += ["tags:", "- tpu_kit", *(["- lora"] if config.lora.r else []), "---"]
@@ -283,13 +284,14 @@ def model_card(config: TrainConfig, run_dir: Path, kind: str, base: str | None, 
 
 
 def _results(config: TrainConfig, run_dir: Path) -> str:
-    """A table of the base and the tuned model, and what the run's metrics say."""
+    """Returns a table of base and tuned model, and the figures of the run's metrics."""
     lines = []
     if (path := run_dir / "eval.json").is_file():
         found = json.loads(path.read_text())
         lines += ["| on held-out rows | base | tuned |", "|---|---|---|"]
         base, tuned = found["base"], found["tuned"]
-        lines.append(f"| correct (95 % interval) | {_accuracy(base)} | {_accuracy(tuned)} |")
+        shares = [Accuracy.of(one["accuracy"]["correct"], one["accuracy"]["total"]) for one in (base, tuned)]
+        lines.append(f"| correct (95 % interval) | {shares[0]} | {shares[1]} |")
         lines.append(f"| well-formed reasoning | {base['format_adherence']:.1%} | {tuned['format_adherence']:.1%} |")
         lines.append(f"| tokens per answer | {base['mean_tokens']:.1f} | {tuned['mean_tokens']:.1f} |")
         if base.get("perplexity") and tuned.get("perplexity"):
@@ -297,11 +299,11 @@ def _results(config: TrainConfig, run_dir: Path) -> str:
         lines += ["", f"{found['gained']} rows only the tuned model answers correctly, {found['lost']} only the base "
                   f"(p = {found['p_value']:.2g}, McNemar's exact test).", ""]  # fmt: skip
     lines += [f"- {name}: {value}" for name, value in _training(config, read_metrics(run_dir)).items()]
-    return "\n".join(lines) or "The run measured none: set tracking.generate_rows to have held-out rows answered."
+    return "\n".join(lines) or "The run has none: set tracking.generate_rows to have held-out rows answered."
 
 
 def _training(config: TrainConfig, records: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """The run's figures by name: where it ended, and the evaluation of the weights that it kept."""
+    """Returns the run's figures by name: its last training record, and the evaluation of the weights that it kept."""
     found = {}
     if trained := [record for record in records if record["kind"] == "train"]:
         last = trained[-1]
@@ -316,16 +318,8 @@ def _training(config: TrainConfig, records: Sequence[dict[str, Any]]) -> dict[st
     return found
 
 
-def _accuracy(summary: dict[str, Any]) -> str:
-    found = summary["accuracy"]
-    if not found["total"]:
-        return "no row has an answer"
-    share = found["correct"] / found["total"]
-    return f"{found['correct']} of {found['total']} = {share:.1%} ({found['low']:.1%} to {found['high']:.1%})"
-
-
 def _settings(config: TrainConfig) -> str:
-    """The configuration, with the last part alone of paths on the machine that it ran on."""
+    """Returns the configuration as YAML, with only the last part of local paths."""
 
     def portable(value: Any) -> Any:
         if isinstance(value, dict):

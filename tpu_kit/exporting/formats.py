@@ -1,4 +1,9 @@
-"""The formats of `export`: each writes its files into a folder, reads them again and says what it found."""
+"""Writes the formats of `export` into a folder, reads the files again and compares them with the tuned model.
+
+GGUF files are made by llama.cpp's own converter. llama.cpp publishes no package of it; the source archive of
+llama_cpp_python holds it, with the gguf library of the same commit. pip fetches the pinned archive once and checks its
+SHA-256 before anything in it runs; the extracted files are kept in the user's cache and checked before every use.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +33,27 @@ from tpu_kit.generation.service import ADAPTER_FILES
 from tpu_kit.models.loading import load_base
 from tpu_kit.storage import atomic
 
-HERE = "path/of/this/folder"  # in texts that travel with the files
-BYTES = {"fp32": 4.0, "bf16": 2.0, "f16": 2.0, "q8_0": 34 / 32}  # of a weight
+HERE = "path/of/this/folder"  # in the texts beside the files, which may move
+BYTES = {"fp32": 4.0, "bf16": 2.0, "f16": 2.0, "q8_0": 34 / 32}  # per weight
 
 
 @dataclass
 class Work:
-    """What the formats share: the tuned model in fp32 on the CPU, and what it says.
+    """The tuned model in fp32 on the CPU, and its outputs, which all formats share.
 
     Attributes:
         config: the run.
         run_dir: its folder.
-        part: where the files go.
+        part: the folder of the files.
         dtype: of merged weights, a key of `DTYPES`.
         base_id: the base model's name on the hub, if it has one.
-        model: with its adapter, until it is merged.
-        tokenizer: the run's.
-        prompts: chats up to the answer, as token ids.
+        model: the tuned model, with its adapter until it is merged.
+        tokenizer: of the run.
+        prompts: token ids of chats up to the answer.
         whole: the same with the tuned model's answers, where the run kept them.
         texts: the questions alone.
-        tuned: logits of `whole`.
-        effect: mean difference of those from the base model's.
+        tuned: the tuned model's logits of `whole`.
+        effect: mean difference between these and the base model's logits.
     """
 
     config: TrainConfig
@@ -66,16 +71,16 @@ class Work:
 
     @property
     def causal(self) -> Any:
-        """The model of transformers, without PEFT's wrapper."""
+        """The transformers model, without PEFT's wrapper."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @property
     def stops(self) -> list[int]:
-        """Ids of the tokens that end an answer."""
+        """The ids of the tokens that end an answer."""
         return sorted(stop_ids(self.causal, self.tokenizer))
 
 
-Parts = tuple[str, list[Check], list[str], str]  # what it is, what was checked, what else to know, how to use it
+Parts = tuple[str, list[Check], list[str], str]  # kind of export, checks, notes, how to use it
 
 
 def _accept(check: Check) -> Check:
@@ -84,11 +89,16 @@ def _accept(check: Check) -> Check:
     return check
 
 
-def adapter(work: Work) -> Parts:
-    """The adapter for PEFT, naming its base model as others find it."""
+def _adapter_of(work: Work, instead: str) -> Path:
     source = work.run_dir / "adapter"
     if not (source / ADAPTER_FILES[0]).is_file():
-        raise ValueError(f"{source} is a whole model, as lora.r=0 trains: format=merged exports it")
+        raise ValueError(f"{source} is a whole model, as lora.r=0 trains: format={instead} exports it")
+    return source
+
+
+def adapter(work: Work) -> Parts:
+    """Writes the adapter for PEFT, with the public name of its base model."""
+    source = _adapter_of(work, "merged")
     shutil.copytree(source, work.part, dirs_exist_ok=True)
     model = work.config.model
     named = work.base_id or model.name
@@ -110,7 +120,7 @@ def adapter(work: Work) -> Parts:
 
 
 def _merge(work: Work) -> Check:
-    """Makes `work.model` the merged one, in fp32."""
+    """Merges the adapter into `work.model` in fp32, and checks the result."""
     if hasattr(work.model, "merge_and_unload"):
         work.model = work.model.merge_and_unload(safe_merge=True)
     check = compare(work.tuned, logits(work.model, work.whole), work.effect, "fp32", "merged in fp32, in memory")
@@ -118,14 +128,14 @@ def _merge(work: Work) -> Check:
 
 
 def _save(work: Work, folder: Path, dtype: torch.dtype) -> None:
-    """Writes the merged model with its tokenizer; a cast copies the weights one by one."""
+    """Writes the merged model with its tokenizer; the cast copies the weights one by one."""
     work.model.generation_config.eos_token_id = work.stops or None
     _save_model(work.model, work.tokenizer, folder, dtype)
     _check_tokenizer(folder, work.tokenizer, work.texts)
 
 
 def merged(work: Work, format: str) -> Parts:
-    """A folder for transformers, or for vLLM with the command that serves it."""
+    """Writes a folder for transformers, or for vLLM with the command that serves it."""
     checks = [_merge(work)]
     _save(work, work.part, getattr(torch, DTYPES[work.dtype]))
     found = reload(work.part, work.whole)
@@ -141,32 +151,28 @@ def merged(work: Work, format: str) -> Parts:
     (work.part / "serve.sh").write_text(f'#!/bin/sh\nexec vllm serve "$(dirname "$0")" {options} "$@"\n')
     (work.part / "serve.sh").chmod(0o755)
     command = f"vllm serve {HERE} {options}"
-    notes = [f"serve it with: {command}", "vLLM itself was not run: its files were read by transformers"]
+    notes = [f"serve it with: {command}", "vLLM itself was not run: transformers read the files"]
     return f"merged weights in {work.dtype} for vLLM", checks, notes, f"```sh\n{command}\n```"
 
 
 def gguf_model(work: Work, outtype: str, tools: Path) -> Parts:
-    """One GGUF file and a Modelfile; each weight is rounded once, from fp32."""
+    """Writes one GGUF file and a Modelfile; each weight is rounded once, from fp32."""
     checks = [_merge(work)]
     scratch = work.part / "fp32"
     _save(work, scratch, torch.float32)
     target = work.part / f"{_plain_name(work.config.run_name)}-{outtype}.gguf"
     convert_model(scratch, target, outtype, tools)
     shutil.rmtree(scratch)
-    stops = [work.tokenizer.convert_ids_to_tokens(id_) for id_ in work.stops]
-    text = modelfile(target.name, stops, work.config.data.system_prompt)
-    (work.part / "Modelfile").write_text(text)
+    _write_modelfile(work, target.name)
     found, notes = _in_llama_cpp(work, target, outtype, None)
-    notes.append("Ollama was not run: it takes that of its own templates which is nearest to the file's chat template")
+    notes.append("Ollama was not run: it uses its own template that is nearest to the file's chat template")
     use = f"```sh\nllama-server -m {target.name} --jinja\nollama create {work.config.run_name} -f Modelfile\n```"
     return f"merged weights as GGUF ({outtype})", checks + found, notes, use
 
 
 def gguf_adapter(work: Work, tools: Path) -> Parts:
-    """The adapter as GGUF, and a Modelfile; tried on the base model in f16."""
-    source = work.run_dir / "adapter"
-    if not (source / ADAPTER_FILES[0]).is_file():
-        raise ValueError(f"{source} is a whole model, as lora.r=0 trains: format=gguf-f16 exports it")
+    """Writes the adapter as GGUF and a Modelfile, and tries it on the base model in f16."""
+    source = _adapter_of(work, "gguf-f16")
     scratch = work.part / "base"
     base = load_base(replace(work.config.model, trust_remote_code=False), torch.float32)
     _save_model(base, work.tokenizer, scratch, torch.float32)
@@ -177,21 +183,24 @@ def gguf_adapter(work: Work, tools: Path) -> Parts:
         convert_model(scratch, plain, "f16", tools)
     found, notes = _in_llama_cpp(work, plain, "f16", target)
     shutil.rmtree(scratch)
-    stops = [work.tokenizer.convert_ids_to_tokens(id_) for id_ in work.stops]
-    text = modelfile("base.gguf", stops, work.config.data.system_prompt, target.name)
-    (work.part / "Modelfile").write_text(text)
+    _write_modelfile(work, "base.gguf", target.name)
     notes.append("the Modelfile expects the base model's own GGUF file beside it, as base.gguf")
     use = f"```sh\nllama-server -m base.gguf --lora {target.name} --jinja\n```"
     return "a LoRA adapter as GGUF", found, notes, use
 
 
+def _write_modelfile(work: Work, source: str, adapter: str = "") -> None:
+    stops = [work.tokenizer.convert_ids_to_tokens(token) for token in work.stops]
+    (work.part / "Modelfile").write_text(modelfile(source, stops, work.config.data.system_prompt, adapter))
+
+
 def modelfile(source: str, stops: Sequence[str], system_prompt: str | None, adapter: str = "") -> str:
-    """The text of an Ollama Modelfile, without a chat template: Ollama chooses one by the template in the GGUF file.
+    """Returns the text of an Ollama Modelfile; Ollama chooses the chat template by the one in the GGUF file.
 
     Args:
         source: the GGUF file beside it.
         stops: tokens that end an answer.
-        system_prompt: what training put before each chat.
+        system_prompt: the system prompt of training.
         adapter: the GGUF file of a LoRA adapter, if `source` is its base model.
     """
     lines = [f"FROM ./{source}", *([f"ADAPTER ./{adapter}"] if adapter else [])]
@@ -205,45 +214,45 @@ def _has_llama_cpp() -> bool:
 
 
 def _in_llama_cpp(work: Work, model: Path, stored: str, adapter: Path | None) -> tuple[list[Check], list[str]]:
-    """Loads the file in llama.cpp, where that is installed."""
+    """Loads the file in llama.cpp, if it is installed, and compares its answers."""
     if not _has_llama_cpp():
-        return [], ["not loaded in llama.cpp, which is not installed here: pip install xllamacpp, and export again"]
+        return [], ["not checked in llama.cpp, which is not installed: pip install xllamacpp, and export again"]
     said = run_llama_cpp(model, work.prompts, work.texts, adapter)
     check = _accept(compare_llama_cpp(work.model, work.prompts, said.answers, work.effect, stored))
     own = [len(work.tokenizer(text)["input_ids"]) for text in work.texts]
     if own != said.lengths:
         raise ValueError(
-            f"llama.cpp makes {said.lengths} tokens of texts of which the tokenizer makes {own}: it would read other "
-            "tokens than the model was trained with. It was removed"
+            f"llama.cpp makes {said.lengths} tokens of texts where the tokenizer makes {own}: the model was trained "
+            "with other tokens. The export was removed; use format=merged"
         )
-    return [check], [f"llama.cpp's own tokenizer makes as many tokens of {len(own)} texts as transformers' does"]
+    return [check], [f"the tokenizers of llama.cpp and transformers make as many tokens of {len(own)} texts"]
 
 
 # -------------------------------------------------------------------------------------------- model folders
 
 
 def _plain_name(name: str) -> str:
-    """A run's name as a file's."""
+    """Returns the name of a run as a file name."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model"
 
 
 def _base_arguments(config: ModelConfig) -> dict[str, Any]:
-    """What transformers' own `from_pretrained` loads the base model with."""
+    """Returns the arguments of transformers' `from_pretrained` for the base model."""
     name = str(model_dir()) if config.name == "embedded" else config.name
     found = {"pretrained_model_name_or_path": name, "revision": config.revision, "gguf_file": config.gguf_file}
     return {option: value for option, value in found.items() if value}
 
 
 def _save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Writes model, generation config, tokenizer and chat template, as transformers 4 reads them, too.
+    """Writes model, generation config, tokenizer and chat template so that transformers 4 reads them too.
 
-    The model is cast in place. transformers 5 has other names for a few settings, and programs that come with
-    transformers 4 pass over the new ones without a word: Qwen2.5 would then turn its positions 100 times too fast.
+    The model is cast in place. transformers 5 renamed a few settings, and transformers 4 ignores the new names: the
+    positions of Qwen2.5 would rotate 100 times too fast there.
     """
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for path in folder.glob("*.safetensors"):
-        path.chmod(0o644)  # safetensors lets none but the owner read
+        path.chmod(0o644)  # safetensors makes them readable for the owner alone
     config = json.loads((folder / "config.json").read_text())
     for part in (config, config.get("text_config", {})):
         if "dtype" in part:
@@ -259,7 +268,7 @@ def _save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) ->
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    for name in ("is_local", "local_files_only"):  # of where it was read
+    for name in ("is_local", "local_files_only"):  # of the place where it was read
         settings.pop(name, None)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False))
 
@@ -280,9 +289,9 @@ def _check_tokenizer(folder: Path, tokenizer: Any, texts: Sequence[str]) -> None
     elif saved.chat_template and len({t.apply_chat_template(chat, tokenize=False) for t in (saved, tokenizer)}) > 1:
         differ.append("a rendered chat")
     if saved.eos_token_id != tokenizer.eos_token_id:
-        differ.append("the token that ends a text")
+        differ.append("the end-of-text token")
     if differ:
-        raise ValueError(f"the tokenizer is another one after it was saved and read again: {', '.join(differ[:3])}")
+        raise ValueError(f"the tokenizer changed when it was saved and read again: {', '.join(differ[:3])}")
 
 
 # ------------------------------------------------------------------------------------------ the converter of llama.cpp
@@ -299,22 +308,22 @@ _UNKNOWN_TOKENIZER = "BPE pre-tokenizer was not recognized"
 
 
 def cache_folder() -> Path:
-    """Where the converter is kept: ~/.cache/tpu_kit, or below XDG_CACHE_HOME."""
+    """Returns the folder that keeps the converter: ~/.cache/tpu_kit, or below XDG_CACHE_HOME."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tpu_kit"
 
 
 def converter() -> Path:
-    """The folder of llama.cpp's converters; fetched if it is not in the cache.
+    """Returns the folder of llama.cpp's converters; fetches it if it is not in the cache.
 
     Raises:
-        ValueError: the archive cannot be fetched, or it is not the one that is expected.
+        ValueError: the archive cannot be fetched, or its checksum is wrong.
     """
     folder = cache_folder() / f"llama.cpp-{VERSION}"
     if folder.is_dir() and fingerprint(folder) == FILES_SHA256:
         return folder
     cache_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="llama.cpp-", dir=cache_folder()) as scratch:
-        archive = cache_folder() / ARCHIVE  # put there by hand, where there is no network
+        archive = cache_folder() / ARCHIVE  # a user may put it there by hand
         if not archive.is_file():
             archive = _fetch(Path(scratch))
         with atomic.replacing(folder, shared=True) as part:
@@ -331,17 +340,17 @@ def _fetch(folder: Path) -> Path:
     if done.status or not (folder / ARCHIVE).is_file():
         said = [line for line in done.errors.splitlines() if "ERROR" in line] or [done.last_lines(1)]
         raise ValueError(
-            f"llama.cpp's converter cannot be fetched ({said[-1].strip()[:200]}). It is needed once: run this where "
-            f"there is a network, or put {ARCHIVE} of the Python package index into {cache_folder()}"
+            f"llama.cpp's converter cannot be fetched ({said[-1].strip()[:200]}). It is needed once: run this with a "
+            f"network, or put {ARCHIVE} of the Python package index into {cache_folder()}"
         )
     return folder / ARCHIVE
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Takes the converter's files out of the source archive.
+    """Extracts the converter's files from the source archive.
 
     Raises:
-        ValueError: the archive, or what is in it, is not the one that is expected.
+        ValueError: the checksum of the archive is wrong.
     """
     with archive.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -354,16 +363,12 @@ def unpack(archive: Path, folder: Path) -> None:
         for member in files:
             name = member.name.partition(f"/{_INSIDE}")[2]
             if member.isfile() and (name in _SCRIPTS or name.startswith(_FOLDERS)):
-                target = folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                source = files.extractfile(member)
-                assert source is not None
-                target.write_bytes(source.read())
-    assert fingerprint(folder) == FILES_SHA256, f"{archive} is the expected one, but not what was taken out of it"
+                files.extract(member.replace(name=name), folder, filter="data")
+    assert fingerprint(folder) == FILES_SHA256, f"{archive} is correct, but the files extracted from it are not"
 
 
 def fingerprint(folder: Path) -> str:
-    """SHA-256 over the names and contents of all files of a folder, those that Python made left out."""
+    """Returns the SHA-256 of the names and contents of all files in a folder, without Python's caches."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     total = hashlib.sha256()
     for name in names:
@@ -389,12 +394,12 @@ def convert_adapter(adapter: Path, base: Path, target: Path, tools: Path) -> Non
     """
     settings = json.loads((adapter / "adapter_config.json").read_text())
     if settings.get("use_dora"):
-        raise ValueError("GGUF adapters have no place for DoRA's magnitudes: export the merged model (gguf-f16)")
+        raise ValueError("GGUF adapters cannot hold DoRA's magnitudes: export the merged model (gguf-f16)")
     with tempfile.TemporaryDirectory(prefix="tpu_kit-") as scratch:
         plain = Path(scratch)
         shutil.copy(adapter / "adapter_model.safetensors", plain)
         if settings.get("use_rslora"):
-            # llama.cpp scales by alpha / r alone, and rank-stabilised adapters by alpha / sqrt(r).
+            # llama.cpp scales by alpha / r; rank-stabilised adapters are scaled by alpha / sqrt(r).
             settings["lora_alpha"] *= math.sqrt(settings["r"])
         (plain / "adapter_config.json").write_text(json.dumps(settings))
         script = str(tools / "convert_lora_to_gguf.py")
@@ -403,13 +408,12 @@ def convert_adapter(adapter: Path, base: Path, target: Path, tools: Path) -> Non
 
 def _run(arguments: list[str], target: Path) -> None:
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"}
-    environment.pop("NO_LOCAL_GGUF", None)  # it would take another version of the gguf library
+    environment.pop("NO_LOCAL_GGUF", None)  # it selects another version of the gguf library
     done = run_child(arguments, environment)
     if _UNKNOWN_TOKENIZER in done.errors:
         raise ValueError(
-            "llama.cpp does not know how this tokenizer cuts a text into words, so a GGUF file would read other tokens "
-            "than the model was trained with. Models on a tokenizer of the known families convert; this one runs in "
-            "transformers and vLLM (format=merged, format=vllm)"
+            "llama.cpp does not know how this tokenizer splits a text into words, so a GGUF file would give other "
+            "tokens than in training. Use format=merged (transformers) or format=vllm"
         )
     if done.status or not target.is_file():
         raise ValueError(f"llama.cpp's converter refuses the model: {done.last_lines(4)}")

@@ -1,4 +1,4 @@
-"""What an export can be asked for: the choices alone, which load no torch."""
+"""The options of an export; importing them loads no torch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class ExportOptions:
     """How a run is exported.
 
     Raises:
-        ValueError: there is no such format or dtype, the place cannot be written to, or a token is missing.
+        ValueError: the format or the dtype is unknown, the place cannot be written to, or a token is missing.
     """
 
     format: str = knob(
         "merged",
         f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}. GGUF needs the extra tpu_kit[export], and a tokenizer that "
-        "llama.cpp knows, which that of the embedded model is not.",
+        "llama.cpp knows; the tokenizer of the embedded model is not one.",
     )
     out: str | None = knob(None, "The folder; null = RUN_DIR/export/FORMAT. An earlier export there is replaced.")
-    dtype: str = knob("bf16", f"Of merged weights: {', '.join(DTYPES)}.")
-    base: str | None = knob(None, "The base model's name on the hub, where it was trained from a folder.")
-    push: str | None = knob(None, "A repository on the hub to send it to, with the token in HF_TOKEN.")
+    dtype: str = knob("bf16", f"The type of merged weights: {', '.join(DTYPES)}.")
+    base: str | None = knob(None, "The base model's name on the hub, if training read it from a folder.")
+    push: str | None = knob(None, "A repository on the hub to upload to, with the token in HF_TOKEN.")
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -42,6 +42,6 @@ class ExportOptions:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype}: there are {', '.join(DTYPES)}")
         if self.out and is_url(self.out):
-            raise ValueError(f"out={self.out}: an export is written to a folder of this machine; copy it from there")
+            raise ValueError(f"out={self.out}: an export is written to a local folder; copy it from there")
         if self.push and not os.environ.get("HF_TOKEN"):
             raise ValueError(f"push={self.push} needs a token that may write there: set HF_TOKEN in the environment")

@@ -1,5 +1,5 @@
-"""What notebooks call: parameters, displays, the live view, and runs of notebooks without a browser.
+"""Functions for the cells of notebooks, and runs of notebooks without a browser.
 
-Offers `cells`, `charts`, `runner` and `sweep`.
+Offers `cells`, `runner` and `sweep`.
 Must not compute what it shows.
 """

@@ -1,7 +1,7 @@
-"""What the cells of notebooks call: the configuration, secrets, displays, and the live view of a run.
+"""Functions for the cells of notebooks: the configuration, secrets, displays, and the live view of a run.
 
-A run is in other processes; what is shown of it comes from the metrics that it writes. Its two displays are replaced in
-place, so that the executed notebook holds the last state, and needs neither a kernel nor a widget to show it.
+A run is in other processes; its displays come from the metrics that it writes. They are replaced in place, so that the
+executed notebook holds the last state.
 """
 
 from __future__ import annotations
@@ -28,17 +28,29 @@ from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config, stored_values
 from tpu_kit.distributed.progress import ANSWERING_FILE, NO_BAR
 from tpu_kit.hardware.machine import Check
-from tpu_kit.notebook.display import COLOURS, Bundle, in_ipython, picture, show, table
-from tpu_kit.notebook.display import show_checks as show_checks
-from tpu_kit.notebook.display import show_table as show_table
-from tpu_kit.notebook.parameters import explain_missing_names
-from tpu_kit.notebook.parameters import parameters as parameters
+from tpu_kit.hardware.units import GIB
+from tpu_kit.notebook.kernel import (
+    COLOURS,
+    Bundle,
+    explain_missing_names,
+    in_ipython,
+    parameters,
+    picture,
+    show,
+    show_table,
+    table,
+)
+from tpu_kit.notebook.kernel import show_checks as show_checks
 from tpu_kit.storage.output_location import fetch_run, find_place
 from tpu_kit.training.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
     from tpu_kit.data.prepare import DataReport, Prepared
     from tpu_kit.generation.tree_search import SearchResult
+    from tpu_kit.planning.planner import Plan, Setting
     from tpu_kit.recipes.sft import TrainResult
 
 _SECRETS: Mapping[str, Callable[[str], str]] = {
@@ -47,14 +59,17 @@ _SECRETS: Mapping[str, Callable[[str], str]] = {
 }
 _WIDTH = 40  # characters of the bar
 
+MOST_BARS, MOST_PARTS = 12, 6
+_PART_COLOURS = ("#6b7280", "#2563eb", "#60a5fa", "#0d9488", "#a3e635", "#f59e0b", "#d6d3d1")
+
 # A kernel must not touch the TPU, which torch-tpu, where it is installed, opens when torch is imported.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-# The notebook keeps each state of a tqdm bar, so only what takes longer than 5 s gets one, in child processes too.
+# The notebook keeps each state of a tqdm bar, so only work of more than 5 s gets a bar, in child processes too.
 os.environ.setdefault("TQDM_DELAY", "5")
-# Progress bars are plain text here: a kernel without widgets need not warn.
+# Progress bars are plain text here, so the warning about missing widgets is noise.
 warnings.filterwarnings("ignore", message="IProgress not found")
 explain_missing_names()
-# Warnings of libraries to their developers, in the processes that a cell starts, would stay in the notebook.
+# Deprecation warnings of libraries, in the processes that a cell starts, would stay in the notebook.
 os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
 
 
@@ -64,16 +79,15 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
 def config(
     namespace: Mapping[str, Any], path: str | Path | Mapping[str, Any] | None = None, also: Collection[str] = ()
 ) -> TrainConfig:
-    """Build the configuration from the notebook's parameters, named by the leaf names of TrainConfig.
+    """Builds the configuration from the notebook's parameters, which have the leaf names of TrainConfig.
 
     Args:
         namespace: ``globals()`` of the notebook; see `parameters`.
-        path: YAML file, shipped config, or values of a file to start from.
-        also: parameters that the notebook itself uses and the configuration does not know.
+        path: a YAML file, a shipped configuration, or values of a file to start from.
+        also: parameters of the notebook itself, which are not in the configuration.
 
     Raises:
-        ConfigError: all that is wrong at once: names that are no parameter (with the nearest that are) and values
-            that do not fit.
+        ConfigError: all problems at once: unknown names (with the nearest known ones) and values that do not fit.
     """
     given = {name: value for name, value in parameters(namespace).items() if name not in also}
     try:
@@ -93,14 +107,14 @@ def config(
 
 
 def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> TrainConfig:
-    """Read the configuration of a run that was trained, found by its `run_name` (or `output_dir`).
+    """Reads the configuration of a trained run, which its `run_name` (or `output_dir`) identifies.
 
     Args:
-        namespace: as in `config`; further parameters override what the run was trained with, such as `num_replicas`.
+        namespace: as in `config`; other parameters, such as `num_replicas`, override the values of the run.
         also: as in `config`.
 
     Raises:
-        ConfigError: there is no such run, with the names of those there are; or as in `config`.
+        ConfigError: there is no such run (the text names the runs there), or as in `config`.
     """
     names = ("run_name", "output_dir")
     given = {name: value for name, value in parameters(namespace).items() if name in names}
@@ -121,16 +135,16 @@ def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> Trai
 
 
 def secrets(*names: str) -> dict[str, str]:
-    """Put secrets into the environment of this process and its children; says where each was found, never its value.
+    """Puts secrets into the environment of this process and its children.
 
-    Looked for in the environment, then Colab's secrets, then Kaggle's; the first wins. A secret that the service does
-    not grant to this notebook counts as not found.
+    The sources are the environment, Colab's secrets and Kaggle's secrets, in this order. A secret that the service
+    does not grant to this notebook counts as not found.
 
     Args:
         names: such as "WANDB_API_KEY" or "HF_TOKEN".
 
     Returns:
-        For each name "environment", "Colab secrets", "Kaggle secrets" or "not found".
+        The source of each secret, never its value: "environment", "Colab secrets", "Kaggle secrets" or "not found".
     """
     return {name: _find_secret(name) for name in names}
 
@@ -139,7 +153,7 @@ def _find_secret(name: str) -> str:
     if os.environ.get(name):
         return "environment"
     for source, read in _SECRETS.items():
-        # Each service has errors of its own for "no such secret" and "not granted"; elsewhere the import fails.
+        # Each service has its own errors for "no such secret" and "not granted"; elsewhere the import fails.
         with contextlib.suppress(Exception):
             if value := read(name):
                 os.environ[name] = value
@@ -151,10 +165,10 @@ def _find_secret(name: str) -> str:
 
 
 def show_cores(checks: Iterable[Check]) -> None:
-    """Show what the doctor measured on each core; what this device does not tell is left out."""
+    """Shows the doctor's measurements of each core, without the quantities that this device does not report."""
     cores = [core for check in checks for core in check.cores]
-    told = [name for name in (cores[0] if cores else {}) if any(core[name] is not None for core in cores)]
-    show_table([{name: _figure(name, core[name]) for name in told} for core in cores])
+    measured = [name for name in (cores[0] if cores else {}) if any(core[name] is not None for core in cores)]
+    show_table([{name: _figure(name, core[name]) for name in measured} for core in cores])
 
 
 def _figure(name: str, value: float | None) -> str:
@@ -164,7 +178,7 @@ def _figure(name: str, value: float | None) -> str:
 
 
 def show_verdict(checks: Sequence[Check]) -> None:
-    """Show whether this machine is ready, or the one thing to fix first."""
+    """Shows whether this machine is ready, or the problem to fix first."""
     failures = [check for check in checks if check.status == "failure"]
     warnings = [check for check in checks if check.status == "warning"]
     if failures:
@@ -183,29 +197,29 @@ def show_verdict(checks: Sequence[Check]) -> None:
 
 
 def show_config(config: TrainConfig, *, all_settings: bool = False) -> None:
-    """Show the settings that were given, or differ from the defaults: their values, and who set them.
+    """Shows the settings that were given or differ from the defaults, and where each value came from.
 
     Args:
         config: the run.
-        all_settings: the others too.
+        all_settings: show the other settings too.
     """
-    rows, names, defaults = [], schema.parameters(), type(config)()
-    for name in names:
+    rows, names = [], schema.parameters()
+    for name, parameter in names.items():
         value, source = config[name], config.sources.get(name, "default")
-        # The config.yaml that a run writes names every setting.
-        if all_settings or value != defaults[name] or source not in ("default", "file"):
+        # The config.yaml of a run names every setting, defaults included.
+        if all_settings or value != parameter.default or source not in ("default", "file"):
             rows.append({"setting": name, "value": value, "from": source})
     show_table(rows)
     if len(rows) < len(names):
-        text = f"{len(names) - len(rows)} more have their defaults: show_config(config, all_settings=True)"
+        text = f"{len(names) - len(rows)} more settings have their defaults: show_config(config, all_settings=True)"
         show({"text/plain": text})
 
 
 def show_data(config: TrainConfig) -> Prepared:
-    """Prepare the rows as `train` will, and show what it makes of them: columns, reasoning, held out, batch, minutes.
+    """Prepares the rows as `train` does, and shows columns, reasoning, held-out rows, batch and duration.
 
     Raises:
-        ValueError: rows, batch or settings that `train` would refuse.
+        ValueError: `train` would refuse the rows, the batch or the settings.
     """
     from tpu_kit.data.batching import batch_line, updates
     from tpu_kit.planning.planner import LEAST_UPDATES
@@ -227,7 +241,7 @@ def show_data(config: TrainConfig) -> Prepared:
 
 
 def show_example(spans: Iterable[tuple[str, bool]]) -> None:
-    """Show one training example, the text that carries loss highlighted (in plain text: between [[ and ]]).
+    """Shows one training example with the text that carries loss highlighted (in plain text: between [[ and ]]).
 
     Args:
         spans: (text, carries loss) in order.
@@ -243,17 +257,17 @@ def show_example(spans: Iterable[tuple[str, bool]]) -> None:
 
 
 def show_lengths(report: DataReport, max_length: int) -> None:
-    """Show how many tokens the examples have, how many are longer than `max_length`, and how full the rows are.
+    """Shows the lengths of the examples against `max_length`, and how full the packed rows are.
 
     Args:
-        report: of the rows that are trained on.
+        report: of the training rows.
         max_length: tokens of a row.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 2.5), layout="constrained")
     axes, fill = figure.subplots(1, 2, width_ratios=(3, 1))
-    # As many whole tokens in each bar: otherwise some bars have none.
+    # Each bar covers the same whole number of tokens: otherwise some bars are empty.
     step = max(1, math.ceil((max(report.lengths) - min(report.lengths) + 1) / 40))
     axes.hist(report.lengths, bins=range(min(report.lengths), max(report.lengths) + step + 1, step))
     axes.axvline(max_length, color="tab:red", linestyle="--", label=f"max_length {max_length}")
@@ -269,25 +283,25 @@ def show_lengths(report: DataReport, max_length: int) -> None:
 
 
 def show_answers(output_dir: str | Path, rows: int = 4) -> None:
-    """Show how the base and the tuned model answered held-out questions, from the eval.json of a run.
+    """Shows the answers of the base and the tuned model to held-out questions, from the eval.json of a run.
 
     Args:
-        output_dir: folder of the run; without an eval.json (`tracking.generate_rows=0`) it says so.
-        rows: questions to show, those first where the two differ in being correct.
+        output_dir: folder of the run, which has no eval.json where `tracking.generate_rows=0`.
+        rows: questions to show; questions that only one model answers correctly come first.
     """
     path = Path(output_dir) / "eval.json"
     if not path.is_file():
-        text = f"no answers in {output_dir} yet: they come when training has finished; set generate_rows for them"
+        text = f"no answers in {output_dir} yet: training writes them at its end, where generate_rows asks for them"
         show({"text/plain": text})
         return
     show_comparison(json.loads(path.read_text()), rows)
 
 
 def show_comparison(found: Mapping[str, Any], rows: int = 4) -> None:
-    """Show base and tuned side by side: the shares with their intervals, then single questions.
+    """Shows base and tuned model side by side: the shares with their intervals, then single questions.
 
     Args:
-        found: `evaluate.Comparison.to_dict()`, or an eval.json.
+        found: `Comparison.to_dict()`, or the content of an eval.json.
         rows: as in `show_answers`.
     """
     shares = [(name, found[name], found[name]["accuracy"]) for name in ("base", "tuned")]
@@ -305,7 +319,7 @@ def show_comparison(found: Mapping[str, Any], rows: int = 4) -> None:
         ]
     )
     if found.get("seen_in_training"):
-        text = f"{found['seen_in_training']} rows were left out: the training data ask the same questions."
+        text = f"{found['seen_in_training']} rows were left out: their questions are in the training data too."
         show({"text/html": f"<p>{text}</p>", "text/plain": text})
     samples = sorted(found["samples"], key=lambda sample: sample["base"]["correct"] == sample["tuned"]["correct"])
     verdicts = {True: "correct", False: "wrong", None: "not judged"}
@@ -319,23 +333,23 @@ def show_comparison(found: Mapping[str, Any], rows: int = 4) -> None:
 
 
 def show_tree(found: SearchResult) -> None:
-    """Show the tree that a search has left behind, the chain that won in bold, in plain text with a star."""
+    """Shows the tree of a search, with the best chain in bold (in plain text: with a star)."""
     show({"text/html": found._repr_html_(), "text/plain": str(found)})
 
 
-# ---------------------------------------------------------------------------------------------------------------- a run
+# ----------------------------------------------------------------------------------------------------------------- runs
 
 
 @contextlib.contextmanager
 def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
-    """Keep progress and curves of a run up to date while the body runs, and once more at its end.
+    """Updates the progress and the curves of a run while the body runs, and at its end.
 
-    The run's own bar of text is off meanwhile: a notebook would keep each redraw. Outside IPython only the end is
-    shown.
+    The text bar of the run itself is off meanwhile: a notebook would keep each redraw. Outside IPython only the final
+    curves are shown.
 
     Args:
         output_dir: folder of the run.
-        every: seconds between looks at its metrics; the displays change only when these did.
+        every: seconds between two readings of its metrics.
     """
     if not in_ipython():
         yield
@@ -344,7 +358,7 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
     from IPython.display import display
 
     files, stop = [Path(output_dir) / name for name in (METRICS_FILE, ANSWERING_FILE)], threading.Event()
-    old = seen = [_version(file) for file in files]  # what an earlier run has left says nothing of this one
+    old = seen = [_version(file) for file in files]  # files of an earlier run are not of this run
     bar = display(_progress(output_dir, started=False), raw=True, display_id=True)
     plot = display(_curves(output_dir), raw=True, display_id=True)
 
@@ -361,7 +375,7 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
                 changed, seen = now[0] != seen[0], now
                 redraw(curves=changed)
 
-    # The context names the cell that the output belongs to; a thread starts without one.
+    # The context names the cell that owns the output; a thread starts without a context.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(follow,), daemon=True)
     os.environ[NO_BAR] = "1"
     thread.start()
@@ -375,14 +389,14 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
 
 
 def show_curves(output_dir: str | Path) -> None:
-    """Show the loss, training and held-out, and the speed of the run in `output_dir`, from its metrics.jsonl."""
+    """Shows training loss, held-out loss and speed of the run in `output_dir`, from its metrics.jsonl."""
     show(_curves(output_dir))
 
 
 def show_run(config: TrainConfig, result: TrainResult) -> None:
-    """Show how a run ended: status, speed, compiled programs, and where the checkpoint and the adapter are."""
+    """Shows status, speed, compiled programs, newest checkpoint and adapter of a run that ended."""
     status = f"{result.status} ({result.reason})" if result.reason else result.status
-    status += ": run the cell again to go on" if result.status == "preempted" else ""
+    status += ": run the cell again to resume it" if result.status == "preempted" else ""
     records = read_metrics(config.output_path)
     rows = {"status": status, "updates": f"{result.step} of {result.total_steps}", **_figures(records)}
     rows |= {"newest checkpoint": result.checkpoint_dir or "none", "adapter": result.adapter_dir or "none yet"}
@@ -390,7 +404,7 @@ def show_run(config: TrainConfig, result: TrainResult) -> None:
 
 
 def check_run(config: TrainConfig, result: TrainResult) -> None:
-    """Check that a run has learned something and has written its weights; of one that was preempted, say that alone.
+    """Checks that the loss of a run fell and that its weights exist; a preempted run is only reported.
 
     Args:
         config: the run.
@@ -400,13 +414,13 @@ def check_run(config: TrainConfig, result: TrainResult) -> None:
         ValueError: the loss of the last logged updates is not below that of the first, or the weights are missing.
     """
     if result.status == "preempted":
-        show({"text/plain": f"preempted ({result.reason}): nothing to check yet; run again to go on"})
+        show({"text/plain": f"preempted ({result.reason}): nothing to check; run the training cell again"})
         return
     losses = [record["loss"] for record in read_metrics(config.output_path) if record["kind"] == "train"]
     if len(losses) > 1 and not (None not in (losses[0], losses[-1]) and losses[-1] < losses[0]):
         raise ValueError(
-            f"the training loss did not fall: {losses[0]} in the first log, {losses[-1]} in the last one; try a third "
-            "or three times optim.learning_rate, or more optim.max_steps"
+            f"the training loss did not fall: {losses[0]} in the first log, {losses[-1]} in the last one; try "
+            "optim.learning_rate at a third or three times its value, or more optim.max_steps"
         )
     name = "adapter_model.safetensors" if config.lora.r else "model.safetensors*"
     if not list(Path(result.adapter_dir).glob(name)):
@@ -417,43 +431,40 @@ def check_run(config: TrainConfig, result: TrainResult) -> None:
 def _version(file: Path) -> tuple[int, int] | None:
     try:
         status = file.stat()
-    except OSError:  # not there yet; or nothing can be there, which is for `train` to tell
+    except OSError:  # not there yet
         return None
     return status.st_mtime_ns, status.st_size
 
 
 def _figures(records: list[dict[str, Any]]) -> dict[str, str]:
-    """What the training records say, for people."""
+    """Returns the figures of the training records by name."""
     train = [record for record in records if record["kind"] == "train"]
     if not train:
         return {}
-    # The first window holds the compilation, which is not the speed.
-    rates = [rate for record in train[1:] or train if (rate := record.get("tokens_per_second_per_chip")) is not None]
-    shares = [share for record in train[1:] or train if (share := record.get("mfu")) is not None]
-    last = train[-1]
-    found = {"went on from": f"step {last['resumed_from']}"} if last.get("resumed_from") else {}
+    # The first window includes the compilation.
+    last, warm = train[-1], train[1:] or train
+    rates = [rate for record in warm if (rate := record.get("tokens_per_second_per_chip")) is not None]
+    shares = [share for record in warm if (share := record.get("mfu")) is not None]
+    found = {"resumed from": f"step {last['resumed_from']}"} if last.get("resumed_from") else {}
     found |= {"compiled programs": str(last.get("compiles", "unknown"))}
     found |= {"tokens/s/chip": f"{median(rates):,.0f}"} if rates else {}
-    return found | ({"MFU": f"{median(shares):.1%}"} if shares else {})  # of a CPU no peak is known
+    return found | ({"MFU": f"{median(shares):.1%}"} if shares else {})  # the peak of a CPU is not known
 
 
 def _progress(output_dir: str | Path, started: bool, answering: bool = False) -> Bundle:
     records = read_metrics(output_dir) if started else []
     last = next((record for record in reversed(records) if record["kind"] == "train"), None)
     if last is None:
-        text = "starting: the first figures come after the first logged updates, compilation included"
+        text = "starting: the first figures come after compilation and the first logged updates"
         return {"text/html": f"<i>{text}</i>", "text/plain": text}
     step, total = last["step"], last.get("total_steps")
     left = f", {timedelta(seconds=round(last['eta_seconds']))} left" if last.get("eta_seconds") else ""
-    full = round(_WIDTH * step / total) if total else 0
-    bar = f"{'█' * full}{'░' * (_WIDTH - full)} {step} of {total or '?'} updates{left}"
+    bar = f"{_bar(step / total if total else 0)} {step} of {total or '?'} updates{left}"
     if answering:
-        with contextlib.suppress(OSError, ValueError):  # it was removed meanwhile: all are answered
-            said = json.loads((Path(output_dir) / ANSWERING_FILE).read_text())
-            full = round(_WIDTH * said["answered"] / said["asked"])
-            bar += (
-                f"\n{'█' * full}{'░' * (_WIDTH - full)} {said['answered']} of {said['asked']} answers, {said['model']}"
-            )
+        with contextlib.suppress(OSError, ValueError):  # it was removed meanwhile: all questions are answered
+            now = json.loads((Path(output_dir) / ANSWERING_FILE).read_text())
+            share = now["answered"] / now["asked"]
+            bar += f"\n{_bar(share)} {now['answered']} of {now['asked']} answers, {now['model']}"
     figures = _figures(records)
     saved = sorted(Path(output_dir).glob("checkpoints/step-*/manifest.json"))
     if saved:
@@ -462,6 +473,11 @@ def _progress(output_dir: str | Path, started: bool, answering: bool = False) ->
     plain = "; ".join(f"{name} {value}" for name, value in figures.items())
     drawn = f"<pre style='font-family:monospace;color:#15803d'>{html.escape(bar)}</pre>"
     return {"text/html": f"{drawn}{shown}", "text/plain": f"{bar}; {plain}"}
+
+
+def _bar(share: float) -> str:
+    full = round(_WIDTH * share)
+    return "█" * full + "░" * (_WIDTH - full)
 
 
 def _curves(output_dir: str | Path) -> Bundle:
@@ -486,3 +502,93 @@ def _curves(output_dir: str | Path) -> Bundle:
     speed.plot([record["step"] for record in train], [record["tokens_per_second"] for record in train], marker=".")
     speed.set(xlabel="step", ylabel="tokens per second", ylim=(0, None))
     return picture(figure, "; ".join(summary))
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+
+def show_plans(plans: Sequence[Plan]) -> None:
+    """Shows a row for each slice: whether the run fits, with which settings, its duration and cost."""
+    from tpu_kit.planning.report import plan_row
+
+    show_table([plan_row(one) for one in plans])
+
+
+def show_memory(plan: Plan) -> None:
+    """Shows the parts of the pick's peak memory, the largest part first."""
+    parts = sorted(plan.parts.items(), key=lambda part: -part[1])
+    rows = [(name.replace("_", " "), size) for name, size in parts if size >= plan.peak_bytes / 1000]
+    rows += [("peak", plan.peak_bytes), (f"a device of {plan.where.name} has", plan.where.limit)]
+    show_table(
+        [
+            {"part": name, "GiB": f"{size / GIB:.3f}", "of the device": f"{size / plan.where.limit:.1%}"}
+            for name, size in rows
+        ]
+    )
+
+
+def show_settings(plan: Plan) -> None:
+    """Shows a bar of stacked memory parts for every setting against the limit of the device, and marks the pick."""
+    settings = sorted(plan.settings, key=lambda one: -one.peak)
+    over = [one for one in settings if one.peak > plan.where.limit]
+    # Of the settings over the limit only the two smallest are shown.
+    shown = [one for one in settings if one not in over[:-2]][-MOST_BARS:]
+    shown.sort(key=lambda one: (one.config.optim.remat, one.time.seconds), reverse=True)
+    fitting = sum(one.peak <= plan.where.limit * (1 - plan.free) for one in plan.settings)
+    text = f"{fitting} of {len(plan.settings)} settings fit {plan.where.name}, {plan.free:.0%} of its memory kept free"
+    show(picture(_bars(plan, shown), text))
+
+
+def _bars(plan: Plan, settings: Sequence[Setting]) -> Figure:
+    from matplotlib.figure import Figure
+
+    from tpu_kit.models.architecture import read_shape
+    from tpu_kit.planning.memory_estimate import estimate
+
+    shape = read_shape(plan.config.model)
+    chip = plan.where.chip
+    found = [dict(estimate(one.config, num_replicas=one.replicas, shape=shape, chip=chip).parts) for one in settings]
+    figure = Figure(figsize=(10, 1.7 + 0.36 * max(3, len(settings))), layout="constrained")
+    axes = figure.add_subplot()
+    parts = _largest_parts(found)
+    ends = parts.cumsum(axis=1)
+    for colour, (name, sizes) in zip(_PART_COLOURS, parts.items(), strict=False):
+        axes.barh(range(len(settings)), sizes, left=ends[name] - sizes, label=name, color=colour, height=0.72)
+    limit = plan.where.limit / GIB
+    axes.axvline(limit, color="black", zorder=3, label=f"limit {limit:.2f} GiB")
+    axes.axvline(
+        limit * (1 - plan.free), color="black", linestyle=":", zorder=3, label=f"less {plan.free:.0%} kept free"
+    )
+    wide, mark = 1.5 * limit, "the pick" if plan.fits else "the nearest"
+    for row, (one, end) in enumerate(zip(settings, ends.iloc[:, -1], strict=True)):
+        rate = batch_arithmetic(one.config, one.replicas).tokens_per_update / one.time.seconds
+        text = f"{end:.1f} GiB, {rate:,.0f} tokens/s"
+        picked = one.config == plan.config
+        beyond = end > 0.75 * wide  # no space for the text beside the bar
+        axes.text(
+            0.99 * wide if beyond else end + 0.008 * wide, row, f"{text}: {mark}" if picked else text, fontsize=8,
+            va="center", ha="right" if beyond else "left", fontweight="bold" if picked else "normal",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0}, zorder=4,
+        )  # fmt: skip
+    axes.set(xlim=(0, wide), xlabel="GiB of one device, by formula", title=f"Settings on {plan.where.name}")
+    axes.set_yticks(range(len(settings)), [_label(one) for one in settings], fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    return figure
+
+
+def _label(one: Setting) -> str:
+    batch = batch_arithmetic(one.config, one.replicas)
+    rows = f"{batch.batch_size} row{'s' if batch.batch_size > 1 else ''}"
+    passes = f"{batch.gradient_accumulation} pass{'es' if batch.gradient_accumulation > 1 else ''}"
+    return f"{rows}, {passes}, remat={one.config.optim.remat}"
+
+
+def _largest_parts(found: Sequence[Mapping[str, int]]) -> pd.DataFrame:
+    """Returns GiB by setting and part: base weights, the other parts by their largest size, and the rest as one."""
+    import pandas as pd
+
+    sizes = pd.DataFrame(found).fillna(0) / GIB
+    names = sorted(sizes, key=lambda name: (name != "base_weights", -sizes[name].max()))[:MOST_PARTS]
+    shown = sizes[names].rename(columns=lambda name: name.replace("_", " "))
+    return shown.assign(**{"the rest": sizes.drop(columns=names).sum(axis=1)})

@@ -1,15 +1,13 @@
-"""Runs one notebook with many parameter sets, one after the other: `python -m tpu_kit sweep notebook.ipynb sweep.yaml`.
+"""Runs one notebook with many parameter sets: `python -m tpu_kit sweep notebook.ipynb sweep.yaml`.
 
-`python -m tpu_kit sweep --help` says what the file may hold. All parameter sets are checked before the first run.
-Papermill executes each in a kernel of its own, and run.json in its folder says how far it is: a sweep that is started
-again skips finished runs, and interrupted runs resume from their newest checkpoint.
+`python -m tpu_kit sweep --help` describes the file. All parameter sets are checked before the first run. Each run has
+its own kernel and folder, and the run.json there holds its state: a sweep that is started again skips finished runs,
+and interrupted runs resume from their newest checkpoint.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import csv
 import fcntl
 import hashlib
 import html
@@ -28,10 +26,10 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from tpu_kit.config.fields import closest, show
-from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, read_yaml
+from tpu_kit.config.loader import ConfigError, TrainConfig, read_yaml
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.notebook.runner import FAILED, OK, PREEMPTED, Stop, preemption_of, write_html
+from tpu_kit.notebook.runner import FAILED, OK, PREEMPTED, Accepts, Stop, execute, preemption_of
 from tpu_kit.planning import tables
 from tpu_kit.storage import atomic
 from tpu_kit.storage.output_location import find_place
@@ -39,7 +37,6 @@ from tpu_kit.training.metrics import METRICS_FILE, best_evaluation, read_metrics
 
 NOTEBOOK_FILE, PAGE_FILE, LOG_FILE, _RECORD_FILE = "notebook.ipynb", "notebook.html", "log.txt", "run.json"
 KEYS = ("fixed", "grid", "runs", "dollars_per_hour", "output_dir")
-_EACH_ITS_OWN = ("output_dir", "run_name")  # the sweep sets them
 _NAME_LENGTH = 60
 _FIGURES = ("eval_loss", "eval_step", "accuracy", "tokens_per_second", "hours", "dollars")
 
@@ -54,9 +51,9 @@ class Trial:
     """One run of a sweep.
 
     Attributes:
-        name: of its folder: what sets it apart, and a digest of all its parameters.
-        swept: the parameters that are not the same in every run.
-        parameters: all that the notebook is given, without those that the sweep sets itself.
+        name: the name of its folder: the swept parameters and a digest of all parameters.
+        swept: the parameters that differ between runs.
+        parameters: all parameters of the notebook, without those that the sweep sets itself.
     """
 
     name: str
@@ -70,10 +67,10 @@ class Sweep:
 
     Attributes:
         notebook: the notebook.
-        folder: of the tables, and of a folder per run.
-        warning: what ends that folder early, and what to do; empty where nothing does.
+        folder: holds the tables, and a folder per run.
+        warning: why the folder may be lost, and what to do; empty if it is safe.
         trials: the runs, in order.
-        dollars_per_hour: price of the machine; None where the file names none.
+        dollars_per_hour: price of the machine; None if the file names none.
     """
 
     notebook: Path
@@ -84,10 +81,10 @@ class Sweep:
 
 
 def read_sweep(notebook: Path, path: Path) -> Sweep:
-    """Reads and checks a sweep; nothing is run or written.
+    """Reads and checks a sweep, without running or writing anything.
 
     Raises:
-        ConfigError: all that is wrong with the file and with the parameters of any run.
+        ConfigError: all problems of the file, of the notebook and of the parameters of any run.
     """
     for file in (notebook, path):
         if not file.is_file():
@@ -100,10 +97,13 @@ def read_sweep(notebook: Path, path: Path) -> Sweep:
     combinations = [dict(zip(grid, chosen, strict=True)) for chosen in itertools.product(*grid.values())]
     sets = [{**fixed, **one} for one in [*(combinations if grid else []), *listed]]
     accepts = Accepts.of(notebook)
-    # One problem that all runs share is told once.
+    if not accepts.configures and "output_dir" not in accepts.own:
+        advice = "give it an output_dir parameter and write there"
+        raise ConfigError([f"{notebook}: takes no output_dir, so its runs would overwrite each other; {advice}"])
+    # A problem that all runs share is reported once.
     problems = list(dict.fromkeys(problem for one in sets for problem in accepts.problems(one)))
     if again := [show(one) for number, one in enumerate(sets) if one in sets[:number]]:
-        problems.append(f"{path}: {again[0]} is asked for twice; remove one of them")
+        problems.append(f"{path}: {again[0]} is given twice; remove one of them")
     if problems:
         raise ConfigError(problems)
     place = find_place(TrainConfig(run_name=path.stem, output_dir=values.get("output_dir")))
@@ -121,18 +121,18 @@ def _wrong_keys(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}: no such key; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(KEYS)}")
     fixed, grid, listed = values.get("fixed") or {}, values.get("grid") or {}, values.get("runs") or []
     if not isinstance(fixed, Mapping):
-        yield f"fixed: {show(fixed)} is no mapping; write name: value lines"
+        yield f"fixed: {show(fixed)} is not a mapping; write name: value lines"
     if not isinstance(grid, Mapping) or not all(isinstance(choices, list) and choices for choices in grid.values()):
-        yield f"grid: {show(grid)} is not names with a list each; write name: [first, second] lines"
+        yield f"grid: {show(grid)} is not a mapping of names to lists; write name: [first, second] lines"
     elif isinstance(fixed, Mapping) and (both := sorted(set(fixed) & set(grid))):
         yield f"grid: {both[0]} is in fixed too; remove one of them"
     if not isinstance(listed, list) or not all(isinstance(one, Mapping) for one in listed):
-        yield f"runs: {show(listed)} is no list of mappings; write - {{name: value}} lines"
+        yield f"runs: {show(listed)} is not a list of mappings; write - {{name: value}} lines"
     if not grid and not listed:
         yield "nothing to run; give grid: {learning_rate: [1e-4, 3e-4]}, or a list of runs:"
     price = values.get("dollars_per_hour")
     if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or price < 0):
-        yield f"dollars_per_hour: {show(price)} is no price; give a number, or leave it out"
+        yield f"dollars_per_hour: {show(price)} is not a price; give a number, or remove it"
 
 
 def _trial(swept: Mapping[str, Any], parameters: Mapping[str, Any]) -> Trial:
@@ -141,120 +141,19 @@ def _trial(swept: Mapping[str, Any], parameters: Mapping[str, Any]) -> Trial:
     return Trial("-".join(filter(None, [told[:_NAME_LENGTH], digest])), swept, parameters)
 
 
-@dataclass(frozen=True)
-class Accepts:
-    """What a notebook can be given, by its source alone.
-
-    Attributes:
-        notebook: its path, for errors.
-        own: names and literals of its parameters cell.
-        configures: whether it hands them to `cells.config`, which takes every parameter of a run.
-        file: the configuration file it starts from, or the name in `own` that holds it; None where it has none.
-        also: those of `own` that it keeps from the configuration.
-    """
-
-    notebook: Path
-    own: Mapping[str, Any]
-    configures: bool
-    file: str | None
-    also: Sequence[str]
-
-    @classmethod
-    def of(cls, notebook: Path) -> Accepts:
-        """Reads a notebook.
-
-        Raises:
-            ConfigError: it is no notebook, has no parameters cell, or nothing that says where it writes.
-        """
-        try:
-            cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
-            sources = ["".join(cell["source"]) for cell in cells]
-            tagged = [s for s, c in zip(sources, cells, strict=True) if "parameters" in c["metadata"].get("tags", [])]
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError([f"{notebook}: not a notebook; give an .ipynb file of format 4"]) from None
-        if len(tagged) != 1:
-            raise ConfigError([f"{notebook}: {len(tagged)} cells are tagged parameters, and one must be; tag that one"])
-        own = {}
-        try:
-            for statement in ast.parse(tagged[0]).body:
-                if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                    own[statement.targets[0].id] = ast.literal_eval(statement.value)
-        except (SyntaxError, ValueError):
-            raise ConfigError([f"{notebook}: its parameters cell may hold name = literal lines alone"]) from None
-        calls = [call for source in sources for call in _calls(source)]
-        if not calls and "output_dir" not in own:
-            advice = "give it an output_dir parameter and write there"
-            raise ConfigError([f"{notebook}: takes no output_dir, so that its runs would overwrite another; {advice}"])
-        return cls(notebook, own, bool(calls), *(_arguments(calls[0], own) if calls else (None, ())))
-
-    def problems(self, parameters: Mapping[str, Any]) -> list[str]:
-        """What is wrong with a set of parameters; an empty list if the notebook would take it."""
-        found = [f"{name}: each run has its own; remove it" for name in _EACH_ITS_OWN if name in parameters]
-        given = {name: value for name, value in {**self.own, **parameters}.items() if name not in _EACH_ITS_OWN}
-        kept = self.also if self.configures else self.own
-        for name in kept:
-            if name in parameters and not _alike(parameters[name], self.own[name]):
-                found.append(f"{name}: {show(parameters[name])} is not of the type of {show(self.own[name])}; mend it")
-        rest = {name: value for name, value in given.items() if name not in kept}
-        for name in list(rest):
-            if near := closest(name, kept, similarity=0.8 if self.configures else 0.6):
-                found.append(f"{name}: no such parameter of {self.notebook}; did you mean {near[0]}?")
-                del rest[name]
-            elif not self.configures:
-                found.append(f"{name}: no such parameter of {self.notebook}; it has {', '.join(self.own)}")
-        if self.configures:
-            try:
-                load_config(None if self.file is None else given.get(self.file, self.file), parameters=rest)
-            except ConfigError as error:
-                found += error.problems
-        return found
-
-
-def _calls(source: str) -> Iterator[ast.Call]:
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:  # a cell of magics, which configures nothing
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "cells.config":
-            yield node
-
-
-def _arguments(call: ast.Call, own: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
-    given = dict(zip(("namespace", "path"), call.args, strict=False))
-    given |= {word.arg: word.value for word in call.keywords if word.arg}
-    path, also = given.get("path"), given.get("also")
-    file = None  # none, or one that the notebook computes
-    if isinstance(path, ast.Name) and path.id in own:
-        file = path.id
-    elif isinstance(path, ast.Constant) and isinstance(path.value, str):
-        file = path.value
-    elements = also.elts if isinstance(also, ast.List | ast.Tuple | ast.Set) else []
-    names = [element.value for element in elements if isinstance(element, ast.Constant)]
-    return file, tuple(name for name in own if name in names)
-
-
-def _alike(value: Any, default: Any) -> bool:
-    if default is None or value is None:
-        return True
-    if isinstance(default, float) and isinstance(value, int):
-        return not isinstance(value, bool)
-    return type(value) is type(default) or (isinstance(value, list) and isinstance(default, tuple))
-
-
-# ------------------------------------------------------------------------------------------------------------- the runs
+# ----------------------------------------------------------------------------------------------------------------- runs
 
 
 @dataclass(frozen=True)
 class Record:
-    """How far a run is; kept in its folder.
+    """The state of a run, kept in its folder.
 
     Attributes:
-        status: waiting until it is begun, under way until it is seen to end.
-        seconds: spent on it, in all its attempts.
-        started: when the last attempt began, seconds since 1970.
-        error: what it failed with.
-        parameters: the notebook's.
+        status: waiting until it begins, under way until its end is recorded.
+        seconds: time of all attempts.
+        started: when the last attempt began, seconds since 1970; 0 if it has ended.
+        error: the error of a failed run.
+        parameters: of the notebook.
     """
 
     status: Status = "waiting"
@@ -265,20 +164,20 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> Record:
-        """Reads it; that of a run which has not begun where there is none."""
+        """Reads the record of a run; without one the run is waiting."""
         path = folder / _RECORD_FILE
         return cls(**json.loads(path.read_text())) if path.is_file() else cls()
 
     def begin(self, folder: Path, trial: Trial) -> Record:
-        """The record of a new attempt, written."""
+        """Writes and returns the record of a new attempt."""
         lost = 0.0
-        if self.status == "under way" and self.started:  # killed: it lived until its log or its metrics were written
+        if self.status == "under way" and self.started:  # killed: it ran until it last wrote its log or metrics
             files = [folder / name for name in (METRICS_FILE, LOG_FILE, NOTEBOOK_FILE)]
             lost = max([0.0, *(file.stat().st_mtime - self.started for file in files if file.is_file())])
         return Record("under way", self.seconds + lost, time.time(), "", trial.parameters)._write(folder)
 
     def end(self, folder: Path, status: Status, error: str) -> Record:
-        """The record of an attempt that has ended, written."""
+        """Writes and returns the record of an attempt that has ended."""
         seconds = self.seconds + time.time() - self.started
         return replace(self, status=status, seconds=seconds, started=0.0, error=error)._write(folder)
 
@@ -292,15 +191,9 @@ def sweep(notebook: Path, path: Path) -> int:
     """Runs the notebook with the parameter sets of a YAML file; returns the exit code.
 
     Raises:
-        ConfigError: the file or the parameters of any run are wrong; nothing has run then.
+        ConfigError: see `read_sweep`; nothing has run then.
     """
     plan = read_sweep(notebook, path)
-    try:
-        import papermill  # noqa: F401  is it installed?
-    except ImportError:
-        raise ConfigError(
-            ["papermill, which runs the notebooks, is not installed: pip install papermill ipykernel"]
-        ) from None
     try:
         return _run_all(plan)
     except OSError as error:
@@ -309,7 +202,7 @@ def sweep(notebook: Path, path: Path) -> int:
 
 
 def _run_all(plan: Sweep) -> int:
-    """Runs what is not finished yet, and writes and prints the tables; returns the exit code."""
+    """Runs the unfinished trials, and writes and prints the tables; returns the exit code."""
     print(f"{len(plan.trials)} runs of {plan.notebook}, in {plan.folder}", flush=True)
     if plan.warning:
         print(f"warning: {plan.warning}", file=sys.stderr, flush=True)
@@ -331,7 +224,7 @@ def _run_all(plan: Sweep) -> int:
     statuses = {Record.read(plan.folder / trial.name).status for trial in plan.trials}
     print(f"\n{write_tables(plan)}")
     if statuses & {"under way", "waiting"}:
-        print("\nnot all have finished: the same command goes on")
+        print("\nnot all runs have finished: the same command continues")
         return PREEMPTED
     return FAILED if "failed" in statuses else OK
 
@@ -339,47 +232,29 @@ def _run_all(plan: Sweep) -> int:
 def _run(plan: Sweep, trial: Trial, record: Record, stop: Stop) -> str:
     folder = plan.folder / trial.name
     if record.status != "waiting":
-        print("   failed before; once more" if record.status == "failed" else "   was under way; goes on", flush=True)
+        print("   failed before; runs again" if record.status == "failed" else "   was under way; resumes", flush=True)
     record = record.begin(folder, trial)
-    error = _execute(plan.notebook, trial, folder, stop)
-    if (folder / NOTEBOOK_FILE).is_file():
-        write_html(folder / NOTEBOOK_FILE)
-    # A run that was stopped is neither finished nor failed: it goes on next time.
+    given = {**trial.parameters, "output_dir": str(folder), "run_name": trial.name}
+    error = execute(plan.notebook, folder / NOTEBOOK_FILE, given, stop, folder / LOG_FILE)
+    # A run that was stopped is neither finished nor failed: the next sweep resumes it.
     stopped = preemption_of(folder / NOTEBOOK_FILE) if error is None else stop.asked
-    record = record.end(folder, "under way" if stopped else "finished" if error is None else "failed", error or "")
+    status: Status = "under way" if stopped else "finished" if error is None else "failed"
+    record = record.end(folder, status, _text(error) if error else "")
     print(f"   {record.status} after {record.seconds / 60:.1f} min")
     if record.status == "failed":
         print(f"   {record.error}\n   see {folder / NOTEBOOK_FILE} and {LOG_FILE} beside it", flush=True)
     return record.status
 
 
-def _execute(notebook: Path, trial: Trial, folder: Path, stop: Stop) -> str | None:
-    """Runs the notebook in a new kernel of this Python, whatever it names; returns what it failed with."""
-    from jupyter_client.manager import AsyncKernelManager
+def _text(error: Exception) -> str:
+    """Returns the cell and the kind of an error, with the first and the last line of its text."""
     from papermill import PapermillExecutionError
 
-    kernels: list[Any] = []
-    given = {**trial.parameters, "output_dir": str(folder), "run_name": trial.name}
-    with (folder / LOG_FILE).open("a") as log:
-
-        class Kernel(AsyncKernelManager):
-            async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
-                await super().start_kernel(**options, stderr=log)  # what its libraries write past Python
-                kernels.append(self.provisioner)
-
-        error = stop.execute(
-            kernels, notebook, folder / NOTEBOOK_FILE, given, kernel_manager_class=Kernel, kernel_name="python3",
-            language="python", stdout_file=log, stderr_file=log, progress_bar=sys.stderr.isatty(),
-        )  # fmt: skip
+    kind, text = type(error).__name__, str(error)
     if isinstance(error, PapermillExecutionError):
-        return f"cell [{error.exec_count}], {error.ename}: {_short(error.evalue)}"
-    return f"{type(error).__name__}: {_short(str(error))}" if error else None
-
-
-def _short(text: str) -> str:
-    """The first and the last line of an error, which hold what happened and what to do."""
+        kind, text = f"cell [{error.exec_count}], {error.ename}", error.evalue
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["(no text)"]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+    return f"{kind}: {lines[0] if len(lines) == 1 else f'{lines[0]} {lines[-1]}'}"
 
 
 @contextlib.contextmanager
@@ -389,7 +264,7 @@ def _alone(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            problem = f"{folder}: a sweep is running there already, PID {lock.read() or 'unknown'}"
+            problem = f"{folder}: another sweep is running there, PID {lock.read() or 'unknown'}"
             raise ConfigError([f"{problem}; wait for it, or set another output_dir"]) from None
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -397,17 +272,17 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------------------------ the table
+# --------------------------------------------------------------------------------------------------------------- tables
 
 
 def results(plan: Sweep) -> list[dict[str, Any]]:
-    """Reads the results of all runs: the lowest loss first, then runs without an evaluation, failed and waiting ones.
+    """Reads the results of all runs: finished runs by their loss, then the others by their status.
 
     Returns:
         For each run its swept parameters; eval_loss (nats per token) and eval_step of the best evaluation, whose
-        weights are the run's adapter; accuracy of the tuned model's answers to held-out questions, 0 to 1;
-        tokens_per_second, the median over the log lines without the first, which includes compilation; hours of all
-        attempts; dollars; status; folder; error.
+        weights are the run's adapter; accuracy of the tuned model on held-out questions, 0 to 1; tokens_per_second, the
+        median over the logs without the first, which includes compilation; hours of all attempts; dollars; status;
+        folder; error.
     """
     price = plan.dollars_per_hour if plan.dollars_per_hour is not None else _list_price()
     rows = [_result(trial, plan.folder / trial.name, price) for trial in plan.trials]
@@ -440,20 +315,20 @@ def _result(trial: Trial, folder: Path, price: float | None) -> dict[str, Any]:
 
 
 def _list_price() -> float | None:
-    """Dollars per hour of this machine's TPU on demand; None where there is none."""
+    """Returns the list price per hour, on demand, of this machine's TPU in dollars; None without a TPU."""
     found = Machine().tpus()
     price = chips.chip(found[0]).price if found else None
     return price.on_demand * len(found) if price else None
 
 
 def write_tables(plan: Sweep) -> str:
-    """Writes results.csv and results.html, each at once or not at all; returns the table as text."""
+    """Writes results.csv and results.html, each atomically; returns the table as text."""
+    import pandas as pd
+
     found = results(plan)
     columns = [*dict.fromkeys(name for trial in plan.trials for name in trial.swept), *_FIGURES, "status"]
-    with atomic.replacing(plan.folder / "results.csv") as part, part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*columns, "folder", "error"])
-        writer.writeheader()
-        writer.writerows(found)
+    with atomic.replacing(plan.folder / "results.csv") as part:
+        pd.DataFrame(found, columns=[*columns, "folder", "error"], dtype=object).to_csv(part, index=False)
     rows = [{name: _cell(name, one.get(name)) for name in columns} for one in found]
     atomic.write_text(plan.folder / "results.html", _page(plan, rows, found))
     errors = [f"{one['folder']}: {one['error']}" for one in found if one["status"] == "failed"]
@@ -469,7 +344,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def _page(plan: Sweep, rows: list[dict[str, str]], found: list[dict[str, Any]]) -> str:
-    """A page that needs nothing but a browser: the table, each row with a link to its notebook."""
+    """Returns a page with the table, in which each row links to its notebook."""
     fixed = {name: value for name, value in plan.trials[0].parameters.items() if name not in plan.trials[0].swept}
     linked = []
     for one, row in zip(found, rows, strict=True):
@@ -495,7 +370,7 @@ th {{ border-bottom: 2px solid #555 }}
 tr:nth-child(2) {{ background: #e9f7ef }}
 </style>
 <h1>{title}</h1>
-<p>The lowest loss on held-out rows first. The same in every run: {same}. Written {time}.</p>
+<p>Sorted by the loss on held-out rows. The same in every run: {same}. Written {time}.</p>
 {table}
 </html>
 """

@@ -1,0 +1,183 @@
+"""Reads the parameters of a notebook in its kernel, and shows tables, texts and figures in its cells.
+
+The displays are HTML and PNG, not widgets: papermill keeps them, and they are visible without a kernel. Styles are
+inline, because some frontends remove scripts and style sheets from outputs. Outside IPython the displays are printed as
+plain text. This module needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import html
+import inspect
+import io
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tpu_kit.config.fields import ConfigError, closest
+from tpu_kit.hardware.machine import MARKS, Check
+from tpu_kit.planning import tables
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Bundle = dict[str, str]
+"""MIME type to content; "text/plain" is always present."""
+
+COLOURS = {"ok": "#15803d", "warning": "#b45309", "failure": "#b91c1c", "skipped": "#6b7280"}
+
+_PAPERMILL_HEADER = "# Parameters"
+_HEADER = re.compile(r"#\s*(@title\s*)?Parameters\b")
+_PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
+
+
+def parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the notebook's parameters: the names that its parameters cells assign, with their current values.
+
+    Papermill adds a cell after the notebook's parameters cell and does not check the names in it. A kernel sees no cell
+    tags, but it keeps the source of every cell that ran (`In`), so the first line identifies a cell: the notebook's own
+    parameters cell begins with a comment such as ``# Parameters: change them here``, papermill's with exactly
+    ``# Parameters``. Only the last run of each counts, and papermill's only if it ran after the notebook's own. So
+    cells may run again in any order, and variables of other cells are never parameters.
+
+    Args:
+        namespace: ``globals()`` of the notebook. In a mapping without `In` (a script), every name without a leading
+            underscore that holds a plain value is a parameter.
+
+    Raises:
+        ConfigError: no parameters cell has run in this kernel, or its source is not Python.
+    """
+    if "In" not in namespace:
+        return {k: v for k, v in namespace.items() if not k.startswith("_") and isinstance(v, _PLAIN)}
+    own, injected = "", ""
+    for source in namespace["In"]:
+        first_line = source.lstrip().partition("\n")[0].rstrip()
+        if first_line == _PAPERMILL_HEADER:
+            injected = source
+        elif _HEADER.match(first_line):
+            own, injected = source, ""
+    if not own and not injected:
+        raise ConfigError(["no parameters cell has run in this kernel: run the cell that begins with '# Parameters'"])
+    try:
+        names = assigned(f"{own}\n{injected}")
+    except SyntaxError as error:
+        raise ConfigError([f"the parameters cell is not valid Python ({error.msg}): correct it and run it"]) from None
+    return {name: namespace[name] for name in names if name in namespace}
+
+
+def assigned(source: str) -> dict[str, ast.expr | None]:
+    """Returns the names that the statements of a cell assign, with their expressions; raises SyntaxError."""
+    found: dict[str, ast.expr | None] = {}
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            found |= {target.id: statement.value for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def check_names(given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuses parameters that a notebook does not have; papermill only warns about them.
+
+    Raises:
+        ConfigError: each unknown name, with the nearest known one.
+    """
+    problems = []
+    for name in [name for name in given if name not in known]:
+        near = closest(name, known)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
+        problems.append(f"{name}: this notebook has no such parameter; {advice}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def explain_missing_names() -> None:
+    """Makes every NameError of a cell name the missing cell from now on; does nothing outside IPython."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    if shell is not None:
+        shell.set_custom_exc((NameError,), _explain)
+
+
+def _explain(
+    shell: Any, kind: type[NameError], error: NameError, trace: TracebackType | None, tb_offset: int | None = None
+) -> None:
+    frame = trace
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    # Only errors of the cell itself: in a function that it calls, a missing name is an error of the code. IPython names
+    # the code of a cell <module> or <cell line: 1>, depending on its version.
+    code = frame.tb_frame.f_code if frame is not None and frame.tb_frame.f_globals is shell.user_ns else None
+    if code is not None and not code.co_flags & inspect.CO_OPTIMIZED:
+        error.args = (
+            f"name {error.name!r} is not defined yet: the cell above that sets it (look for `{error.name} =` or an "
+            "import of it) has not run in this kernel. Run that cell first, or all above (Run > Run All Above)",
+        )
+    shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+
+
+# ------------------------------------------------------------------------------------------------------------- displays
+
+
+def in_ipython() -> bool:
+    """Returns whether this process runs IPython, as the kernel of a notebook does."""
+    # Looked up, not imported: the kit does not depend on IPython, and inside IPython the module is loaded.
+    module = sys.modules.get("IPython")
+    return module is not None and module.get_ipython() is not None
+
+
+def show(bundle: Bundle) -> None:
+    """Shows a bundle in the cell, or prints its text."""
+    if in_ipython():
+        from IPython.display import display
+
+        display(bundle, raw=True)
+    else:
+        print(bundle["text/plain"], flush=True)
+
+
+def show_table(rows: tables.Rows) -> None:
+    """Shows rows as a table with one column per key of the first row; plain text shows a line break as a slash."""
+    show(table(rows))
+
+
+def table(rows: tables.Rows) -> Bundle:
+    """Returns the table of `show_table`."""
+    return {"text/html": tables.to_html(rows), "text/plain": tables.to_text(rows)}
+
+
+def picture(figure: Figure, text: str) -> Bundle:
+    """Returns a figure as PNG with its text; drawing it needs neither pyplot, a backend nor the main thread."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100)
+    return {"image/png": base64.b64encode(buffer.getvalue()).decode(), "text/plain": text}
+
+
+def show_checks(checks: Iterable[Check]) -> list[Check]:
+    """Shows rows of the doctor as they arrive, each with its mark and its fix, and returns them all."""
+    rows: list[Check] = []
+    if not in_ipython():
+        for check in checks:
+            print(check, flush=True)
+            rows.append(check)
+        return rows
+    from IPython.display import display
+
+    handle = display(_checks(rows), raw=True, display_id=True)
+    for check in checks:
+        rows.append(check)
+        handle.update(_checks(rows), raw=True)
+    return rows
+
+
+def _checks(rows: Sequence[Check]) -> Bundle:
+    body = ""
+    for row in rows:
+        mark = f"<b style='color:{COLOURS[row.status]}'>{MARKS[row.status]}</b>"
+        fix = f"<br>→ <code>{html.escape(row.fix)}</code>" if row.fix else ""
+        cells = (mark, html.escape(row.name), html.escape(row.found) + fix)
+        body += "<tr>" + "".join(f"<td style='{tables.CELL}'>{cell}</td>" for cell in cells) + "</tr>"
+    return {"text/html": f"<table>{body}</table>", "text/plain": "\n".join(map(str, rows)) or "looking ..."}
