@@ -27,8 +27,8 @@ from tpu_kit.config import schema
 from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config, stored_values
 from tpu_kit.distributed.progress import ANSWERING_FILE, NO_BAR
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Check
-from tpu_kit.hardware.units import GIB
 from tpu_kit.notebook.kernel import (
     COLOURS,
     Bundle,
