@@ -9,7 +9,7 @@ SHELL := bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Replicas that `make train` and `make train-real` rehearse with; of the real model fewer, see "cannot cover" in README.md.
+# Replicas that `make train` and `make train-real` rehearse with; of the real model fewer, see "cannot cover" in tests/README.md.
 REPLICAS ?= 4
 REAL_REPLICAS ?= 2
 # Processes that share the quick tests, a file each. More than two want a core each: replicas wait for one another.

@@ -55,8 +55,8 @@ def find_branches(source: str, stem: str) -> dict[str, int]:
 COMPILER = "traced as a TPU's replica, and taken by the TPU compiler"
 RECORDED = "given what was recorded of a machine with a TPU, or of its runtime"
 RUNS = "runs here: the word names packages, not a device"
-NEVER = "never run; README.md says so"
-# How many such expressions, how they are covered, and the module of tests that does so, or the words of README.md.
+NEVER = "never run; tests/README.md says so"
+# How many such expressions, how they are covered, and the module of tests that does so, or words of tests/README.md.
 VERIFY = "the calls of `verify` on a chip: compiled kernels, its larger shapes, its time limit"
 BRANCHES: dict[str, tuple[int, str, str]] = {
     "service._read": (1, NEVER, "the cast of a small model's fp32 weights to bf16 before it answers"),
@@ -144,6 +144,6 @@ def test_every_branch_that_a_tpu_alone_takes_is_listed_with_how_it_is_covered() 
 
 def test_what_covers_a_branch_is_there_and_the_readme_states_the_others() -> None:
     modules = {path.stem for path in (REPOSITORY / "tests").rglob("test_*.py")}
-    readme = re.sub(r"\s+", " ", (REPOSITORY / "README.md").read_text())
+    readme = re.sub(r"\s+", " ", (REPOSITORY / "tests" / "README.md").read_text())
     for name, (_, kind, where) in BRANCHES.items():
         assert where in (readme if kind == NEVER else modules), (name, where)

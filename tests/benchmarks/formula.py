@@ -2,8 +2,9 @@
 
 The compiler's answers are those of tests/recorded_memory.json. With --missing those that it lacks are asked for and
 recorded, with --compile all of them; each is written when it comes, and what the compiler has said of a program before
-is taken from its cache, so either goes on where it was interrupted. --readme puts the table into README.md. "held out"
-are configurations that were named before they were compiled, and that had no part in making the formula as it is.
+is taken from its cache, so either goes on where it was interrupted. --readme puts the table into
+tpu_kit/planning/README.md. "held out" are configurations that were named before they were compiled, and that had no
+part in making the formula as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tpu_kit.hardware.chips import chip
 from tpu_kit.planning.compile_check import compile_step
 from tpu_kit.planning.memory_estimate import estimate
 
+PAGE = REPOSITORY / "tpu_kit" / "planning" / "README.md"
 HEADING = "## Formula against compiler\n"
 FIELDS = ("total_bytes", "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops",
           "bytes_accessed", "compile_seconds", "libtpu", "program")  # fmt: skip
@@ -70,15 +72,18 @@ def write(recorded: dict[str, Any]) -> None:
 
 
 def section(printed: str) -> str:
-    """The section of README.md that shows the table."""
+    """The section of tpu_kit/planning/README.md that shows the table."""
     summary = printed.rpartition("\n\n")[2].partition(";")[0].rstrip(".")
     return f"""{HEADING}
-Bytes of a device in GiB: what `python -m tpu_kit plan` computes, and what libtpu 0.0.21 said when it compiled the same
-step. `python -m tests.benchmarks.formula` prints this table, `make test-slow` asks the compiler again. Steps marked as
-held out were named before they were compiled, and the formula was not made by them. Others that were held out, and that
-it had missed by up to -12 % (Gemma 3 in int4; 8-bit AdamW; LoRA on SmolLM2, Qwen3 and TinyLlama), were used to mend it.
-Qwen2.5-1.5B trained whole with 8-bit AdamW (v4, two rows) it had missed by 18.5 %, as all directions were there at a
-time: 23.03 GiB. Since stacks are updated layer by layer this takes 18.65 GiB, and it is one of those that mended.
+Memory of a device in GiB, as `python -m tpu_kit plan` computes it and as libtpu 0.0.21 reports it after compiling the
+same step. `python -m tests.benchmarks.formula` prints this table, and `make test-slow` compiles the steps again.
+
+Configurations marked "held out" were chosen before they were compiled, and were not used to develop the formula. The
+formula had missed other held-out configurations by up to -12 % (Gemma 3 in int4; 8-bit AdamW; LoRA on SmolLM2, Qwen3
+and TinyLlama); these were then used to correct it. It had missed full fine-tuning of Qwen2.5-1.5B with 8-bit AdamW
+(v4, two rows) by 18.5 %: the update directions of all layers existed at the same time, and the step took 23.03 GiB.
+The optimizer now updates stacked weights layer by layer, the step takes 18.65 GiB, and it was used to correct the
+formula, too.
 
 <details><summary>{summary}</summary>
 
@@ -89,11 +94,10 @@ time: 23.03 GiB. Since stacks are updated layer by layer this takes 18.65 GiB, a
 
 
 def publish(printed: str) -> None:
-    """Puts the section into README.md, in the place of what is there."""
-    path = REPOSITORY / "README.md"
-    before, _, rest = path.read_text().partition(HEADING)
+    """Replaces the section in tpu_kit/planning/README.md."""
+    before, _, rest = PAGE.read_text().partition(HEADING)
     after = rest.partition("\n## ")[2]
-    path.write_text(before + section(printed) + (f"\n## {after}" if after else ""))
+    PAGE.write_text(before + section(printed) + (f"\n## {after}" if after else ""))
 
 
 def main() -> None:
@@ -101,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--missing", action="store_true", help="ask the compiler for what is not recorded")
     parser.add_argument("--compile", action="store_true", help="ask it for everything again; hours on two cores")
-    parser.add_argument("--readme", action="store_true", help="put the table into README.md")
+    parser.add_argument("--readme", action="store_true", help="put the table into tpu_kit/planning/README.md")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.compile or options.missing:

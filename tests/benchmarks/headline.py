@@ -2,7 +2,8 @@
 
 Every row is a configuration as `train` takes it, compiled at full effort, which is a minute or two each; what the
 compiler has said of a program before is taken from its cache. Nothing is run: speed and cost follow by `roofline` from
-the FLOPs and bytes that the compiler counts. --readme puts the table into README.md, as `make test-slow` does.
+the FLOPs and bytes that the compiler counts. --readme puts the table into tpu_kit/planning/README.md, as
+`make test-slow` does.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ ROWS = (
 COLUMNS = (
     "configuration", "base", "rows x tokens", "GiB", "TFLOP a step", "GB accessed", "tokens/s", "$ a million tokens"
 )  # fmt: skip
+PAGE = REPOSITORY / "tpu_kit" / "planning" / "README.md"
 HEADER = f"| {' | '.join(COLUMNS)} |\n|---|---|---|---|{'---:|' * 4}\n"
 
 
@@ -56,17 +58,16 @@ def line(row: str) -> str:
 
 
 def publish(lines: list[str]) -> None:
-    """Puts the table into README.md, in the place of the one that is there."""
-    path = REPOSITORY / "README.md"
-    before, header, rest = path.read_text().partition(HEADER)
-    assert header, "README.md has no such table"
-    path.write_text(before + header + "".join(lines) + "\n" + rest.partition("\n\n")[2])
+    """Replaces the table in tpu_kit/planning/README.md."""
+    before, header, rest = PAGE.read_text().partition(HEADER)
+    assert header, f"{PAGE} has no such table"
+    PAGE.write_text(before + header + "".join(lines) + "\n" + rest.partition("\n\n")[2])
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--readme", action="store_true", help="put the table into README.md")
+    parser.add_argument("--readme", action="store_true", help="put the table into tpu_kit/planning/README.md")
     options = parser.parse_args()
     lines = [line(row) for row in ROWS]
     print(HEADER + "".join(lines), end="")

@@ -1,4 +1,4 @@
-"""The eighteen problems that users of PyTorch on TPU hit most, as the table in README.md lists them.
+"""The eighteen problems that users of PyTorch on TPU hit most, as the table in notebooks/README.md lists them.
 
 Most are provoked in the tests of the module that meets them; here are the others, and that the table is true.
 """
@@ -28,7 +28,7 @@ from tpu_kit.hardware.machine import Machine, check_packages
 from tpu_kit.training.metrics import RecompileMonitor
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
-README = (REPOSITORY / "README.md").read_text()
+README = (REPOSITORY / "notebooks" / "README.md").read_text()
 PROBLEMS = 18
 
 
@@ -40,9 +40,9 @@ def functions_of(file: str) -> set[str]:
 
 
 def section(title: str) -> str:
-    """The text of README.md under a heading."""
+    """The text of notebooks/README.md under a heading."""
     found = re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,3}} |\Z)", README, re.MULTILINE | re.DOTALL)
-    assert found, f"README.md has no heading {title!r}"
+    assert found, f"notebooks/README.md has no heading {title!r}"
     return found[2]
 
 
@@ -53,7 +53,7 @@ def rows_of(title: str) -> list[list[str]]:
 
 
 def test_every_problem_of_the_table_has_its_test() -> None:
-    rows = rows_of("Troubleshooting by symptom")
+    rows = rows_of("Troubleshooting")
     assert [row[0] for row in rows[:PROBLEMS]] == [str(number) for number in range(1, PROBLEMS + 1)]
     for row in rows:
         named = re.findall(r"`(?:(test_\w+)\.)?(test_\w+)`", row[-1])
@@ -65,7 +65,7 @@ def test_every_problem_of_the_table_has_its_test() -> None:
 def test_messages_of_the_table_are_those_of_the_code() -> None:
     code = "".join(path.read_text() for path in sorted((REPOSITORY / "tpu_kit").rglob("*.py")))
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # literals that go on in the next line
-    for row in rows_of("Troubleshooting by symptom"):
+    for row in rows_of("Troubleshooting"):
         for quoted in re.findall(r"\"([^\"]+)\"", row[1]):
             for part in re.split(r"\s*\.\.\.\s*", quoted):
                 assert part.replace("`", "") in code.replace("`", ""), f"nothing in tpu_kit says {part!r}"

@@ -246,7 +246,7 @@ def test_a_failing_line_ends_with_what_it_said(capsys: pytest.CaptureFixture[str
 def test_the_address_of_the_repository_stands_in_one_place() -> None:
     """Notebooks and README.md repeat it, because they are read without the kit; each repetition is compared."""
     texts = [path.read_text() for path in (REPOSITORY / "notebooks").glob("*.ipynb")]
-    texts += [(REPOSITORY / name).read_text() for name in ("README.md", "pyproject.toml")]
+    texts += [(REPOSITORY / name).read_text() for name in ("README.md", "notebooks/README.md", "pyproject.toml")]
     for text in texts:
         found = {f"https://github.com/{name}" for name in re.findall(r"github(?:\.com)?/(tpu-kit/\w+)", text)}
         assert found == {ADDRESS}

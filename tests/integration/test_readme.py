@@ -1,4 +1,7 @@
-"""Every command in README.md is run by a test, or needs a TPU or the network; and the settings it names exist."""
+"""README.md and the README.md of rooms: a test runs each command, and settings, modules, files and links exist.
+
+Commands that need a TPU, install something or take minutes are marked as such.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,12 @@ from tpu_kit.config.loader import load_config
 from tpu_kit.config.schema import parameters
 from tpu_kit.notebook.sweep import read_sweep
 
-README = (REPOSITORY / "README.md").read_text()
+MAIN = REPOSITORY / "README.md"
+ROOMS = [
+    *(REPOSITORY / folder / "README.md" for folder in ("notebooks", "tests")),
+    *sorted((REPOSITORY / "tpu_kit").rglob("README.md")),
+]
+TEXTS = {path: path.read_text() for path in (MAIN, *ROOMS)}
 
 # How a command begins -> the test that runs it, or "network" where it installs or fetches. Those that need a TPU are
 # the same commands, under headings that say so.
@@ -26,11 +34,14 @@ RUN_BY = {
     "make train-real": "network",
     "make notebooks": "test_notebooks.test_all_run_in_order_and_leave_html",
     "make test": "test_packaging.test_continuous_integration_runs_the_one_command",
+    "make test-image": "network",
     "make test-slow": "network",
     "make install": "network",
     "git clone": "network",
     "%pip install": "network",
     "pip install": "network",
+    "python -m papermill": "test_template.test_the_five_lines_of_the_readme_train_on_rows_of_ones_own",
+    "python -m pytest": "by hand",  # as this test is
     "python -m tests.benchmarks": "by hand",  # a benchmark of minutes, whose figures stand beside it
     "python -m tests.benchmarks.step": "test_benchmarks.test_the_step_benchmark_runs_and_its_exact_goals_are_met",
     "python -m tpu_kit checkpoints": "test_manager.test_list",
@@ -47,51 +58,87 @@ RUN_BY = {
 }
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def blocks(text: str, kind: str = r"\w*") -> list[str]:
+    """The fenced blocks of a language, or of all."""
+    return re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def commands() -> list[str]:
+def prose(text: str) -> str:
+    """The text without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def block_with(word: str) -> str:
+    """The only yaml block of all texts that has the word."""
+    (found,) = [block for text in TEXTS.values() for block in blocks(text, "yaml") if word in block]
+    return found
+
+
+def commands(text: str) -> set[str]:
     """Each command of a shell block, of a transcript, and of running text."""
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
-    lines += [line[2:] for line in README.splitlines() if line.startswith("$ ")]
-    lines += re.findall(r"`((?:make|git|%?pip|python -m) [^`]+)`", README)
+    lines = [line for block in blocks(text, "bash") for line in block.splitlines()]
+    lines += [line[2:] for line in text.splitlines() if line.startswith("$ ")]
+    lines += re.findall(r"`((?:make|git|%?pip|python -m) [^`]+)`", prose(text))
     parts = [" ".join(part.split()) for line in lines for part in re.sub(r"\s# .*", "", line).split("&&")]
-    return [part.replace(".venv/bin/", "") for part in parts if part and not part.startswith("cd ")]
+    return {part.replace(".venv/bin/", "") for part in parts if part and not part.startswith("cd ")}
+
+
+ALL_COMMANDS = sorted({command for text in TEXTS.values() for command in commands(text)})
+
+
+def anchors(text: str) -> list[str]:
+    """The anchors that GitHub gives the headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def broken_links(texts: dict[Path, str]) -> list[str]:
+    """The relative links whose file, or whose heading in one of the texts, is not there."""
+    broken = []
+    for path, text in texts.items():
+        for link in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
+            if re.match(r"\w+:", link):
+                continue
+            file, _, anchor = link.partition("#")
+            target = (path.parent / file).resolve() if file else path
+            if not target.exists() or (anchor and anchor not in anchors(texts.get(target, ""))):
+                broken.append(f"{path.relative_to(REPOSITORY)}: {link}")
+    return broken
 
 
 def test_there_are_commands() -> None:
-    assert len(commands()) > 15
-    assert {" ".join(one.split()[:4]) for one in commands()} >= {"make train", "python -m tpu_kit sweep"}
+    assert len(commands(TEXTS[MAIN])) > 15
+    assert {" ".join(one.split()[:4]) for one in commands(TEXTS[MAIN])} >= {"make train", "python -m tpu_kit sweep"}
+    assert all(commands(TEXTS[path]) for path in ROOMS)
 
 
-@pytest.mark.parametrize("command", sorted(set(commands())))
+@pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_a_command_is_run_by_a_test_or_needs_what_is_not_here(command: str) -> None:
     starts = [start for start in RUN_BY if re.match(rf"{re.escape(start)}[ .]", f"{command} ")]
     assert starts, f"add to RUN_BY which test runs `{command}`"
     by = RUN_BY[max(starts, key=len)]
-    if by == "by hand":
+    if command.startswith("python -m tests."):
         assert (REPOSITORY / f"{command.split()[2].replace('.', '/')}.py").is_file()
-    elif by != "network":
+    if by not in ("network", "by hand"):
         file, name = by.split(".")
         (path,) = (REPOSITORY / "tests").rglob(f"{file}.py")
         tree = ast.parse(path.read_text())
         assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, by
 
 
-@pytest.mark.parametrize("target", sorted({one.split()[1] for one in commands() if one.startswith("make ")}))
+@pytest.mark.parametrize("target", sorted({one.split()[1] for one in ALL_COMMANDS if one.startswith("make ")}))
 def test_a_target_of_make_exists(target: str) -> None:
     done = subprocess.run(["make", "--dry-run", target], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", sorted({one for one in commands() if one.startswith("python -m tpu_kit ")}))
+@pytest.mark.parametrize("command", [one for one in ALL_COMMANDS if one.startswith("python -m tpu_kit ")])
 def test_what_a_command_is_given_exists(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, *given = shlex.split(command)[3:]
     assert name in COMMANDS
+    assert all((REPOSITORY / one).is_file() for one in given if one.endswith(".ipynb"))
     monkeypatch.chdir(tmp_path)
-    shortest = next(block for block in blocks("yaml") if "run_name" in block)
-    Path("my.yaml").write_text(shortest)
+    Path("my.yaml").write_text(block_with("run_name"))
     for one in given:
         key, equals, _ = one.partition("=")
         if one.endswith("my.yaml"):
@@ -103,23 +150,48 @@ def test_what_a_command_is_given_exists(command: str, tmp_path: Path, monkeypatc
             assert re.search(rf"(^|[\s\[]){re.escape(key)}\b", text), f"{name} does not explain {key}"
 
 
-def test_the_sweep_of_the_readme_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("sweep.yaml").write_text(next(block for block in blocks("yaml") if "grid:" in block))
+    Path("sweep.yaml").write_text(block_with("grid:"))
     plan = read_sweep(REPOSITORY / "notebooks" / "4-train-cot-sft.ipynb", Path("sweep.yaml"))
     assert len(plan.trials) == 4
 
 
-def test_settings_named_in_the_text_exist() -> None:
-    known = {one.partition("=")[0].strip() for one in re.findall(r"`(\w+ ?= ?[^`]*)`", README)}
-    known -= {"dtype", "key", "score", "prompt", "adapter", "format", "fused", "config_file", "nprocs"}
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_settings_and_modules_named_in_the_text_exist(path: Path) -> None:
+    known = {one.partition("=")[0].strip() for one in re.findall(r"`(\w+ ?= ?[^`]*)`", prose(TEXTS[path]))}
+    known -= {"dtype", "key", "score", "prompt", "adapter", "format", "fused", "config_file", "nprocs", "kit_source"}
     leaves = {one.leaf for one in parameters().values()}
     strange = {name for name in known if name not in leaves and not name.isupper()}
     assert not strange, strange
+    for name in re.findall(r"`(tpu_kit(?:\.\w+)+)`", TEXTS[path]):
+        place = REPOSITORY / name.replace(".", "/")
+        assert place.is_dir() or place.with_suffix(".py").is_file(), name
 
 
-def test_files_it_links_to_exist() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (REPOSITORY / target).exists(), target
+def test_a_broken_link_is_found() -> None:
+    text = "# A `b`, c-d (e)\n[1](README.md) [2](#a-b-c-d-e) [3](#nothing) [4](none.md) [5](https://none#x)\n"
+    assert broken_links({MAIN: text}) == ["README.md: #nothing", "README.md: none.md"]
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    assert not broken_links(TEXTS)
+    for path, text in TEXTS.items():
+        assert len(anchors(text)) == len(set(anchors(text))), f"two headings of {path} are the same"
     picture = REPOSITORY / ".github" / "training.png"
     assert picture.read_bytes().startswith(b"\x89PNG") and os.path.getsize(picture) < 150_000
+
+
+def test_the_readme_is_short_and_leads_to_each_room() -> None:
+    assert 150 <= len(TEXTS[MAIN].splitlines()) <= 200
+    for path in ROOMS:
+        assert f"]({path.relative_to(REPOSITORY).as_posix()}" in TEXTS[MAIN], path
+
+
+def test_the_tree_has_a_line_for_each_room_and_no_other() -> None:
+    (tree,) = [block for block in blocks(TEXTS[MAIN]) if block.startswith("notebooks/ ")]
+    folders = {path.name for path in (REPOSITORY / "tpu_kit").iterdir() if path.is_dir()} - {"__pycache__"}
+    named = re.findall(r"^  (\w+)/ ", tree, re.MULTILINE)
+    assert sorted(named) == sorted(folders)
+    for name in re.findall(r"^[\w.-]+", tree, re.MULTILINE):
+        assert (REPOSITORY / name).exists(), name

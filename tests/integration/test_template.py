@@ -53,8 +53,8 @@ def run_notebook(desk: Path, environment: dict[str, str | None], **parameters: A
 
 
 def assignments(section: str) -> dict[str, str]:
-    """What a section of the README sets in the parameters cell, by name."""
-    text = (REPOSITORY / "README.md").read_text().partition(f"### {section}\n")[2].partition("\n### ")[0]
+    """What a section of notebooks/README.md sets in the parameters cell, by name."""
+    text = (REPOSITORY / "notebooks" / "README.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
     return dict(re.findall(r"`(\w+) = ([^`]+)`", text))
 
 
@@ -82,7 +82,7 @@ def keep_in_cache(home: Path, name: str) -> None:
 
 
 def test_the_five_lines_of_the_readme_train_on_rows_of_ones_own(desk: Path) -> None:
-    given = assignments("Make the notebook your own")
+    given = assignments("Copy a notebook as a template")
     assert {"config_file", "name", "source", "learning_rate"} == set(given)
     (desk / "my_rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:60]))
     set_parameters(desk / "mine.ipynb", {**given, "run_name": '"my-run"'})

@@ -44,7 +44,6 @@ ALONE = CpuRuntime(0, 1, CPU)
 INT8, INT4 = Scheme(8), Scheme(4, 32)
 LORA = LoraConfig(r=4, alpha=8.0)
 GIB = 2**30
-README = REPOSITORY / "README.md"
 
 
 def weight(outputs: int = 40, inputs: int = 256) -> torch.Tensor:
@@ -484,13 +483,13 @@ def test_an_8b_model_on_one_v5e(settings: str, most: float) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("row", headline.ROWS)
 def test_what_is_published_of_a_shipped_configuration_is_what_the_compiler_says(row: str) -> None:
-    assert headline.line(row) in README.read_text(), "python -m tests.benchmarks.headline --readme"
+    assert headline.line(row) in headline.PAGE.read_text(), "python -m tests.benchmarks.headline --readme"
 
 
 def test_every_configuration_for_a_chip_is_published() -> None:
     shipped = {path.stem for path in (REPOSITORY / "tpu_kit" / "configs").glob("*-v[0-9]*.yaml")}
     assert shipped == {row.split()[0] for row in headline.ROWS}
-    table = README.read_text().partition(headline.HEADER)[2].partition("\n\n")[0].splitlines()
+    table = headline.PAGE.read_text().partition(headline.HEADER)[2].partition("\n\n")[0].splitlines()
     assert len(table) == len(headline.ROWS)
     for row, line in zip(headline.ROWS, table, strict=True):
         assert line.startswith(headline.known(row)), "python -m tests.benchmarks.headline --readme"
