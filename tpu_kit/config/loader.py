@@ -27,6 +27,7 @@ from yaml import MarkedYAMLError, YAMLError
 
 from tpu_kit.config import migration_hints
 from tpu_kit.config.fields import SECRET_ADVICE, ConfigError, closest, is_secret_name, near_multiples, nest, show
+from tpu_kit.config.mesh import mesh_text
 from tpu_kit.config.schema import (
     SECTIONS,
     CheckpointConfig,
@@ -234,6 +235,8 @@ class _Reader:
                 )
                 return
             value = {**before, role: value}
+        if name == "launch.mesh" and isinstance(value, Mapping):
+            value = mesh_text(value)
         self.values[name] = value
         self.sources[name] = source
 

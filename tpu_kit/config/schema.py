@@ -24,6 +24,7 @@ from tpu_kit.config.fields import (
     nest,
     show,
 )
+from tpu_kit.config.mesh import parse_mesh
 from tpu_kit.config.migration_hints import instead
 
 
@@ -202,6 +203,11 @@ class LaunchConfig:
         "auto", "auto takes the TPU if there is one; xla-cpu rehearses the TPU's path on the CPU."
     )
     num_replicas: int | None = knob(None, "Replicas of the model; null = all devices.", at_least=1, at_most=1024)
+    mesh: str | None = knob(
+        None,
+        "Axes over which one model is sharded, such as fsdp=8 or data=2,fsdp=4 (data, fsdp, model; -1 = the rest); "
+        "null = a replica on each device.",
+    )
     torch_compile: bool = knob(True, "Compile the model's layers with torch.compile, on CUDA.")
     hang_timeout: float = knob(
         600.0, "Seconds without any sign of life, or three times as long in one step, before a launch is ended.",
@@ -381,6 +387,8 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if model.attention == "flash" and data.max_length % 128:
         near = near_multiples(data.max_length, 128)
         yield "data.max_length model.attention", f"is no multiple of 128, as model.attention=flash needs; use {near}"
+    if config.launch.mesh is not None:
+        yield from _mesh_contradictions(config)
     if config.tracking.wandb_adapter and config.tracking.wandb == "off":
         yield "tracking.wandb_adapter tracking.wandb", "adds to a run on W&B, and tracking.wandb=off; set wandb=online"
     yield from _evaluation_contradictions(config)
@@ -392,6 +400,32 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         for leaf in ("beta1", "beta2", "eps"):
             if getattr(optim, leaf) != getattr(type(optim)(), leaf):
                 yield f"optim.{leaf} optim.optimizer", "is AdamW's, and optim.optimizer=adafactor has none; remove it"
+
+
+def _mesh_contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    assert config.launch.mesh is not None
+    try:
+        sizes = parse_mesh(config.launch.mesh)
+    except ValueError as error:
+        yield "launch.mesh", str(error)
+        return
+    if config.launch.num_replicas is not None:
+        yield "launch.mesh launch.num_replicas", "has its own number of devices; remove launch.num_replicas"
+    if config.launch.device_type in ("cuda", "cpu"):
+        text = f"needs XLA, and launch.device_type={config.launch.device_type}; use tpu or xla-cpu, or remove it"
+        yield "launch.mesh launch.device_type", text
+    if config.model.base_dtype == "int4" and sizes.get("model", 1) != 1:
+        text = "splits columns that int4 keeps two in a byte; use fsdp in place of model, or model.base_dtype=int8"
+        yield "launch.mesh model.base_dtype", text
+    if config.optim.optimizer == "adamw8bit":
+        text = "would not shard the blocks of optim.optimizer=adamw8bit; use adafactor or adamw"
+        yield "launch.mesh optim.optimizer", text
+    if config.optim.remat == "none" or config.optim.scan_layers == "off":
+        text = "needs layers that run as a loop; remove optim.scan_layers=off, and use optim.remat=full or outputs"
+        yield "launch.mesh optim.scan_layers optim.remat", text
+    if config.tracking.eval_generate_rows:
+        text = "has no generation while it trains; set tracking.eval_generate_rows=0"
+        yield "launch.mesh tracking.eval_generate_rows", text
 
 
 def _is_name(text: str) -> bool:

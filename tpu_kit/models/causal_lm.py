@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tpu_kit.models import activation_checkpointing, attention, rotary
+from tpu_kit.models import activation_checkpointing, attention, partition, rotary
 from tpu_kit.models.architecture import FAMILIES
 from tpu_kit.models.loading import load_base, load_frozen
 from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported: it goes with load_model
@@ -244,7 +244,7 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
     dtype = compute_dtype(model)
     with _autocast(ids.device.type, dtype):
         output = causal.get_decoder()(input_ids=ids, position_ids=batch.get("position_ids"), use_cache=False, **masks)
-    return output.last_hidden_state.to(dtype)
+    return partition.by_rows(output.last_hidden_state.to(dtype))
 
 
 def compute_dtype(model: torch.nn.Module) -> torch.dtype:

@@ -26,7 +26,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.config.loader import OptimConfig
-from tpu_kit.models import activation_checkpointing, architecture, attention
+from tpu_kit.models import activation_checkpointing, architecture, attention, partition
 from tpu_kit.models.activation_checkpointing import SeededDropout, mix
 from tpu_kit.models.chunked_mlp import autocast_now, chunk_mlp, is_tiled
 from tpu_kit.xla.scan import Tensors, after, scan
@@ -243,12 +243,15 @@ class _Block:
         given = [tensor.bool() if own.dtype == torch.bool else tensor  # a loop's carry knows no booleans
                  for tensor, own in zip(given, self.calls[index].tensors, strict=True)]  # fmt: skip
         args, kwargs = self.calls[index].withtensors_of(given)
+        kind = hidden.device.type
+        product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        tensors, hidden = partition.gather_layer(tensors, product), partition.by_rows(hidden)
         output = torch.func.functional_call(self.layers[index], tensors, (hidden, *args), kwargs, tie_weights=False)
         if not isinstance(output, torch.Tensor):
             raise CannotScanError("its layers return more than the hidden states")
         if output.dtype != hidden.dtype or output.shape != hidden.shape:
             raise CannotScanError(f"a layer turns {hidden.dtype} into {output.dtype}")
-        return output
+        return partition.by_rows(output)
 
 
 def _cast_once(layer: torch.nn.Module) -> set[str]:
@@ -489,6 +492,11 @@ def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
             if part.requires_grad and name.startswith(stack):
                 found[name] = [start + name.removeprefix(stack) for start in starts]
     return found
+
+
+def stacked_prefixes(model: torch.nn.Module) -> list[str]:
+    """How the names of stacks begin, of trained and of frozen tensors."""
+    return list(_places(model))
 
 
 def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

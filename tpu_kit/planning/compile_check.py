@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
+from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.distributed.child_process import run_child
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.chips import GIB, Chip, Topology
@@ -230,7 +231,8 @@ def compile_step(
         config = replace(config, model=replace(config.model, attention="sdpa"))
     if batch_size is not None:
         config = replace(config, optim=replace(config.optim, batch_size=batch_size))
-    plan = batch_arithmetic(config, num_replicas)
+    mesh = resolve_mesh(config.launch.mesh, num_replicas) if config.launch.mesh else None
+    plan = batch_arithmetic(config, mesh.batch_shards if mesh else num_replicas)
     libtpu = check_available()
     folder = cache_dir or CACHE.expanduser()
     suffix = hashlib.sha256(repr((topology, num_replicas, effort, libtpu, _source(*_READERS))).encode()).hexdigest()[
@@ -380,7 +382,8 @@ def _progress(shown: bool) -> Iterator[Callable[[str], None]]:
 def _request_key(config: TrainConfig, num_replicas: int) -> str:
     """A hash of everything the program follows from: the configuration, the model's, this package, and the versions."""
     values = config.to_dict()
-    shape = {name: values[name] for name in ("model", "lora", "optim")} | {"max_length": config.data.max_length}
+    shape = {name: values[name] for name in ("model", "lora", "optim")}
+    shape |= {"max_length": config.data.max_length, "mesh": config.launch.mesh}
     parts = [
         json.dumps(shape, sort_keys=True), _model_config(config), str(num_replicas),
         _source(*_READERS, *_imported("tpu_kit.planning.trace")),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic
+from tpu_kit.config.mesh import BATCH, resolve_mesh
 from tpu_kit.distributed.backends import TpuRuntime
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
@@ -26,6 +27,7 @@ from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import place, train_step
 from tpu_kit.xla import program
 from tpu_kit.xla.program import Program, is_input, lower, name_operations, placeholder, tensor_number
+from tpu_kit.xla.sharding import use_mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,13 +38,22 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 
 def trace_step(config: TrainConfig, num_replicas: int) -> Program:
-    """Traces one update of one of `num_replicas` replicas; nothing is computed.
+    """Traces one update of one of `num_replicas` replicas, or of a mesh of so many devices; nothing is computed.
 
     Raises:
         ValueError: the model cannot be built from its configuration, or not with these adapters, or its positions do
             not suffice for data.max_length.
     """
-    plan = batch_arithmetic(config, num_replicas)
+    if config.launch.mesh is None:
+        return _trace(config, num_replicas, 1)
+    mesh = resolve_mesh(config.launch.mesh, num_replicas)
+    with use_mesh(mesh):
+        return _trace(config, 1, mesh.batch_shards)
+
+
+def _trace(config: TrainConfig, num_replicas: int, shards: int) -> Program:
+    """As `trace_step`, in the mesh of this process; rows are those of `shards` replicas."""
+    plan = batch_arithmetic(config, num_replicas * shards)
     with torch.device("meta"):
         model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
         with attention.lowering_for_tpu():
@@ -50,12 +61,13 @@ def trace_step(config: TrainConfig, num_replicas: int) -> Program:
     replica = TpuRuntime(0, num_replicas, program.device())
     inputs = fill(model, state)
     name_operations(model)
-    shape = (plan.batch_size, config.data.max_length)
+    shape = (plan.batch_size * shards, config.data.max_length)
     batches = [
         {name: placeholder(shape, dtype) for name, dtype in _ROW.items()} for _ in range(plan.gradient_accumulation)
     ]
     control = placeholder((3,), torch.float32)
     inputs |= {f"batch.{name}": tensor for batch in batches for name, tensor in batch.items()} | {"control": control}
+    specs = state.specs(model) | {f"batch.{name}": (BATCH, None) for name in _ROW}
     before = [(tensor, tensor_number(tensor)) for tensor in _kept(state)]
     names = {tensor_number(tensor): name for name, tensor in inputs.items()}
     with attention.lowering_for_tpu():
@@ -63,7 +75,8 @@ def trace_step(config: TrainConfig, num_replicas: int) -> Program:
         # What torch_xla does at a cut: a tensor that was changed in place gives its old buffer to the new value.
         unchanged = {number for tensor, number in before if is_input(tensor, number)}
         replaced = {number for _, number in before} - unchanged
-        return lower([tensor for tensor in _kept(state) if tensor_number(tensor) not in unchanged], replaced, names)
+        outputs = [tensor for tensor in _kept(state) if tensor_number(tensor) not in unchanged]
+        return lower(outputs, replaced, names, specs)
 
 
 def empty_model(config: TrainConfig) -> PreTrainedModel:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from tpu_kit.config.mesh import BATCH
 from tpu_kit.xla.scan import Tensors, scan
+from tpu_kit.xla.sharding import constrain
 
 IGNORE = -100
 """Label of a token that carries no loss (the value PyTorch and Hugging Face use)."""
@@ -44,6 +46,25 @@ def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) 
     following = torch.cat([segment_ids[:, 1:], torch.zeros_like(segment_ids[:, :1])], dim=1)
     inside = (following == segment_ids) & (segment_ids != 0)
     return torch.where(inside, shifted, torch.full_like(shifted, IGNORE))
+
+
+def rows_in_chunks(hidden: torch.Tensor, labels: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Orders tokens so that each chunk of the loss has some of every row, and is spread over all shards of the rows.
+
+    Args:
+        hidden: (B, S, H) last hidden states.
+        labels: (B, S), already shifted.
+        chunk: tokens of a row in a chunk; S is divided into equal parts of at most so many.
+
+    Returns:
+        (S / c, B * c, H) hidden states, (S / c, B * c) labels, and B * c.
+    """
+    rows, length, size = hidden.shape
+    parts = next(count for count in range(-(-length // chunk), length + 1) if length % count == 0)
+    chunk = length // parts
+    states = hidden.reshape(rows, parts, chunk, size).transpose(0, 1)
+    states = constrain(states, (None, BATCH, None, None)).reshape(parts, rows * chunk, size)
+    return states, labels.reshape(rows, parts, chunk).transpose(0, 1).reshape(parts, rows * chunk), rows * chunk
 
 
 def chunked_nll(
@@ -103,7 +124,9 @@ def _chunk_nll(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, head: _Head, grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Loss of one chunk (fp32 scalar) and, if `grad`, its gradient (chunk, V) at the linear layer's output."""
-    logits = F.linear(hidden, weight, bias).float()
+    # On a mesh each device has the logits of all tokens of its data group, for its part of the vocabulary.
+    hidden = constrain(hidden, ("data", None))
+    logits = constrain(F.linear(hidden, weight, bias), ("data", ("model", "fsdp"))).float()
     if head.scale != 1.0:
         logits = logits * head.scale
     if head.softcap is not None:

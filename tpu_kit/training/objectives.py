@@ -10,7 +10,8 @@ import torch
 
 from tpu_kit.config.loader import OptimConfig
 from tpu_kit.models import causal_lm as models
-from tpu_kit.training.loss import chunked_nll, shift_labels
+from tpu_kit.training.loss import chunked_nll, rows_in_chunks, shift_labels
+from tpu_kit.xla.sharding import current_mesh
 
 
 class Sums(NamedTuple):
@@ -64,11 +65,14 @@ class SupervisedObjective(Objective):
         hidden = models.hidden_states(model, batch)
         head = models.output_embedding(model)
         labels = shift_labels(batch["labels"], batch["segment_ids"])
+        chunk = self._optim.loss_chunk
+        if current_mesh() is not None:
+            hidden, labels, chunk = rows_in_chunks(hidden, labels, chunk)
         loss, tokens = chunked_nll(
             hidden.flatten(0, 1),
             head.weight,
             labels.flatten(),
-            self._optim.loss_chunk,
+            chunk,
             head.softcap,
             self._optim.label_smoothing if model.training else 0.0,
             head.bias,

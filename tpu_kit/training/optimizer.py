@@ -22,6 +22,7 @@ import torch
 from tpu_kit.config.loader import OptimConfig
 from tpu_kit.models.activation_checkpointing import mix
 from tpu_kit.models.architecture import ALONE
+from tpu_kit.xla.sharding import current_mesh
 
 
 @dataclass(frozen=True)
@@ -147,14 +148,17 @@ def group(parameters: Mapping[str, torch.Tensor], stacks: Mapping[str, Sequence[
     """
     slots = {}
     for name, parameter in parameters.items():
-        matrix, lies = parameter.ndim - (name in stacks) > 1, parameter.numel() < ALONE or block > 1
+        matrix = parameter.ndim - (name in stacks) > 1
+        lies = (parameter.numel() < ALONE and current_mesh() is None) or block > 1
         turned = matrix and lies and _turned(parameter)
         slots[name] = Slot(parameter.shape, stacks.get(name, [name]), name in stacks, turned, block)
-    small = {name: slot for name, slot in slots.items() if slot.shape.numel() < ALONE}
+    # A vector of several matrices could not be sharded as they are.
+    together = current_mesh() is None
+    small = {name: slot for name, slot in slots.items() if slot.shape.numel() < ALONE and (together or not slot.matrix)}
     large = {name: slot for name, slot in slots.items() if name not in small}
     assert all(slot.matrix for slot in large.values()), "a vector of 64 MiB"
-    together = [Group(small, alone=False)] if small else []
-    return together + [Group({name: slot}, alone=True) for name, slot in large.items()]
+    joined = [Group(small, alone=False)] if small else []
+    return joined + [Group({name: slot}, alone=True) for name, slot in large.items()]
 
 
 def _turned(matrix: torch.Tensor) -> bool:

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 import torch
 
 from tpu_kit.config.loader import OptimConfig
+from tpu_kit.config.mesh import Spec
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models.layer_scan import restacked, stacked_names, unstacked
+from tpu_kit.models import partition
+from tpu_kit.models.layer_scan import restacked, stacked_names, stacked_prefixes, unstacked
 from tpu_kit.training.optimizer import OPTIMIZERS, Group, Moments, group
 
 # What `TrainState.window` sums up between two readings.
@@ -62,7 +64,7 @@ class TrainState:
         self.parameters = models.trainable_parameters(model)
         wrong = [name for name, parameter in self.parameters.items() if parameter.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
-        self.stacks = stacked_names(model)
+        self.stacks, self.tied = stacked_names(model), partition.is_tied(model)
         self.optimizer = OPTIMIZERS[optim.optimizer]
         self.groups = group(self.parameters, self.stacks, self.optimizer.block)
         # Zeros made on the host: those made on XLA are constants of the first program, which then is another one.
@@ -119,6 +121,27 @@ class TrainState:
         for section, named in stored.items():
             found |= {f"{section}/{name}": tensor for name, tensor in unstacked(self.stacks, named).items()}
         return found
+
+    def specs(self, model: torch.nn.Module) -> dict[str, Spec]:
+        """How the model's tensors and this state's lie on a mesh: by name in the model, or "moments.first.0"."""
+        stacks = tuple(stacked_prefixes(model))
+        found = {
+            name: partition.spec_of(name, tensor, name.startswith(stacks), self.tied)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+        for number, one in enumerate(self.groups):
+            if one.alone:
+                (name,) = one.slots
+                spec, shape = found[name], self.parameters[name].shape
+                beside = {f"moments.{key}.{number}": moment for key, moment in of_group(self.moments, number).items()}
+                if self.average is not None:
+                    beside[f"average.{number}"] = self.average[number]
+                found |= {key: spec for key, tensor in beside.items() if tensor.shape == shape}
+        return found
+
+    def sharded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Shards a gradient or a new value as its parameter is; without a mesh it returns the tensor."""
+        return partition.like(name, tensor, name in self.stacks, self.tied)
 
     def named(self, joined: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parts of one tensor for each group, by name and in the parameters' shapes."""

@@ -99,7 +99,7 @@ def train_step(
         found.loss.backward()
         totals = totals + torch.stack([found.loss.detach(), found.weight, *found.extra])
     with torch.no_grad():
-        named = _gradients(state.parameters)
+        named = {name: state.sharded(name, one) for name, one in _gradients(state.parameters).items()}
         gradients = [one.join(named) for one in state.groups]
         runtime.reduce_gradients(gradients, totals)
         _update(state, gradients, totals, control, optim)

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tpu_kit.config.mesh import BATCH, Mesh, Spec
 from tpu_kit.hardware.compatibility import find_pairing, installed_version
+from tpu_kit.xla.sharding import current_mesh, sharded_kernel
 
 _LARGEST_BLOCK = 1024  # of 2048 the compiler says that a v5e's vector memory overflows at head size 128
 
@@ -110,18 +112,24 @@ def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> li
     from torch_xla._internal.jax_workarounds import requires_jax
 
     shapes = tuple((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
-    computation = requires_jax(_lowered)(function, settings, shapes)
+    computation = requires_jax(_lowered)(function, settings, shapes, current_mesh())
     found: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation("xla::splash", list(tensors), computation)
     return found
 
 
 @functools.cache
-def _lowered(function: Any, settings: SplashSettings, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> Any:
+def _lowered(
+    function: Any, settings: SplashSettings, shapes: tuple[tuple[tuple[int, ...], str], ...], _: Mesh | None
+) -> Any:
     import jax
     from torch_xla.core.xla_builder import computation_from_module_proto
 
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    traced = jax.jit(functools.partial(function, settings), keep_unused=True).trace(*structs)
+    per_head: tuple[Spec, ...] = ((BATCH, "model", None, None), (BATCH, "model", None))
+    outputs = per_head if function is _forward else per_head[:1] * 3
+    inputs = [(BATCH, None) if len(shape) == 2 else per_head[0][: len(shape)] for shape, _ in shapes]
+    run = sharded_kernel(functools.partial(function, settings), inputs, outputs)
+    traced = jax.jit(run, keep_unused=True).trace(*structs)
     lowered = lower(traced, "cpu" if settings.interpret else "tpu")
     return computation_from_module_proto("splash", lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
 

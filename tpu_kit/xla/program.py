@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from tpu_kit.config.mesh import Mesh, Spec
+from tpu_kit.xla.sharding import current_mesh, hlo_sharding
 
 
 @dataclass(frozen=True)
@@ -19,12 +23,16 @@ class Program:
             the step is cut ("buffer donors"), so that the new values are written over the old ones.
         arguments: for each parameter of the program the tensor it is, "" for numbers that the step itself holds.
         argument_bytes: their sizes together, without the padding of the TPU's tiles.
+        mesh: the devices that run it together; None for one device, or replicas of it.
+        shardings: of each parameter, in HLO's form; empty without a mesh.
     """
 
     hlo: bytes
     donated: tuple[int, ...]
     arguments: tuple[str, ...]
     argument_bytes: int
+    mesh: Mesh | None = None
+    shardings: tuple[str, ...] = ()
 
 
 def device() -> torch.device:
@@ -61,13 +69,19 @@ def is_input(tensor: torch.Tensor, number: int) -> bool:
     return list(inputs) == [number]
 
 
-def lower(outputs: list[torch.Tensor], replaced: set[int], names: dict[int, str]) -> Program:
+def lower(
+    outputs: list[torch.Tensor],
+    replaced: set[int],
+    names: dict[int, str],
+    specs: Mapping[str, Spec] | None = None,
+) -> Program:
     """Lowers what computes `outputs`, as torch_xla does where it cuts.
 
     Args:
         outputs: all that is alive after the step, and has been computed in it.
         replaced: numbers of the tensors whose buffers new values take.
         names: of the inputs, by number.
+        specs: by name of the input, on a mesh; those that are left out are whole on each device.
     """
     import torch_xla
 
@@ -75,10 +89,21 @@ def lower(outputs: list[torch.Tensor], replaced: set[int], names: dict[int, str]
     outputs.sort(key=tensor_number)  # as torch_xla orders them at a cut
     numbers, tensors = xla._get_tensors_xla_device_data_node(outputs)
     hlo = xla._get_xla_tensors_hlo_proto(outputs)
+    arguments = tuple(names.get(number, "") for number in numbers)
+    mesh = current_mesh()
+    shardings: tuple[str, ...] = ()
+    if mesh is not None:
+        known = specs or {}
+        shardings = tuple(
+            hlo_sharding(mesh, mesh.fitted(known.get(name, (None,) * one.ndim), one.shape))
+            for name, one in zip(arguments, tensors, strict=True)
+        )
     return Program(
+        mesh=mesh,
+        shardings=shardings,
         hlo=hlo,
         donated=tuple(place for place, number in enumerate(numbers) if number in replaced),
-        arguments=tuple(names.get(number, "") for number in numbers),
+        arguments=arguments,
         argument_bytes=sum(tensor.nbytes for tensor in tensors),
     )
 

@@ -9,6 +9,8 @@ from typing import Any
 from tpu_kit.xla import hlo, hlo_memory
 from tpu_kit.xla.program import Program
 
+# Products of sharded weights as gathers and one product: as loops over the shards a step compiles for minutes.
+_SPMD_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 LOW_EFFORT = -1.0  # of XLA's exec_time_optimization_effort, whose default is 0
 
 
@@ -33,11 +35,18 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
     from jax._src import compiler
     from jaxlib import xla_client
 
-    replicas = request["num_replicas"]
-    devices = _devices(request["topology"])[:replicas]
-    options = compiler.get_compile_options(
-        num_replicas=replicas, num_partitions=1, device_assignment=np.arange(replicas).reshape(replicas, 1)
-    )
+    count = request["num_replicas"]
+    devices = _devices(request["topology"])[:count]
+    if program.mesh is None:
+        options = compiler.get_compile_options(
+            num_replicas=count, num_partitions=1, device_assignment=np.arange(count).reshape(count, 1)
+        )
+    else:
+        options = compiler.get_compile_options(
+            num_replicas=1, num_partitions=count, device_assignment=np.arange(count).reshape(1, count),
+            use_spmd_partitioning=True, env_options_overrides=_SPMD_OPTIONS,
+        )  # fmt: skip
+        options.executable_build_options.allow_spmd_sharding_propagation_to_output = [True]
     options.executable_build_options.use_shardy_partitioner = False
     if request["effort"] == "low":
         options.executable_build_options.exec_time_optimization_effort = LOW_EFFORT
@@ -52,7 +61,7 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
             raise ValueError(f"the TPU compiler refuses the program: {text[:2000]}") from error
         return {
             "compile_seconds": time.monotonic() - start,
-            "argument_bytes": program.argument_bytes,
+            "argument_bytes": program.argument_bytes // (count if program.mesh else 1),
             "out_of_memory": memory,
             "out_of_memory_text": text,
         }
@@ -97,6 +106,8 @@ def _stablehlo(program: Program) -> bytes:
         main = next(operation for operation in module.body.operations if operation.name.value == "main")
         attributes = [{named.name: named.attr for named in argument} for argument in main.arg_attrs]
         assert len(attributes) == len(program.arguments), (len(attributes), len(program.arguments))
+        for number, sharding in enumerate(program.shardings):
+            attributes[number]["mhlo.sharding"] = ir.StringAttr.get(sharding)
         for number in program.donated:
             attributes[number]["jax.buffer_donor"] = ir.BoolAttr.get(True)
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(named) for named in attributes])

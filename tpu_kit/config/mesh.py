@@ -1,0 +1,145 @@
+"""A device mesh: named axes over which batches and weights are sharded, and how users write one."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+AXES = ("data", "fsdp", "model")
+BATCH = ("data", "fsdp")
+"""The axes over which rows are sharded."""
+
+Spec = tuple[str | tuple[str, ...] | None, ...]
+"""A partition spec: for each dimension of a tensor the mesh axes that shard it; None for a whole dimension."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the axes; devices are numbered with the last axis fastest.
+
+    Attributes:
+        data: groups of devices that each hold all weights.
+        fsdp: devices over which weights, optimizer state and rows are sharded; weights are gathered for each layer.
+        model: devices that split each product (heads, MLP columns, vocabulary) and see the same rows.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    model: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size by axis."""
+        return {name: getattr(self, name) for name in AXES}
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def batch_shards(self) -> int:
+        """Number of shards with different rows."""
+        return self.shards(BATCH)
+
+    def shards(self, axes: str | Sequence[str] | None) -> int:
+        """The number of shards of a dimension with these axes."""
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        return math.prod(self.sizes[name] for name in names)
+
+    def fitted(self, spec: Spec, shape: Sequence[int]) -> Spec:
+        """`spec` without the axes that do not divide their dimension of `shape`."""
+        return tuple(axes if size % self.shards(axes) == 0 else None for axes, size in zip(spec, shape, strict=True))
+
+    def shard_shape(self, spec: Spec, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a device's shard of a tensor of `shape`."""
+        return tuple(size // self.shards(axes) for axes, size in zip(spec, shape, strict=True))
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        """The place of a device on each axis."""
+        found = {}
+        for name, size in reversed(self.sizes.items()):
+            device, found[name] = divmod(device, size)
+        return {name: found[name] for name in AXES}
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1) or "fsdp=1"
+
+
+def mesh_text(value: Mapping[str, object] | str) -> str:
+    """The form that the configuration keeps of a mesh that YAML gives as a mapping, such as {fsdp: 8}."""
+    return value if isinstance(value, str) else ",".join(f"{name}={size}" for name, size in value.items())
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Reads "data=2,fsdp=4"; one size may be -1, for the rest of the devices.
+
+    Raises:
+        ValueError: it is no mesh; the text says what is wrong, for the parameter's name and value before it.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (piece.strip() for piece in part.partition("="))
+        if name not in AXES or not equals:
+            raise ValueError(f"has {part.strip()!r}, and is made of {', '.join(f'{axis}=N' for axis in AXES)}")
+        if name in sizes:
+            raise ValueError(f"names {name} twice; remove one")
+        if not size.lstrip("-").isdigit() or (int(size) < 1 and int(size) != -1):
+            raise ValueError(f"gives {name} the size {size!r}; use 1 or more, or -1 for the rest of the devices")
+        sizes[name] = int(size)
+    if list(sizes.values()).count(-1) > 1:
+        raise ValueError("has -1 twice, and only one axis can take the rest; give the other its size")
+    return sizes
+
+
+def resolve_mesh(text: str, devices: int) -> Mesh:
+    """The mesh that a text means on so many devices.
+
+    Raises:
+        ValueError: its size is not the number of devices.
+    """
+    sizes = parse_mesh(text)
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    if -1 in sizes.values():
+        if devices % fixed:
+            raise ValueError(
+                f"launch.mesh={text}: {fixed} does not divide the {devices} devices, so nothing is left for -1; use "
+                f"{_near(devices)}"
+            )
+        sizes = {name: devices // fixed if size == -1 else size for name, size in sizes.items()}
+    elif fixed != devices:
+        raise ValueError(
+            f"launch.mesh={text} is a mesh of {fixed} devices, and there are {devices}; use {_near(devices)}"
+        )
+    return Mesh(**sizes)
+
+
+def _near(devices: int) -> str:
+    half = f", or data=2,fsdp={devices // 2}" if devices % 2 == 0 and devices > 2 else ""
+    return f"fsdp={devices}{half}"
+
+
+def environment_mesh(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The mesh of TPU_MESH_CONFIG="4,4,2" with TPU_AXIS_NAMES="data,model,fsdp", as text; None where neither is set.
+
+    Raises:
+        ValueError: one of the two is missing, they differ in length, or they make no mesh.
+    """
+    sizes, names = environ.get("TPU_MESH_CONFIG"), environ.get("TPU_AXIS_NAMES")
+    if not sizes and not names:
+        return None
+    if not sizes or not names or len(sizes.split(",")) != len(names.split(",")):
+        raise ValueError(
+            f"TPU_MESH_CONFIG={sizes!r} and TPU_AXIS_NAMES={names!r}: both are needed, with a size for each name, such "
+            'as "1,8,1" and "data,fsdp,model"; or unset both and use launch.mesh'
+        )
+    text = ",".join(
+        f"{name.strip()}={size.strip()}" for name, size in zip(names.split(","), sizes.split(","), strict=True)
+    )
+    try:
+        parse_mesh(text)
+    except ValueError as error:
+        raise ValueError(f"TPU_MESH_CONFIG={sizes} with TPU_AXIS_NAMES={names}: the mesh {error}") from error
+    return text

@@ -1,0 +1,171 @@
+"""How the tensors of a model are sharded over a mesh: rules from names to partition specs.
+
+    name glob                        spec                            gathered for the product
+    *q_proj*weight, gate, up, ...    ((model, fsdp), None)           (model, None)
+    *o_proj*weight, *down_proj*...   (fsdp, model)                   (None, model)
+
+Specs are of a single layer's tensor; a stack of layers has one more dimension in front, which stays whole. "fsdp" is
+where a tensor is stored in shards and gathered when its layer runs; what stays when it is gathered is the model axis,
+by which the product itself is split. Rules that worked, and why, are in the room's README.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from tpu_kit.config.mesh import BATCH, Mesh, Spec
+from tpu_kit.xla.sharding import constrain, current_mesh
+
+_COLUMN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1")
+_ROW = ("o_proj", "down_proj", "dense", "fc2")
+_ROWS: Spec = (("model", "fsdp"), None)
+
+RULES: Mapping[str, Spec] = {
+    # Adapters: A is (r, I), B is (O, r); the side of the base weight that is sharded over the model axis is theirs too.
+    **{f"*.{name}.lora_A.*": (None, "fsdp") for name in _COLUMN},
+    **{f"*.{name}.lora_B.*": _ROWS for name in _COLUMN},
+    **{f"*.{name}.lora_A.*": (None, ("model", "fsdp")) for name in _ROW},
+    **{f"*.{name}.lora_B.*": ("fsdp", None) for name in _ROW},
+    **{f"*.{name}.*weight": _ROWS for name in _COLUMN},
+    **{f"*.{name}.*weight": ("fsdp", "model") for name in _ROW},
+    "*embed_tokens.weight": (None, ("model", "fsdp")),
+    "*lm_head.weight": _ROWS,
+    # Steps and offsets of integers follow the rows of their weight.
+    **{f"*.{name}.*scale": (("model", "fsdp"),) for name in _COLUMN},
+    **{f"*.{name}.*scale": ("fsdp",) for name in _ROW},
+}
+"""Spec of a layer's tensor by the glob of its name; the first that matches counts."""
+
+_LARGE = 2**20  # bytes: a larger tensor that no rule matches is an error
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a tensor lies: a row of the table of a model's tensors.
+
+    Attributes:
+        name: the parameter's or buffer's.
+        shape: of the whole tensor.
+        spec: its sharding.
+        bytes: of one device's shard.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    spec: Spec
+    bytes: int
+
+
+def spec_of(name: str, tensor: torch.Tensor, stacked: bool = False, tied: bool = False) -> Spec:
+    """The spec of a parameter or buffer of a model.
+
+    Args:
+        name: its name in the model.
+        tensor: the tensor, or one of its shape and dtype.
+        stacked: whether it is a stack of layers' tensors, (G, ...).
+        tied: whether the embedding is the output head, too.
+    """
+    dims = tensor.ndim - stacked
+    if tied and name.endswith("embed_tokens.weight"):
+        name = name.replace("embed_tokens", "lm_head")
+    rule = next((spec for glob, spec in RULES.items() if fnmatchcase(f".{name}", glob)), None)
+    if rule is None or dims < 1 or name.endswith("bias") or "norm" in name.rpartition(".")[0].rpartition(".")[2]:
+        return (None,) * tensor.ndim
+    if tensor.dtype == torch.uint8:  # int4: (I / 2, O), two inputs in a byte
+        rule = (None, rule[0])
+    if name.endswith("scale") and dims == 3:  # int4: (2, I / G, O)
+        rule = (None, None, rule[0])
+    if dims != len(rule):
+        return (None,) * tensor.ndim
+    return (None,) * stacked + rule
+
+
+def gathered(spec: Spec) -> Spec:
+    """The spec of a tensor that is gathered for its product: without fsdp."""
+    found: list[str | tuple[str, ...] | None] = []
+    for axes in spec:
+        names = tuple(name for name in ((axes,) if isinstance(axes, str) else axes or ()) if name != "fsdp")
+        found.append(names or None)
+    return tuple(found)
+
+
+def gather_layer(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """The tensors of one layer as its products take them; without a mesh they are returned as they are.
+
+    Args:
+        tensors: by name in the layer.
+        dtype: of the products; trained matrices in fp32 are cast to it before they are gathered.
+    """
+    if current_mesh() is None:
+        return dict(tensors)
+    found = {}
+    for name, tensor in tensors.items():
+        spec = spec_of(name, tensor)
+        if any("fsdp" in (axes or ()) for axes in spec):
+            if dtype is not None and tensor.dtype == torch.float32 and tensor.ndim == 2:
+                tensor = tensor.to(dtype)
+            tensor = constrain(tensor, gathered(spec), spec)
+        found[name] = tensor
+    return found
+
+
+def by_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Shards hidden states or labels, (B, ...), by rows."""
+    return constrain(tensor, (BATCH, *[None] * (tensor.ndim - 1)))
+
+
+def like(name: str, tensor: torch.Tensor, stacked: bool, tied: bool) -> torch.Tensor:
+    """Shards a gradient or a new value as the parameter of that name is."""
+    return constrain(tensor, spec_of(name, tensor, stacked, tied))
+
+
+def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
+    """The table of a model's tensors on the mesh of this process, largest shard first.
+
+    Raises:
+        ValueError: tensors above 1 MiB match no rule.
+    """
+    mesh = current_mesh()
+    assert mesh is not None
+    prefixes, tied = tuple(stacks), is_tied(model)
+    rows, seen, missed = [], set(), []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        spec = mesh.fitted(spec_of(name, tensor, name.startswith(prefixes), tied), tensor.shape)
+        shard = mesh.shard_shape(spec, tensor.shape)
+        size = torch.Size(shard).numel() * tensor.element_size()
+        if not any(fnmatchcase(f".{name}", glob) for glob in RULES) and tensor.nbytes > _LARGE and tensor.ndim > 1:
+            missed.append(name)
+        rows.append(Placed(name, tuple(tensor.shape), spec, size))
+    if missed:
+        raise ValueError(
+            f"launch.mesh={mesh}: no sharding rule matches {', '.join(missed[:5])}"
+            f"{f' and {len(missed) - 5} more' if len(missed) > 5 else ''}; train this model without a mesh"
+        )
+    return sorted(rows, key=lambda row: -row.bytes)
+
+
+def is_tied(model: torch.nn.Module) -> bool:
+    """Whether a model's input embedding is its output head."""
+    causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    head = causal.get_output_embeddings()
+    return head is not None and head.weight is causal.get_input_embeddings().weight
+
+
+def check_shape(mesh: Mesh, heads: int, kv_heads: int, sizes: Mapping[str, int]) -> Sequence[str]:
+    """What of a model's sizes a mesh does not divide, a text for each, with the numbers."""
+    problems = []
+    for name, count in {"attention heads": heads, "key-value heads": kv_heads}.items():
+        if count % mesh.model:
+            problems.append(f"{count} {name} do not divide by model={mesh.model}")
+    for name, size in sizes.items():
+        if size % (mesh.fsdp * mesh.model):
+            problems.append(f"{name} {size} does not divide by {mesh.fsdp * mesh.model} (fsdp x model)")
+    return problems
