@@ -100,7 +100,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "preflight._compiled": (1, RECORDED, "test_preflight"),
     "install.decide": (4, RUNS, "test_install"),
     "install.look": (1, RECORDED, "test_install"),
-    "memory_monitor.MemoryMonitor._warn": (1, RECORDED, "test_memory_monitor"),
+    "metrics.MemoryMonitor.read": (1, RECORDED, "test_memory_monitor"),
     "output_location.find_place": (1, RECORDED, "test_output_location"),
     "worker": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
     "worker._xla_replica": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),

@@ -34,7 +34,6 @@ from tpu_kit.models import causal_lm as models
 from tpu_kit.models import layer_scan
 from tpu_kit.models.activation_checkpointing import SeededDropout, keep_mask
 from tpu_kit.models.chunked_mlp import chunk_mlp, tiles_of
-from tpu_kit.training import adapter_io
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState, restore
 from tpu_kit.training.step import train_step
@@ -117,7 +116,7 @@ def test_loss_and_gradients_are_those_of_the_unrolled_layers(
     assert [(run.period, run.turns) for run in runs] == FAMILIES[family][1]
     loss, expected = loss_and_gradients(unrolled, packed())
     ours, found = loss_and_gradients(looped, packed())
-    found = layer_scan.per_layer(looped, found)
+    found = layer_scan.unstacked(layer_scan.stacked_names(looped), found)
     assert ours == pytest.approx(loss, rel=1e-6)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -151,8 +150,8 @@ def test_updates_are_those_of_the_unrolled_layers() -> None:
         parameters = {name: value.detach() for name, value in state.parameters.items()}
         ended.append(
             (
-                layer_scan.per_layer(model, parameters),
-                layer_scan.per_layer(model, state.named(state.average.values())),
+                layer_scan.unstacked(layer_scan.stacked_names(model), parameters),
+                layer_scan.unstacked(layer_scan.stacked_names(model), state.named(state.average.values())),
                 mean,
             )
         )
@@ -171,7 +170,7 @@ def test_in_bf16_it_computes_what_the_unrolled_layers_do() -> None:
     layer_scan.stack(decoder_of(looped), 7)
     loss, expected = loss_and_gradients(unrolled, packed())
     ours, found = loss_and_gradients(looped, packed())
-    found = layer_scan.per_layer(looped, found)
+    found = layer_scan.unstacked(layer_scan.stacked_names(looped), found)
     assert ours == pytest.approx(loss, rel=1e-3)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0.1, atol=0.05 * float(gradient.abs().max()), msg=name)
@@ -308,12 +307,10 @@ def test_a_tiled_mlp_keeps_its_names_and_its_numbers() -> None:
 def test_an_adapter_is_saved_as_ever() -> None:
     unrolled = tiny()
     looped = layer_functions.scanned()
-    files = [
-        adapter_io.adapter_tensors(
-            model, {name: value.detach() for name, value in models.trainable_parameters(model).items()}
-        )
-        for model in (unrolled, looped)
-    ]
+    files = []
+    for model in (unrolled, looped):
+        named = {name: value.detach() for name, value in models.trainable_parameters(model).items()}
+        files.append(models.adapter_tensors(model, layer_scan.unstacked(layer_scan.stacked_names(model), named)))
     assert files[0].keys() == files[1].keys()
     assert any(".layers.1.mlp.down_proj.lora_B.weight" in name for name in files[1])
     for name, value in files[0].items():

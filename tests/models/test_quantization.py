@@ -186,7 +186,7 @@ def loss_and_gradients(model: torch.nn.Module) -> tuple[float, dict[str, torch.T
     loss = SupervisedObjective(OPTIM)(model, packed()).loss
     loss.backward()
     found = {name: one.grad for name, one in models.trainable_parameters(model).items() if one.grad is not None}
-    return float(loss.detach()), layer_scan.per_layer(model, found)
+    return float(loss.detach()), layer_scan.unstacked(layer_scan.stacked_names(model), found)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])

@@ -62,7 +62,7 @@ def updates(config: TrainConfig) -> dict[str, Any]:
         eval_step(model, training_functions._sent(rt, rows(2)), sums, SupervisedObjective(optim), rt)
     rt.sync()
     own = rt.to_host([*state.parameters.values(), state.window, sums])
-    named = layer_scan.per_layer(model, dict(zip(state.parameters, own, strict=False)))
+    named = layer_scan.unstacked(state.stacks, dict(zip(state.parameters, own, strict=False)))
     ended = {name: value.tolist() for name, value in named.items()}
     (config.output_path / f"{rt.rank}.json").write_text(json.dumps(ended))
     rt.barrier()

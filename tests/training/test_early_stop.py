@@ -26,10 +26,10 @@ LOSSES = (5.0, 3.0, 3.0, 4.0, 2.5, 2.5, 6.0)  # of the weights after each update
 def measure(monkeypatch: pytest.MonkeyPatch, losses: tuple[float, ...] = LOSSES) -> None:
     """Lets the evaluations of a real run find these losses."""
 
-    def held_out_loss(model: Any, state: Any, *_: Any) -> float:
-        return losses[int(state.applied) - 1]
+    def held_out_loss(loop: trainer.Trainer) -> float:
+        return losses[int(loop.state.applied) - 1]
 
-    monkeypatch.setattr(trainer, "held_out_loss", held_out_loss)
+    monkeypatch.setattr(trainer.Trainer, "_held_out_loss", held_out_loss)
 
 
 def kill(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -104,7 +104,7 @@ def test_a_run_that_was_stopped_early_stays_stopped(
     adapter, logged = adapter_of(first), records(config, "train")
     assert (first.status, first.step, first.metrics["eval_step"]) == ("stopped", 4, 2)
     assert str(first).splitlines()[:2] == [
-        "stopped early at step 4 of 8: none of the last 2 evaluations was better than that of step 2 (3); adapter in "
+        "stopped early at step 4 of 8: none of the last 2 evaluations was better than step 2 (3); adapter in "
         f"{config.output_path}/adapter",
         "  To train on from there, raise optim.early_stop_patience or set it to null, and run this again",
     ]

@@ -96,7 +96,7 @@ def test_another_model_is_refused(world: Path, monkeypatch: pytest.MonkeyPatch) 
     (found,), _ = scan(world / "scanned-gemma2" / "checkpoints")
     config = config_of("scanned-gemma2", monkeypatch)
     other = models.load_model(config_of("scanned-adamw", monkeypatch).model, config.lora, seed=0)
-    with pytest.raises(ValueError, match=r"weights are not those of this model: it has 1,120 numbers in 12 stacks of"):
+    with pytest.raises(ValueError, match=r"weights do not fit this model: it has 1,120 numbers in 12 stacks of"):
         training_tensors(found, other)
 
 

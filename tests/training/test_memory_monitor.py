@@ -15,7 +15,7 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed.backends import CpuRuntime, TpuRuntime
 from tpu_kit.planning.memory_estimate import estimate
 from tpu_kit.planning.preflight import predicted_bytes
-from tpu_kit.training.memory_monitor import MemoryMonitor, describe
+from tpu_kit.training.metrics import MemoryMonitor, describe_memory
 
 GIB = 2**30
 
@@ -93,8 +93,8 @@ def test_host_memory_is_that_of_all_processes(tmp_path: Path) -> None:
     peaks = MemoryMonitor(config, CpuRuntime(0, 2, torch.device("cpu")))
     code = (
         "import sys; from tpu_kit.config.loader import load_config\n"
-        "from tpu_kit.training.memory_monitor import MemoryMonitor\n"
         "from tpu_kit.distributed.backends import CpuRuntime\nkept = bytearray(300 * 2**20)\n"
+        "from tpu_kit.training.metrics import MemoryMonitor\n"
         "MemoryMonitor(load_config(sys.argv[1]), CpuRuntime(1, 2, None)).note()"
     )
     (tmp_path / "config.yaml").write_text(config.to_yaml())
@@ -105,4 +105,4 @@ def test_host_memory_is_that_of_all_processes(tmp_path: Path) -> None:
     assert other > 300 * 2**20
     both = peaks.read()
     assert both == {"host_peak_bytes": pytest.approx(alone + other, rel=0.02)}
-    assert describe(both).startswith("host memory      ")
+    assert describe_memory(both).startswith("host memory      ")

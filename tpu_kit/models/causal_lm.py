@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import math
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,11 +26,12 @@ from tpu_kit.models.architecture import FAMILIES
 from tpu_kit.models.loading import load_base, load_frozen
 from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported: it goes with load_model
 from tpu_kit.models.quantization import QuantizedLinear
+from tpu_kit.storage import atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from tpu_kit.config.loader import LoraConfig, ModelConfig
+    from tpu_kit.config.loader import LoraConfig, ModelConfig, TrainConfig
 
 # PEFT asks transformers by an old name; nobody who trains can do anything about it.
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
@@ -339,3 +343,79 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
         total=count + sum(parameter.numel() for parameter in model.parameters()),
         quantized=about,
     )
+
+
+# --------------------------------------------------------------------------------------------- trained weights as files
+
+
+def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Makes the tensors of adapter_model.safetensors, under the names of PEFT's `get_peft_model_state_dict`.
+
+    That function drops all names that are not in the model, and a model with stacks has no names of single layers.
+
+    PiSSA and OLoRA subtract their initial B0 A0 from the base weights. The original base then needs B A - B0 A0, which
+    is an adapter of twice the rank: [B, -B0] [A; A0], as PEFT's `path_initial_model_for_weight_conversion` makes it.
+
+    Args:
+        model: the `PeftModel`.
+        trained: CPU tensors by the names of `trainable_parameters` of the model without stacks.
+    """
+    tensors = {}
+    for name, value in trained.items():
+        name = name.replace(".default", "")
+        tensors[name.removesuffix(".weight") if "lora_magnitude_vector" in name else name] = value
+    for name, start in getattr(model, "_tpu_kit_start", {}).items():
+        name = name.replace(".default", "")
+        if "lora_A" in name:
+            tensors[name] = torch.cat([tensors[name], start], dim=0)
+        elif "lora_B" in name:
+            tensors[name] = torch.cat([tensors[name], -start], dim=1)
+    return {name: value.contiguous() for name, value in tensors.items()}
+
+
+def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
+    """Makes the contents of adapter_config.json."""
+    settings = {**model.peft_config["default"].to_dict(), "inference_mode": True}
+    settings["base_model_name_or_path"] = config.model.name
+    if config.model.name == "embedded":
+        from tpu_kit.assets.embedded import model_dir
+
+        settings["base_model_name_or_path"] = str(model_dir())
+    if hasattr(model, "_tpu_kit_start"):  # twice the rank at the same scale, for the original base
+        settings["lora_alpha"] *= math.sqrt(2) if settings["use_rslora"] else 2
+        settings |= {"r": 2 * settings["r"], "init_lora_weights": True}
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+
+
+def save_adapter(
+    folder: Path, model: torch.nn.Module, trained: Mapping[str, torch.Tensor], config: TrainConfig, tokenizer: Any
+) -> None:
+    """Replaces a folder by the trained weights: an adapter that PEFT loads, or a whole model where lora.r=0.
+
+    The savers of PEFT and transformers cannot read tensors on XLA, so this takes CPU tensors.
+
+    Args:
+        folder: `<output_dir>/adapter`.
+        model: the replica's model, on any device; only its names and settings are used.
+        trained: CPU tensors by the names of `trainable_parameters` of the model without stacks.
+        config: the run.
+        tokenizer: saved beside the weights, with its chat template.
+    """
+    from safetensors.torch import save_file
+
+    with atomic.replacing(folder) as part:
+        part.mkdir(parents=True)
+        if hasattr(model, "peft_config"):
+            save_file(adapter_tensors(model, trained), part / "adapter_model.safetensors", metadata={"format": "pt"})
+            settings = json.dumps(adapter_settings(model, config), indent=2, sort_keys=True)
+            (part / "adapter_config.json").write_text(settings)
+        else:
+            whole = _causal(model)
+            whole.config.save_pretrained(part)
+            if whole.generation_config is not None:
+                whole.generation_config.save_pretrained(part)
+            named = {name: value.contiguous() for name, value in trained.items()}
+            save_file(named, part / "model.safetensors", metadata={"format": "pt"})
+        for path in part.glob("*.safetensors"):
+            path.chmod(0o644)  # safetensors makes it readable by the owner alone
+        tokenizer.save_pretrained(part)

@@ -465,32 +465,16 @@ def _seed_dropouts(layers: torch.nn.ModuleList) -> None:
 # --------------------------------------------------------------------------------------------- names of the parameters
 
 
-def per_layer(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by the names that the model's parameters have, or had before `stack`: a stack becomes its slices.
-
-    Args:
-        model: stacked or not.
-        named: tensors by names of its parameters, (G, ...) those of stacks. Their ends may be other ones, as in PEFT's
-            files.
-    """
-    places, found = _places(model), {}
-    for name, tensor in named.items():
-        stack = next((start for start in places if name.startswith(start)), None)
-        if stack is None:
-            found[name] = tensor
-        else:
-            names = [start + name.removeprefix(stack) for start in places[stack]]
-            found |= dict(zip(names, tensor.unbind(), strict=True))
-    return found
-
-
 def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Of each of a model's trained parameters that is a stack, the names of its slices; see `per_layer`."""
+    """Returns, for each trained parameter that is a stack, the names of its slices in the model without stacks."""
     found = {}
-    for stack, starts in _places(model).items():
-        for name, part in model.named_parameters():
-            if part.requires_grad and name.startswith(stack):
-                found[name] = [start + name.removeprefix(stack) for start in starts]
+    for path, part in model.named_modules():
+        if isinstance(part, ScannedLayers):
+            start = f"{path}." if path else ""
+            for stack, layers in part.places().items():
+                for name, parameter in part.named_parameters():
+                    if parameter.requires_grad and name.startswith(stack):
+                        found[start + name] = [start + layer + name.removeprefix(stack) for layer in layers]
     return found
 
 
@@ -515,13 +499,3 @@ def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]
 def restacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """The tensor of one of the model's parameters, from those that `unstacked` gave."""
     return torch.stack([named[one] for one in stacks[name]]) if name in stacks else named[name]
-
-
-def _places(model: torch.nn.Module) -> dict[str, list[str]]:
-    """For the beginning of each stack's full name those of its slices."""
-    found: dict[str, list[str]] = {}
-    for path, part in model.named_modules():
-        if isinstance(part, ScannedLayers):
-            start = f"{path}." if path else ""
-            found |= {start + stack: [start + own for own in names] for stack, names in part.places().items()}
-    return found

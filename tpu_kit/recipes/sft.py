@@ -1,6 +1,6 @@
-"""train(config): supervised fine-tuning, the same on every backend.
+"""Supervised fine-tuning, the same on all backends.
 
-`train` runs in the calling process and starts `fine_tune` in every replica, which loads, resumes, and runs the loop.
+`train` runs in the calling process and launches `fine_tune` in every replica, which loads the model and trains it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.preemption import PreemptionGuard, sigterm_raises
 from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.evaluation.evaluate import Comparison, check_answers, evaluate_adapter
+from tpu_kit.evaluation.evaluate import check_answers, evaluate_adapter
 from tpu_kit.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training
 from tpu_kit.hardware.chips import GIB
@@ -36,7 +36,6 @@ from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted
 from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import ObjectFolder, upload
 from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir
-from tpu_kit.training.adapter_io import save_adapter
 from tpu_kit.training.metrics import check_tracking, log_result
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.resume import check_resume, find_checkpoint, keep_held_out, refuse_early, training_tensors
@@ -44,7 +43,7 @@ from tpu_kit.training.step import place
 from tpu_kit.training.trainer import Status, Trainer
 
 RESULT_TYPE = "application/vnd.tpu-kit.result+json"
-"""MIME type of what a cell that shows a `TrainResult` keeps besides its text, for who runs the notebook."""
+"""MIME type under which a notebook cell stores the status of a `TrainResult`."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,14 @@ class TrainResult:
     """How a run ended.
 
     Attributes:
-        status: "finished"; "stopped" (early, by a rule of the configuration); "preempted": run it again to go on.
-        reason: of the stop or the preemption; empty otherwise.
+        status: "finished"; "stopped" (early stopping); "preempted": run it again to continue.
+        reason: of the early stop or the preemption; empty otherwise.
         step: updates done.
-        total_steps: updates that the configuration asks for.
-        metrics: loss (of the last window), eval_loss (of the weights in adapter_dir), and what was measured beside
-            them; see `fine_tune`.
-        adapter_dir: the trained weights: an adapter as PEFT loads it, or a whole model where lora.r=0; empty where the
-            training was preempted.
-        checkpoint_dir: the newest checkpoint; None where none was written.
+        total_steps: updates of the whole run.
+        metrics: see `fine_tune`.
+        adapter_dir: the trained weights: an adapter for PEFT, or a whole model where lora.r=0; empty after a
+            preemption.
+        checkpoint_dir: the newest checkpoint; None if there is none.
         output_dir: the run's folder.
     """
 
@@ -80,38 +78,37 @@ class TrainResult:
                 f"preempted at step {self.step} of {self.total_steps} ({self.reason}); {kept}. To go on from there, "
                 "run this again: the same cell, or the same command"
             )
-        lines = [f"{self.status} at step {self.step}; adapter in {self.adapter_dir}"]
+        lines = [f"finished at step {self.step}; adapter in {self.adapter_dir}"]
         if self.status == "stopped":
-            ended = f"stopped early at step {self.step} of {self.total_steps}"
             lines = [
-                f"{ended}: {self.reason}; adapter in {self.adapter_dir}",
+                f"stopped early at step {self.step} of {self.total_steps}: {self.reason}; "
+                f"adapter in {self.adapter_dir}",
                 "  To train on from there, raise optim.early_stop_patience or set it to null, and run this again",
             ]
-        return "\n".join([*lines, *(f"  {name:<18}{_figure(name, value)}" for name, value in self.metrics.items())])
+        for name, value in self.metrics.items():
+            text = f"{value / GIB:.2f} GiB" if name.endswith("_bytes") else f"{value:.6g}"
+            lines.append(f"  {name:<18}{text}")
+        return "\n".join(lines)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """What a notebook's cell shows and keeps; `python -m tpu_kit notebooks` reads the status there."""
+        """The output of a notebook cell, from which `python -m tpu_kit notebooks` reads the status."""
         return {"text/plain": str(self), RESULT_TYPE: {"status": self.status, "reason": self.reason}}
 
 
-def _figure(name: str, value: float) -> str:
-    return f"{value / GIB:.2f} GiB" if name.endswith("_bytes") else f"{value:.6g}"
-
-
 def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:
-    """Fine-tunes as `config` says, on all its devices, and returns when the result is on disk.
+    """Fine-tunes a model on all devices, and returns when the result is on disk.
 
-    First it prints what the run takes of the devices' memory; see `outlook`. With `tracking.generate_rows` the base and
-    the tuned model also answer held-out rows, and eval.json says how well.
+    Before the launch it prints the estimated memory (`preflight.Preflight`). With `tracking.generate_rows` the base and
+    the tuned model also answer held-out rows; eval.json has their accuracy.
 
     Args:
         config: the run.
-        dataset: rows in memory, in the place of `data.source`; kept in `<output_dir>/data`, where the replicas read
-            them. Those of a DatasetDict are named by `data.split` and `data.eval_split`.
-        exact: on a TPU, ask its compiler whether the batch fits, before the launch; a minute or more.
+        dataset: rows in memory instead of `data.source`; copied to `<output_dir>/data`, where the replicas read them.
+            `data.split` and `data.eval_split` select from a DatasetDict.
+        exact: on a TPU, ask its compiler before the launch whether the batch fits; takes a minute or more.
 
     Raises:
-        OutOfMemory: a device or the host had too little; it names the next setting that fits.
+        OutOfMemory: a device or the host had too little memory; the text names the next setting that fits.
         ValueError: the configuration, the data or the machine do not allow the run.
         LaunchError: a replica failed.
     """
@@ -143,7 +140,11 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
             with sigterm_raises():
                 compared = evaluate_adapter(config, result.adapter_dir, replace=True)
             print(compared, flush=True)
-            result = replace(result, metrics={**result.metrics, **_measured(compared)})
+            metrics = {"accuracy_before": compared.base.accuracy.share, "accuracy_after": compared.tuned.accuracy.share}
+            if compared.base.perplexity is not None and compared.tuned.perplexity is not None:
+                metrics |= {"perplexity_before": compared.base.perplexity}
+                metrics |= {"perplexity_after": compared.tuned.perplexity}
+            result = replace(result, metrics={**result.metrics, **metrics})
         except (KeyboardInterrupt, SystemExit) as error:
             told = "SIGINT" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
             result = replace(result, status="preempted", reason=f"{told} received while held-out rows were answered")
@@ -155,17 +156,17 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
 
 
 def check_run(config: TrainConfig, exact: bool = False) -> tuple[Prepared, Preflight]:
-    """Prepares the data in this process and settles the batch, so that what is wrong is told before the launch.
+    """Prepares the data and the batch in this process, so that errors appear before the launch.
 
     Args:
         config: the run.
         exact: as in `train`.
 
     Raises:
-        ValueError: the data cannot be used, do not fill one update, or cannot be answered where that is asked for.
+        ValueError: the data cannot be used, do not fill one update, or have no answers although the run generates.
     """
     sizes = {}
-    with contextlib.suppress(ValueError):  # of a family that only the model itself tells of
+    with contextlib.suppress(ValueError):  # an unknown family: the replicas read the sizes from the model
         shape = read_shape(config.model)
         sizes = {"model_positions": shape.positions, "vocab_size": shape.vocabulary}
     prepared = prepare(config.data, models.load_tokenizer(config.model), **sizes)
@@ -174,7 +175,7 @@ def check_run(config: TrainConfig, exact: bool = False) -> tuple[Prepared, Prefl
 
 
 def _upload(config: TrainConfig, result: TrainResult) -> None:
-    """Copies what the run wrote here to its object store, where its checkpoints are already."""
+    """Uploads the local files of a run to its object store, which has the checkpoints already."""
     assert config.remote is not None
     try:
         if result.adapter_dir:
@@ -184,18 +185,10 @@ def _upload(config: TrainConfig, result: TrainResult) -> None:
                 ObjectFolder(config.remote).put(path, name)
     except OSError as error:
         raise ValueError(
-            f"{error}. Nothing is lost: its checkpoints are there, the rest is in {config.output_path}; the same "
-            "command uploads it"
+            f"{error}. Nothing is lost: the checkpoints are uploaded, the rest is in {config.output_path}; run the "
+            "same command again to upload it"
         ) from error
     print(f"uploaded         {config.remote}", flush=True)
-
-
-def _measured(found: Comparison) -> dict[str, float]:
-    """What the answers of the base and the tuned model came to."""
-    metrics = {"accuracy_before": found.base.accuracy.share, "accuracy_after": found.tuned.accuracy.share}
-    if found.base.perplexity is not None and found.tuned.perplexity is not None:
-        metrics |= {"perplexity_before": found.base.perplexity, "perplexity_after": found.tuned.perplexity}
-    return metrics
 
 
 # ------------------------------------------------------------------------------------------------------- in a replica
@@ -205,19 +198,18 @@ _shared_lock = threading.Lock()
 
 
 def _load(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
-    """Data, model and tokenizer; made once where replicas are threads of one process, which ends with the launch."""
+    """Loads data, model and tokenizer; once where replicas are threads of one process, which ends with the launch."""
     if rt.device_type != "xla-cpu":
-        return _make(config, rt)
+        return _read(config, rt)
     with _shared_lock:
         if not _shared:
-            _shared.append(_make(config, rt))
+            _shared.append(_read(config, rt))
     prepared, model, tokenizer = _shared[0]
-    # A thread takes a copy: moved to its device, the model itself would be gone for the others.
+    # Each thread moves a copy to its device: moving the shared model would take it from the other threads.
     return prepared, copy.deepcopy(model), tokenizer
 
 
-def _make(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
-    """As `_load`. Replicas that are processes share the data of their host."""
+def _read(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
     check_training(config, rt.device_type)
     tokenizer = models.load_tokenizer(config.model)
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
@@ -228,18 +220,16 @@ def _make(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, 
     def make() -> Prepared:
         return prepare(config.data, tokenizer, model_positions=positions, vocab_size=text.vocab_size)
 
-    if rt.device_type == "xla-cpu" or rt.world_size == 1:
-        return make(), model, tokenizer
-    return prepare_once(config, rt, tokenizer, make), model, tokenizer
+    alone = rt.device_type == "xla-cpu" or rt.world_size == 1
+    return make() if alone else prepare_once(config, rt, tokenizer, make), model, tokenizer
 
 
 def fine_tune(config: TrainConfig) -> TrainResult | None:
     """Trains in one replica; rank 0 returns the result.
 
-    Its metrics: loss and eval_loss (nats per loss token), eval_accuracy where it was asked for, eval_step (at which
-    these two were measured), train_seconds (of all launches of the run, with evaluations and checkpoints),
-    skipped_updates, on XLA compiles (programs that this process compiled), and the peaks of memory (see
-    `memory_monitor.MemoryMonitor.read`).
+    Its metrics: loss (of the last window) and eval_loss (of the weights in adapter_dir), nats per loss token;
+    eval_accuracy with tracking.eval_generate_rows; eval_step, the step of both; train_seconds of all launches, with
+    evaluations and checkpoints; skipped_updates; compiles on XLA; and peak memory (`metrics.MemoryMonitor.read`).
     """
     rt = runtime.current()
     prepared, model, tokenizer = _load(config, rt)
@@ -249,7 +239,7 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
         agreement = stack.enter_context(PreemptionGuard(rt))
         checkpoints = stack.enter_context(CheckpointManager(config.checkpoints_place, *keep)) if rt.rank == 0 else None
         found = find_checkpoint(config, checkpoints)
-        rt.barrier()  # rank 0 has set damaged ones aside
+        rt.barrier()  # rank 0 has moved damaged checkpoints aside
         found = found if checkpoints else find_checkpoint(config, None)
         saved = None
         if found:
@@ -265,29 +255,29 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
         if found and saved:
             loop.resume(found, saved)
         if rt.rank == 0:
-            # Not before: that of a run which was refused stays.
+            # After all checks: a refused run must not replace the file of an earlier one.
             atomic.write_text(config.output_path / "config.yaml", config.to_yaml())
             print(prepared)
             print(f"model            {models.count_parameters(model)}")
-            if loop.stopped:
-                print(f"stopped          at step {loop.step} before; nothing is trained: {loop.why_stopped()}")
+            if loop.evaluations.stopped:
+                print(f"stopped          at step {loop.step} before; nothing is trained: {loop.evaluations.reason}")
             print(batch_line(len(prepared.train), plan, loop.total), flush=True)
         stack.enter_context(loop)
         status = loop.run(agreement)
         peaks = loop.peaks.end()
-        reason = loop.why_stopped() if status == "stopped" else agreement.reason or ""
+        reason = loop.evaluations.reason if status == "stopped" else agreement.reason or ""
         return _finish(loop, status, reason, tokenizer, peaks) if rt.rank == 0 else None
 
 
 def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any, peaks: dict[str, float]) -> TrainResult:
-    """Waits until the last checkpoint is durable, and writes the adapter of a run that is over; rank 0 alone."""
+    """Waits until the last checkpoint is durable, and saves the adapter of a run that has ended; on rank 0 alone."""
     assert loop.checkpoints is not None
     loop.checkpoints.wait()
     folder, adapter = loop.config.output_path, ""
     weights, metrics = loop.weights()
     if status != "preempted":
         adapter = str(folder / "adapter")
-        save_adapter(folder / "adapter", loop.model, weights, loop.config, tokenizer)
+        models.save_adapter(folder / "adapter", loop.model, weights, loop.config, tokenizer)
     metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"} | peaks
     newest = loop.checkpoints.newest()
     checkpoint = str(newest.path) if newest else None

@@ -1,6 +1,6 @@
-"""Where the numbers of a run go: JSONL always, Weights & Biases and TensorBoard when asked, and one progress bar.
+"""Metrics of a run, written to JSONL always and to Weights & Biases and TensorBoard on request; one progress bar.
 
-What makes XLA as slow as a CPU, noticed while training: programs that are compiled again, reads within the step.
+`RecompileMonitor` warns about recompilation and host reads, and `MemoryMonitor` measures peak memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import contextlib
 import json
 import math
 import os
+import resource
+import shutil
 import sys
 import time
 import uuid
@@ -22,41 +24,46 @@ from tpu_kit.distributed.progress import open_bar
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.host import check_wandb
 from tpu_kit.hardware.machine import Machine
+from tpu_kit.hardware.units import GIB
 from tpu_kit.storage import atomic
 
 if TYPE_CHECKING:
+    from tpu_kit.distributed.runtime import Runtime
     from tpu_kit.evaluation.evaluate import Comparison
 
-_WINDOWS = 3  # logs in a row that show it: a first evaluation compiles, and a checkpoint reads
+METRICS_FILE = "metrics.jsonl"
+MEMORY_TOLERANCE = 0.05
+"""Relative difference between measured and predicted peak memory above which `MemoryMonitor` warns."""
+_WINDOWS = 3  # consecutive logs with a cause before its warning: a first evaluation compiles, and a checkpoint reads
 
 
 class RecompileMonitor:
-    """Looks at the counters of each log, and says once of each cause that it is there."""
+    """Warns once about recompilation and once about host reads, by the counters of each log."""
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
 
     def notice(self, before: Mapping[str, int], now: Mapping[str, int], steps: int) -> Iterator[str]:
-        """The warnings to print after a log.
+        """Yields the warnings to print after a log.
 
         Args:
-            before: `Runtime.counters` at its first step.
-            now: the same after its last.
-            steps: between them.
+            before: `Runtime.counters` before its first step.
+            now: the counters after its last step.
+            steps: number of steps between them.
         """
         grown = {name: now[name] - before.get(name, 0) for name in now}
         if self._again("compiles", grown.get("compiles", 0) > 0):
             yield (
                 f"{grown['compiles']} programs were compiled in the last {steps} steps, and some in each log before: "
                 "shapes or slices change from step to step, and each change is compiled, for minutes on a TPU. Keep "
-                "data.packing=true; in a model's code pass what differs by step as a tensor"
+                "data.packing=true; in a model's code pass values that change by step as tensors"
             )
         reads = grown.get("fallbacks", 0) / steps
         if self._again("fallbacks", reads >= 1):
             yield (
                 f"the host reads or computes {reads:.0f} values of each step (.item(), print, a condition on a tensor, "
-                "or an operation that XLA lacks), and the device waits for each. Take it out of the model's code or "
-                "function; what is logged is read every tracking.logging_steps alone"
+                "or an operation that XLA lacks), and the device waits for each. Remove them from the model's code or "
+                "function; the kit itself reads the device only every tracking.logging_steps"
             )
 
     def _again(self, cause: str, there: bool) -> bool:
@@ -64,26 +71,98 @@ class RecompileMonitor:
         return self._seen[cause] == _WINDOWS
 
 
-METRICS_FILE = "metrics.jsonl"
+class MemoryMonitor:
+    """Measures peak memory of all devices and of the host.
+
+    Each replica writes its figures into a small file when it logs, and rank 0 reads the files, so that no device and no
+    replica waits for another.
+
+    Args:
+        config: the run.
+        rt: the replica's runtime.
+        predicted: predicted bytes of a device; None without a prediction.
+    """
+
+    def __init__(self, config: TrainConfig, rt: Runtime, predicted: int | None = None) -> None:
+        self._rt, self._folder, self._predicted = rt, config.output_path / ".memory", predicted
+        self._warned = False
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Each replica removes its own file of an earlier launch, as another replica may have written already.
+        (self._folder / f"{rt.rank}.json").unlink(missing_ok=True)
+
+    def note(self) -> None:
+        """Writes the peaks of this replica."""
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        figures = {"pid": os.getpid(), "host": host, "device": self._rt.memory()[0]}
+        atomic.write_text(self._folder / f"{self._rt.rank}.json", json.dumps(figures))
+
+    def read(self) -> dict[str, float]:
+        """Reads the peaks of all replicas, and warns once on a TPU whose peak differs from the prediction.
+
+        Returns:
+            host_peak_bytes; where devices count memory also device_N_peak_bytes of each, device_peak_bytes (the
+            largest), device_imbalance (1 - smallest / largest) and, with a prediction, predicted_peak_bytes and
+            device_peak_difference (largest / predicted - 1).
+        """
+        paths = [self._folder / f"{rank}.json" for rank in range(self._rt.world_size)]
+        noted = {rank: json.loads(path.read_text()) for rank, path in enumerate(paths) if path.is_file()}
+        host = {one["pid"]: one["host"] for one in noted.values()}  # replicas may be threads of one process
+        values: dict[str, float] = {"host_peak_bytes": sum(host.values())}
+        devices = {rank: one["device"] for rank, one in noted.items() if one["device"] is not None}
+        if not devices:
+            return values
+        most = max(devices.values())
+        values |= {f"device_{rank}_peak_bytes": size for rank, size in devices.items()}
+        values |= {"device_peak_bytes": most, "device_imbalance": 1 - min(devices.values()) / most if most else 0.0}
+        if self._predicted:
+            difference = most / self._predicted - 1
+            values |= {"predicted_peak_bytes": self._predicted, "device_peak_difference": difference}
+            # The formula is for TPUs; a GPU always differs from it.
+            if not self._warned and self._rt.device_type == "tpu" and abs(difference) > MEMORY_TOLERANCE:
+                self._warned = True
+                text = f"more than {MEMORY_TOLERANCE:.0%} off the prediction: {describe_memory(values)}"
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+        return values
+
+    def end(self) -> dict[str, float]:
+        """Waits for all replicas; rank 0 prints and returns their last figures."""
+        self.note()
+        self._rt.barrier()
+        if self._rt.rank:
+            return {}
+        values = self.read()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        print(describe_memory(values), flush=True)
+        return values
+
+
+def describe_memory(values: dict[str, float]) -> str:
+    """Formats the figures of `MemoryMonitor.read`."""
+    host = f"host memory      {values['host_peak_bytes'] / GIB:.2f} GiB at most"
+    if "device_peak_bytes" not in values:
+        return host
+    text = f"device memory    {values['device_peak_bytes'] / GIB:.2f} GiB at most"
+    if "predicted_peak_bytes" in values:
+        predicted = values["predicted_peak_bytes"] / GIB
+        text += f", {values['device_peak_difference']:+.1%} against the {predicted:.2f} predicted"
+    return f"{text}; the least of a device is {values['device_imbalance']:.1%} lower\n{host}"
 
 
 def flops_per_token(frozen: int, trainable: int, num_layers: int, attention_width: int, sequence_length: int) -> int:
-    """Model FLOPs that one token of training needs, forward and backward.
+    """Computes the model FLOPs of one token in training, forward and backward, for MFU.
 
     A matrix multiplication costs 2 FLOPs per parameter and token forward, 2 for the gradient of its input and 2 for the
-    gradient of its weight (Kaplan et al. 2020, section 2.1: 6N in all). A frozen weight has no gradient of its own, so
-    it costs 4; adapters cost 6. Attention (scores, weighted sum) has no weights: 4 * layers * width * length forward
-    and twice that backward, over the whole row, without a discount for the causal half (Chowdhery et al. 2022, PaLM,
-    appendix B: 12LHQT)::
+    gradient of its weight (Kaplan et al. 2020, section 2.1: 6N in all). A frozen weight has no gradient, so it costs 4.
+    Attention (scores, weighted sum) costs 4 * layers * width * length forward and twice that backward, over the whole
+    row, without a discount for the causal half (Chowdhery et al. 2022, PaLM, appendix B: 12LHQT)::
 
         4 * frozen + 6 * trainable + 12 * num_layers * attention_width * sequence_length
 
-    What rematerialization computes again is not counted: this is for MFU, not for hardware FLOPs utilisation (HFU).
-    Weights stored as integers count as the numbers they stand for: the products are the same.
+    Recomputation of rematerialization does not count. Quantised weights count as the numbers that they encode.
 
     Args:
-        frozen: parameters without a gradient, an embedding table that is only looked up left out.
-        trainable: parameters with a gradient: the adapters, or the whole model with full fine-tuning.
+        frozen: parameters without a gradient, without embedding tables that are only looked up.
+        trainable: parameters with a gradient: the adapters, or the whole model in full fine-tuning.
         num_layers: decoder layers.
         attention_width: heads * head dimension.
         sequence_length: tokens in a row.
@@ -92,9 +171,9 @@ def flops_per_token(frozen: int, trainable: int, num_layers: int, attention_widt
 
 
 def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
-    """Count `flops_per_token` of a transformers or PEFT model: of its decoder and its output head.
+    """Computes `flops_per_token` of a transformers or PEFT model, from its decoder and its output head.
 
-    None for a mixture of experts: it runs a part of its parameters per token, so the formula would flatter it.
+    Returns None for a mixture of experts, which uses only a part of its parameters for each token.
     """
     from torch.nn import Embedding
 
@@ -115,7 +194,7 @@ def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
 
 
 def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
-    """Raise ConfigError where a tracker that was asked for cannot start: in time, before the model is loaded."""
+    """Raises ConfigError if a tracker of the configuration cannot start; called before the model is loaded."""
     at, tracking, problems = at or Machine(), config.tracking, []
     if tracking.wandb != "off" and at.version("wandb") is None:
         problems.append(f"tracking.wandb={tracking.wandb} needs a package: pip install wandb, or wandb=off.")
@@ -128,7 +207,7 @@ def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the records of a metrics.jsonl, in order; a last line cut short by a kill is left out.
+    """Reads the records of a metrics.jsonl in order, without a last line that a kill truncated.
 
     Args:
         path: the file, or the output folder that holds it. No file gives no records.
@@ -138,16 +217,68 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     records = []
     if path.exists():
         for line in path.read_text().splitlines():
-            # Only a write that was interrupted leaves such a line, and nothing can be learned from it.
             with contextlib.suppress(json.JSONDecodeError):
                 records.append(json.loads(line))
     return records
 
 
 def best_evaluation(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """The evaluation with the lowest loss, the earliest of equal ones; None where no loss was a finite number."""
+    """Returns the evaluation with the lowest loss, the earliest of equal ones; None without a finite loss."""
     measured = [record for record in records if record["kind"] == "eval" and record["loss"] is not None]
     return min(measured, key=lambda record: record["loss"], default=None)
+
+
+class Evaluations:
+    """The evaluations of a run, by which it selects the best weights and stops early.
+
+    Args:
+        patience: `optim.early_stop_patience`.
+        records: of an earlier launch, as `Tracker.log_eval` returns them; others are ignored.
+    """
+
+    def __init__(self, patience: int | None, records: Iterable[dict[str, Any]] = ()) -> None:
+        self._patience = patience
+        self._records = [record for record in records if record["kind"] == "eval"]
+
+    def add(self, step: int, loss: float, accuracy: float | None) -> None:
+        """Adds an evaluation; a loss or accuracy that is not finite counts as not measured."""
+        measured = {"loss": loss, "accuracy": math.nan if accuracy is None else accuracy}
+        finite = {name: value if math.isfinite(value) else None for name, value in measured.items()}
+        self._records.append({"kind": "eval", "step": step, **finite})
+
+    @property
+    def best_step(self) -> int:
+        """The step of the best evaluation; 0 if there is none."""
+        best = best_evaluation(self._records)
+        return best["step"] if best else 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last evaluations stop the run."""
+        return self._patience is not None and self._since_best >= self._patience
+
+    @property
+    def reason(self) -> str:
+        """The reason of an early stop."""
+        best = best_evaluation(self._records)
+        than = f"better than step {best['step']} ({best['loss']:.6g})" if best else "a number"
+        return f"none of the last {self._since_best} evaluations was {than}"
+
+    @property
+    def _since_best(self) -> int:
+        best = self.best_step
+        return sum(record["step"] > best for record in self._records)
+
+    def figures(self, step: int | None = None) -> dict[str, float]:
+        """Returns eval_loss, eval_accuracy and eval_step of a step, by default of the newest evaluation."""
+        record = next((one for one in reversed(self._records) if step in (None, one["step"])), None)
+        if record is None:
+            return {}
+        found = {
+            "eval_loss": math.nan if record["loss"] is None else record["loss"],
+            "eval_step": float(record["step"]),
+        }
+        return found if record["accuracy"] is None else {**found, "eval_accuracy": record["accuracy"]}
 
 
 class Tracker:
@@ -158,22 +289,22 @@ class Tracker:
 
     Args:
         config: the run's configuration, given to W&B with the run.
-        output_dir: folder of the run; made where missing.
+        output_dir: folder of the run; created if missing.
         resume_step: the step that the run continues after.
-        history: the records until then, which the file then begins with, whatever is in it. None starts anew, and keeps
-            an earlier file as metrics.previous.jsonl.
+        history: the records until `resume_step`, which replace the contents of the file. None starts a new file, and
+            renames an earlier one to metrics.previous.jsonl.
         resume_tokens: tokens trained on until `resume_step`, without padding.
-        total_steps: the step that the run ends at, for the bar and the ETA.
-        flops_per_token: from `model_flops_per_token`; None leaves MFU out.
-        chip_name: a name that `chips.chip` knows; None, or a chip without a known peak, leaves MFU out.
-        num_chips: chips of the run, all hosts together.
-        clock: seconds, monotonic; tests inject their own.
+        total_steps: the last step of the run, for the bar and the ETA.
+        flops_per_token: from `model_flops_per_token`; None omits MFU.
+        chip_name: a name for `chips.chip`; None, or a chip without a known peak, omits MFU.
+        num_chips: chips of the run on all hosts.
+        clock: monotonic clock, seconds; tests inject their own.
 
     Attributes:
         history: all records so far.
 
     Raises:
-        ConfigError: a tracker was asked for that cannot start; see `check_tracking`.
+        ConfigError: a tracker cannot start; see `check_tracking`.
     """
 
     def __init__(
@@ -223,7 +354,7 @@ class Tracker:
         self.close(failed=error is not None)
 
     def tick(self, step: int) -> None:
-        """Move the bar to `step`. Costs no device read, so it may be called at each step."""
+        """Moves the bar to `step`, without a device read."""
         self._bar.update(step - self._bar.n)
 
     def log(
@@ -240,22 +371,22 @@ class Tracker:
         ahead: float = 0.0,
         **extra: float | None,
     ) -> dict[str, Any]:
-        """Write one training record and return it.
+        """Writes one training record and returns it.
 
-        Rates are over the window since the record before; the first window contains the compilation.
+        Rates are over the window since the previous record; the first window includes compilation.
 
         Args:
             step: optimizer updates done.
             loss: mean NLL per loss-carrying token of the window, nats.
             grad_norm: norm of the gradient before clipping.
             lr: learning rate of the last update.
-            tokens: tokens trained on since the start of the run, resumed parts included, all replicas together;
-                padding is none. Tokens per second and MFU are of these.
+            tokens: tokens trained on since the start of the run on all replicas, resumed parts included, padding
+                excluded; for tokens per second and MFU.
             compiles: programs compiled by this process so far.
             epoch: passes over the data, a fraction.
             device_bytes: memory in use on the device of rank 0.
-            ahead: seconds of later steps' work until now; they count for the next record.
-            extra: further numbers, written as they are.
+            ahead: seconds of work on later steps until now, which count for the next record.
+            extra: further numbers.
         """
         now, steps = self._clock() - ahead, step - self._window_step
         assert steps > 0, f"step {step} was logged after step {self._window_step}"
@@ -267,7 +398,7 @@ class Tracker:
         if not self._first_window:
             self._steady_steps += steps
             self._steady_seconds += seconds
-        # The first window holds the compilation: it stands in for the ETA only while there is no other.
+        # The first window includes compilation: the ETA uses it only while there is no other.
         step_seconds = self._steady_seconds / self._steady_steps if self._steady_steps else seconds / steps
         eta = None if self._total_steps is None else (self._total_steps - step) * step_seconds
         self._window_start, self._window_step, self._window_tokens = now, step, tokens
@@ -292,25 +423,25 @@ class Tracker:
         return self._write("train", step, record)
 
     def log_eval(self, step: int, *, loss: float, accuracy: float | None = None, **extra: float) -> dict[str, Any]:
-        """Write one evaluation record and return it.
+        """Writes one evaluation record and returns it.
 
         Args:
             step: optimizer updates done.
             loss: mean NLL per loss-carrying token of the held-out rows, nats.
-            accuracy: share, 0..1; of what is the caller's to say.
-            extra: further numbers, written as they are.
+            accuracy: share of correct answers, 0..1.
+            extra: further numbers.
         """
         return self._write("eval", step, {"loss": loss, "perplexity": _perplexity(loss), "accuracy": accuracy, **extra})
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
-        """Keep what runs inside (evaluation, a checkpoint) out of the training rates and the ETA."""
+        """Excludes the time inside (evaluation, checkpoint) from the training rates and the ETA."""
         start = self._clock()
-        yield  # an error ends the run: no time to set right then
+        yield
         self._untimed += self._clock() - start
 
     def close(self, failed: bool = False) -> None:
-        """Flush and close all; W&B shows a run that `failed` as such. A second call does nothing."""
+        """Closes all trackers, and marks the W&B run as failed if it `failed`. A second call does nothing."""
         if self._file.closed:
             return
         self._bar.close()
@@ -320,7 +451,7 @@ class Tracker:
         if self._wandb is not None:
             try:
                 self._wandb.finish(exit_code=int(failed))
-            except Exception as error:  # of the network, or W&B's own: the run and its files are good without it
+            except Exception as error:  # W&B may raise anything; the run is complete without it
                 text = f"W&B could not be closed ({type(error).__name__}: {error}); {METRICS_FILE} has all records"
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
@@ -342,7 +473,7 @@ class Tracker:
         return record
 
     def _begin(self, history: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """Prepare metrics.jsonl for appending; returns the records that it begins with."""
+        """Prepares metrics.jsonl for appending, and returns the records in it."""
         path = self._dir / METRICS_FILE
         if history is None:
             if path.exists():
@@ -361,24 +492,24 @@ def _open_tensorboard(folder: Path, purge_step: int | None) -> Any:
 def _open_wandb(config: TrainConfig, folder: Path, again: bool) -> Any:
     import wandb
 
-    # A resumed run goes on under the same id, kept beside its metrics.
+    # A resumed run continues under the same id.
     id_file = folder / "wandb_run_id"
     if not again or not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:8])
-    # As W&B has it, WANDB_MODE=offline wins over online.
+    # In W&B, WANDB_MODE=offline overrides online.
     mode = os.environ.get("WANDB_MODE", "online") if config.tracking.wandb == "online" else "offline"
     run = wandb.init(
         project=config.tracking.wandb_project,
         name=config.run_name,
         id=id_file.read_text().strip(),
         resume="allow" if mode == "online" else None,
-        mode=mode,  # type: ignore[arg-type]
+        mode=mode,  # type: ignore[arg-type]  # a Literal in W&B's stubs; the variable may hold any text
         dir=folder,
         config=config.to_dict(),
-        # The terminal's output is the launch's own: W&B would wrap a stderr that is streamed to the parent.
+        # W&B would otherwise wrap stderr, which the launch streams to the parent process.
         settings=wandb.Settings(console="off"),
     )
-    # W&B's own step only grows; ours goes back when a run resumes from an earlier checkpoint.
+    # W&B's own step only increases; ours decreases when a run resumes from an earlier checkpoint.
     run.define_metric("*", step_metric="step")
     return run
 
@@ -389,14 +520,14 @@ _COLUMNS = ("question", "expected", "base", "base correct", "tuned", "tuned corr
 def log_result(
     config: TrainConfig, step: int, metrics: Mapping[str, float], compared: Comparison | None, adapter_dir: str
 ) -> None:
-    """Adds to the trackers what a run came to: its figures, the answers before and after, the adapter where asked.
+    """Adds the result of a run to the trackers: figures, answers of both models and, on request, the adapter.
 
     Args:
-        config: the run; its parameters become TensorBoard's hyperparameters, as W&B has them already.
+        config: the run; its parameters become TensorBoard's hyperparameters.
         step: updates done.
         metrics: of `TrainResult`.
         compared: the base and the tuned model on held-out rows, if they answered any.
-        adapter_dir: what `tracking.wandb_adapter` adds to the run on W&B.
+        adapter_dir: the folder that `tracking.wandb_adapter` uploads to W&B.
     """
     figures = {f"result/{name}": value for name, value in metrics.items() if math.isfinite(value)}
     rows: list[tuple[str, ...]] = []
@@ -424,17 +555,17 @@ def log_result(
                     artifact = wandb.Artifact(f"adapter-{run.id}", type="model", metadata=dict(metrics))
                     artifact.add_dir(adapter_dir)
                     run.log_artifact(artifact)
-        except Exception as error:  # of the network, or W&B's own: the run and its files are good without it
+        except Exception as error:  # W&B may raise anything; the run is complete without it
             text = f"W&B did not take the result ({type(error).__name__}: {error}); eval.json and the adapter are here"
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _perplexity(loss: float) -> float:
-    return math.inf if loss > 709 else math.exp(loss)  # a double overflows there
+    return math.inf if loss > 709 else math.exp(loss)  # above, a double overflows
 
 
 def _host_bytes() -> int | None:
-    """Resident memory of this process, bytes; None where the system has no /proc."""
+    """Returns the resident memory of this process, bytes; None on a system without /proc."""
     try:
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

@@ -1,4 +1,4 @@
-"""What a training step minimises."""
+"""Objectives: the losses that a training step minimises."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tpu_kit.xla.sharding import current_mesh
 
 
 class Sums(NamedTuple):
-    """What an objective computes from one batch: fp32 scalars on the batch's device, of this replica's rows alone.
+    """Sums over one batch of this replica: fp32 scalars on the batch's device.
 
     Attributes:
         loss: the summed loss, with its graph.
-        weight: what the loss of all replicas and passes is divided by, such as the number of tokens with loss.
-        extra: one sum for each name in `Objective.extra`, without a graph; the log shows them divided by the weight.
+        weight: the divisor of the loss, such as the number of tokens with loss, summed over replicas and passes.
+        extra: one sum for each name in `Objective.extra`, without a graph; logs show it divided by the weight.
     """
 
     loss: torch.Tensor
@@ -29,10 +29,7 @@ class Sums(NamedTuple):
 
 
 class Objective(abc.ABC):
-    """A loss that is summed over a batch, with the weight by which the sum over all replicas is divided.
-
-    It becomes part of the step's program: it reads nothing on the host, and its shapes are those of the batch. Where
-    training and evaluation differ, it looks at `model.training`.
+    """A loss summed over a batch. It is a part of the step's program, so it must not read tensors on the host.
 
     Attributes:
         extra: names of further sums for the log.
@@ -51,17 +48,17 @@ class Objective(abc.ABC):
 
 
 class SupervisedObjective(Objective):
-    """The negative log-likelihood of the labels, nats, each token with a label weighing 1.
+    """The negative log-likelihood of the labels, in nats; each token with a label has weight 1.
 
     Args:
-        optim: the chunk of the loss; the label smoothing, which is for training alone.
+        optim: the chunk of the loss, and the label smoothing, which applies only in training.
     """
 
     def __init__(self, optim: OptimConfig) -> None:
         self._optim = optim
 
     def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
-        """As `Objective.__call__`."""
+        """See `Objective.__call__`."""
         hidden = models.hidden_states(model, batch)
         head = models.output_embedding(model)
         labels = shift_labels(batch["labels"], batch["segment_ids"])

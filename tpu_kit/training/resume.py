@@ -93,7 +93,7 @@ def convert(saved: Mapping[str, torch.Tensor], model: Any, optimizer: str) -> Te
     sizes = [prod(one.shape) for one in parameters]
     if sum(sizes) != len(saved["parameters"]) or sum(one.stacked for one in parameters) != count:
         raise ValueError(
-            f"the checkpoint's weights are not those of this model: it has {len(saved['parameters']):,} numbers in "
+            f"the checkpoint's weights do not fit this model: it has {len(saved['parameters']):,} numbers in "
             f"{count} stacks of layers, and the model {sum(sizes):,} in {sum(one.stacked for one in parameters)}. Use "
             "the model and the version of transformers that it was trained with (state.json in the checkpoint names it)"
         )

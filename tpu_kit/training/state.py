@@ -1,6 +1,6 @@
-"""What a run changes: trained parameters, the optimizer's moments, the average and the sums for the log.
+"""The state of training: parameters, the optimizer's moments, their average and the sums for the log.
 
-On the device they are one tensor for each group of parameters; in a checkpoint one for each parameter of each layer.
+On the device it has one tensor for each group of parameters; in a checkpoint one for each parameter of each layer.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from tpu_kit.models import partition
 from tpu_kit.models.layer_scan import restacked, stacked_names, stacked_prefixes, unstacked
 from tpu_kit.training.optimizer import OPTIMIZERS, Group, Moments, group
 
-# What `TrainState.window` sums up between two readings.
+# The sums in `TrainState.window`.
 WINDOW = ("loss_sum", "tokens", "grad_norm_sum", "skipped", "first_skipped_step")
 
 
 class TrainState:
-    """What a run changes, besides the parameters: the optimizer's moments, the average, and sums for the log.
+    """The state of training on the device.
 
-    Moments, gradients and the average are one tensor for each group of parameters (`optimizer.Group`). On the host, and
-    in a checkpoint, there is one for each parameter of each layer, so that neither stacks nor groups matter there.
+    Moments, gradients and the average have one tensor for each group of parameters (`optimizer.Group`). On the host and
+    in a checkpoint they have one for each parameter of each layer, independent of stacks and groups.
 
     Attributes:
         parameters: the trained parameters by name, fp32.
-        stacks: of those that are stacks of layers' parameters, the names of the slices; see `layer_scan.stacked_names`.
-        optimizer: of `optimizer.OPTIMIZERS`.
-        groups: the parameters as they are updated.
-        moments: what the optimizer remembers, by name and number of the group; see `optimizer.Optimizer`.
-        seeds: by number of the group, of an optimizer that draws; see `optimizer.Slot.seeds`. It never changes.
+        stacks: for each parameter that is a stack of layers' parameters, the names of its slices; see
+            `layer_scan.stacked_names`.
+        optimizer: from `optimizer.OPTIMIZERS`.
+        groups: the groups in which parameters are updated.
+        moments: of the optimizer, by name and number of the group; see `optimizer.Optimizer`.
+        seeds: by number of the group, constant, for an optimizer that draws random numbers; see `optimizer.Slot.seeds`.
         average: exponential moving average of the parameters, by number of the group, or None.
-        applied: () number of updates that were applied (a skipped one does not count).
-        usual: () a running mean of the loss per token, which tells an exploding one.
-        streak: () updates skipped since the last one that was applied.
+        applied: () number of applied updates, skipped ones excluded.
+        usual: () running mean of the loss per token, to detect an exploding loss.
+        streak: () consecutive skipped updates.
         window: (5 + N,) sums since `keep` was 0: those of `WINDOW`, then the N extra sums of the objective.
-        report: (7 + N,) usual, streak and window once more, for the host: the next step makes another one instead of
-            replacing this, so that it can be read while that step runs.
+        report: (7 + N,) copy of window, usual and streak for the host. Each step makes a new tensor, so that the host
+            can read the old one while the next step runs.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class TrainState:
         saved: Mapping[str, torch.Tensor] | None = None,
         extra_sums: int = 0,
     ) -> None:
-        """Starts anew, or from what `to_host` returned; the model's own parameters are set by `restore` before.
+        """Creates a new state, or restores one; `restore` sets the model's own parameters.
 
         Args:
-            model: the model, with its trained parameters in fp32.
-            device: where the state lies.
-            optim: the optimizer, and whether there is an average.
-            saved: what `to_host` returned.
-            extra_sums: how many extra sums the objective has.
+            model: the model, with trained parameters in fp32.
+            device: of the state.
+            optim: the optimizer and the decay of the average.
+            saved: tensors of `to_host` to continue from.
+            extra_sums: number of extra sums of the objective.
         """
         self.parameters = models.trainable_parameters(model)
         wrong = [name for name, parameter in self.parameters.items() if parameter.dtype != torch.float32]
@@ -67,7 +68,7 @@ class TrainState:
         self.stacks, self.tied = stacked_names(model), partition.is_tied(model)
         self.optimizer = OPTIMIZERS[optim.optimizer]
         self.groups = group(self.parameters, self.stacks, self.optimizer.block)
-        # Zeros made on the host: those made on XLA are constants of the first program, which then is another one.
+        # Zeros made on XLA would be constants of the first program, and the second step would compile again.
         zeros = {name: torch.zeros(()) for name in ("applied", "usual", "streak")}
         zeros["window"] = torch.zeros(len(WINDOW) + extra_sums)
         stored = None if saved is None else sections(saved)
@@ -90,7 +91,7 @@ class TrainState:
             self.average = dict(enumerate(parts))
 
     def _start(self, one: Group, stored: Mapping[str, Mapping[str, torch.Tensor]] | None) -> Moments:
-        """A group's moments on the host: zeros, or those of a checkpoint."""
+        """Returns a group's moments on the host: zeros, or the saved ones."""
         if stored is None:
             return self.optimizer.start(one)
         own = {
@@ -100,12 +101,11 @@ class TrainState:
         return self.optimizer.join(own, one)
 
     def to_host(self, runtime: Runtime) -> dict[str, torch.Tensor]:
-        """Everything as CPU tensors.
+        """Copies the state to CPU tensors.
 
         Returns:
-            "parameters/NAME", "average/NAME" where there is one, and "moments/KIND/NAME" for each parameter of each
-            layer, by the name that it has where layers are not stacked, in its own shape (KIND and its shape are of
-            `Optimizer.parts`); and the other attributes.
+            For each unstacked parameter of each layer "parameters/NAME", "average/NAME" if there is an average, and
+            "moments/KIND/NAME" (`Optimizer.parts` defines KIND and its shape); and applied, usual, streak and window.
         """
         scalars = {name: getattr(self, name) for name in ("applied", "usual", "streak", "window")}
         average = [] if self.average is None else list(self.average.values())
@@ -139,19 +139,19 @@ class TrainState:
                 found |= {key: spec for key, tensor in beside.items() if tensor.shape == shape}
         return found
 
-    def sharded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Shards a gradient or a new value as its parameter is; without a mesh it returns the tensor."""
-        return partition.like(name, tensor, name in self.stacks, self.tied)
+    def sharded(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Shards gradients on a mesh as their parameters are."""
+        return {name: partition.like(name, one, name in self.stacks, self.tied) for name, one in named.items()}
 
     def named(self, joined: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parts of one tensor for each group, by name and in the parameters' shapes."""
+        """Splits one tensor for each group into tensors by name, in the parameters' shapes."""
         return {
             name: part for one, each in zip(self.groups, joined, strict=True) for name, part in one.split(each).items()
         }
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Lets the model use the average in place of the parameters. Swaps references; nothing is computed."""
+        """Makes the model use the average instead of the parameters. Swaps references and computes nothing."""
         if self.average is None:
             yield
             return
@@ -166,7 +166,7 @@ class TrainState:
 
 
 def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """What `TrainState.to_host` returned, or a checkpoint has, by section ("parameters", "moments/first") and name."""
+    """Groups the tensors of `TrainState.to_host` by section ("parameters", "moments/first") and name."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in saved.items():
         section, _, name = key.rpartition("/")
@@ -175,10 +175,10 @@ def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
 
 
 def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Gives a model on the CPU the parameters that `TrainState.to_host` returned, its layers stacked or not.
+    """Copies the parameters that `TrainState.to_host` returned into a model on the CPU, its layers stacked or not.
 
     Raises:
-        ValueError: they are not those of this model.
+        ValueError: their names or shapes differ from the model's.
     """
     parameters, stacks, there = models.trainable_parameters(model), stacked_names(model), sections(saved)["parameters"]
     wanted = {name: one.shape for name, one in unstacked(stacks, parameters).items()}
@@ -186,9 +186,9 @@ def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
     if differ := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
         shapes = [tuple(one[differ[0]]) if differ[0] in one else "none" for one in (found, wanted)]
         raise ValueError(
-            f"the checkpoint's weights are not those of this model: {len(differ)} of {len(wanted)} differ, such as "
-            f"{differ[0]}: {shapes[0]} there, {shapes[1]} now. Use the model and the versions of transformers and peft "
-            "that it was trained with (state.json in the checkpoint names these)"
+            f"the checkpoint's weights do not fit this model: {len(differ)} of {len(wanted)} differ, such as "
+            f"{differ[0]}: {shapes[0]} there, {shapes[1]} now. Use the model of the run, and the versions of "
+            "transformers and peft that state.json in the checkpoint names"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -196,5 +196,5 @@ def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
 
 
 def of_group(moments: Moments, number: int) -> Moments:
-    """The moments of one group, by name without the group's number."""
+    """Returns the moments of one group, by name without the group's number."""
     return {name.partition(".")[0]: moment for name, moment in moments.items() if name.endswith(f".{number}")}

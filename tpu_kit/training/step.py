@@ -1,13 +1,13 @@
-"""The training step: forward, loss, backward, one all-reduce, clipping, update, average; and the evaluation step.
+"""The training step (forward, loss, backward, one all-reduce, clipping, update, average) and the evaluation step.
 
-On XLA each is one program. Nothing in it is read on the host, no number that changes is a constant of the program
-(learning rate and step come in a tensor, the optimizer counts on the device), and its shapes are those
-of the batch. The same functions train on every backend and are compiled by the planner.
+On XLA each is one program. The host reads nothing in it. Numbers that change between steps are inputs of the program,
+not constants: a tensor holds learning rate and step, and the optimizer counts on the device. All backends use these
+functions, and the planner compiles them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, reduce
 
 import torch
@@ -21,7 +21,7 @@ from tpu_kit.training.optimizer import Group, Optimizer
 from tpu_kit.training.state import TrainState, of_group, restore
 from tpu_kit.xla.scan import after, rewrite
 
-_USUAL = 0.9  # decay of the running mean of the loss: some ten updates
+_LOSS_DECAY = 0.9  # of the running mean of the loss: about ten updates
 
 
 def place(
@@ -31,16 +31,16 @@ def place(
     saved: dict[str, torch.Tensor] | None = None,
     extra_sums: int = 0,
 ) -> TrainState:
-    """Makes a loaded model ready for `train_step`: attention, rematerialization, its device, and the state beside it.
+    """Prepares a loaded model for `train_step` (attention, layer loop, remat, device) and creates its state.
 
-    On CUDA each decoder layer is compiled by torch.compile: they are alike, so one compilation serves them all.
+    On CUDA, torch.compile compiles the decoder layers one by one: they are alike, so it compiles once.
 
     Args:
         model: as `causal_lm.load_model` returns it; changed in place.
         config: the run.
         rt: the replica.
-        saved: what `TrainState.to_host` returned, to go on from it.
-        extra_sums: how many extra sums the objective has.
+        saved: tensors of `TrainState.to_host` to continue from.
+        extra_sums: number of extra sums of the objective.
     """
     models.use_attention(model, config.model.attention, rt.device_type)
     keeps = config.optim.remat == "outputs"
@@ -73,44 +73,43 @@ def train_step(
     optim: OptimConfig,
     runtime: Runtime,
 ) -> None:
-    """One update from `batches` (one for each pass of gradient accumulation); changes model and state in place.
+    """Makes one update from `batches`, one for each pass of gradient accumulation; changes model and state in place.
 
-    The summed gradients are divided by the objective's weight of all replicas and passes, so the update does not depend
-    on how rows are split over them. An update whose loss or gradient norm is not finite, or whose loss has risen
-    by more than `max_loss_rise`, changes nothing but the counters, on all replicas alike. Weight decay applies to
+    The summed gradients are divided by the objective's weight over all replicas and passes, so the update does not
+    depend on how rows are split over them. If the loss or the gradient norm is not finite, or the loss has risen by
+    more than `max_loss_rise`, all replicas skip the update and change only the counters. Weight decay applies to
     matrices, decoupled from the gradient (Loshchilov and Hutter, arXiv:1711.05101).
 
     Args:
         model: the replica's model, in training mode.
         state: its state.
         batches: tensors as the objective takes them.
-        control: (3,) fp32: learning rate; 0.0 to begin a new window, else 1.0; the step's number.
-        objective: what is minimised.
-        optim: optimizer, decay, clipping, what counts as exploding.
+        control: (3,) fp32: learning rate; 0.0 to begin a new window of sums, else 1.0; number of the step.
+        objective: the loss.
+        optim: optimizer, weight decay, clipping and limit of the loss.
         runtime: the replica.
     """
     totals = torch.zeros(2 + len(objective.extra), device=control.device)
     for number, batch in enumerate(batches):
         if number:
-            # Otherwise XLA may begin a pass before the one before it has ended, and keep the activations of both.
+            # Without this order XLA may start a pass before the previous one ends, and keep the activations of both.
             done = [parameter.grad for parameter in state.parameters.values() if parameter.grad is not None]
             batch = dict(zip(batch, after(done, list(batch.values())), strict=True))
         found = objective(model, batch)
         found.loss.backward()
         totals = totals + torch.stack([found.loss.detach(), found.weight, *found.extra])
     with torch.no_grad():
-        named = {name: state.sharded(name, one) for name, one in _gradients(state.parameters).items()}
-        gradients = [one.join(named) for one in state.groups]
+        gradients = [one.join(state.sharded(_take_gradients(state.parameters, one.slots))) for one in state.groups]
         runtime.reduce_gradients(gradients, totals)
         _update(state, gradients, totals, control, optim)
 
 
-def _gradients(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+def _take_gradients(parameters: Mapping[str, torch.nn.Parameter], names: Iterable[str]) -> dict[str, torch.Tensor]:
     found = {}
-    for name, parameter in parameters.items():
-        # A parameter that the rows did not use (a branch not taken) has none.
-        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parameter.grad = None
+    for name in names:
+        gradient, parameters[name].grad = parameters[name].grad, None
+        # A parameter that the rows did not use (a branch not taken) has no gradient.
+        found[name] = torch.zeros_like(parameters[name]) if gradient is None else gradient
     return found
 
 
@@ -140,7 +139,7 @@ def _update(
             partial(_updated, state.optimizer, part, list(moments), optim),
             [*parameters, *moments.values()], [gradient, *seeds], constants, turns,
         )  # fmt: skip
-    usual = torch.where(state.applied == 0, loss, torch.lerp(loss, state.usual, _USUAL))
+    usual = torch.where(state.applied == 0, loss, torch.lerp(loss, state.usual, _LOSS_DECAY))
     state.usual.copy_(torch.where(good, usual, state.usual))
     state.streak.copy_(torch.where(good, torch.zeros_like(rate), state.streak + 1))
     state.applied.copy_(applied)
@@ -166,7 +165,7 @@ def _updated(
     given: Sequence[torch.Tensor],
     constants: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """New parameters and moments of a group, or of a part of one, from those `before`; `names` are of the moments."""
+    """Returns the new parameters and moments of a group from those in `before`; `names` are of the moments."""
     tokens, scale, applied, rate, good = constants
     gradient, seeds = given[0] / tokens * scale, next(iter(given[1:]), None)
     parameters, old = before[: len(group.slots)], dict(zip(names, before[len(group.slots) :], strict=True))
@@ -187,7 +186,7 @@ def eval_step(
     objective: Objective,
     runtime: Runtime,
 ) -> None:
-    """Adds the loss and the weight of one batch of every replica to `sums`, (2,) fp32, in place."""
+    """Adds the loss and the weight of one batch of each replica to `sums`, (2,) fp32, in place."""
     with torch.no_grad():
         totals = torch.stack(objective(model, batch)[:2])
         runtime.all_reduce([totals])

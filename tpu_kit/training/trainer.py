@@ -1,7 +1,7 @@
-"""The loop of one replica: batches, steps, readings, evaluations, checkpoints, and how it ends.
+"""The training loop of one replica: batches, steps, logs, evaluations and checkpoints.
 
-On XLA a step is one program: the loop sends its batch, traces it, cuts, and goes on. It reads the device only where it
-logs, evaluates or saves, and a log is read while the next step runs.
+On XLA a step is one program. The loop sends the batch, traces the step, cuts the graph and continues. It reads the
+device only to log, to evaluate and to save, and it reads a log while the next step runs.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ import torch
 from tpu_kit.checkpointing.manager import CheckpointManager
 from tpu_kit.checkpointing.manifest import Checkpoint
 from tpu_kit.config.loader import BatchPlan, TrainConfig
-from tpu_kit.data.batching import Update, deal, learning_rate, prefetch, rows_of, updates
+from tpu_kit.data.batching import Update, deal, eval_batches, learning_rate, prefetch, rows_of, updates
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.evaluation.evaluate import count_correct
 from tpu_kit.hardware.host import chip_name, chips_of
+from tpu_kit.models.causal_lm import adapter_settings, adapter_tensors
 from tpu_kit.models.layer_scan import unstacked
-from tpu_kit.training.adapter_io import adapter_settings, adapter_tensors
-from tpu_kit.training.held_out import held_out_accuracy, held_out_loss
-from tpu_kit.training.memory_monitor import MemoryMonitor
-from tpu_kit.training.metrics import RecompileMonitor, Tracker, best_evaluation, model_flops_per_token
+from tpu_kit.training.metrics import Evaluations, MemoryMonitor, RecompileMonitor, Tracker, model_flops_per_token
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.resume import versions
 from tpu_kit.training.state import TrainState, sections
-from tpu_kit.training.step import train_step
+from tpu_kit.training.step import eval_step, train_step
 
 Tensors = dict[str, torch.Tensor]
 Status = Literal["finished", "stopped", "preempted"]
-_DIVERGED = 10  # updates skipped one after the other, after which training is not going to recover
+_SHOWN_ROWS = 20
+_DIVERGED = 10  # consecutive skipped updates after which training does not recover
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """A log that is due: what the host knows of it, and what the device is still to tell."""
+class _PendingLog:
+    """A log whose sums the device has not sent yet."""
 
     window: list[Update]
     report: torch.Tensor
@@ -51,21 +51,20 @@ class _Reading:
     before: dict[str, int]
     now: dict[str, int]
     tokens: int
-    sent: float  # seconds: when its last step was
+    sent: float  # when the host dispatched its last step, seconds
 
 
 class Trainer:
-    """What one replica does between set-up and the end, and what it remembers between steps.
-
-    A context manager, for the trackers of rank 0.
+    """Runs the training loop of one replica. As a context manager, it opens and closes the trackers of rank 0.
 
     Attributes:
         step: updates done.
         metrics: the newest loss, nats per loss token.
-        skipped: updates that were skipped.
-        best: the weights of the best evaluation, on the CPU, by their names where layers are not stacked; None where
-            only the last ones count.
-        peaks: the memory that was measured.
+        skipped: number of skipped updates.
+        best: CPU tensors of the weights of the best evaluation, by the names of unstacked parameters; None where the
+            last weights are the result.
+        evaluations: of the held-out rows.
+        peaks: the measured memory.
     """
 
     def __init__(
@@ -89,11 +88,11 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.best: Tensors | None = None
         self._logged = 0  # the step of the last log
-        self._rows, self._tokens = 0, 0  # taken so far; the tokens without padding
-        self._seconds = 0.0  # of `run`, in earlier launches
+        self._rows, self._tokens = 0, 0  # trained on; the tokens without padding
+        self._seconds = 0.0  # of `run` until the last checkpoint, earlier launches included
         self._started = time.monotonic()
-        self._evaluations: list[dict[str, Any]] = []  # as `Tracker.log_eval` returns them
-        self._due: _Reading | None = None
+        self.evaluations = Evaluations(config.optim.early_stop_patience)
+        self._pending: _PendingLog | None = None
         self._saved, self._saved_at = 0, time.monotonic()  # the step of the last checkpoint
         self._postponed, self._slowness = False, RecompileMonitor()
         self._history: list[dict[str, Any]] | None = None
@@ -119,44 +118,48 @@ class Trainer:
             self._tracker.close(failed=error is not None)
 
     def resume(self, found: Checkpoint, saved: Tensors) -> None:
-        """Goes on from a checkpoint whose tensors the state has already.
+        """Continues from a checkpoint whose tensors the state already has.
+
+        Args:
+            found: the checkpoint.
+            saved: its tensors, as `TrainState.to_host` returns them.
 
         Raises:
-            ValueError: the updates before it had other rows, so that rows would be left out or repeated.
+            ValueError: its updates took other rows, so this run would omit or repeat rows.
         """
         state = found.document("state")
         rows = sum(update.rows for update in islice(self._updates(), found.step))
-        # An earlier tpu_kit kept the tokens alone, with padding.
+        # An earlier tpu_kit saved only the tokens, padding included.
         before = state["rows"] if "rows" in state else state["tokens"] // self.config.data.max_length
         if found.step <= self.total and rows != before:
             raise ValueError(
-                f"{found.path} is of another run: its {found.step} updates took {before:,} rows, and those of this "
-                f"configuration take {rows:,}. As the batch grows (optim.batch_growth_factor), rows per pass x "
-                "replicas must stay what they were: set optim.batch_size and launch.num_replicas back"
+                f"{found.path} is of another run: its {found.step} updates took {before:,} rows, and with this "
+                f"configuration they take {rows:,}. With optim.batch_growth_factor, optim.batch_size x "
+                "launch.num_replicas must not change: set both back"
             )
         self.step = self._saved = found.step
         self._logged, self._rows, self._tokens = state["logged"], rows, state["tokens"]
-        self._seconds = state.get("train_seconds", 0.0)  # an earlier tpu_kit did not keep it
+        self._seconds = state.get("train_seconds", 0.0)  # an earlier tpu_kit did not save it
         self.skipped = state["skipped"]
         logged = {name: value for name, value in state["metrics"].items() if name == "loss"}
         self.metrics = {name: math.nan if value is None else value for name, value in logged.items()}
         self._history = found.document("history")
-        self._evaluations = [record for record in self._history or () if record["kind"] == "eval"]
+        self.evaluations = Evaluations(self.config.optim.early_stop_patience, self._history or ())
         self.best = sections(saved).get("best")
         chooses = self.config.optim.eval_steps is not None and self.rt.rank == 0
-        if self.best is None and chooses and self._best_step == found.step:
-            self.best = self._trained()  # evaluated at what was the end, by a run that kept no best weights
+        if self.best is None and chooses and self.evaluations.best_step == found.step:
+            self.best = self._trained()  # saved at the end of a run without optim.eval_steps
 
     def run(self, agreement: PreemptionGuard) -> Status:
-        """Makes the updates that are left; the steps between two logs only trace and send.
+        """Makes the remaining updates; between two logs the host only traces and dispatches steps.
 
         Args:
-            agreement: asked before each step; where it says no, the run saves and ends as preempted.
+            agreement: checked before each step; after a stop signal the run saves and returns "preempted".
 
         Returns:
-            How it ended: "stopped" at once where the run that is resumed was stopped early.
+            How the run ended; "stopped" without a step where the resumed run had stopped early.
         """
-        if self.stopped:
+        if self.evaluations.stopped:
             return "stopped"
         config, rt, optim = self.config, self.rt, self.config.optim
         self.model.train()
@@ -178,10 +181,12 @@ class Trainer:
             self._rows, self._tokens = self._rows + update.rows, self._tokens + tokens
             if self._tracker is not None:
                 self._tracker.tick(step)
-            self._log()  # of a step before, while this one runs
+            self._log()  # of an earlier step, while this one runs
             if step % config.tracking.logging_steps == 0 or step == self.total:
                 now = rt.counters()
-                self._due = _Reading(window, self.state.report, rate, before, now, self._tokens, time.monotonic())
+                self._pending = _PendingLog(
+                    window, self.state.report, rate, before, now, self._tokens, time.monotonic()
+                )
                 keep, before, window = 0.0, now, []
             evaluates, saves = self._evaluates(step), self._saves(step)
             if evaluates or saves:
@@ -190,7 +195,7 @@ class Trainer:
                 with self._tracker.untimed() if self._tracker else contextlib.nullcontext():
                     if evaluates:
                         self._evaluate(step)
-                        status = "stopped" if self.stopped else status
+                        status = "stopped" if self.evaluations.stopped else status
                     if saves or self._is_kept:
                         self._save()
                 before = before if window else rt.counters()
@@ -207,14 +212,14 @@ class Trainer:
         return status
 
     def _train_seconds(self) -> float:
-        """Seconds of `run` until now, those of the launches before included."""
+        """Seconds of `run` until now, earlier launches included."""
         return self._seconds + time.monotonic() - self._started
 
     def _updates(self) -> Iterator[Update]:
         return updates(len(self.prepared.train), self.plan, self.config.optim)
 
     def _batches(self) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """Every update, its tokens on all replicas without padding, this replica's tensors; made ahead by a thread."""
+        """Yields each update, its tokens on all replicas without padding, and this replica's tensors."""
         rows = self.prepared.train
         for update in islice(self._updates(), self.step, None):
             taken = rows_of(update, len(rows), self.config.data)
@@ -224,29 +229,27 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------------------- logs
 
     def _log(self) -> None:
-        """Reads the sums of the log that is due, if one is.
+        """Reads the sums of a pending log from the device and writes the log.
 
         Raises:
-            ValueError: updates were skipped, and `on_nan` says to stop then, or there were too many in a row.
+            ValueError: updates were skipped and optim.on_nan is "stop", or too many were skipped in a row.
         """
-        if self._due is None:
+        if self._pending is None:
             return
-        due, self._due, asked = self._due, None, time.monotonic()
-        (report,) = self.rt.to_host([due.report])
-        ahead = asked - due.sent - (time.monotonic() - asked)  # sending a later step took longer than this one ran
+        pending, self._pending, asked = self._pending, None, time.monotonic()
+        (report,) = self.rt.to_host([pending.report])
+        # How much longer the host took to dispatch the next step than the device to run this one.
+        ahead = asked - pending.sent - (time.monotonic() - asked)
         loss, weight, norm, skipped, bad, *sums, usual, streak = report.tolist()
-        steps, good, last = len(due.window), len(due.window) - int(skipped), due.window[-1]
+        steps, good, last = len(pending.window), len(pending.window) - int(skipped), pending.window[-1]
         self._logged = last.step
         self.skipped += int(skipped)
         self.metrics["loss"] = loss / weight if weight else math.nan
-        extra = {
-            name: one / weight if weight else math.nan for name, one in zip(self.objective.extra, sums, strict=True)
-        }
-        rates: dict[str, Any] = {
-            f"{name}_per_step": (due.now[name] - due.before[name]) / steps
-            for name in ("host_syncs", "fallbacks")
-            if name in due.now
-        }
+        means = [one / weight if weight else math.nan for one in sums]
+        extra: dict[str, Any] = dict(zip(self.objective.extra, means, strict=True))
+        for name in ("host_syncs", "fallbacks"):
+            if name in pending.now:
+                extra[f"{name}_per_step"] = (pending.now[name] - pending.before[name]) / steps
         self.peaks.note()
         if self._tracker is not None:
             used, limit = self.rt.memory()
@@ -254,9 +257,9 @@ class Trainer:
                 last.step,
                 loss=self.metrics["loss"],
                 grad_norm=norm / good if good else float("nan"),
-                lr=due.rate,
-                tokens=due.tokens,
-                compiles=due.now.get("compiles", 0),
+                lr=pending.rate,
+                tokens=pending.tokens,
+                compiles=pending.now.get("compiles", 0),
                 epoch=last.epoch + (last.first_row + last.rows) / len(self.prepared.train),
                 device_bytes=used,
                 device_limit_bytes=limit,
@@ -264,32 +267,32 @@ class Trainer:
                 skipped=skipped,
                 rows_per_update=last.rows,
                 **extra,
-                **rates,
                 **self.peaks.read(),
             )
         if self.rt.rank == 0:
-            for text in self._slowness.notice(due.before, due.now, steps):
+            for text in self._slowness.notice(pending.before, pending.now, steps):
                 print(f"warning: {text}", file=sys.stderr, flush=True)
         if skipped:
-            self._judge(due.window, int(skipped), int(bad), usual, streak)
+            self._report_skipped(pending.window, int(skipped), int(bad), usual, streak)
 
-    def _judge(self, window: list[Update], skipped: int, bad: int, usual: float, streak: float) -> None:
-        """Warns of skipped updates, or ends the training because of them."""
+    def _report_skipped(self, window: list[Update], skipped: int, bad: int, usual: float, streak: float) -> None:
+        """Warns about skipped updates, or raises because of them."""
         optim = self.config.optim
         update = next(update for update in window if update.step == bad)
         data = self.prepared.train
         packed = rows_of(update, len(data), self.config.data)
         rows = sorted({row for number in packed for row in data.source_rows(number)})
-        rise = optim.max_loss_rise and f" or explodes (more than {optim.max_loss_rise:g} above the usual {usual:.4g})"
+        rise = optim.max_loss_rise and f" or explodes (more than {optim.max_loss_rise:g} above the mean {usual:.4g})"
         text = (
             f"{skipped} of {len(window)} updates had a loss or gradient that is not finite{rise or ''}, the first at "
-            f"step {bad} with the rows {_some(rows)} of {self.config.data.source}"
+            f"step {bad} with the rows {', '.join(map(str, rows[:_SHOWN_ROWS]))}"
+            f"{f' and {len(rows) - _SHOWN_ROWS} more' if len(rows) > _SHOWN_ROWS else ''} of {self.config.data.source}"
         )
         if optim.on_nan == "stop":
             raise ValueError(f"{text}. Look at these rows, lower optim.learning_rate, or set optim.on_nan=skip")
         if streak >= _DIVERGED:
             begun = window[-1].step - int(streak) + 1
-            if self.checkpoints is not None:  # what the update before it has left is what exploded
+            if self.checkpoints is not None:  # the weights of the update before made the loss explode
                 self.checkpoints.withdraw(begun - 1)
             raise ValueError(
                 f"training has diverged: {text}, and the last {streak:.0f} updates, from step {begun} on, were all "
@@ -308,55 +311,53 @@ class Trainer:
         return step == self.total or (every is not None and step % every == 0)
 
     def _evaluate(self, step: int) -> None:
-        """Measures the loss of the held-out rows; keeps the best weights."""
-        about = (self.model, self.state, self.prepared)
-        loss = held_out_loss(*about, self.plan.batch_size, self.objective, self.rt)
-        accuracy = None
-        if self.config.tracking.eval_generate_rows:
-            accuracy = held_out_accuracy(*about, self.config, self.rt)
+        """Evaluates the held-out rows, and copies the weights to the host where they are the best."""
+        self.model.eval()
+        loss = self._held_out_loss()
+        accuracy = self._held_out_accuracy() if self.config.tracking.eval_generate_rows else None
+        self.model.train()
         if self._tracker is not None:
             self._tracker.log_eval(step, loss=loss, accuracy=accuracy)
-        finite = {n: v for n, v in (("loss", loss), ("accuracy", accuracy)) if v is not None and math.isfinite(v)}
-        self._evaluations.append({"kind": "eval", "step": step, "loss": None, "accuracy": None, **finite})
+        self.evaluations.add(step, loss, accuracy)
         keeps_best = self.config.optim.eval_steps is not None or self.best is not None
-        if self._best_step == step and keeps_best and self.rt.rank == 0:
+        if self.evaluations.best_step == step and keeps_best and self.rt.rank == 0:
             self.best = self._trained()
 
-    @property
-    def _best_step(self) -> int:
-        """The step of the best evaluation; 0 where there is none."""
-        best = best_evaluation(self._evaluations)
-        return best["step"] if best else 0
+    def _held_out_loss(self) -> float:
+        """Returns the mean loss of all held-out rows, of the average where there is one; all replicas take part."""
+        assert self.prepared.eval is not None
+        rt = self.rt
+        sums = rt.place_batch([{"sums": torch.zeros(2)}])[0]["sums"]
+        for batch in eval_batches(self.prepared.eval, rt.data_rank, rt.data_size, self.plan.batch_size):
+            # The parts of the average must be freed before the cut. Otherwise they are outputs of the first program and
+            # inputs of the next, which is then compiled as another program.
+            with self.state.averaged():
+                eval_step(self.model, rt.place_batch([batch.tensors])[0], sums, self.objective, rt)
+            rt.sync()
+        return _ratio(rt.to_host([sums])[0])
 
-    @property
-    def _worse(self) -> int:
-        """Evaluations since the best one."""
-        return sum(one["step"] > self._best_step for one in self._evaluations)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether `optim.early_stop_patience` ends the run here; a function of the evaluations, which are saved."""
-        patience = self.config.optim.early_stop_patience
-        return patience is not None and self._worse >= patience
-
-    def why_stopped(self) -> str:
-        """What `stopped` found."""
-        best = best_evaluation(self._evaluations)
-        than = f"better than that of step {best['step']} ({best['loss']:.6g})" if best else "a number"
-        return f"none of the last {self._worse} evaluations was {than}"
+    def _held_out_accuracy(self) -> float:
+        """Returns the share of correct answers to held-out rows; NaN where no row has an answer to compare with."""
+        rt, prepared, count = self.rt, self.prepared, self.config.tracking.eval_generate_rows
+        with self.state.averaged():
+            if self.state.average is not None:
+                rt.sync()  # the generator's programs take the parts of the average as inputs
+            rows, prompts = prepared.eval_rows[:count], prepared.eval_prompts[:count]
+            found = count_correct(self.model, prepared.encoder.tokenizer, self.config, rows, prompts, rt)
+        sums = rt.place_batch([{"sums": torch.tensor(found, dtype=torch.float32)}])[0]["sums"]
+        rt.all_reduce([sums])
+        rt.sync()
+        return _ratio(rt.to_host([sums])[0])
 
     def weights(self) -> tuple[Tensors, dict[str, float]]:
-        """The weights to keep, on the CPU, and the metrics that belong to them; for rank 0."""
-        newest = self._evaluations[-1] if self._evaluations else None
-        evaluation = newest if self.best is None else best_evaluation(self._evaluations)
-        metrics = {**self.metrics, **_figures(evaluation), "train_seconds": self._seconds}
-        if evaluation is not None:
-            metrics["eval_step"] = float(evaluation["step"])
+        """Returns the resulting weights, on the CPU, and their metrics; for rank 0."""
+        evaluation = self.evaluations.figures(None if self.best is None else self.evaluations.best_step)
+        metrics = {**self.metrics, **evaluation, "train_seconds": self._seconds}
         metrics["skipped_updates"] = float(self.skipped)
         return (self._trained() if self.best is None else self.best), metrics
 
     def _trained(self) -> Tensors:
-        """The weights as they are now, on the CPU, layer by layer: the average where there is one."""
+        """Returns the present weights on the CPU, unstacked: the average where there is one."""
         if self.state.average is not None:
             named = self.state.named(self.rt.to_host(list(self.state.average.values())))
         else:
@@ -377,17 +378,17 @@ class Trainer:
 
     @property
     def _is_kept(self) -> bool:
-        """Whether this step is saved whenever checkpoints are: it is the best by evaluation, or an early stop."""
-        return self._best_step == self.step or self.stopped
+        """Whether the present step is saved in any case: it is the best by evaluation, or an early stop."""
+        return self.evaluations.best_step == self.step or self.evaluations.stopped
 
     def _save(self) -> None:
-        """Starts to write a checkpoint; the loop pays for the copy from the device alone."""
+        """Starts to write a checkpoint; the loop waits only for the copy from the device."""
         if self.checkpoints is None:
             return
         assert self._tracker is not None
         tensors = self.state.to_host(self.rt)
         self._postponed = bool(tensors["streak"]) and not self._is_kept
-        if self._postponed:  # the weights may be what makes the loss explode: wait for an update that is applied
+        if self._postponed:  # the weights may make the loss explode: wait for an update that is applied
             return
         self._seconds, self._started = self._train_seconds(), time.monotonic()
         self._saved, self._saved_at = self.step, self._started
@@ -405,26 +406,19 @@ class Trainer:
         if hasattr(self.model, "peft_config"):
             files["adapter_model"] = adapter_tensors(self.model, stored.get("average", stored["parameters"]))
             documents["adapter_config"] = adapter_settings(self.model, self.config)
-        evaluated = next((one for one in self._evaluations if one["step"] == self.step), None)
-        metrics = {**self.metrics, **_figures(evaluated)}
-        self.checkpoints.save(self.step, files, documents, metrics, best=self._best_step == self.step)
-
-
-def _figures(evaluation: dict[str, Any] | None) -> dict[str, float]:
-    """What an evaluation measured, by the names of `TrainResult.metrics`."""
-    if evaluation is None:
-        return {}
-    loss, accuracy = evaluation["loss"], evaluation["accuracy"]
-    found = {"eval_loss": math.nan if loss is None else loss}
-    return found if accuracy is None else {**found, "eval_accuracy": accuracy}
+        evaluated = self.evaluations.figures(self.step)
+        evaluated.pop("eval_step", None)
+        best = self.evaluations.best_step == self.step
+        self.checkpoints.save(self.step, files, documents, {**self.metrics, **evaluated}, best=best)
 
 
 def seed_dropout(rt: Runtime, config: TrainConfig, step: int) -> None:
-    """Gives dropout its random numbers: a function of seed, rank and step alone, so a resumed run draws the same."""
+    """Seeds dropout from seed, rank and step alone, so that a resumed run draws the same numbers."""
     if config.lora.dropout:
         rt.seed(int(np.random.SeedSequence([config.optim.seed, rt.rank, step]).generate_state(1)[0]))
 
 
-def _some(rows: list[int], most: int = 20) -> str:
-    shown = ", ".join(map(str, rows[:most]))
-    return shown if len(rows) <= most else f"{shown} and {len(rows) - most} more"
+def _ratio(sums: torch.Tensor) -> float:
+    """Returns the first of two sums divided by the second; NaN where that is 0."""
+    total, count = sums.tolist()
+    return total / count if count else math.nan

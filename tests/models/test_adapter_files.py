@@ -9,13 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.models.causal_lm import adapt, load_model, load_tokenizer, trainable_parameters
-from tpu_kit.training.adapter_io import save_adapter
+from tpu_kit.models.causal_lm import (
+    adapt,
+    adapter_settings,
+    adapter_tensors,
+    load_model,
+    load_tokenizer,
+    save_adapter,
+    trainable_parameters,
+)  # fmt: skip
 
 IDS = torch.arange(5, 37)[None]
 
@@ -96,6 +104,7 @@ def test_stock_peft_loads_the_adapter_with_the_same_logits(
     config = configure(str(folder), **lora)
     model, values = trained(config)
     save_adapter(tmp_path / "adapter", model, values, config, tokenizer)
+    assert load_file(tmp_path / "adapter/adapter_model.safetensors").keys() == get_peft_model_state_dict(model).keys()
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = logits(base)
     loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
@@ -190,8 +199,6 @@ def test_the_whole_model_of_a_bf16_run_is_kept_in_fp32(folder: Path, tmp_path: P
 
 def test_adapted_from_a_model_that_was_never_on_disk() -> None:
     """`adapter_settings` and names come from the model alone."""
-    from tpu_kit.training.adapter_io import adapter_settings, adapter_tensors
-
     config = configure("some/model", **{"lora.r": 4})
     model = adapt(LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                                num_attention_heads=2, num_key_value_heads=2)),
