@@ -3,8 +3,8 @@
     from tpu_kit import load_config, train
     result = train(load_config("embedded-cot", ["max_steps=20"]))
 
-The names here are looked up on first use, so that importing the package loads neither torch nor a device. Everything
-else is imported from its module, as in `from tpu_kit.data.prepare import prepare`.
+The public names are imported on first use, so importing the package loads neither torch nor a device. Everything else
+is imported from its module, as in `from tpu_kit.data.prepare import prepare`.
 """
 
 import importlib
@@ -23,28 +23,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# accelerate and transformers import torch_xla where it is installed, and torch_xla then sets PJRT_DEVICE: the process
-# that launches would look as if its user had chosen a device. Replicas on XLA start with "1".
+# accelerate and transformers import torch_xla where it is installed, which sets PJRT_DEVICE as if the user had chosen a
+# device. Replicas on XLA start with "1".
 os.environ.setdefault("USE_TORCH_XLA", "0")
-
-__all__ = [
-    "ConfigError",
-    "SearchOptions",
-    "TrainConfig",
-    "TrainResult",
-    "__version__",
-    "batch_arithmetic",
-    "describe",
-    "evaluate",
-    "evaluate_adapter",
-    "export",
-    "generate",
-    "launch",
-    "load_config",
-    "plan",
-    "think",
-    "train",
-]
 
 _HOMES = {
     "ConfigError": "tpu_kit.config.loader",
@@ -64,10 +45,12 @@ _HOMES = {
     "train": "tpu_kit.recipes.sft",
 }
 
+__all__ = ["__version__", *_HOMES]
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOMES)}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -1,7 +1,7 @@
-"""The command line: `python -m tpu_kit COMMAND [files] [--flags] [key=value ...]`; each `@command` function is one.
+"""The command line: `python -m tpu_kit COMMAND [files] [--flags] [key=value ...]`, a `@command` function for each.
 
-argparse reads files and flags. A `key=value` sets a field of one of the command's own dataclasses, or else a parameter
-of the run's configuration. A command imports what it needs when it runs: help and refusals come without torch.
+argparse reads files and flags. A `key=value` sets a field of the command's own dataclasses, or else a parameter of the
+run's configuration. A command imports its modules when it runs, so help and refusals do not load torch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tpu_kit.config.schema import parameters
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.generation.options import Sampling, SearchOptions
 
-OK, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: run it again
+OK, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Runs one command; returns the exit code."""
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch-tpu would open the TPU when torch is imported
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if not name.startswith("-") and name not in COMMANDS:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if given is None or not isinstance(error, ValueError | LaunchError):
             raise
-        print(error, file=sys.stderr)  # a replica's failure holds its own traceback; ours would say nothing more
+        print(error, file=sys.stderr)  # the text has the traceback of a failed replica
         return FAILED
 
 
@@ -59,11 +59,11 @@ class Parser(argparse.ArgumentParser):
     """Parses the files and flags of a command; raises ConfigError where argparse would end the process.
 
     Attributes:
-        run: the command; takes what `parse` returns, and returns the exit code.
-        details: exit codes, and what else `--help` says.
+        run: the command; takes the result of `parse`, and returns the exit code.
+        details: exit codes and other text for `--help`.
         flags: its flags, without --help.
         own: the dataclasses of its own `key=value`.
-        others: whether it takes any other `key=value`: parameters of a run or of a notebook.
+        others: whether it takes other `key=value`: parameters of a run or of a notebook.
     """
 
     run: Callable[[argparse.Namespace], int]
@@ -73,11 +73,11 @@ class Parser(argparse.ArgumentParser):
     others = False
 
     def error(self, message: str) -> NoReturn:
-        """Refuses with the form that is right."""
+        """Raises ConfigError with the correct form."""
         raise ConfigError([f"{message}; write {' '.join(self.format_usage().split()[1:])}"])
 
     def format_help(self) -> str:
-        """The text of --help."""
+        """Returns the text of --help."""
         parts = [self.details]
         if own := [str(one) for kind in self.own for one in knobs_of(kind).values()]:
             parts.append("\n".join(["Its own key=value:", *own]))
@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
             note = "(without their section where no other has the name, as in batch_size=2)"
             parts.append(f"Parameters {note}:\n{explain()}")
         elif self.others:
-            parts.append("The other parameters are those of `train`, whose --help lists them.")
+            parts.append("The other parameters are those of `train`; its --help lists them.")
         self.epilog = "\n\n".join(parts)
         return super().format_help()
 
@@ -103,14 +103,7 @@ Run = Callable[[argparse.Namespace], int]
 def command(
     details: str, arguments: Mapping[str, Mapping[str, Any]], own: Sequence[type] = (), others: bool = True
 ) -> Callable[[Run], Run]:
-    """Makes a function a command of its name, and the first line of its docstring the summary.
-
-    Args:
-        details: as in `Parser`.
-        arguments: options of `add_argument`, by file or flag.
-        own: as in `Parser`.
-        others: as in `Parser`.
-    """
+    """Registers a function as a command of its name, with its docstring as the summary."""
 
     def add(run: Run) -> Run:
         made = _COMMANDS.add_parser(
@@ -132,14 +125,14 @@ def parse(name: str, texts: Sequence[str]) -> argparse.Namespace | None:
 
     Args:
         name: of the command, or a flag in its place.
-        texts: what follows it.
+        texts: the arguments after it.
 
     Returns:
-        The files and flags; `config`, the configuration, where the command takes one; `own`, an instance of each of its
+        The files and flags; `config`, if the command takes a configuration; `own`, an instance of each of its
         dataclasses; `settings`, the other `key=value` texts. None after --help or --version.
 
     Raises:
-        ConfigError: what is wrong with flags and values, or a file is missing or one too many.
+        ConfigError: flags or values are wrong, a file is missing, or there are too many files.
     """
     if name.startswith("-") or {"-h", "--help"} & set(texts):
         try:
@@ -171,13 +164,13 @@ def parse(name: str, texts: Sequence[str]) -> argparse.Namespace | None:
 
 
 def _is_pair(text: str) -> bool:
-    """Whether it is `key=value`, not a flag and not a path such as runs/learning_rate=0.1."""
+    """Returns whether a text is `key=value`, and no flag or path such as runs/learning_rate=0.1."""
     key, equals, _ = text.partition("=")
     return bool(equals) and "/" not in key and not key.startswith("-")
 
 
 def _no_such_flag(parser: Parser, flag: str, after: str) -> str:
-    """What is wrong with a flag; of a parameter's name, the form that is right."""
+    """Returns the error text for an unknown flag; for a parameter with dashes, the correct form."""
     given, equals, value = flag.partition("=")
     key = given.lstrip("-").replace("-", "_")
     names = {name for kind in parser.own for name in knobs_of(kind)}
@@ -192,26 +185,23 @@ def _no_such_flag(parser: Parser, flag: str, after: str) -> str:
 
 
 def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) -> tuple[list[Any], list[str]]:
-    """An instance of each dataclass, and the pairs that set no field of them; adds what is wrong to `problems`."""
-    values: dict[type, dict[str, Any]] = {kind: {} for kind in kinds}
-    homes = {name: (values[kind], one) for kind in kinds for name, one in knobs_of(kind).items()}
-    for name, _, text in (pair.partition("=") for pair in pairs if pair.partition("=")[0] in homes):
-        place, one = homes[name]
-        try:
-            place[name] = _value(one, text, place.get(name, ()))
-        except ValueError as error:
-            problems.append(str(error))
-    made = []
+    """Returns an instance of each dataclass, and the pairs that set none of their fields; adds to `problems`."""
+    others, made = list(pairs), []
     for kind in kinds:
+        fields, values = knobs_of(kind), dict[str, Any]()
         try:
-            made.append(kind(**values[kind]))
+            for pair in [pair for pair in pairs if pair.partition("=")[0] in fields]:
+                others.remove(pair)
+                name, _, text = pair.partition("=")
+                values[name] = _value(fields[name], text, values.get(name, ()))
+            made.append(kind(**values))
         except ValueError as error:
             problems.append(str(error))
-    return made, [pair for pair in pairs if pair.partition("=")[0] not in homes]
+    return made, others
 
 
 def _value(one: ConfigField, text: str, before: Sequence[str]) -> Any:
-    """The value of a field; a list has an item for each time that it is given."""
+    """Returns the value of a field; a list has an item for each time that it is given."""
     if get_origin(one.hint) is tuple:
         return one.read((*before, text))
     if one.name == "score" and ":" in text:
@@ -235,7 +225,7 @@ def _plain(name: str, text: str) -> Any:
 
 _CONFIG = {"config": {"nargs": "?", "metavar": "config.yaml", "help": "a file, or the name of a shipped configuration"}}
 _JSON = {"--json": {"action": "store_true", "help": "print JSON, and nothing else"}}
-_ADAPTER = "The folder that training wrote, also in gs://; null = the base model alone."
+_ADAPTER = "The adapter folder of a run, also in gs://; null = the base model."
 
 
 @command(
@@ -254,7 +244,7 @@ def checkpoints(given: argparse.Namespace) -> int:
     return report(given.run, given.verify, given.json)
 
 
-@command("Exit codes: 0 nothing stands in the way of the run, 1 something does, 2 bad configuration.", _CONFIG | _JSON)
+@command("Exit codes: 0 the run can start, 1 it cannot, 2 bad configuration.", _CONFIG | _JSON)
 def doctor(given: argparse.Namespace) -> int:
     """Check this machine for a run, each finding with its fix."""
     from tpu_kit.diagnostics.doctor import report
@@ -265,7 +255,7 @@ def doctor(given: argparse.Namespace) -> int:
 @dataclass
 class _Result:
     adapter: str | None = knob(None, _ADAPTER)
-    out: str | None = knob(None, "A file for the result: of evaluate as JSON, of search as HTML.")
+    out: str | None = knob(None, "A file for the result: JSON from evaluate, HTML from search.")
 
     def __post_init__(self) -> None:
         if self.out and not Path(self.out).absolute().parent.is_dir():
@@ -277,9 +267,9 @@ class _Result:
 
 
 @command(
-    "The held-out rows are those of `train`; those that the training data ask too are left out. generate_rows=200\n"
-    "bounds them, generate_tokens the length of an answer, verifier says what judges it. With an adapter the result\n"
-    "is written as eval.json into the run's folder, unless the one there is of more rows.\n\n"
+    "The held-out rows are those of `train`, without questions that the training data have too. generate_rows=200\n"
+    "limits the rows, generate_tokens the length of an answer; verifier judges it. With an adapter the result is\n"
+    "written as eval.json into the run's folder, unless the eval.json there has more rows.\n\n"
     "Exit codes: 0 done, 1 error, 2 bad arguments.",
     _CONFIG | _JSON,
     (_Result,),
@@ -295,7 +285,7 @@ def evaluate(given: argparse.Namespace) -> int:
     else:
         rows, prompts, seen = evaluation.held_out(given.config)
         found = evaluation.evaluate(given.config, rows, prompts)
-        text = f"{found}\n{seen} rows left out, because the training data ask the same"
+        text = f"{found}\n{seen} rows left out, because the training data have their questions"
         plain = {"base": found.to_dict(), "seen_in_training": seen}
     written = json.dumps(plain, indent=2)
     own.write(written)
@@ -304,8 +294,8 @@ def evaluate(given: argparse.Namespace) -> int:
 
 
 @command(
-    "Exit codes: 0 written and checked, 1 refused, or not the tuned model, 2 bad arguments.",
-    {"run": {"metavar": "RUN_DIR", "help": "what training wrote: a folder, or gs://bucket/run"}, **_JSON},
+    "Exit codes: 0 written and checked, 1 refused, or different from the tuned model, 2 bad arguments.",
+    {"run": {"metavar": "RUN_DIR", "help": "the output of training: a folder, or gs://bucket/run"}, **_JSON},
     (ExportOptions,),
     others=False,
 )
@@ -321,12 +311,12 @@ def export(given: argparse.Namespace) -> int:
 @dataclass
 class _Prompts:
     prompt: tuple[str, ...] = knob((), "The question; may be given several times.")
-    prompts: str | None = knob(None, "A file with more: a text in each line, or .jsonl with a prompt or messages.")
+    prompts: str | None = knob(None, "A file of questions: a text in each line, or .jsonl with a prompt or messages.")
     adapter: str | None = knob(None, _ADAPTER)
-    chat: bool = knob(True, "Whether prompts go through the chat template, or are taken as they stand.")
+    chat: bool = knob(True, "Put prompts through the chat template; false = use them as they are.")
     n: int = knob(1, "Samples of each prompt.", at_least=1)
     rows: int = knob(8, "The most rows of a batch in each replica.", at_least=1)
-    truncate: bool = knob(False, "Leave out the beginning of a prompt that is too long.")
+    truncate: bool = knob(False, "Cut off the beginning of a prompt that is too long.")
 
     def __post_init__(self) -> None:
         found = [*self.prompt, *(_read_prompts(self.prompts) if self.prompts else [])]
@@ -379,10 +369,9 @@ class _Executed:
 
 
 @command(
-    "Another name=value is a parameter, given to each of the notebooks that names it; if none does, to those that\n"
-    "configure a run.\n\n"
-    "Exit codes: 0 all cells ran, 1 one failed, 2 bad arguments, 75 preempted or told to stop: the same command goes\n"
-    "on. A notebook counts as preempted by the result of `train` that a cell shows.",
+    "Another name=value is a parameter of each notebook that has it; if none has, of those that configure a run.\n\n"
+    "Exit codes: 0 all cells ran, 1 one failed, 2 bad arguments, 75 preempted or told to stop: the same command\n"
+    "resumes. A notebook counts as preempted if a cell shows such a result of `train`.",
     {"notebooks": {"nargs": "+", "metavar": "FILE.ipynb"}},
     (_Executed,),
 )
@@ -403,8 +392,8 @@ def _chips(text: str) -> list[str]:
 
 
 @command(
-    "batch_size and remat are kept where they are given and chosen where not. A folder with only a config.json is a\n"
-    "model.\n\nExit codes: 0 the plans are printed (of what does not fit, too), 2 bad arguments.",
+    "batch_size and remat are chosen unless they are given. A folder with only a config.json is a model.\n\n"
+    "Exit codes: 0 the plans are printed (also of runs that do not fit), 2 bad arguments.",
     {
         **_CONFIG,
         "--chip": {
@@ -412,12 +401,12 @@ def _chips(text: str) -> list[str]:
             "help": "chips (v5e), slices (v5litepod-8) or topologies (v5e:2x4) to plan for; v5e by default",
         },
         "--exact": {"action": "store_true", "help": "ask the real TPU compiler; some minutes for each chip"},
-        "--models": {"action": "store_true", "help": "list the models that are known without a network"},
+        "--models": {"action": "store_true", "help": "list the models that need no network"},
         **_JSON,
     },
 )  # fmt: skip
 def plan(given: argparse.Namespace) -> int:
-    """Say before a run which settings fit a TPU, how long it takes and what it costs."""
+    """Find the settings that fit a TPU, their duration and their cost."""
     from tpu_kit.models.architecture import known_models
     from tpu_kit.planning.planner import plan as find
     from tpu_kit.planning.report import report
@@ -463,17 +452,17 @@ def search(given: argparse.Namespace) -> int:
     """\
 sweep.yaml holds:
 
-  fixed: {source: my_rows.jsonl, max_steps: 200}   every run has these
-  grid: {learning_rate: [1e-4, 3e-4], r: [8, 32]}  every combination of these
-  runs: [{learning_rate: 1e-3, r: 4}]              and these sets besides, or in place of a grid
-  dollars_per_hour: 9.6                            of the machine; by default the list price of the TPU here
+  fixed: {source: my_rows.jsonl, max_steps: 200}   parameters of every run
+  grid: {learning_rate: [1e-4, 3e-4], r: [8, 32]}  every combination
+  runs: [{learning_rate: 1e-3, r: 4}]              further sets, or sets without a grid
+  dollars_per_hour: 9.6                            price of the machine; by default the list price of its TPU
   output_dir: runs/rates                           by default the file's name, where `train` would write
 
-Each run has a folder there, with the executed notebook, its log, and all that `train` writes; results.html and
-results.csv beside them are sorted by the loss on held-out rows. The same command again skips what is finished, goes on
-with what was under way, and tries again what failed.
+Each run has a folder with the executed notebook, its log, and the output of `train`; results.html and results.csv
+beside them are sorted by the loss on held-out rows. The same command again skips finished runs, resumes interrupted
+runs, and repeats failed runs.
 
-Exit codes: 0 all finished, 1 some failed, 2 bad arguments, 75 told to stop (the same command goes on).""",
+Exit codes: 0 all finished, 1 some failed, 2 bad arguments, 75 told to stop (the same command resumes).""",
     {"notebook": {"metavar": "notebook.ipynb"}, "sweep": {"metavar": "sweep.yaml"}},
     others=False,
 )
@@ -485,7 +474,7 @@ def sweep(given: argparse.Namespace) -> int:
 
 
 @command(
-    "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted (the same command goes on).",
+    "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted (the same command resumes).",
     _CONFIG | {"--exact": {"action": "store_true", "help": "ask the TPU compiler first whether the batch fits"}},
 )
 def train(given: argparse.Namespace) -> int:
@@ -505,13 +494,13 @@ class _Report:
 
 
 @command(
-    "It needs no download. The configuration says where (device_type, num_replicas); attach the report to an issue\n"
-    "about a TPU.\n\nExit codes: 0 every check passed, 1 one did not, 2 bad arguments.",
+    "It needs no download. device_type and num_replicas select the devices; attach the report to an issue about a\n"
+    "TPU.\n\nExit codes: 0 every check passed, 1 one did not, 2 bad arguments.",
     _CONFIG,
     (_Report,),
 )
 def verify(given: argparse.Namespace) -> int:
-    """Compare this machine's devices with the CPU and measure them; plan and train use what it finds."""
+    """Compare this machine's devices with the CPU and measure them; plan and train use the results."""
     from tpu_kit.diagnostics.verify import report
 
     return report(given.config, given.own[0].report)

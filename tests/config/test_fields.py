@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from tpu_kit.config.fields import (
-    Bounds,
     ConfigError,
     ConfigField,
     closest,
@@ -27,7 +26,7 @@ TOKEN = "hf_" + "abcdefghij" * 4
 
 
 def parameter(hint: Any, default: Any = None, **bounds: float) -> ConfigField:
-    return ConfigField("part.leaf", hint, default, "", Bounds(**bounds))
+    return ConfigField("part.leaf", hint, default, "", bounds)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def test_knobs_of() -> None:
     found = knobs_of(Outer)
     assert list(found) == ["inner.a", "b"]  # without a help text a field is no parameter
     a = found["inner.a"]
-    assert (a.leaf, a.default, a.help, str(a.bounds), a.text_only) == ("a", 1, "The a.", "at least 1", False)
+    assert (a.leaf, a.default, a.help, a.bounds, a.text_only) == ("a", 1, "The a.", {"at_least": 1}, False)
     assert found["b"].text_only
     assert Outer().b == "x"
 

@@ -221,9 +221,9 @@ def test_a_file_of_trl_is_read_as_ours(write: Any, capsys: pytest.CaptureFixture
     told = capsys.readouterr().err.splitlines()
     for text in (
         "per_device_train_batch_size=4 -> optim.batch_size=4", "gradient_checkpointing=true -> optim.remat='full'",
-        "per_device_eval_batch_size=8 is left out: evaluation takes batches of optim.batch_size",
-        "optim='adamw_torch_fused' -> optim.optimizer='adamw'", "max_steps=-1 is left out: it is so by default",
-        "load_in_4bit=false is left out: it is so by default", "deepspeed='' is left out: it is so by default",
+        "per_device_eval_batch_size=8 is ignored: evaluation takes batches of optim.batch_size",
+        "optim='adamw_torch_fused' -> optim.optimizer='adamw'", "max_steps=-1 is ignored: it is the default",
+        "load_in_4bit=false is ignored: it is the default", "deepspeed='' is ignored: it is the default",
     ):  # fmt: skip
         assert f"note: {path}: {text}" in told
     assert not [line for line in told if "learning_rate=" in line], "a name that is ours needs no note"
@@ -245,13 +245,13 @@ def test_a_file_of_axolotl_is_read_as_ours(write: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("save_strategy: epoch", "save_strategy: 'epoch' cannot be read as one of ours; set checkpoint.save_steps"),
+        ("save_strategy: epoch", "save_strategy: 'epoch' has no counterpart here; set checkpoint.save_steps"),
         ("eval_strategy: epoch", "set optim.eval_steps, the updates between evaluations"),
         ("load_in_4bit: true", "bitsandbytes runs on CUDA alone; use model.base_dtype=int4 or int8"),
         ("fp16: true", "a TPU has no float16"),
         ("neftune_noise_alpha: 5", "there is no noise on embeddings here; remove it"),
         ("report_to: mlflow", "set tracking.wandb=online or tracking.tensorboard=true"),
-        ("resume_from_checkpoint: out/checkpoint-5", "checkpoint.resume=auto goes on from the newest checkpoint"),
+        ("resume_from_checkpoint: out/checkpoint-5", "checkpoint.resume=auto resumes from the newest checkpoint"),
         ("val_set_size: 0.05", "set data.eval_rows to a number of rows"),
         ("adapter: qlora", "set lora.r; for qlora also model.base_dtype=int4"),
         ("datasets: [{path: a}, {path: b}]", "set data.source to one source"),
@@ -337,7 +337,7 @@ def test_shipped_configs_are_valid_and_found_by_name(
         ("run_name: a\nrun_name: b\n", ", line 2: not valid YAML: found duplicate key run_name; correct it there"),
         ("- 1\n- 2\n", ": holds a list; write `section:` and `key: value` lines"),
         ("run_name: ${nowhere}\n",
-         ": Interpolation key 'nowhere' not found; correct it there (a ${ that is meant as text is written \\${)"),
+         ": Interpolation key 'nowhere' not found; correct it there (write \\${ for a ${ that is text)"),
         ("run_name: ${broken\n", ": "),
         ("run_name: !!python/object:os.system a\n", ", line 1: not valid YAML: could not determine a constructor"),
     ],

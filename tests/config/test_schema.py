@@ -38,8 +38,8 @@ def test_defaults_are_a_valid_run() -> None:
     ("values", "text"),
     [
         ({"model__revision": "main"},
-         "model.revision: 'main' says nothing of the embedded model; remove it or set model.name"),
-        ({"model__gguf_file": "a.gguf"}, "model.gguf_file: 'a.gguf' says nothing of the embedded model; "),
+         "model.revision: 'main' has no effect on the embedded model; remove it or set model.name"),
+        ({"model__gguf_file": "a.gguf"}, "model.gguf_file: 'a.gguf' has no effect on the embedded model; "),
         ({"lora__r": 0, "lora__dora": True},
          "lora.dora: true needs adapters, and lora.r=0 has none; remove it or set lora.r=16"),
         ({"lora__r": 0, "lora__rslora": True}, "lora.rslora: true needs adapters, "),
@@ -54,7 +54,7 @@ def test_defaults_are_a_valid_run() -> None:
         ({"data__max_length": 100, "model__attention": "flash"}, "data.max_length: 100 is no multiple of 128, as "
          "model.attention=flash needs; use 128"),
         ({"data__eval_split": "train"},
-         "data.eval_split: 'train' is what is trained on; name another split, or null to hold out eval_rows"),
+         "data.eval_split: 'train' is the training split; name another split, or null to hold out eval_rows"),
         ({"data__eval_rows": 0, "optim__eval_steps": 5},
          "optim.eval_steps: 5 needs rows to evaluate on, but data.eval_rows=0; "
          "remove that, or set data.eval_source or data.eval_split"),

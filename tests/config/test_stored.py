@@ -71,8 +71,8 @@ def test_what_cannot_be_used_is_noted(later: None, tmp_path: Path, capsys: pytes
     file.write_text(yaml.safe_dump(values))
     assert load_stored(file).lora.r == 3
     assert capsys.readouterr().err.splitlines() == [
-        f"note: {file}: optim.nesterov=true is left out: tpu_kit 9.2 removed it, and acts as false",
-        f"note: {file}: optim.unheard_of=[1, 2] is left out: this tpu_kit has no such parameter",
+        f"note: {file}: optim.nesterov=true is ignored: tpu_kit 9.2 removed it, and behaves as false",
+        f"note: {file}: optim.unheard_of=[1, 2] is ignored: this tpu_kit has no such parameter",
     ]
     with pytest.raises(ConfigError, match=r"optim.unheard_of: no such parameter"):  # a user's file is read strictly
         load_config(file)
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(
     assert said.out == (
         f"resumed          from step 4, {found.path}; optim.max_steps is 6, was 5; optim.mlp_tile is 2048, was 77\n"
     )
-    assert said.err.startswith(f"note: {found.path}: optim.unheard_of=1 is left out")
+    assert said.err.startswith(f"note: {found.path}: optim.unheard_of=1 is ignored")
     other = load_config(None, {"r": 4, "max_steps": 6, "output_dir": str(tmp_path)})
     for refuse in (lambda: refuse_early(other), lambda: check_resume(found, other, 4, "f", total=6, quiet=True)):
         with pytest.raises(ValueError, match=r"is of another run:\n  lora.r: 3 there, 4 now\nSet these back"):

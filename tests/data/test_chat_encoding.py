@@ -207,7 +207,7 @@ def test_a_turn_whose_end_is_not_certain_is_refused() -> None:
     (learnt,) = (text for text, loss in spans(COT, tokenizer) if loss)
     assert learnt.endswith(REPLY + "<|return|>")
     with pytest.raises(
-        RowError, match=r"the end of message 1 is not certain: give the template {% generation %} markers"
+        RowError, match=r"the end of message 1 is uncertain: give the template {% generation %} markers"
     ):
         encode(CHAT, tokenizer)
 
@@ -252,7 +252,7 @@ def test_an_answer_without_reasoning_is_left_as_the_template_writes_it() -> None
 
 def test_a_template_that_rewrites_history_is_refused() -> None:
     template = "{{ messages | length }}" + CHATML
-    with pytest.raises(RowError, match="renders what precedes message 1 in another way once more follows"):
+    with pytest.raises(RowError, match="renders the text before message 1 differently when more follows"):
         encode(CHAT, tiny_tokenizer(template))
 
 

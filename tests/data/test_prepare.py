@@ -160,7 +160,7 @@ def test_questions_of_another_evaluation_source_that_were_trained_on_are_dropped
     assert (made.eval_report.rows_read, made.eval_report.seen_in_training) == (11, 10)
     assert made.report.held_out == 0
     Dataset.from_list(ROWS[:10]).to_json(path)
-    with pytest.raises(ValueError, match=r"every question of the evaluation rows .* is in the train rows too"):
+    with pytest.raises(ValueError, match=r"every question of the evaluation rows .* is in the training rows too"):
         run(eval_source=path)
 
 
@@ -229,7 +229,7 @@ def with_bad_rows() -> list[dict[str, Any]]:
 
 def test_bad_rows_are_skipped_counted_and_shown() -> None:
     rows = with_bad_rows()
-    with pytest.raises(ValueError, match=r"3 of 23 rows .*or leave them out with data.on_bad_row=skip"):
+    with pytest.raises(ValueError, match=r"3 of 23 rows .*or skip them with data.on_bad_row=skip"):
         run(rows)
     made = run(rows, on_bad_row="skip")
     report = made.report
@@ -262,7 +262,7 @@ def test_no_more_than_half_of_the_rows_are_skipped() -> None:
     empty = {"question": "q", "reasoning": "r", "answer": ""}
     good = [row | {"answer": "a"} for row in ROWS[:4]]
     assert run([*good, *[empty] * 4], on_bad_row="skip").report.skipped == 4
-    text = r"5 of 9 rows cannot be used: row 4: .*data.on_bad_row=skip leaves out no more than half of the rows"
+    text = r"5 of 9 rows cannot be used: row 4: .*data.on_bad_row=skip skips at most half of the rows"
     with pytest.raises(ValueError, match=text):
         run([*good, *[empty] * 5], on_bad_row="skip")
 

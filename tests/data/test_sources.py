@@ -109,7 +109,7 @@ def test_embedded() -> None:
         ("a.xml", "<a/>", "the name must end in .jsonl, .json"),
         ("a.csv", "question,answer,answer\nq,1,2\n", "a.csv: column answer occurs twice; rename one of them"),
         ("a.csv", "question,answer\nq,1,x\n", "a.csv, line 2: 3 cells, and the header has 2"),
-        ("a.csv", 'a,b\n"q,1\nq,2\n', "a.csv, line 2: the quotes of a cell are not in order .*unexpected end of data"),
+        ("a.csv", 'a,b\n"q,1\nq,2\n', "a.csv, line 2: the quotes of a cell do not match .*unexpected end of data"),
         ("a.csv", b"a,b\nq,1\ncaf\xe9,1\n", "a.csv, line 3: not UTF-8 .*; save the file as UTF-8"),
         ("a.jsonl", b'{"a": "q"}\n{"a": "caf\xe9"}\n', "a.jsonl, line 2: not UTF-8 .*; save the file as UTF-8"),
         ("a.jsonl", '{"a": 1}\n'.encode("utf-16"), "a.jsonl, line 1: not UTF-8"),
@@ -170,7 +170,7 @@ def test_rows_that_cannot_be_read_are_counted_or_kept_with_their_reason(tmp_path
     source = str(tmp_path / "*.jsonl")
     text = (
         r"\*.jsonl: 6 of 11 rows cannot be read: a.jsonl, line 1: a row must be an object, not null; .*"
-        r"a.jsonl, line 4: [^;]*; b.jsonl, line 4: [^;]*not a list; and 1 more. Mend .* data.on_bad_row=skip"
+        r"a.jsonl, line 4: [^;]*; b.jsonl, line 4: [^;]*not a list; and 1 more. Correct .* data.on_bad_row=skip"
     )
     with pytest.raises(ValueError, match=text):
         load_rows(source)
@@ -180,7 +180,7 @@ def test_rows_that_cannot_be_read_are_counted_or_kept_with_their_reason(tmp_path
     assert places(source, "train", [4, 9, 10]) == ["a.jsonl, line 6", "b.jsonl, line 4", "b.jsonl, line 5, column 2"]
     assert places(source, "train[4:]", [0, 5]) == ["a.jsonl, line 6", "b.jsonl, line 4"]
     assert len(load_rows(source, "train[4:9]")) == 5
-    with pytest.raises(ValueError, match=r"4 of 4 rows cannot be read: a.jsonl, line 1.* Mend or delete them$"):
+    with pytest.raises(ValueError, match=r"4 of 4 rows cannot be read: a.jsonl, line 1.* Correct or delete them$"):
         load_rows(source, "train[:4]", skip=True)
     assert not list((tmp_path / "cache").rglob("*.part"))
 

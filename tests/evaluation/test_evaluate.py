@@ -115,7 +115,7 @@ def test_compare_without_answers_to_judge() -> None:
 
 
 def test_compare_wants_the_same_rows_and_bounds() -> None:
-    with pytest.raises(ValueError, match="not of the same rows; evaluate both on the same rows"):
+    with pytest.raises(ValueError, match="have different rows; evaluate both on the same rows"):
         compare(evaluation(True, True), evaluation(True))
     with pytest.raises(ValueError, match="answers of 64 tokens and the other of 32; evaluate both with one"):
         compare(evaluation(True), evaluation(True, limit=32))
@@ -378,7 +378,7 @@ def test_a_verifier_that_raises_costs_its_row_alone(tmp_path: Path, prepared: Pr
     shown = str(both)
     assert rows[4]["question"] in shown and "base, not judged, the verifier raised KeyError: 'target':" in shown
     assert re.search(r"not judged \(error\) +1 +1\n", shown)
-    assert "3 rows left out, because the training data ask the same" in shown
+    assert "3 rows left out, because the training data have their questions" in shown
     plain = json.loads(json.dumps(both.to_dict(), allow_nan=False))
     assert (plain["base"]["failed"], plain["seen_in_training"]) == (1, 3)
     assert plain["samples"][4]["tuned"]["error"] == "KeyError: 'target'" and "error" not in plain["samples"][0]["tuned"]
@@ -411,7 +411,7 @@ def test_questions_that_training_asks_too_are_left_out(mixed: tuple[TrainConfig,
     assert (found.seen_in_training, len(found.base.samples)) == (2, 3)
     assert json.loads((adapter.parent / "eval.json").read_text()) == json.loads(json.dumps(found.to_dict()))
     assert found.base.perplexity != found.tuned.perplexity
-    assert "2 rows left out, because the training data ask the same" in str(found)
+    assert "2 rows left out, because the training data have their questions" in str(found)
 
 
 def test_the_command(mixed: tuple[TrainConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -443,7 +443,7 @@ def test_an_evaluation_of_fewer_rows_keeps_the_larger_one(
     monkeypatch.setattr(evaluate_module, "answer", of_nothing)
     evaluate_adapter(run, adapter)  # of 3 rows
     assert (adapter.parent / "eval.json").read_text() == before
-    assert "eval.json stays: it is of 4 rows, and this is of 3" in capsys.readouterr().err
+    assert "eval.json stays: it has 4 rows, and this evaluation 3" in capsys.readouterr().err
     found = evaluate_adapter(run, adapter, replace=True)
     assert len(json.loads((adapter.parent / "eval.json").read_text())["samples"]) == len(found.base.samples) == 3
 
@@ -457,5 +457,5 @@ def of_nothing(config: Any, asks: Any, rows: Any, **_: Any) -> Answers:
 def test_rows_and_prompts_must_pair() -> None:
     with pytest.raises(ValueError, match="1 rows and 2 prompts: there must be one prompt for each row"):
         evaluate(config(), [{}], ["a", "b"])
-    with pytest.raises(ValueError, match=r"no rows to evaluate on; hold some out with data\.eval_rows"):
+    with pytest.raises(ValueError, match=r"no rows to evaluate on; hold out rows with data\.eval_rows"):
         evaluate(config(), [], [])

@@ -62,7 +62,7 @@ def test_how_likely_continuations_are(model: Requests, config: TrainConfig, stoc
     with pytest.raises(ValueError, match="request 0: the continuation '' is empty"):
         model.loglikelihood([Request(("a", ""))])
     with pytest.raises(
-        ValueError, match=r"request 1: its \d+ tokens are more than the \d+ positions of the model; leave"
+        ValueError, match=r"request 1: its \d+ tokens are more than the \d+ positions of the model; cut"
     ):
         model.loglikelihood([Request(("a", " b")), Request(("a " * 9000, " b"))])
 
@@ -100,7 +100,7 @@ def test_texts_up_to_their_stop_strings(model: Requests) -> None:
     first, cut, again, drawn = model.generate_until([Request((context, given)) for given in options])
     assert first == again and "5" not in cut and isinstance(drawn, str)
     assert first.startswith(cut)
-    with pytest.raises(ValueError, match="generation options num_beams: the generator has none of that name"):
+    with pytest.raises(ValueError, match="generation options num_beams: the generator does not have them"):
         model.generate_until([Request((context, {"num_beams": 4}))])
 
 

@@ -141,7 +141,7 @@ def test_what_a_verifier_raises_is_told() -> None:
     assert judge({"answer": "1"}, "1", OTHER, broken) == Verdict(None, "KeyError: 'target'")
     assert judge({"answer": "1", "target": "x"}, "<think>y</think>x 1", OTHER, broken) == Verdict(True)
     found = judge({"answer": "1"}, "1", OTHER, lambda row, answer: "yes")
-    assert found == Verdict(None, "TypeError: it gave 'yes'; it must give True, False, a share of 1, or None")
+    assert found == Verdict(None, "TypeError: it returned 'yes'; return True, False, a number up to 1, or None")
 
 
 @pytest.mark.parametrize(("given", "correct"), [(1.0, True), (0.99, False), (1, True), (0, False), (None, None)])
@@ -198,7 +198,6 @@ def test_reasoning_gym_scores_the_answer_alone() -> None:
 ANSWERS = [
     # braces within the box
     ("3/4", r"\boxed{\frac{3}{4}}", True),
-    ("4", r"\boxed{\frac{3}{4}}", False),
     (r"\frac{3}{4}", "0.75", True),
     (r"\frac{3}{4}", r"\boxed{\dfrac{3}{4}}", True),
     (r"\dfrac34", r"\boxed{\tfrac{3}{4}}", True),
@@ -210,12 +209,10 @@ ANSWERS = [
     ("1 1/2", "3/2", True),
     (r"\sqrt{2}", r"\boxed{\sqrt{2}}", True),
     (r"\sqrt{2}", r"\boxed{\sqrt2}", True),
-    ("2", r"\boxed{\sqrt{2}}", False),
     (r"2\sqrt{3}", r"\boxed{2 \sqrt{3}}", True),
     (r"2\sqrt{3}", r"\boxed{3\sqrt{2}}", False),
     ("3", r"\boxed{2\sqrt{3}}", False),
     (r"\frac{\sqrt{3}}{2}", r"\boxed{\dfrac{\sqrt{3}}{2}}", True),
-    ("2", r"\boxed{\frac{\sqrt{3}}{2}}", False),
     (r"\pi", r"\boxed{\pi}", True),
     ("Paris", r"\boxed{\text{Paris}}", True),
     ("Paris", r"\boxed{\text{London}}", False),
@@ -231,7 +228,6 @@ ANSWERS = [
     ("7", r"\boxed{7} and so \boxed{\frac{1", True),  # the second box is not closed
     ("4", r"\boxed{\boxed{4}}", True),
     # currencies, percent, units
-    ("56", "$5 $6", False),
     ("56", "5 6", False),
     ("5", "$5", True),
     ("$5", "5", True),
@@ -272,19 +268,15 @@ ANSWERS = [
 ]
 
 NUMERIC = [
-    ("4", r"\boxed{\frac{3}{4}}", False),
     ("0.75", r"\boxed{\frac{3}{4}}", True),
     ("0.75", r"so it is $\frac{3}{4}$ of a cup", True),
-    ("2", r"\boxed{\sqrt{2}}", False),
     ("2", r"it is $\sqrt{2}$", False),
-    ("2", r"\boxed{\frac{\sqrt{3}}{2}}", False),
     ("3", r"\boxed{\sqrt{2 + 3}}", False),
     ("5", r"5 apples, so $3\sqrt{2}$", False),
     ("2", r"\boxed{x^2}", False),
     ("2", "y = 2x", False),
     ("10", r"2x = 10", True),
     ("6", "$5 $6", True),
-    ("56", "$5 $6", False),
     ("1500", "about 1.5e3 apples", True),
     ("1500", r"that is 1.5 \times 10^{3} m", True),
     ("5", r"\boxed{5\text{ cm}}", True),
@@ -294,6 +286,13 @@ NUMERIC = [
     ("45", r"It costs $45$.", True),
     ("90", r"the angle is $90^\circ$", True),
     ("3", "1/0, 3", True),
+]
+
+BOTH = [
+    ("4", r"\boxed{\frac{3}{4}}", False),
+    ("2", r"\boxed{\sqrt{2}}", False),
+    ("2", r"\boxed{\frac{\sqrt{3}}{2}}", False),
+    ("56", "$5 $6", False),
 ]
 
 CHOICE = [
@@ -309,7 +308,11 @@ CHOICE = [
     (r"\text{B}", "(b) Paris", True),
 ]
 
-ALL = [(rule, *pair) for rule, pairs in (("auto", ANSWERS), ("numeric", NUMERIC), ("choice", CHOICE)) for pair in pairs]
+ALL = [
+    (rule, *pair)
+    for rule, pairs in (("auto", ANSWERS + BOTH), ("numeric", NUMERIC + BOTH), ("choice", CHOICE))
+    for pair in pairs
+]
 
 
 @pytest.mark.parametrize(("rule", "expected", "text", "correct"), ALL)

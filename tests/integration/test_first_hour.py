@@ -179,7 +179,7 @@ MISTAKES: dict[str, tuple[Mapping[str, str | bytes], list[str], str]] = {
     ),
     "an empty answer": (
         {"gap.jsonl": lines(*ROWS, {"question": "And?", "answer": ""})}, ["source=gap.jsonl"],
-        "column 'answer' is empty (gap.jsonl, line 61). Mend or drop them, or leave them out with data.on_bad_row=skip",
+        "column 'answer' is empty (gap.jsonl, line 61). Correct or delete them, or skip them with data.on_bad_row=skip",
     ),
     "a line that is no JSON": (
         {"bad.jsonl": lines(*ROWS) + "{'question': 1}\n"}, ["source=bad.jsonl"],
@@ -201,7 +201,7 @@ MISTAKES: dict[str, tuple[Mapping[str, str | bytes], list[str], str]] = {
     "no TPU here": ({}, [MINE, "device_type=tpu"], "launch.device_type=xla-cpu rehearses the same code on this CPU"),
     "a prompt without a reply": (
         {"ask.jsonl": lines(*({"messages": chat(a, b)[:1]} for a, b in PAIRS))}, ["source=ask.jsonl"],
-        "has no assistant turn, so nothing to learn from",
+        "has no assistant turn, so there is nothing to learn",
     ),
     "answers to plain text": (
         {"t.jsonl": lines(*({"text": r["question"]} for r in ROWS))}, ["source=t.jsonl", "generate_rows=4"],

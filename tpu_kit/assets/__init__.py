@@ -1,5 +1,5 @@
-"""The embedded model, the shapes of known models, and the word problems that the kit trains on without a download.
+"""The embedded model, its word problems, and the shapes of known models; nothing here needs a download.
 
-Offers `embedded` (the model, its tokenizer and its rows). What makes these files lies beside them.
+Offers `embedded` (the model, its tokenizer and its rows). `make_embedded` makes the model.
 Must not know any other room.
 """

@@ -1,11 +1,11 @@
 """The embedded default: a tiny pre-trained model and chain-of-thought word problems for it, with no download.
 
-`model.name=embedded data.source=embedded` runs the whole pipeline anywhere. The model, which `assets/make_embedded.py`
-made, knows number facts, the vocabulary and one-step sums, and answers longer problems at once, mostly wrongly. What
-fine-tuning on `cot_rows` teaches is to write the steps down first, and `is_correct` measures how far that got.
+`model.name=embedded data.source=embedded` runs the whole pipeline on any machine. `assets/make_embedded.py` made the
+model: it knows number facts, the vocabulary and one-step sums, and answers longer problems at once, mostly wrongly.
+Fine-tuning on `cot_rows` teaches it to write the steps down first, and `is_correct` measures the result.
 
-Problems are made by code from a seed. Every question belongs to one split by a hash of its text, so no question of the
-held-out split can occur in the train split, whatever the seeds and the numbers of rows.
+Code generates the problems from a seed. A hash of its text gives the split of a question, so no question of the
+held-out split is in the training split, whatever the seeds and the numbers of rows.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-LIMIT = 60  # no number in a problem, nor in its steps, is larger: the tiny model knows its facts up to here
+LIMIT = 60  # the largest number in a problem and its steps: the tiny model knows number facts up to it
 NAMES = (
     "Tom", "Mia", "Ben", "Ana", "Leo", "Eva", "Sam", "Zoe", "Max", "Ida", "Kim", "Roy",
     "Amy", "Dan", "Lea", "Ian", "Joy", "Ned", "Uma", "Ray",
@@ -41,17 +41,17 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
 ACTIVITIES = (("reads", "pages"), ("runs", "laps"), ("paints", "tiles"), ("writes", "lines"), ("bakes", "cakes"))
 TIMES = {2: "twice", 3: "three times"}
 
-_HELD_OUT_SHARE = 5  # one question in five belongs to the held-out split
+_HELD_OUT_SHARE = 5  # one question in five is held out
 _MAX_ATTEMPTS = 200  # draws per row before giving up on finding a question that is new
 _ANSWER_END = re.compile(r"<\|(?:end|pad)\|>")
 
 
 class _OutOfRange(Exception):
-    """A draw whose steps leave 1..LIMIT; the caller draws again."""
+    """The steps of a draw leave 1..LIMIT; the caller draws again."""
 
 
 def _step(a: int, sign: str, b: int) -> tuple[str, int]:
-    """Return one written step, such as `("12 + 7 = 19", 19)`.
+    """Returns one written step and its result, such as `("12 + 7 = 19", 19)`.
 
     Raises:
         _OutOfRange: the result is not a whole number of 1..LIMIT.
@@ -71,7 +71,7 @@ Problem = tuple[str, list[str], int]
 
 
 def _ledger(rng: random.Random) -> Problem:
-    """Something is gained and lost, two or three times."""
+    """A problem of two or three gains and losses."""
     name, item = rng.choice(NAMES), rng.choice(ITEMS)
     start = total = rng.randint(3, 30)
     events, lines = [], []
@@ -86,7 +86,7 @@ def _ledger(rng: random.Random) -> Problem:
 
 
 def _groups(rng: random.Random) -> Problem:
-    """Equal groups, some more, some lost."""
+    """A problem of equal groups, perhaps a gain, and a loss."""
     name, item, holder = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(HOLDERS)
     groups, each, more, lost = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 20), rng.randint(2, 20)
     verb = rng.choice(LOSSES)
@@ -102,8 +102,17 @@ def _groups(rng: random.Random) -> Problem:
     return f"{text}. {name} {verb} {lost}. How many {item} are left?", lines, total
 
 
+def _add_up(amounts: list[int], lines: list[str]) -> int:
+    """Adds the steps of a sum to `lines`; returns the sum."""
+    total = amounts[0]
+    for amount in amounts[1:]:
+        written, total = _step(total, "+", amount)
+        lines.append(f"Together {written}.")
+    return total
+
+
 def _compare(rng: random.Random) -> Problem:
-    """Two or three people hold amounts told by comparison; how many do they have together?"""
+    """A problem of two or three compared amounts and their sum."""
     people, item = rng.sample(NAMES, rng.choice((2, 3, 3))), rng.choice(ITEMS)
     amounts = [rng.randint(2, 20)]
     text, lines = [f"{people[0]} has {amounts[0]} {item}."], []
@@ -120,15 +129,12 @@ def _compare(rng: random.Random) -> Problem:
         text.append(f"{name} has {told}.")
         lines.append(f"{name} has {written}.")
         amounts.append(amount)
-    total = amounts[0]
-    for amount in amounts[1:]:
-        written, total = _step(total, "+", amount)
-        lines.append(f"Together {written}.")
+    total = _add_up(amounts, lines)
     return f"{' '.join(text)} How many {item} do they have together?", lines, total
 
 
 def _money(rng: random.Random) -> Problem:
-    """Some of one thing and one of another are bought; what is given back?"""
+    """A problem of a purchase and its change."""
     name, many, single = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(SINGLES)
     count, price, other = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 20)
     product, cost = _step(count, "*", price)
@@ -148,7 +154,7 @@ def _money(rng: random.Random) -> Problem:
 
 
 def _share(rng: random.Random) -> Problem:
-    """Two people put what they have together and share it out equally."""
+    """A problem of two amounts that are shared equally."""
     (first, second), item, holder = rng.sample(NAMES, 2), rng.choice(ITEMS), rng.choice(HOLDERS)
     holders, each = rng.randint(2, 9), rng.randint(2, 15)
     a = rng.randint(2, max(2, holders * each - 2))
@@ -165,7 +171,7 @@ def _share(rng: random.Random) -> Problem:
 
 
 def _days(rng: random.Random) -> Problem:
-    """An amount on each of two or three days, told by comparison with the day before; how many in all?"""
+    """A problem of amounts on two or three days, each compared with the day before, and their sum."""
     name, (verb, item), start = rng.choice(NAMES), rng.choice(ACTIVITIES), rng.randint(0, 2)
     days = DAYS[start : start + rng.choice((2, 3, 3))]
     amounts = [rng.randint(2, 20)]
@@ -177,10 +183,7 @@ def _days(rng: random.Random) -> Problem:
         text.append(f"{difference} {kind} on {day}")
         lines.append(f"On {day} {written}.")
         amounts.append(amount)
-    total = amounts[0]
-    for amount in amounts[1:]:
-        written, total = _step(total, "+", amount)
-        lines.append(f"Together {written}.")
+    total = _add_up(amounts, lines)
     story = f"{', '.join(text[:-1])} and {text[-1]}"
     return f"{story}. How many {item} is that in all?", lines, total
 
@@ -195,27 +198,27 @@ FAMILIES: dict[str, Callable[[random.Random], Problem]] = {
 }
 
 
-def split_of(question: str) -> str:
-    """Return the one split, "train" or "eval", that a question's text belongs to."""
-    return "train" if hashlib.sha256(question.encode()).digest()[0] % _HELD_OUT_SHARE else "eval"
+def split_of(question: str, held_out_share: int = _HELD_OUT_SHARE) -> str:
+    """Returns the split of a question, "train" or "eval", by a hash of its text; one in `held_out_share` is "eval"."""
+    return "train" if hashlib.sha256(question.encode()).digest()[0] % held_out_share else "eval"
 
 
 def cot_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
-    """Make `n` word problems of two to four steps, each with its rationale and its answer.
+    """Generates `n` word problems of two to four steps with rationale and answer.
 
-    The same arguments give the same rows on every machine; no question occurs twice in one call, and none of one split
-    occurs in the other. The families of problems take turns.
+    The same arguments give the same rows on every machine. No question occurs twice in one call, or in both splits. The
+    families of problems take turns.
 
     Args:
-        split: "train" or "eval" (held out: the pre-training corpus has none of these questions either).
+        split: "train" or "eval" (held out, also from the pre-training corpus).
         n: number of rows.
         seed: another seed gives other rows of the same split.
 
     Returns:
-        Rows `dict(question, reasoning, answer)`; `reasoning` has one step a line, `answer` is a whole number of 1..60.
+        Rows `dict(question, reasoning, answer)`; `reasoning` has one step per line, `answer` is an integer of 1..60.
 
     Raises:
-        ValueError: an unknown split, a negative `n`, or more rows than there are problems to be drawn.
+        ValueError: an unknown split, a negative `n`, or more rows than there are problems.
     """
     if split not in ("train", "eval"):
         raise ValueError(f'split must be "train" or "eval", got {split!r}')
@@ -242,16 +245,15 @@ def cot_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def is_correct(row: dict[str, str], text: str, think_open: str = "<think>", think_close: str = "</think>") -> bool:
-    """Say whether a model's reply ends in the row's answer.
+    """Returns whether a model's reply ends in the row's answer.
 
-    The rule: what counts is the text after the last `think_close`, or all of it when there is no thinking at all, up to
-    the first end-of-turn or padding token. Without surrounding white space and one closing full stop it must equal
-    `row["answer"]` exactly. A reply still thinking when it ended (opened, never closed) is wrong. The rationale itself
-    is not judged.
+    The final part is the text after the last `think_close` (the whole text without tags), up to the first end-of-turn
+    or padding token. Without surrounding white space and one closing full stop it must equal `row["answer"]`. A reply
+    that ends within its reasoning is wrong. The rationale is not judged.
 
     Args:
         row: a row of `cot_rows`, or any dict with an "answer".
-        text: what the model wrote after the prompt, decoded with or without special tokens.
+        text: the reply, decoded with or without special tokens.
         think_open: the tag that opens the rationale.
         think_close: the tag that closes it.
     """
@@ -263,10 +265,10 @@ def is_correct(row: dict[str, str], text: str, think_open: str = "<think>", thin
 
 
 def model_dir() -> Path:
-    """Return the folder of the embedded model: weights, config, tokenizer and chat template.
+    """Returns the folder of the embedded model: weights, config, tokenizer and chat template.
 
     Raises:
-        ValueError: a file is missing, so the package was installed without its data.
+        ValueError: a file is missing, because the package was installed without its data.
     """
     missing = [name for name in FILES if not (ASSETS / name).is_file()]
     if missing:

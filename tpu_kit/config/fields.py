@@ -1,11 +1,12 @@
-"""Documented, bounded dataclass fields, and how plain values from YAML, a shell or a notebook become theirs.
+"""Declares documented, bounded dataclass fields, and converts plain values from YAML, a shell or a notebook to them.
 
-It knows nothing of training: schema.py says which parameters there are, this module how one is read and refused.
+This module knows nothing about training; schema.py declares the parameters.
 """
 
 import difflib
 import math
 import numbers
+import operator
 import os
 import re
 import types
@@ -17,9 +18,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 T = TypeVar("T")
 
 _SHOWN = 50  # problems in the text of an error
+_BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 _SECRET_NAME = re.compile(r"(token|secret|passw(or)?d|credentials?|(api|access|private)[_-]?keys?)$", re.IGNORECASE)
-# Only shapes that nothing else has: a W&B key of 40 hexadecimal digits looks like a commit, as model.revision may be.
+# Only unmistakable forms: a W&B key of 40 hexadecimal digits looks like a commit, which model.revision may be.
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-[\w-]{20,}|AIza[\w-]{30,}|AKIA[A-Z0-9]{16})"
     r"|://[^/\s:@]+:[^/\s@]+@"
@@ -31,7 +33,7 @@ SECRET_ADVICE = (
 
 
 class ConfigError(ValueError):
-    """All that is wrong with a configuration, at once.
+    """All problems of a configuration at once.
 
     Attributes:
         problems: one text per problem, each naming the parameter, its value and the fix.
@@ -47,53 +49,27 @@ class ConfigError(ValueError):
         return type(self), (self.problems,)  # the default would rebuild it from the joined text
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The numbers that a field takes; texts and None are outside its reach."""
+def knob(default: T, help: str, **bounds: float) -> T:
+    """Declares a dataclass field.
 
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-
-    def __contains__(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return True
-        return (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        limits = {name.replace("_", " "): limit for name, limit in vars(self).items() if limit is not None}
-        return " and ".join(f"{name} {limit}" for name, limit in limits.items())
-
-
-def knob(
-    default: T,
-    help: str,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> T:
-    """Declare a dataclass field with its default, what it means and which numbers it takes."""
-    metadata = {"help": help, "bounds": Bounds(at_least, above, at_most, below)}
-    return field(default=default, metadata=metadata)
+    Args:
+        default: its default.
+        help: its meaning; --help prints it.
+        bounds: the numbers that it takes: at_least, above, at_most, below. Texts and None have no bounds.
+    """
+    assert bounds.keys() <= _BOUNDS.keys(), bounds
+    return field(default=default, metadata={"help": help, "bounds": bounds})
 
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One parameter as it was declared; `name` is dotted, such as `optim.batch_size`."""
+    """One declared parameter; `name` is dotted, such as `optim.batch_size`."""
 
     name: str
     hint: Any
     default: Any
     help: str
-    bounds: Bounds
+    bounds: Mapping[str, float]
 
     @property
     def leaf(self) -> str:
@@ -102,18 +78,18 @@ class ConfigField:
 
     @property
     def text_only(self) -> bool:
-        """Whether text is all it takes (besides null), so that the shell's text is the value and no YAML is read."""
+        """Whether it takes only text and null, so that the shell's text is the value and not YAML."""
         return all(m in (str, types.NoneType) or get_origin(m) is Literal for m in _members(self.hint))
 
     def __str__(self) -> str:
-        kind = ", ".join(filter(None, (wanted(self.hint), str(self.bounds))))
+        kind = ", ".join(filter(None, (wanted(self.hint), self._limits())))
         return f"  {self.name}={show(self.default)}  ({kind})\n      {self.help}"
 
     def read(self, value: object) -> Any:
-        """Return `value` in the declared type.
+        """Returns `value` in the declared type.
 
         Raises:
-            ValueError: of another type, out of bounds, or it looks like a secret; the text is ready for the user.
+            ValueError: the value has another type, is out of bounds, or looks like a secret.
         """
         if _SECRET_VALUE.search(str(value)):
             raise ValueError(f"{self.name}: the value looks like a secret; {SECRET_ADVICE}")
@@ -123,15 +99,20 @@ class ConfigField:
         if not all(map(_is_writable, _texts(result))):
             text = "holds a character that no file can (NUL, or one of half a pair)"
             raise ValueError(f"{self.name}: {show(value)} {text}; remove it")
-        if result not in self.bounds:
-            raise ValueError(
-                f"{self.name}: {show(value)} is out of range; give a number {self.bounds} (the default is "
-                f"{show(self.default)})"
-            )
-        if isinstance(result, int | float) and not _is_computable(result):
-            limits = "below 2**32" if isinstance(result, int) else "that float32 holds: 0, or 1.2e-38 to 3.4e38 in size"
-            raise ValueError(f"{self.name}: {show(value)} is out of range; give a number {limits}")
+        if isinstance(result, int | float) and not isinstance(result, bool):
+            limits = ""
+            if not all(_BOUNDS[name](result, limit) for name, limit in self.bounds.items()):
+                limits = f"{self._limits()} (the default is {show(self.default)})"
+            elif isinstance(result, int) and abs(result) >= 2**32:  # devices count in 32 bits
+                limits = "below 2**32"
+            elif isinstance(result, float) and result != 0 and not 1.2e-38 <= abs(result) <= 3.4e38:
+                limits = "that float32 holds: 0, or 1.2e-38 to 3.4e38 in size"
+            if limits:
+                raise ValueError(f"{self.name}: {show(value)} is out of range; give a number {limits}")
         return result
+
+    def _limits(self) -> str:
+        return " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in self.bounds.items())
 
     def _fix(self, value: object) -> str:
         choices = [c for m in _members(self.hint) if get_origin(m) is Literal for c in get_args(m)]
@@ -143,7 +124,7 @@ class ConfigField:
 
 
 def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
-    """All parameters of a dataclass and of the dataclasses in it, by dotted name, in the order of declaration."""
+    """Returns all parameters of a dataclass and of its nested dataclasses by dotted name, in declaration order."""
     found: dict[str, ConfigField] = {}
     hints = get_type_hints(cls)
     for f in fields(cls):
@@ -157,7 +138,7 @@ def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
 
 
 def show(value: object) -> str:
-    """A value as the user would write it, shortened, and never a secret."""
+    """Returns a value as the user would write it, shortened, and never a secret."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, tuple):
@@ -169,7 +150,7 @@ def show(value: object) -> str:
 
 
 def wanted(hint: Any) -> str:
-    """What a type annotation asks for, in words."""
+    """Returns the words for a type annotation."""
     words = {
         int: "a whole number",
         float: "a number",
@@ -190,17 +171,17 @@ def wanted(hint: Any) -> str:
 
 
 def closest(word: str, known: Iterable[str], similarity: float = 0.6) -> list[str]:
-    """The known name nearest to a misspelled one, in a list; an empty list if none is near."""
+    """Returns the known name nearest to a misspelled one in a list; an empty list if none is near."""
     return difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=similarity)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a parameter of this name would hold a token, a key or a password."""
+    """Returns whether a parameter of this name would hold a token, a key or a password."""
     return _SECRET_NAME.search(name) is not None
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names to one dictionary per section."""
+    """Returns values by dotted name as one dictionary per section."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         section, dot, leaf = name.partition(".")
@@ -212,13 +193,13 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def near_multiples(number: int, unit: int) -> str:
-    """The multiples of `unit` on either side of `number`, for an error text."""
+    """Returns the multiples of `unit` next to `number`, for an error text."""
     lower = number // unit * unit
     return f"{lower} or {lower + unit}" if lower else str(unit)
 
 
 def escape_interpolation(value: Any) -> Any:
-    """`value` with every "${" written as OmegaConf reads it back, instead of looking up another value."""
+    """Returns `value` with every "${" escaped, so that OmegaConf reads it as text and not as a reference."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):
@@ -238,7 +219,7 @@ def _convert(value: object, hint: Any) -> tuple[Any, bool]:
 
 
 def _as(value: Any, kind: Any) -> Any:
-    """`value` as one plain type; raises TypeError, ValueError or OverflowError where it is not one."""
+    """Returns `value` as one plain type; raises TypeError, ValueError or OverflowError if it has another type."""
     if get_origin(kind) is Literal:
         if value is False and "off" in get_args(kind):
             return "off"  # YAML 1.1 reads a bare off as false
@@ -284,19 +265,12 @@ def _texts(value: Any) -> list[str]:
     return list(value) if isinstance(value, tuple) else []
 
 
-def _is_computable(number: int | float) -> bool:
-    """Whether a device computes with it as it is: a count in 32 bits, another number in float32, neither inf nor 0."""
-    if isinstance(number, int):
-        return abs(number) < 2**32
-    return number == 0 or 1.2e-38 <= abs(number) <= 3.4e38
-
-
 def _is_writable(text: str) -> bool:
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _number(value: Any) -> int | float:
-    """A number, also of numpy or in text ("1e-4" is text to YAML 1.1, which wants 1.0e-4)."""
+    """Returns a number, also from numpy or from text ("1e-4" is text to YAML 1.1, which wants 1.0e-4)."""
     if isinstance(value, bool):
         raise TypeError
     if isinstance(value, numbers.Integral):

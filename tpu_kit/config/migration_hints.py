@@ -1,7 +1,4 @@
-"""What other trainers call a parameter, and what works here in the place of tools that exist for CUDA alone.
-
-`translate` reads the file of another trainer: TRL's SFT scripts, axolotl, Unsloth.
-"""
+"""Translates parameters of TRL's SFT scripts, axolotl and Unsloth, and names replacements for tools of CUDA."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ NAMES = {
 }
 """Their name -> ours."""
 
-_DEFAULT = object()  # of their values: what the kit does by default
+_DEFAULT = object()  # a value that is the default of the kit
 _ANSWERS: dict[str, Any] = {"true": "completion", "false": "all"}
 _REMAT: dict[str, Any] = {"true": "full", "unsloth": "full", "false": "none"}
 _DTYPES: dict[str, Any] = {"bfloat16": "bf16", "torch.bfloat16": "bf16", "float32": "fp32", "auto": _DEFAULT}
@@ -94,15 +91,19 @@ _VALUES: dict[str, dict[str, Any]] = {
     "use_gradient_checkpointing": _REMAT,
     "use_peft": {"true": _DEFAULT, "false": 0},
 }
-"""Their name -> the text of their value, in lower case -> our value; of the others the value is the same."""
+"""Their name -> the text of their value in lower case -> our value; other values stay the same."""
 
 _LEFT_OUT = (
     (r"per_device_eval_batch_size|eval_batch_size", r".*", "evaluation takes batches of optim.batch_size"),
-    (r"eval_strategy|evaluation_strategy", r"no|false|steps", "optim.eval_steps says it"),
-    (r"(save|logging)_strategy", r"steps", "checkpoint.save_steps and tracking.logging_steps say it"),
-    (r"adapter", r"lora", "lora.r says it"),
+    (r"eval_strategy|evaluation_strategy", r"no|false|steps", "optim.eval_steps sets it"),
+    (r"(save|logging)_strategy", r"steps", "checkpoint.save_steps and tracking.logging_steps set it"),
+    (r"adapter", r"lora", "lora.r sets it"),
     (r"lora_target_linear", r"true", "lora.targets=all-linear is the default"),
-    (r"load_best_model_at_end|metric_for_best_model|greater_is_better", r".*", "the best weights by evaluation stay"),
+    (
+        r"load_best_model_at_end|metric_for_best_model|greater_is_better",
+        r".*",
+        "the kit keeps the best weights by evaluation",
+    ),
     (
         r"tf32|ddp_\w+|dataloader_\w+|remove_unused_columns|gradient_checkpointing_kwargs|group_by_length|disable_tqdm|"
         r"do_(train|eval)|overwrite_output_dir|logging_first_step|logging_dir|log_level|use_cpu|auto_find_batch_size|"
@@ -112,14 +113,14 @@ _LEFT_OUT = (
         "nothing here depends on it",
     ),
 )
-"""Patterns of their names and values that have no counterpart and need none, and why."""
+"""Patterns of their names and values that need no counterpart, and the reason."""
 
 _ADVICE = (
     (r"(eval|evaluation)_strategy|evals_per_epoch", r".*", "set optim.eval_steps, the updates between evaluations"),
     (r"save_strategy|saves_per_epoch", r".*", "set checkpoint.save_steps, the updates between checkpoints"),
     (r"adapter", r".*", "set lora.r; for qlora also model.base_dtype=int4"),
     (r"report_to", r".*", "set tracking.wandb=online or tracking.tensorboard=true; there are no other trackers"),
-    (r"resume_from_checkpoint", r".*", "checkpoint.resume=auto goes on from the newest checkpoint in output_dir"),
+    (r"resume_from_checkpoint", r".*", "checkpoint.resume=auto resumes from the newest checkpoint in output_dir"),
     (
         r"val_set_size",
         r"0?\.\d*[1-9]\d*",
@@ -131,7 +132,7 @@ _ADVICE = (
     (r"neftune_noise_alpha", r".*", "there is no noise on embeddings here; remove it, or see lora.dropout"),
     (r"chat_template(_path)?|eos_token|special_tokens", r".*", "model.name's tokenizer brings it; change it there"),
 )
-"""Patterns of their names and values that would change a run and cannot be read as ours, and what to do."""
+"""Patterns of their names and values that would change a run and have no counterpart, and the advice."""
 
 _BITSANDBYTES = "bitsandbytes runs on CUDA alone"
 _ATTENTION = "the flash-attn package runs on CUDA alone; leave model.attention=auto: splash on TPU, sdpa elsewhere"
@@ -139,7 +140,7 @@ _OPTIMIZER = f"{_BITSANDBYTES}; use optim.optimizer=adamw8bit, which runs everyw
 _FUSED = "XLA has no fused AdamW; optim.optimizer=adamw is compiled into the step"
 _HALF = "a TPU has no float16; use model.base_dtype=bf16, which needs no loss scaling"
 
-# A parameter's name, the value's text, and what to tell: a pair matches where both patterns match whole.
+# Patterns of a parameter's whole name and of its value's whole text, and the advice.
 _TOOLS = (
     (r"load_in_[48]bit|bnb_\w+|quantization_config", r".*", f"{_BITSANDBYTES}; use model.base_dtype=int4 or int8"),
     (r"base_dtype|dtype|torch_dtype", r"nf4|fp4|[48]bit", f"{_BITSANDBYTES}; use model.base_dtype=int4 or int8"),
@@ -163,14 +164,15 @@ _TOOLS = (
 
 
 def translate(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Reads the parameters of another trainer as ours.
+    """Translates the parameters of another trainer.
 
     Args:
-        values: of a file; what is ours already stays as it is, and so does what nobody knows.
+        values: of a file; our own and unknown parameters stay as they are.
         known: our names, with and without their sections.
 
     Returns:
-        The values by our names; a text for each that was translated or left out; a text for each that cannot be.
+        The values by our names; a note for each translated or ignored value; a problem for each value without a
+        counterpart.
     """
     found: dict[str, Any] = {}
     notes, problems = [], []
@@ -182,9 +184,9 @@ def translate(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[s
         if (key in known and text not in choices) or (key == "optim" and not isinstance(value, str)):
             found[key] = value
         elif choices.get(text) is _DEFAULT or (unset and (tool or advice)) or (value is None and (name or why)):
-            notes.append(f"{told} is left out: it is so by default")
+            notes.append(f"{told} is ignored: it is the default")
         elif why:
-            notes.append(f"{told} is left out: {why}")
+            notes.append(f"{told} is ignored: {why}")
         elif key == "datasets" and isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
             found[name] = value[0].get("path")
             notes.append(f"datasets -> {name}={show(found[name])}")
@@ -192,9 +194,9 @@ def translate(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[s
             found["tracking.tensorboard"] = True
             notes.append(f"{told} -> tracking.tensorboard=true")
         elif advice:
-            problems.append(f"{key}: {show(value)} cannot be read as one of ours; {advice}")
+            problems.append(f"{key}: {show(value)} has no counterpart here; {advice}")
         elif tool or not name:
-            found[key] = value  # which is refused, with an advice
+            found[key] = value  # `load_config` refuses it with advice
         else:
             ours = choices.get(text, value)
             if name in found and found[name] != ours:
@@ -205,17 +207,12 @@ def translate(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[s
 
 
 def instead(name: str, value: object) -> str:
-    """What to use in the place of a tool that exists for CUDA alone; empty where none was asked for.
-
-    Args:
-        name: of the parameter, with or without its section.
-        value: what was asked for.
-    """
+    """Returns the advice for a tool that exists only for CUDA; empty for other values."""
     return _matching(_TOOLS, name.rpartition(".")[2].lower(), str(value).lower())
 
 
 def _matching(rules: tuple[tuple[str, str, str], ...], name: str, text: str) -> str:
-    """The last entry of the rule whose patterns match a name and a value whole; empty where none does."""
+    """Returns the last entry of the rule whose patterns match the whole name and value; empty without a match."""
     for names, values, told in rules:
         if re.fullmatch(names, name) and re.fullmatch(values, text):
             return told

@@ -1,6 +1,6 @@
-"""Every parameter of a run: its type, default, bounds and meaning.
+"""Declares every parameter of a run with its type, default, bounds and meaning, and the rules across parameters.
 
-loader.py sets them from YAML, the command line and notebooks, and is where other modules import these names from.
+loader.py reads the values; other modules import the sections from there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ModelConfig:
     attention: Literal["auto", "splash", "flash", "sdpa"] = knob(
         "auto", "auto is the splash kernel on TPU and sdpa elsewhere."
     )
-    trust_remote_code: bool = knob(False, "Run code that the model's repository brings.")
+    trust_remote_code: bool = knob(False, "Run code from the model's repository.")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DataConfig:
         "embedded",
         'Hub id (openai/gsm8k:main), path, glob or gs:// of jsonl/json/csv/tsv/parquet, "embedded" or "rationales".',
     )
-    eval_source: str | None = knob(None, "Evaluation rows from elsewhere, in the same forms as source.")
+    eval_source: str | None = knob(None, "Another source of evaluation rows, in the same forms as source.")
     split: str = knob("train", "The split of source to train on.")
     eval_split: str | None = knob(None, "The split to evaluate on, of eval_source if that is given, else of source.")
     eval_rows: int | None = knob(
@@ -88,7 +88,7 @@ class DataConfig:
     )
     think_open: str = knob("<think>", "Text before the reasoning.")
     think_close: str = knob("</think>", "Text between the reasoning and the answer.")
-    system_prompt: str | None = knob(None, "Put before every conversation that has none.")
+    system_prompt: str | None = knob(None, "The system prompt of conversations without one.")
     loss_on: Literal["completion", "all"] = knob("completion", "The tokens that carry loss: the answers, or all.")
     max_length: int = knob(1024, "Tokens per packed row; every batch has this width.", at_least=8)
     packing: bool = knob(True, "Put several examples in a row; none attends to another.")
@@ -159,7 +159,7 @@ class OptimConfig:
         "skip", "What to do with an update whose loss or gradients are not finite, or whose loss explodes."
     )
     max_loss_rise: float | None = knob(
-        5.0, "An update's loss explodes if it is so much above that of the last ones, in nats per token; null = never.",
+        5.0, "A loss explodes if it exceeds the recent losses by this, in nats per token; null = never.",
         above=0,
     )  # fmt: skip
     eval_steps: int | None = knob(None, "Updates between evaluations; null = at the end only.", at_least=1)
@@ -178,20 +178,18 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, and whether to go on from what was saved."""
+    """When to save, and whether to resume."""
 
     save_steps: int = knob(100, "Updates between checkpoints.", at_least=1)
-    save_minutes: float | None = knob(None, "Minutes after which one is written in any case; null = never.", above=0)
-    keep: int = knob(2, "Complete checkpoints that stay: the newest ones, and beside them the best.", at_least=1)
-    keep_every: int | None = knob(
-        None, "Those whose step is a multiple of this stay for good; null = none of them.", at_least=1
-    )
+    save_minutes: float | None = knob(None, "Minutes between checkpoints at most; null = no limit.", above=0)
+    keep: int = knob(2, "Complete checkpoints to keep: the newest, and the best besides.", at_least=1)
+    keep_every: int | None = knob(None, "Keep checkpoints whose step is a multiple of this; null = none.", at_least=1)
     budget_minutes: float | None = knob(
-        None, "Minutes from the start of a launch after which it saves and ends, to be gone on with; null = no limit.",
+        None, "Minutes from the start of a launch after which it saves and ends, to be resumed; null = no limit.",
         above=0,
     )  # fmt: skip
     resume: Literal["auto", "never", "must"] = knob(
-        "auto", "auto goes on from the newest complete checkpoint if there is one; must fails if there is none."
+        "auto", "auto resumes from the newest complete checkpoint if there is one; must fails if there is none."
     )
 
 
@@ -222,7 +220,7 @@ class TrackingConfig:
     logging_steps: int = knob(10, "Updates between two readings of the metrics from the device.", at_least=1)
     wandb: Literal["off", "online", "offline"] = knob("off", "Log to Weights & Biases.")
     wandb_project: str = knob("tpu_kit", "The project there.")
-    wandb_adapter: bool = knob(False, "Add the trained adapter to the run there, as an artefact.")
+    wandb_adapter: bool = knob(False, "Upload the trained adapter to the W&B run as an artefact.")
     tensorboard: bool = knob(False, "Write TensorBoard events.")
     generate_rows: int = knob(
         0, "Held-out rows answered by generation before and after training; 0 = none.", at_least=0
@@ -231,9 +229,10 @@ class TrackingConfig:
         0, "Held-out rows answered at each evaluation, for its accuracy; 0 = none. Needs layers that are not scanned.",
         at_least=0,
     )  # fmt: skip
-    generate_tokens: int = knob(256, "The most tokens of such an answer.", at_least=1)
+    generate_tokens: int = knob(256, "The most tokens of an answer.", at_least=1)
     verifier: str = knob(
-        "auto", "What judges it: auto, exact, numeric, choice, math, regex:PATTERN, reasoning_gym or module:function."
+        "auto",
+        "What judges the answers: auto, exact, numeric, choice, math, regex:PATTERN, reasoning_gym or module:function.",
     )
 
 
@@ -242,7 +241,7 @@ class TrainConfig:
     """One run.
 
     Raises:
-        ConfigError: on construction, with everything that is wrong.
+        ConfigError: on construction, with all problems.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -256,7 +255,7 @@ class TrainConfig:
         None, "Folder, or gs:// address, for all that the run writes; null = Drive on Colab, or runs/<run_name>."
     )
     run_name: str = knob("default", "The run's name.")
-    # Dotted name -> where its value came from, for those that are not defaults. Neither compared nor written.
+    # Dotted name -> source of its value, unless it is a default. Neither compared nor written.
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -273,7 +272,7 @@ class TrainConfig:
                 advice = instead(name, self[name])
                 problems.append(f"{error} ({advice})" if advice else str(error))
                 refused.add(name)
-                values[name] = parameter.default  # so that the others can be checked against each other
+                values[name] = parameter.default  # the other parameters are still checked against each other
         for name, value in nest(values).items():
             object.__setattr__(self, name, SECTIONS[name](**value) if name in SECTIONS else value)
         for names, text in conflicts(self):
@@ -294,27 +293,27 @@ class TrainConfig:
 
     @property
     def output_path(self) -> Path:
-        """The local folder that the run writes to; not created here. With gs://, what it works with until it ends."""
+        """The local folder of the run, which may not exist yet. With gs://, the working folder until the run ends."""
         if self.output_dir and not self.remote:
             return Path(self.output_dir).expanduser()
         return Path("runs") / self.run_name
 
     @property
     def remote(self) -> str | None:
-        """The address in an object store that the run's results go to; None where it writes to a folder."""
+        """The address of the run's results in an object store; None for a local folder."""
         return self.output_dir.rstrip("/") if self.output_dir and "://" in self.output_dir else None
 
     @property
     def checkpoints_place(self) -> Path | str:
-        """Where its checkpoints are: a folder, or an address in an object store."""
+        """The folder or address of its checkpoints."""
         return f"{self.remote}/checkpoints" if self.remote else self.output_path / "checkpoints"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested values, such as JSON has; `from_dict` takes them back."""
+        """Returns nested values for JSON, which `from_dict` reads back."""
         return nest({name: _plain(self[name]) for name in parameters()})
 
     def to_yaml(self) -> str:
-        """The text of a YAML file that `load_config` reads back as an equal configuration."""
+        """Returns the text of a YAML file that `load_config` reads back as an equal configuration."""
         return OmegaConf.to_yaml(OmegaConf.create(escape_interpolation(self.to_dict())))
 
 
@@ -331,12 +330,12 @@ SECTIONS: dict[str, type] = {
 
 @cache
 def parameters() -> dict[str, ConfigField]:
-    """Every parameter by dotted name, in the order of declaration."""
+    """Returns every parameter by dotted name, in the order of declaration."""
     return knobs_of(TrainConfig)
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON has it, and no part of the configuration: a change to it stays there."""
+    """Returns a copy of `value` for JSON."""
     if isinstance(value, dict):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value
@@ -348,7 +347,7 @@ ROLES = {
     "answer", "completion", "context", "messages", "options", "prompt", "question", "reasoning", "system", "text",
     "tools",
 }  # fmt: skip
-"""What `data.columns` may name; `columns.NAMES` says by which columns they are recognised."""
+"""The roles in `data.columns`; `columns.NAMES` has the column names of each."""
 
 _NAMES = (
     "model.name", "model.revision", "model.gguf_file", "model.quant_cache", "data.source", "data.eval_source",
@@ -357,8 +356,8 @@ _NAMES = (
 
 
 def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """What the parameters cannot be, taken together: the names involved, and what is wrong with the first of them."""
-    model, lora, data, optim = config.model, config.lora, config.data, config.optim
+    """Yields the contradictions between parameters: the names involved, and the problem with the first of them."""
+    model, lora, data, optim, tracking = config.model, config.lora, config.data, config.optim, config.tracking
 
     if config.run_name in (".", "..") or set(config.run_name) & set('/\\:*?"<>|') or not _is_name(config.run_name):
         yield "run_name", "cannot name a folder; use letters, digits, dots and dashes, 200 bytes at most"
@@ -367,19 +366,24 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             yield name, "is no name that a file or a folder could have; write one without line breaks or blank ends"
     if config.remote and not re.fullmatch(r"gs://[^/]+(/.*)?", config.remote):
         yield "output_dir", "is neither a folder nor a gs:// address; use one of them, such as gs://bucket/run"
-
     if model.name == "embedded":
-        for leaf in ("revision", "gguf_file"):
-            if getattr(model, leaf) is not None:
-                yield f"model.{leaf} model.name", "says nothing of the embedded model; remove it or set model.name"
+        for name in _changed(config, "model", "revision", "gguf_file"):
+            yield f"{name} model.name", "has no effect on the embedded model; remove it or set model.name"
     if model.base_dtype in ("int8", "int4"):
-        yield from _integer_contradictions(model.base_dtype, lora)
-    if model.base_dtype != "int4" and model.quant_group != type(model)().quant_group:
-        yield "model.quant_group model.base_dtype", "is of model.base_dtype=int4; remove it or set that"
+        rounded = f"base weights that model.base_dtype={model.base_dtype} has rounded"
+        if lora.r == 0:
+            text = "holds weights that cannot be trained, and lora.r=0 trains all; set lora.r=16, or "
+            yield "model.base_dtype lora.r", f"{text}model.base_dtype=bf16"
+        if lora.dora:
+            yield "lora.dora model.base_dtype", f"reads {rounded}; remove it"
+        if lora.init in ("olora", "pissa"):
+            yield "lora.init model.base_dtype", f"changes {rounded}; use lora.init=default"
+    if model.base_dtype != "int4":
+        for name in _changed(config, "model", "quant_group"):
+            yield f"{name} model.base_dtype", "is of model.base_dtype=int4; remove it or set that"
     if lora.r == 0:
-        for leaf in ("dropout", "targets", "rslora", "dora", "init"):
-            if getattr(lora, leaf) != getattr(type(lora)(), leaf):
-                yield f"lora.{leaf} lora.r", "needs adapters, and lora.r=0 has none; remove it or set lora.r=16"
+        for name in _changed(config, "lora", "dropout", "targets", "rslora", "dora", "init"):
+            yield f"{name} lora.r", "needs adapters, and lora.r=0 has none; remove it or set lora.r=16"
     if data.columns and (unknown := sorted(set(data.columns) - ROLES)):
         yield "data.columns", f"names the unknown role {', '.join(unknown)}; the roles are {', '.join(sorted(ROLES))}"
     if data.think_open == data.think_close:
@@ -388,21 +392,20 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         near = near_multiples(data.max_length, 128)
         yield "data.max_length model.attention", f"is no multiple of 128, as model.attention=flash needs; use {near}"
     if config.launch.mesh is not None:
-        yield from _mesh_contradictions(config)
-    if config.tracking.wandb_adapter and config.tracking.wandb == "off":
+        yield from _mesh_conflicts(config)
+    if tracking.wandb_adapter and tracking.wandb == "off":
         yield "tracking.wandb_adapter tracking.wandb", "adds to a run on W&B, and tracking.wandb=off; set wandb=online"
-    yield from _evaluation_contradictions(config)
-    yield from _schedule_contradictions(optim)
-    yield from _batch_contradictions(optim)
     if optim.scan_layers == "on" and optim.remat == "none":
         yield "optim.scan_layers optim.remat", "needs optim.remat=full or outputs, but it is none; set one of them"
     if optim.optimizer == "adafactor":
-        for leaf in ("beta1", "beta2", "eps"):
-            if getattr(optim, leaf) != getattr(type(optim)(), leaf):
-                yield f"optim.{leaf} optim.optimizer", "is AdamW's, and optim.optimizer=adafactor has none; remove it"
+        for name in _changed(config, "optim", "beta1", "beta2", "eps"):
+            yield f"{name} optim.optimizer", "is AdamW's, and optim.optimizer=adafactor has none; remove it"
+    yield from _evaluation_conflicts(config)
+    yield from _schedule_conflicts(optim)
+    yield from _batch_conflicts(config)
 
 
-def _mesh_contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
+def _mesh_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     assert config.launch.mesh is not None
     try:
         sizes = parse_mesh(config.launch.mesh)
@@ -428,87 +431,67 @@ def _mesh_contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "launch.mesh tracking.eval_generate_rows", text
 
 
+def _changed(config: TrainConfig, section: str, *leaves: str) -> list[str]:
+    """Returns the names of the parameters whose values are not the defaults."""
+    names = [f"{section}.{leaf}" for leaf in leaves]
+    return [name for name in names if config[name] != parameters()[name].default]
+
+
 def _is_name(text: str) -> bool:
-    """Whether a file or a folder can have it, and is found again by someone who reads it."""
+    """Returns whether a file or a folder can have this name, and a reader can type it."""
     return text == text.strip() and text.isprintable() and 0 < len(text.encode()) <= 200
 
 
-def _integer_contradictions(dtype: str, lora: LoraConfig) -> Iterator[tuple[str, str]]:
-    if lora.r == 0:
-        advice = "set lora.r=16, or model.base_dtype=bf16"
-        yield "model.base_dtype lora.r", f"holds weights that cannot be trained, and lora.r=0 trains all; {advice}"
-    if lora.dora:
-        yield "lora.dora model.base_dtype", f"reads base weights that model.base_dtype={dtype} has rounded; remove it"
-    if lora.init in ("olora", "pissa"):
-        text = f"changes base weights that model.base_dtype={dtype} has rounded; use lora.init=default"
-        yield "lora.init model.base_dtype", text
-
-
-def _evaluation_contradictions(config: TrainConfig) -> Iterator[tuple[str, str]]:
+def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     data, optim = config.data, config.optim
-    held_out = data.eval_source is None and data.eval_split is None
     rows = "data.eval_rows data.eval_source data.eval_split"
     if data.eval_source is None and data.eval_split == data.split:
-        yield "data.eval_split data.split", "is what is trained on; name another split, or null to hold out eval_rows"
-    counted = ("optim.eval_steps", "optim.early_stop_patience", "tracking.generate_rows", "tracking.eval_generate_rows")
-    for name in counted:
-        if held_out and data.eval_rows == 0 and config[name]:
-            advice = "remove that, or set data.eval_source or data.eval_split"
-            yield f"{name} {rows}", f"needs rows to evaluate on, but data.eval_rows=0; {advice}"
+        yield "data.eval_split data.split", "is the training split; name another split, or null to hold out eval_rows"
+    if data.eval_source is None and data.eval_split is None and data.eval_rows == 0:
+        counted = "optim.eval_steps", "optim.early_stop_patience"
+        for name in (*counted, "tracking.generate_rows", "tracking.eval_generate_rows"):
+            if config[name]:
+                advice = "remove that, or set data.eval_source or data.eval_split"
+                yield f"{name} {rows}", f"needs rows to evaluate on, but data.eval_rows=0; {advice}"
     if config.tracking.eval_generate_rows and optim.scan_layers == "on":
-        advice = "but optim.scan_layers=on leaves no single layers; leave that out"
-        yield "tracking.eval_generate_rows optim.scan_layers", f"generates with the layers, {advice}"
+        text = "generates with single layers, and optim.scan_layers=on has none; remove that"
+        yield "tracking.eval_generate_rows optim.scan_layers", text
     if optim.early_stop_patience is not None and optim.eval_steps is None:
-        advice = "but optim.eval_steps is null; set optim.eval_steps"
-        yield "optim.early_stop_patience optim.eval_steps", f"counts evaluations during training, {advice}"
+        text = "counts evaluations during training, but optim.eval_steps is null; set optim.eval_steps"
+        yield "optim.early_stop_patience optim.eval_steps", text
 
 
-def _schedule_contradictions(optim: OptimConfig) -> Iterator[tuple[str, str]]:
+def _schedule_conflicts(optim: OptimConfig) -> Iterator[tuple[str, str]]:
     if optim.max_steps is None and optim.epochs is None:
-        yield (
-            "optim.max_steps optim.epochs",
-            "and optim.epochs is null too, so that training would never end; set one of them",
-        )
+        text = "and optim.epochs is null too, so that training would never end; set one of them"
+        yield "optim.max_steps optim.epochs", text
     if optim.warmup_steps and optim.warmup_ratio:
-        yield (
-            "optim.warmup_steps optim.warmup_ratio",
-            f"and optim.warmup_ratio={optim.warmup_ratio:g} both set the warm-up; set one of them to 0",
-        )
+        text = f"and optim.warmup_ratio={optim.warmup_ratio:g} both set the warm-up; set one of them to 0"
+        yield "optim.warmup_steps optim.warmup_ratio", text
     if optim.max_steps is not None and optim.warmup_steps > optim.max_steps:
-        yield (
-            "optim.warmup_steps optim.max_steps",
-            f"is more than optim.max_steps={optim.max_steps}; lower it or raise optim.max_steps",
-        )
+        text = f"is more than optim.max_steps={optim.max_steps}; lower it or raise optim.max_steps"
+        yield "optim.warmup_steps optim.max_steps", text
     if optim.schedule == "constant" and optim.min_learning_rate_ratio:
-        yield (
-            "optim.min_learning_rate_ratio optim.schedule",
-            "is the end of a decay, but optim.schedule=constant has none; set it to 0 or optim.schedule=cosine",
-        )
+        text = "is the end of a decay, but optim.schedule=constant has none; set it to 0 or optim.schedule=cosine"
+        yield "optim.min_learning_rate_ratio optim.schedule", text
 
 
-def _batch_contradictions(optim: OptimConfig) -> Iterator[tuple[str, str]]:
+def _batch_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    optim = config.optim
     rows, whole, passes = optim.batch_size, optim.global_batch_size, optim.gradient_accumulation
     if whole is not None and isinstance(rows, int) and whole % (rows * passes):
-        # Wrong for any number of replicas; what divides for the number there is, batch_arithmetic says.
+        # Wrong for any number of replicas; batch_arithmetic checks the actual number.
         factors = f"optim.batch_size={rows} x optim.gradient_accumulation={passes}"
-        yield (
-            "optim.global_batch_size optim.batch_size optim.gradient_accumulation",
-            f"is no multiple of {factors}; use {near_multiples(whole, rows * passes)}",
-        )
+        text = f"is no multiple of {factors}; use {near_multiples(whole, rows * passes)}"
+        yield "optim.global_batch_size optim.batch_size optim.gradient_accumulation", text
+    factor = f"optim.batch_growth_factor={optim.batch_growth_factor:g}"
     if optim.batch_growth_factor == 1:
-        for leaf in ("batch_growth_steps", "batch_growth_max", "batch_growth_lr"):
-            if getattr(optim, leaf) not in (None, "none"):
-                yield (
-                    f"optim.{leaf} optim.batch_growth_factor",
-                    "has no effect with optim.batch_growth_factor=1; remove it or set optim.batch_growth_factor=2",
-                )
+        for name in _changed(config, "optim", "batch_growth_steps", "batch_growth_max", "batch_growth_lr"):
+            text = f"has no effect with {factor}; remove it or set optim.batch_growth_factor=2"
+            yield f"{name} optim.batch_growth_factor", text
     elif optim.batch_growth_steps is None:
-        yield (
-            "optim.batch_growth_steps optim.batch_growth_factor",
-            f"but optim.batch_growth_factor={optim.batch_growth_factor:g} needs the updates between growths; set it",
-        )
+        text = f"but {factor} needs the updates between growths; set it"
+        yield "optim.batch_growth_steps optim.batch_growth_factor", text
     if optim.batch_growth_max is not None and whole is not None and optim.batch_growth_max < whole:
-        yield (
-            "optim.batch_growth_max optim.global_batch_size",
-            f"is less than the optim.global_batch_size={whole} that training starts with; raise it",
-        )
+        text = f"is less than the optim.global_batch_size={whole} that training starts with; raise it"
+        yield "optim.batch_growth_max optim.global_batch_size", text

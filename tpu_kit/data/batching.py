@@ -337,13 +337,7 @@ def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
 
 
 def batch_line(dataset_rows: int, plan: BatchPlan, total: int) -> str:
-    """Returns the line of text that describes the batch of a run.
-
-    Args:
-        dataset_rows: packed rows of the training data.
-        plan: rows, replicas and passes of an update.
-        total: updates of the run.
-    """
+    """Returns the line of text that describes the batch of a run."""
     left = dataset_rows % plan.global_batch_size
     return f"batch            {plan}; {total:,} updates; {left} rows of each epoch are left over"
 

@@ -1,13 +1,13 @@
 """Encodes a conversation as token ids with a mask of the tokens that carry loss.
 
-The mask is found in the rendering of the tokenizer's own chat template: from its `{% generation %}` markers, or by
-rendering each conversation up to an assistant turn and checking that the whole rendering begins with this text. Token
-ids are never compared with the padding id: in many tokenizers it is also the end-of-turn token.
+The mask comes from the tokenizer's own chat template: from its `{% generation %}` markers, or from the rendering of the
+conversation up to each assistant turn, which must be the beginning of the whole rendering. Token ids are never compared
+with the padding id: in many tokenizers it is also the end-of-turn token.
 
 Many templates drop reasoning: all of it, the reasoning of earlier turns, or the keys of a message beside its content.
-Reasoning that carries loss is kept in one of three ways, with the prompt as it is at inference: the message is given in
-another form (tags in its content, `reasoning_content`); a chat becomes one document for each reply whose reasoning the
-next turn removes; the reply is written after the template's own prompt.
+Reasoning that carries loss is kept in one of three ways, always after the prompt of inference: another form of the
+message (tags in its content, `reasoning_content`); one document for each reply whose reasoning the next turn removes;
+the reply appended to the template's prompt.
 """
 
 import json
@@ -38,19 +38,19 @@ _PROBE = "tpukitprobe"
 
 
 class Example(NamedTuple):
-    """One document: token ids and, of the same length, which of them are predicted with loss."""
+    """One document: token ids and a mask of the same length, true where a token is predicted with loss."""
 
     input_ids: list[int]
     loss_mask: list[bool]
 
 
 class Kept(NamedTuple):
-    """How much reasoning of a row is in its documents.
+    """Counts of the reasoning in the documents of a row.
 
     Attributes:
         replies: assistant turns that carry loss.
-        held: replies for which the row has reasoning.
-        found: replies whose whole reasoning is among the tokens that carry loss.
+        held: replies with reasoning in the row.
+        found: replies whose whole reasoning is in the tokens that carry loss.
     """
 
     replies: int
@@ -59,16 +59,16 @@ class Kept(NamedTuple):
 
 
 def default_stop(tokenizer: Any) -> str | None:
-    """Return the token that ends a turn in `DEFAULT_TEMPLATE`; None if the tokenizer has none for it."""
+    """Returns the token that ends a turn in `DEFAULT_TEMPLATE`; None if the tokenizer has no such token."""
     stop: str | None = "<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else tokenizer.eos_token
     return stop
 
 
 def ensure_chat_template(tokenizer: Any) -> bool:
-    """Give a tokenizer without a chat template `DEFAULT_TEMPLATE`, with a warning; return whether that was needed.
+    """Sets `DEFAULT_TEMPLATE` in a tokenizer without a chat template, with a warning; returns whether it did.
 
     Raises:
-        ValueError: it has no eos token to end a turn with either.
+        ValueError: it has no eos token that could end a turn either.
     """
     if tokenizer.chat_template:
         return False
@@ -85,7 +85,7 @@ def ensure_chat_template(tokenizer: Any) -> bool:
 
 
 def decoded_example(tokenizer: Any, example: Example) -> list[tuple[str, bool]]:
-    """Return the text of an example in stretches `(text, carries loss)` for display; joined they are the whole."""
+    """Returns the text of an example in parts `(text, carries loss)` for display."""
     spans: list[tuple[list[int], bool]] = []
     for token, loss in zip(example.input_ids, example.loss_mask, strict=True):
         if not spans or spans[-1][1] != bool(loss):
@@ -95,12 +95,12 @@ def decoded_example(tokenizer: Any, example: Example) -> list[tuple[str, bool]]:
 
 
 def _squeezed(text: str) -> str:
-    """Return a text in NFC without white space, both of which some tokenizers change."""
+    """Returns a text in NFC without white space; some tokenizers change both."""
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
 def _renamed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat with all tool calls named `_PROBE`."""
+    """Returns a chat with `_PROBE` as the name of all tool calls."""
     made = []
     for message in messages:
         calls = [
@@ -115,15 +115,15 @@ def _renamed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns rows into examples. Deterministic, and picklable for several processes.
+    """Encodes rows as examples; deterministic, and picklable for several processes.
 
     Attributes:
         tokenizer: a fast Hugging Face tokenizer, with a chat template if the rows are chats (`ensure_chat_template`).
-        layout: what `detect_layout` found.
+        layout: of `detect_layout`.
         config: the data section of the configuration.
 
     Raises:
-        ValueError: the tokenizer is not a fast one, or has no eos token.
+        ValueError: the tokenizer is not fast, or has no eos token.
     """
 
     tokenizer: Any
@@ -132,26 +132,26 @@ class Encoder:
 
     def __post_init__(self) -> None:
         if not self.tokenizer.is_fast:
-            raise ValueError("the tokenizer is not a fast one, so it cannot say which characters a token stands for")
+            raise ValueError("the tokenizer is not a fast one, so the characters of a token are unknown; use one")
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos token, so the model could not learn to stop; set one")
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
-        """Read one row by this encoder's layout and settings."""
+        """Reads one row with this encoder's layout and configuration."""
         return conversation(row, self.layout, self.config)
 
     def prompt(self, talk: Conversation) -> str:
-        """Return the text after which the model is to generate: all before the last assistant turn."""
+        """Returns the prompt of the last assistant turn: all text before it."""
         if isinstance(talk.messages, str):
             return talk.messages[: talk.first]
         last = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant")
         return self._render(talk.messages[:last], talk.tools, prompt=True)
 
     def parts(self, talk: Conversation) -> list[Conversation]:
-        """Return the conversations to encode: the one given, or several where the chat template drops reasoning of it.
+        """Splits a conversation where the chat template would drop reasoning; returns the conversations to encode.
 
-        A template that removes the reasoning of a turn once more follows gives several: each ends in a reply, and its
-        prompt is the one that the model is given at inference. Each trained reply carries loss in one of them.
+        A template that removes the reasoning of earlier turns leads to several conversations: each ends in a reply,
+        after the prompt of inference. Each trained reply carries loss in one of them.
 
         Raises:
             RowError: it cannot be rendered.
@@ -165,7 +165,7 @@ class Encoder:
                 part = Conversation(talk.messages[:end], turns[0], talk.tools)
                 if self._keeps(part):
                     break
-            else:  # one reply whose reasoning the template drops; what follows it carries no loss
+            else:  # one reply whose reasoning the template drops; later turns carry no loss
                 part = part._replace(messages=talk.messages[: turns[0] + 1])
                 part = next(filter(self._keeps, (part, *self._told(part))), part)
             made.append(part)
@@ -173,16 +173,16 @@ class Encoder:
         return made
 
     def encode(self, talk: Conversation) -> Example:
-        """Return the token ids of a conversation and which of them carry loss.
+        """Returns the token ids of a conversation and its loss mask.
 
-        The first token never carries loss: nothing stands before it to be predicted from.
+        The first token never carries loss: no token before it predicts it.
 
         Args:
             talk: one of `parts`.
 
         Raises:
-            RowError: it cannot be rendered, its turns cannot be told apart with certainty, the chat template drops
-                reasoning that cannot be written without it, or no token carries loss.
+            RowError: it cannot be rendered, the borders of its turns are uncertain, the chat template drops reasoning
+                that cannot be added without it, or no token carries loss.
         """
         messages, eos = talk.messages, self.tokenizer.eos_token_id
         if isinstance(messages, str):
@@ -212,43 +212,43 @@ class Encoder:
     def _template(self, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(messages, tools=tools, **options)
-        except Exception as error:  # a template may raise anything: its own text, or a key it did not find
+        except Exception as error:  # a template may raise anything
             raise RowError(f"the chat template refuses the conversation: {type(error).__name__}: {error}") from error
 
     @cached_property
     def _tail(self) -> str:
-        """What the template writes after the words of the last assistant turn."""
+        """The text that the template adds after the content of the last assistant turn."""
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
         return self._render(turns, None).rpartition(_PROBE)[2]
 
     @cached_property
     def stop(self) -> str:
-        """The special token with which the template ends an assistant turn; empty if it writes none."""
+        """The special token that ends an assistant turn in the template; empty without one."""
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         special |= set(self.tokenizer.all_special_ids)
         ids = self.tokenizer(self._tail, add_special_tokens=False)["input_ids"]
         return next((self.tokenizer.convert_ids_to_tokens(i) for i in ids if i in special), "")
 
     def _check_said(self, text: str, talk: Conversation) -> None:
-        """Raise RowError if the rendering lacks the content (reasoning aside) or the tool calls of a message."""
+        """Raises RowError if the rendering lacks the content (apart from reasoning) or the tool calls of a message."""
         assert not isinstance(talk.messages, str)
         for i, message in enumerate(talk.messages):
             said = message["content"] if isinstance(message.get("content"), str) else ""
             if message["role"] == "assistant":
                 said = answer_of(said, self.config) if i >= talk.first else ""
             said = said.strip()
-            if said not in text and json.dumps(said)[1:-1] not in text:  # some write what tools return as JSON
+            if said not in text and json.dumps(said)[1:-1] not in text:  # some write the results of tools as JSON
                 raise RowError(f"the chat template leaves out what message {i} says: {said[:60]!r}")
         calls = [len(message.get("tool_calls") or ()) for message in talk.messages]
         if any(calls) and self._render(_renamed(talk.messages), talk.tools).count(_PROBE) < sum(calls):
             raise RowError(f"the chat template leaves out the tool calls of message {calls.index(max(calls))}")
 
     def kept(self, talk: Conversation, example: Example) -> Kept:
-        """Count the replies of a document whose reasoning is found again in the decoded tokens that carry loss.
+        """Counts the replies of a document whose reasoning is in the decoded tokens that carry loss.
 
         Args:
             talk: one of `parts`.
-            example: what `encode` made of it, or the first of those tokens.
+            example: its encoding, or the first tokens of it.
         """
         told = list(self._trained(talk).values())
         if isinstance(talk.messages, str):
@@ -265,14 +265,14 @@ class Encoder:
         return Kept(len(told), len(held), found)
 
     def _trained(self, talk: Conversation) -> dict[int, str]:
-        """Return the reasoning of each message that carries loss, empty if it has none; nothing for plain text."""
+        """Returns the reasoning (or an empty text) of each message that carries loss; nothing for plain text."""
         if isinstance(talk.messages, str):
             return {}
         chosen = list(enumerate(talk.messages))[talk.first :]
         return {i: in_message(message, self.config) for i, message in chosen if message["role"] == "assistant"}
 
     def _told(self, talk: Conversation) -> list[Conversation]:
-        """Return a chat with the reasoning of its trained turns in tags in the content, and in a key of its own."""
+        """Returns a chat with the reasoning of trained turns as tags in the content, and as a separate key."""
         assert not isinstance(talk.messages, str)
         told: list[Conversation] = []
         for key in (False, True):
@@ -292,9 +292,9 @@ class Encoder:
         return self._lost(self._render(talk.messages, talk.tools), talk) is None
 
     def _lost(self, text: str, talk: Conversation) -> int | None:
-        """Return the first message whose reasoning is not in the rendering, or has an empty one before it.
+        """Returns the first message whose reasoning is missing in the rendering, or follows an empty reasoning block.
 
-        What is said is looked for in the order of the chat, so that words which occur in another turn do not count.
+        The search goes in the order of the chat, so that words of another turn do not count.
         """
         assert not isinstance(talk.messages, str)
         empty = re.compile(rf"{re.escape(self.config.think_open)}\s*{re.escape(self.config.think_close)}")
@@ -307,14 +307,14 @@ class Encoder:
                 if at < 0 or empty.search(text, place, at):
                     return i
                 place = at + len(reasoning)
-            at = text.find(said, place) if message["role"] != "system" else -1  # which some put elsewhere
+            at = text.find(said, place) if message["role"] != "system" else -1  # some templates move it
             if reasoning and at < 0:
                 return i
             place = at + len(said) if at >= 0 else place
         return None
 
     def _spans(self, talk: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendered text and the character ranges of its assistant turns, each with its end-of-turn token."""
+        """Returns the rendered text and the character ranges of its assistant turns, with their end-of-turn tokens."""
         messages, first, tools = talk
         assert not isinstance(messages, str)
         text, spans = self._render(messages, tools), []
@@ -325,20 +325,20 @@ class Encoder:
             opened = head.rstrip().endswith(self.config.think_open)
             bare = head.rstrip().removesuffix(self.config.think_open)
             if opened and lost is None and not text.startswith(head) and text.startswith(bare):
-                head = bare  # a finished turn is written without the opening of its reasoning
+                head = bare  # a finished turn lacks the opening tag of its reasoning
             if lost is not None or not text.startswith(head):
                 if lost is not None and "tool_calls" in messages[lost]:
                     raise RowError(
                         f"the chat template leaves out the reasoning of message {lost}, and a reply that calls tools "
-                        "is not written without the template: set tokenizer.chat_template to one that keeps it"
+                        "needs the template: set tokenizer.chat_template to one that keeps it"
                     )
                 if i != first or i + 1 != len(messages) or "tool_calls" in messages[i]:
                     raise RowError(
-                        f"the chat template renders what precedes message {i} in another way once more follows, so "
-                        "which tokens the reply has is not certain. Split the chat into one row per reply "
-                        "(prompt_completion), or give the template {% generation %} markers"
+                        f"the chat template renders the text before message {i} differently when more follows, so the "
+                        "tokens of the reply are uncertain. Split the chat into one row per reply (prompt_completion), "
+                        "or give the template {% generation %} markers"
                     )
-                # Templates of reasoning models drop the thinking of a finished turn: write the reply after the prompt.
+                # Templates of reasoning models drop the reasoning of a finished turn: append the reply to the prompt.
                 content = str(messages[i].get("content") or "")
                 if (reasoning := self._trained(talk)[i]) != reasoning_of(content, self.config):
                     content = reply(reasoning, answer_of(content, self.config).strip(), self.config)
@@ -349,24 +349,24 @@ class Encoder:
         return text, spans
 
     def _turn_end(self, text: str, start: int, talk: Conversation, index: int) -> int:
-        """Return where assistant turn `index`, which starts at character `start`, ends: after its end-of-turn token."""
+        """Returns the end of assistant turn `index`, which starts at character `start`: after its end-of-turn token."""
         assert not isinstance(talk.messages, str)
         last = index + 1 == len(talk.messages)
         upto = text if last else self._render(talk.messages[: index + 1], talk.tools)
         if text.startswith(upto):
-            # What the template puts after the end-of-turn token is never generated.
+            # The model never generates the text of the template after the end-of-turn token.
             after = len(self._tail.partition(self.stop)[2]) if self.stop and upto.endswith(self._tail) else 0
             return len(upto) - after
         # The first end-of-turn token is this turn's if it comes before the words of the next message.
         following = [*talk.messages[: index + 1], {**talk.messages[index + 1], "content": _PROBE}]
-        bound = len(commonprefix([text, self._render(following, talk.tools)]))  # noqa: RUF071 (of characters)
+        bound = len(commonprefix([text, self._render(following, talk.tools)]))  # noqa: RUF071 - a prefix of characters, not of paths
         end = text.find(self.stop, start, bound)
         if not self.stop or end < 0 or self.stop in str(talk.messages[index].get("content")):
-            raise RowError(f"the end of message {index} is not certain: give the template {{% generation %}} markers")
+            raise RowError(f"the end of message {index} is uncertain: give the template {{% generation %}} markers")
         return end + len(self.stop)
 
     def _marked(self, talk: Conversation) -> tuple[list[int], list[bool]]:
-        """Return ids and mask by the template's own generation markers."""
+        """Returns ids and mask from the template's own generation markers."""
         messages, first, tools = talk
         assert not isinstance(messages, str)
         text = self._render(messages, tools)
@@ -379,21 +379,21 @@ class Encoder:
             text = self._render(messages[:first], tools, prompt=True)
             head = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if ids[: len(head)] != head:
-                raise RowError("the chat template renders the prompt in another way once the completion follows")
+                raise RowError("the chat template renders the prompt differently when the completion follows")
             mask = [flag and i >= len(head) for i, flag in enumerate(mask)]
         stop = self.tokenizer.convert_tokens_to_ids(self.stop) if self.stop else None
         for i in range(1, len(ids)):
             if mask[i - 1] and not mask[i] and ids[i] == stop and ids[i - 1] != stop:
-                mask[i] = True  # markers that close before the end-of-turn token: the model must learn to stop
+                mask[i] = True  # some markers close before the end-of-turn token, which the model must learn
         return ids, mask
 
     def _tokenize(self, text: str, spans: list[tuple[int, int]], *, special: bool) -> tuple[list[int], list[bool]]:
-        """Return the ids of text, and which of them lie in one of the character ranges."""
+        """Returns the ids of a text, and the mask of those in one of the character ranges."""
         out = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         ids, offsets = list(out["input_ids"]), [tuple(pair) for pair in out["offset_mapping"]]
         borders = {border for span in spans for border in span}
         if any(a < border < b for a, b in offsets for border in borders):
-            # Generation starts from the prompt tokenised alone, so a token across its end would never be seen there.
+            # Generation starts from the tokens of the prompt alone, which has no token across its end.
             lead = next((i for i, (_, b) in enumerate(offsets) if b), 0)
             cut_ids, cut_offsets = ids[:lead], offsets[:lead]
             edges = sorted({0, len(text), *borders})
@@ -403,7 +403,7 @@ class Encoder:
                 cut_offsets += [(a + x, a + y) for x, y in piece["offset_mapping"]]
             if self.tokenizer.decode(cut_ids) == self.tokenizer.decode(ids):
                 ids, offsets = cut_ids, cut_offsets
-        # Some tokenizers trim white space off: a token of nothing else is then an empty range at its end.
+        # Some tokenizers trim white space: a token of white space is then an empty range at its end.
         return ids, [
             any(start < b <= end if a == b else a < end and start < b for start, end in spans) for a, b in offsets
         ]

@@ -1,12 +1,13 @@
 """Finds the role of each column of a data set, and the reasoning within a text.
 
-Roles are found from the names of the columns and from the first values in them, never from the name of the data set.
-`tests/data/test_columns.py` holds a row of each reasoning data set that the rules were written for. Reasoning within a
-text is found by the tags around it, or by the closing words that state the answer after it.
+The names of the columns and their first values decide the roles, never the name of the data set.
+`tests/data/test_columns.py` has a row of each reasoning data set that the rules cover. Tags around the reasoning, or
+closing words before the answer, separate the reasoning within a text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,13 @@ from typing import Any
 from tpu_kit.config.loader import DataConfig
 
 MESSAGE_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which the messages of a chat hold reasoning beside their content; the first that holds text counts."""
+"""Keys of a message that hold reasoning beside its content; the first with text counts."""
 
 _TAGS = (("<think>", "</think>"), ("<|begin_of_thought|>", "<|end_of_thought|>"))
 _ANSWER_TAGS = ("<|begin_of_solution|>", "<|end_of_solution|>")
 _STATED = re.compile(r"\n[ \t]*The answer is:[ \t]*(\S.*?)\s*\Z", re.IGNORECASE)
+_BOX = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]")
 _MARKED = re.compile(r"####[ \t]*(.*?)\s*\Z")  # on the last line: elsewhere it is a heading of Markdown
 
 
@@ -53,7 +56,7 @@ def in_message(message: Mapping[str, Any], config: DataConfig) -> str:
 def with_own_tags(text: str, config: DataConfig) -> str:
     """Replaces tags of reasoning such as `<|begin_of_thought|>` by those of the configuration.
 
-    A reply becomes `reply` of its reasoning and its answer. In another text, such as a system prompt that asks for the
+    A reply becomes `reply` of its reasoning and its answer. In another text, such as a system prompt that names the
     tags, each tag is replaced.
     """
     for opening, closing in _TAGS:
@@ -71,7 +74,7 @@ def with_own_tags(text: str, config: DataConfig) -> str:
 def split_solution(text: str, config: DataConfig, *, boxed: bool) -> tuple[str, str]:
     r"""Splits a solution into reasoning and answer; the reasoning is empty if there is none.
 
-    Recognised are the tags, a last line "The answer is: ..." (MetaMathQA), "####" on the last line (GSM8K) and, where
+    The separators are the tags, a last line "The answer is: ..." (MetaMathQA), "####" on the last line (GSM8K) and, if
     `boxed`, the last \boxed{} (MATH), which stays in the reasoning too.
 
     Raises:
@@ -88,22 +91,24 @@ def split_solution(text: str, config: DataConfig, *, boxed: bool) -> tuple[str, 
         if not marked[1]:
             raise ValueError("nothing after ####")
         return text[: marked.start()].strip(), marked[1]
-    if boxed and (answer := last_boxed(text)):
-        return text.strip(), answer
+    if boxed and (inner := last_boxed(text)):
+        return text.strip(), inner
     return "", text
 
 
-def last_boxed(text: str) -> str:
-    r"""Returns what the last \boxed{} of a text holds, nested braces included; empty if there is none."""
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return ""
-    start, depth = start + len(r"\boxed{"), 1
-    for end in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start:end].strip()
-    return ""
+def last_boxed(text: str) -> str | None:
+    r"""Returns the content of the last \boxed{} that is closed, nested braces included; None without one."""
+    boxes = {box.end() for box in _BOX.finditer(text)}
+    last, found = -1, None
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.end())
+        elif brace[0] == "}" and opened:
+            start = opened.pop()
+            if start in boxes and start > last:
+                last, found = start, text[start : brace.start()].strip()
+    return found
 
 
 _TRACES = (
@@ -130,11 +135,11 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "reasoning": (_TRACES, _SOLUTIONS, ("explanation",)),
     "answer": (_REPLIES, ("answers", "answerkey", "correct_answer", "correct"), ("content",)),
 }
-"""Role -> the names of its columns, compared without case, in groups of falling priority. Two columns of one group that
-hold different values are an ambiguity, which is an error."""
+"""Role -> the names of its columns, compared without case, in groups of falling priority. Two columns of one group with
+different values are ambiguous, which is an error."""
 
 _BESIDE = {("question", "source"): "target", ("answer", "content"): "reasoning_content"}
-"""(role, name) -> the other column that must exist for the name to mean this role."""
+"""(role, name) -> the column that must exist beside it for the name to have this role."""
 
 ROLES: dict[str, tuple[str, ...]] = {
     "cot": ("system", "question", "context", "options", "reasoning", "answer"),
@@ -142,43 +147,35 @@ ROLES: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion", "tools"),
     "text": ("text",),
 }
-"""Format -> the roles it reads; chats have reasoning and answer where their last turn is in columns of its own."""
+"""Format -> its roles; chats have reasoning and answer if their last turn is in columns of its own."""
 
-KNOWN = frozenset(
-    name for role, groups in NAMES.items() for name in chain(*groups) if (role, name) not in _BESIDE
-)  # fmt: skip
-"""Every name that means a role by itself."""
+KNOWN = frozenset(name for role, groups in NAMES.items() for name in chain(*groups) if (role, name) not in _BESIDE)
+"""Every name that has a role by itself."""
 
 _TELLING = {"messages": {"messages", "tools"}, "prompt_completion": {"prompt", "completion"}, "text": {"text"}}
 _SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "observation": "tool",
-}
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"
+}  # fmt: skip
 _NEEDED = {
-    "cot": ("question", "answer"),
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
+    "cot": ("question", "answer"), "messages": ("messages",), "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
-}
-_SWITCHES = {"on", "off", "yes", "no", "true", "false"}  # values of a column `reasoning` that holds no text
+}  # fmt: skip
+_SWITCHES = {"on", "off", "yes", "no", "true", "false"}  # values of a column `reasoning` without text
 _SAMPLE = 100  # values read of each column
 _AT_A_TIME = 1000  # rows
 
 Values = Mapping[str, Sequence[Any]]
-"""Column -> the first of its values that are not empty; none where the whole column is."""
+"""Column -> its first values that are not empty; an empty list if the whole column is empty."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the columns of a data set are read.
+    """The format and the roles of the columns of a data set.
 
     Attributes:
         format: "cot", "messages", "prompt_completion" or "text".
         columns: role -> column.
-        ignored: columns that are not used.
+        ignored: unused columns.
     """
 
     format: str
@@ -198,14 +195,14 @@ def first_values(rows: Any) -> dict[str, list[Any]]:
     """Returns the first values of each column that are not empty.
 
     Args:
-        rows: a `datasets.Dataset`. All of it is read for a column without values, and its beginning for the others.
+        rows: a `datasets.Dataset`. Only a column without values is read to its end.
     """
     found: dict[str, list[Any]] = {name: [] for name in rows.column_names}
     for start in range(0, len(rows), _AT_A_TIME):
         wanted = [name for name, values in found.items() if len(values) < _SAMPLE]
         if not wanted:
             break
-        # As Arrow holds them: images would be decoded otherwise.
+        # In Arrow's form: images would be decoded otherwise.
         table = rows.select_columns(wanted).with_format("arrow")[start : start + _AT_A_TIME]
         for name in wanted:
             values = (value for value in table.column(name).drop_null().to_pylist() if is_filled(value))
@@ -214,7 +211,7 @@ def first_values(rows: Any) -> dict[str, list[Any]]:
 
 
 def is_filled(value: Any) -> bool:
-    """Whether a cell holds more than nothing, white space, NaN, or a list or struct of only these."""
+    """Returns whether a cell holds more than None, white space, NaN, or a list or struct of only these."""
     if isinstance(value, str):
         return bool(value.strip())
     if isinstance(value, Mapping):
@@ -229,9 +226,9 @@ def detect_layout(columns: Sequence[str], config: DataConfig, values: Values | N
 
     Args:
         columns: their names.
-        config: the data section. An empty name in `config.columns` gives that role to no column.
-        values: of `first_values`: a column without values gets no role, and several that hold the same are no
-            ambiguity. None goes by the names alone.
+        config: the data section. With an empty name in `config.columns` no column has that role.
+        values: of `first_values`: a column without values has no role, and columns with the same values are not
+            ambiguous. None uses the names alone.
 
     Raises:
         ValueError: an unknown role, a missing column, columns that fit no format, or several that fit one role.
@@ -273,7 +270,7 @@ class _Detection:
         return self.values[column] if self.values is not None and column else ()
 
     def _find(self, role: str) -> str | None:
-        """Returns the column of a role, None if there is none; raises Ambiguous if several fit it."""
+        """Returns the column of a role, None without one; raises Ambiguous if several fit."""
         if role in self.given:
             return self.given[role] or None
         for group in NAMES[role]:
@@ -285,7 +282,7 @@ class _Detection:
         return None
 
     def _fitting(self, role: str, name: str) -> str | None:
-        """Returns the column of this name if it holds values that fit the role."""
+        """Returns the column of this name if its values fit the role."""
         lower = {column.lower(): column for column in reversed(self.columns)}
         if name not in lower or _BESIDE.get((role, name), name) not in lower:
             return None
@@ -295,7 +292,7 @@ class _Detection:
         return lower[name] if held or self.values is None else None
 
     def _search(self, *roles: str) -> dict[str, str | None]:
-        """Returns the column of each role; raises one Ambiguous for all roles that several columns fit."""
+        """Returns the column of each role; raises one Ambiguous for all ambiguous roles."""
         found, problems = {}, []
         for role in roles:
             try:
@@ -327,7 +324,7 @@ class _Detection:
         return [column for name in chain(*NAMES["reasoning"]) if (column := self._fitting("reasoning", name))]
 
     def _chat(self) -> str | None:
-        """Returns the column of chats: one named so, or one of questions whose values are lists of messages."""
+        """Returns the column of chats: by its name, or a column of questions whose values are lists of messages."""
         if column := self._find("messages"):
             return column
         held = self._held(column := self._find("question"))
@@ -337,7 +334,7 @@ class _Detection:
         return [chat for x in self._held(self._chat()) if _is_chat(chat := _parsed(x))]
 
     def _chat_or_columns(self) -> str:
-        """Returns the format of rows with a chat and perhaps with question and answer too: the one with reasoning."""
+        """Returns the format of rows with a chat, and perhaps question and answer: the format that has reasoning."""
         chats = self._chats()
         replies = [turn for chat in chats for turn in chat if role_of(turn) == "assistant"]
         if not replies or any(in_message(_plain(turn, self.config), self.config) for turn in replies):
@@ -381,18 +378,18 @@ class _Detection:
         found = self._search(*ROLES["cot"])
         context, question = found["context"] or "", found["question"] or ""
         if "context" not in self.given and context.lower() == "input" and question.lower() != "instruction":
-            found["context"] = None  # an `input` column is context to an `instruction` only
+            found["context"] = None  # an `input` column is context only beside an `instruction`
         found |= self._answered(found)
         return {role: column for role, column in found.items() if column}
 
     def _answered(self, found: Mapping[str, str | None]) -> dict[str, str | None]:
-        """Returns the columns of reasoning and answer, given those found by their names."""
+        """Returns the columns of reasoning and answer, given the columns found by name."""
         reasoning, answer = found["reasoning"], found["answer"]
         if reasoning == answer and "reasoning" not in self.given:
             reasoning = None
         if answer is None and reasoning and "answer" not in self.given:
             answer = self._solution_beside(reasoning)
-            if answer is None and "reasoning" not in self.given:  # a solution alone holds both
+            if answer is None and "reasoning" not in self.given:  # a single solution column holds both
                 reasoning, answer = None, reasoning
         if "reasoning" not in self.given and self._is_whole(answer):
             reasoning = None
@@ -401,20 +398,20 @@ class _Detection:
         return {"reasoning": reasoning, "answer": answer}
 
     def _solution_beside(self, trace: str) -> str | None:
-        """Returns the column of solutions beside a column of reasoning, to be the answer."""
+        """Returns the column of solutions beside a column of reasoning, which is then the answer."""
         found = [column for name in _SOLUTIONS if (column := self._fitting("answer", name)) and column != trace]
         if len(found) > 1:
             raise Ambiguous(f"ambiguous columns: answer could be {' or '.join(found)}. Say which in data.columns")
         return found[0] if found else None
 
     def _is_whole(self, column: str | None) -> bool:
-        """Whether a column holds whole replies: reasoning in tags, then an answer."""
+        """Returns whether a column holds whole replies: reasoning in tags, then an answer."""
         texts = [with_own_tags(x, self.config) for x in self._held(column) if isinstance(x, str)]
         return any(self.config.think_close in x and answer_of(x, self.config).strip() for x in texts)
 
 
 def is_solution(column: str) -> bool:
-    """Whether a column of this name holds worked solutions, which may end in a boxed answer."""
+    """Returns whether a column of this name holds worked solutions, which may end in a boxed answer."""
     return column.lower() in _SOLUTIONS
 
 
@@ -429,10 +426,9 @@ def _is_chat(value: Any) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    try:
+    with contextlib.suppress(json.JSONDecodeError, RecursionError):
         return json.loads(value) if isinstance(value, str) else value
-    except (json.JSONDecodeError, RecursionError):
-        return None
+    return None
 
 
 def _words(turn: Mapping[str, Any]) -> Any:

@@ -1,8 +1,7 @@
-"""Prepares the data of a run: load rows, hold out, tokenise, check, pack, report.
+"""Prepares the data of a run: loads rows, holds out, tokenises, checks, packs and reports.
 
-`prepare` does all of this; its result depends on its arguments alone, and a checkpoint keeps its `fingerprint`.
-`prepare_once` runs it in one process of a host. The other replicas of the host memory-map the arrays that it writes,
-so the host holds them once, however many replicas it has.
+The result of `prepare` depends on its arguments alone, and a checkpoint keeps its `fingerprint`. `prepare_once` runs it
+in one process of a host. The other replicas memory-map the arrays that it writes, so the host holds them once.
 """
 
 from __future__ import annotations
@@ -32,38 +31,38 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.storage import atomic
 
 MOST_HELD_OUT = 64
-"""Rows held out where `data.eval_rows` is null, at most."""
+"""The most rows held out where `data.eval_rows` is null."""
 
-_ROWS_PER_PROCESS = 10_000  # below this a second process takes longer to start than it saves
-_CACHE_VERSION = 4  # raise it when the code below gives other tokens for the same row
+_ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
+_CACHE_VERSION = 4  # increase it when the code below gives other tokens for the same row
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """Counts of what was read, dropped and used.
+    """Counts of rows, documents and tokens that were read, dropped and used.
 
     A row gives one document, or one for each reply of a chat where the chat template drops the reasoning of earlier
     turns (`Encoder.parts`).
 
     Attributes:
-        source: where the rows came from.
+        source: the source of the rows.
         layout: the format and the columns used.
         rows_read: rows of the source.
-        held_out: rows kept back for evaluation, with all rows that ask the same.
-        seen_in_training: rows of the held-out split dropped because the train split asks the same.
+        held_out: rows held out for evaluation, with all rows of the same questions.
+        seen_in_training: rows of the held-out split dropped because the training split has their questions.
         dropped_too_long: documents over max_length that were dropped.
         truncated: documents cut to max_length and kept.
-        dropped_no_loss: documents dropped because no token with loss was left in max_length tokens.
-        rows_used: rows of which a document is used.
+        dropped_no_loss: documents dropped because max_length tokens of them have no token with loss.
+        rows_used: rows with a used document.
         documents: documents used.
         tokens: tokens of these documents.
         loss_tokens: tokens that carry loss.
         packed_rows: rows of max_length tokens after packing.
-        fill: share of the slots of packed rows that hold real tokens, the emptiest row left out.
+        fill: share of the slots of packed rows that hold tokens, without the emptiest row.
         lengths: tokens of each document before truncation.
         reasoning: see `Kept`, summed over the documents.
-        skipped: bad rows left out as `data.on_bad_row=skip` asks; of the other counts, only rows_read includes them.
-        skipped_rows: the first bad rows, each with what is wrong with it.
+        skipped: bad rows that `data.on_bad_row=skip` skips; of the other counts, only rows_read includes them.
+        skipped_rows: the first bad rows, each with its problem.
     """
 
     source: str
@@ -102,7 +101,7 @@ class DataReport:
 
     @property
     def skipped_text(self) -> str:
-        """How many bad rows were left out, and what is wrong with the first of them."""
+        """The number of skipped bad rows, and the problems of the first of them."""
         more = f"; and {self.skipped - len(self.skipped_rows):,} more" if self.skipped > len(self.skipped_rows) else ""
         return f"{self.skipped:,} skipped (data.on_bad_row): {'; '.join(self.skipped_rows)}{more}"
 
@@ -111,7 +110,7 @@ class DataReport:
             return ""
         return (
             f" as {self.documents:,} documents: the chat template drops the reasoning of earlier turns, so each reply "
-            "is trained after the prompt of its own"
+            "is trained after its own prompt"
         )
 
     def _lost(self) -> str:
@@ -131,13 +130,13 @@ class Prepared:
         train: packed rows.
         eval: packed held-out rows; None without evaluation.
         eval_rows: the held-out rows as read; chain-of-thought rows also have the texts of `schemas.problem`: question,
-            reasoning and answer; others an "answer" (`schemas.final_answer`), where they have none of their own.
+            reasoning and answer; other rows have an "answer" (`schemas.final_answer`) if they had none.
         eval_prompts: for each held-out row the text that the model continues (empty for plain text). Prompts of chats
-            have their special tokens already: tokenise them with `add_special_tokens=False`.
-        report: of the train rows.
+            include their special tokens: tokenise them with `add_special_tokens=False`.
+        report: of the training rows.
         eval_report: of the held-out rows.
-        encoder: turns another row of the same kind into tokens.
-        fingerprint: hash of all tokens, loss masks, packing and order; equal exactly if training sees the same.
+        encoder: encodes other rows of the same kind.
+        fingerprint: hash of all tokens, loss masks, packing and order.
     """
 
     train: PackedDataset
@@ -158,22 +157,22 @@ class Prepared:
         return "\n".join(lines)
 
     def example(self, number: int = 0) -> Example:
-        """Return one training document, for `decoded_example`."""
+        """Returns one training document, for `decoded_example`."""
         ids, mask = self.train.document(number)
         return Example(ids.tolist(), mask.tolist())
 
 
 @dataclass(frozen=True)
 class _Tokenized:
-    """All rows of one source; the arrays have one entry per document.
+    """The tokens of all rows of one source; the arrays have one entry per document.
 
     Attributes:
-        documents: of all rows, in their order; a bad row has one placeholder.
-        full_lengths: tokens before truncation.
-        questions: the hash of the question of the document's row.
-        kept: the numbers of `Kept`, (documents, 3).
-        good: whether the document's row can be used; bool.
-        skipped_rows: the first bad rows, each with what is wrong with it.
+        documents: of all rows, in order; a bad row has one placeholder.
+        full_lengths: tokens before truncation, int64 (documents,).
+        questions: hash of the question of the document's row, str (documents,).
+        kept: the counts of `Kept`, int64 (documents, 3).
+        good: whether the document's row can be used, bool (documents,).
+        skipped_rows: the first bad rows, each with its problem.
     """
 
     documents: Documents
@@ -192,18 +191,18 @@ def prepare(
     vocab_size: int | None = None,
     dataset: Dataset | DatasetDict | None = None,
 ) -> Prepared:
-    """Load, hold out, tokenise, check and pack.
+    """Loads, holds out, tokenises, checks and packs.
 
     Args:
         config: the data section.
-        tokenizer: a fast Hugging Face tokenizer; one without a chat template is given `chat_encoding.DEFAULT_TEMPLATE`
-            if the rows are chats.
+        tokenizer: a fast Hugging Face tokenizer; without a chat template it gets `chat_encoding.DEFAULT_TEMPLATE` if
+            the rows are chats.
         model_positions: `max_position_embeddings` of the model; None skips the check.
         vocab_size: rows of the model's embedding; None skips the check.
-        dataset: rows to use in place of `config.source`.
+        dataset: rows in place of `config.source`.
 
     Raises:
-        ValueError: bad rows, columns, files or settings; the text names them.
+        ValueError: rows, columns, files or settings are wrong; the text names them.
     """
     if model_positions is not None and config.max_length > model_positions:
         raise ValueError(
@@ -211,12 +210,8 @@ def prepare(
             f"set it to {model_positions} or less"
         )
     source = "the data set given" if dataset is not None else config.source
-    skip = config.on_bad_row == "skip"
-    rows = (
-        load_rows(source, config.split, config.seed, skip=skip)
-        if dataset is None
-        else pick_split(dataset, config.split)
-    )
+    load = partial(load_rows, seed=config.seed, skip=config.on_bad_row == "skip")
+    rows = load(source, config.split) if dataset is None else pick_split(dataset, config.split)
     if not len(rows):
         raise ValueError(f"{source} has no rows")
     encoder = _encoder(rows, tokenizer, config, source)
@@ -230,15 +225,13 @@ def prepare(
     if eval_source or config.eval_rows != 0:
         if eval_source:
             own = isinstance(dataset, DatasetDict) and not config.eval_source
-            held = (
-                pick_split(dataset, eval_split) if own else load_rows(eval_source, eval_split, config.seed, skip=skip)
-            )
+            held = pick_split(dataset, eval_split) if own else load(eval_source, eval_split)
             eval_encoder = _encoder(held, tokenizer, config, eval_source)
             held_tokens = _tokenize(held, eval_encoder, eval_source, eval_split, vocab_size)
             chosen = held_tokens.good & ~np.isin(held_tokens.questions, everything.questions[everything.good])
             seen = _count(held_tokens, held_tokens.good & ~chosen)
             if not chosen.any():
-                raise ValueError(f"every question of the evaluation rows ({eval_source}) is in the train rows too")
+                raise ValueError(f"every question of the evaluation rows ({eval_source}) is in the training rows too")
         else:
             held, eval_encoder, held_tokens, seen = rows, encoder, everything, 0
             chosen, train = _hold_out(everything, config)
@@ -263,7 +256,7 @@ def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> 
         alike = [other for other in columns if other.lower() == column.lower()]
         if len(alike) > 1 and role not in (config.columns or {}):
             raise ValueError(
-                f"{source}: the columns {' and '.join(alike)} differ in case alone; say which of them is the {role}, "
+                f"{source}: the columns {' and '.join(alike)} differ in case alone; name the {role}, "
                 f"as in data.columns={{{role}: {column}}}"
             )
     plain = layout.format == "text"
@@ -271,14 +264,14 @@ def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> 
         prompts = (row[layout.columns["prompt"]] for row in rows)
         plain = isinstance(next((prompt for prompt in prompts if isinstance(prompt, str | list)), None), str)
     if plain and config.system_prompt:
-        raise ValueError("data.system_prompt needs chats; these rows are plain text, which no chat template is put on")
+        raise ValueError("data.system_prompt needs chats; these rows are plain text, without a chat template")
     if not plain:
         ensure_chat_template(tokenizer)
     return Encoder(tokenizer, layout, config)
 
 
 def _eval_source(config: DataConfig, dataset: Dataset | DatasetDict | None) -> tuple[str | None, str]:
-    """Return the source of the evaluation rows (None: the train rows) and their split."""
+    """Returns the source of the evaluation rows (None: the training rows) and their split."""
     if config.eval_source:
         name = "eval" if config.eval_source in GENERATED else "train"
         return config.eval_source, config.eval_split or name
@@ -290,19 +283,19 @@ def _eval_source(config: DataConfig, dataset: Dataset | DatasetDict | None) -> t
 
 
 def held_out_rows(config: DataConfig, questions: int) -> int:
-    """Return how many questions are held out: `data.eval_rows`, or a tenth of all questions, from 1 to 64."""
+    """Returns the number of held-out questions: `data.eval_rows`, or a tenth of all questions, from 1 to 64."""
     return min(MOST_HELD_OUT, max(1, questions // 10)) if config.eval_rows is None else config.eval_rows
 
 
 def _count(tokens: _Tokenized, chosen: np.ndarray) -> int:
-    """Return how many rows the chosen documents come from."""
+    """Returns the number of rows of the chosen documents."""
     return len(np.unique(tokens.documents.source_rows[chosen]))
 
 
 def _hold_out(tokens: _Tokenized, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Choose questions by a hash of their text; return the masks of the documents for evaluation and for training.
+    """Chooses questions by a hash of their text; returns the masks of the documents for evaluation and for training.
 
-    Of each chosen question one row is used for evaluation; other rows that ask the same are not used at all.
+    Evaluation uses one row of each chosen question; other rows with the question are not used.
     """
     questions, source_rows, good = tokens.questions, tokens.documents.source_rows, np.flatnonzero(tokens.good)
     unique, first = np.unique(questions[good], return_index=True)
@@ -335,7 +328,7 @@ def _raw_rows(rows: Dataset, chosen: np.ndarray, encoder: Encoder) -> tuple[list
 def _pack(
     tokens: _Tokenized, chosen: np.ndarray, encoder: Encoder, source: str, held_out: int = 0, seen_in_training: int = 0
 ) -> tuple[PackedDataset, DataReport]:
-    """Apply `too_long` to the chosen documents and pack them; the last two arguments go into the report."""
+    """Applies `too_long` to the chosen documents and packs them; the last two arguments go into the report."""
     config, documents = encoder.config, tokens.documents
     long = (tokens.full_lengths > config.max_length) & chosen
     if config.too_long == "error" and long.any():
@@ -380,11 +373,11 @@ def _pack(
 
 
 def _tokenize(rows: Dataset, encoder: Encoder, source: str, split: str, vocab_size: int | None) -> _Tokenized:
-    """Tokenise all rows, or read them from the cache of `datasets`.
+    """Tokenises all rows, or reads them from the cache of `datasets`.
 
     Raises:
-        ValueError: rows that cannot be used, all counted and the first of them named, where `data.on_bad_row` says
-            stop or they are most rows; or ids outside the vocabulary.
+        ValueError: rows cannot be used, and `data.on_bad_row` is stop or they are more than half; or ids are outside
+            the vocabulary.
     """
     name, folder = _fingerprint(rows, encoder), Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     folder.mkdir(parents=True, exist_ok=True)
@@ -405,11 +398,11 @@ def _tokenize(rows: Dataset, encoder: Encoder, source: str, split: str, vocab_si
     skip, most = encoder.config.on_bad_row == "skip", 2 * len(bad) > len(errors)
     if bad and (most or not skip):
         more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-        advice = "Mend or drop them"
+        advice = "Correct or delete them"
         if skip:
-            advice += "; data.on_bad_row=skip leaves out no more than half of the rows, and these are more than half"
+            advice += "; data.on_bad_row=skip skips at most half of the rows, and these are more than half"
         elif not most:
-            advice += ", or leave them out with data.on_bad_row=skip"
+            advice += ", or skip them with data.on_bad_row=skip"
         rows_text = f"{len(bad)} of {len(errors)} rows cannot be used: {'; '.join(shown)}{more}"
         raise ValueError(f"{source}: {rows_text}. {advice}")
     columns = table.with_format("arrow")[:]
@@ -439,7 +432,7 @@ _PLACEHOLDER = {
 
 
 def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
-    """Return the documents of a row, concatenated, or a placeholder with the error of a bad row."""
+    """Returns the documents of a row, concatenated, or a placeholder with the error of a bad row."""
     try:
         if unread := row.get(PROBLEM):
             raise RowError(unread)
@@ -448,7 +441,7 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
         whole = [encoder.encode(part) for part in parts]
     except RowError as error:
         return _PLACEHOLDER | {"error": str(error)}
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:  # an unforeseen form
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:  # an unexpected form
         unread = f"it cannot be read as {encoder.layout.format}: {type(error).__name__}: {error}"
         return _PLACEHOLDER | {"error": unread}
     end = encoder.config.max_length
@@ -465,9 +458,9 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
 
 
 def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
-    """Return a hash of all that tokens depend on: rows, tokenizer, template and settings."""
+    """Returns a hash of the rows, the tokenizer, the template and the settings that the tokens depend on."""
     tokenizer, config = encoder.tokenizer, asdict(encoder.config)
-    del config["source"], config["eval_source"], config["split"], config["eval_split"]  # the rows stand for these
+    del config["source"], config["eval_source"], config["split"], config["eval_split"]  # the rows represent these
     for setting in ("eval_rows", "seed", "shuffle", "num_proc", "packing", "too_long", "on_bad_row"):
         del config[setting]  # applied after tokenising
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
@@ -477,23 +470,17 @@ def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
 
 
 def _processes(rows: int, wanted: int | None) -> int | None:
-    """Return how many processes tokenise, by default by rows and cores; None is this process alone."""
+    """Returns the number of processes that tokenise, by default by rows and cores; None is this process alone."""
     if wanted is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        wanted = min(cores, rows // _ROWS_PER_PROCESS)
+        wanted = min(len(os.sched_getaffinity(0)), rows // _ROWS_PER_PROCESS)
     return wanted if 1 < wanted <= rows else None
 
 
 def prepare_once(config: TrainConfig, rt: Runtime, tokenizer: Any, make: Callable[[], Prepared]) -> Prepared:
-    """Prepare the data in one replica of each host, and read it in all of them.
+    """Prepares the data in one replica of each host, and reads it in all replicas.
 
-    An error in preparing ends the launch, and so the replicas that wait.
-
-    Args:
-        config: the run.
-        rt: the replica.
-        tokenizer: this replica's; it gets the chat template that the data was prepared with.
-        make: prepares the data; called where `local_rank` is 0.
+    Where `local_rank` is 0, `make` prepares the data; an error of it ends the launch. The tokenizer of each replica
+    gets the chat template of the prepared data.
     """
     run = json.dumps([str(config.output_path.absolute()), config.to_dict()["model"], config.to_dict()["data"]])
     name = hashlib.blake2b(run.encode(), digest_size=16).hexdigest()
@@ -504,12 +491,12 @@ def prepare_once(config: TrainConfig, rt: Runtime, tokenizer: Any, make: Callabl
     prepared = read_prepared(folder, tokenizer, config.data)
     rt.barrier()
     if rt.local_rank == 0:
-        shutil.rmtree(folder)  # what is mapped stays until the replicas end
+        shutil.rmtree(folder)  # mapped files stay until the replicas end
     return prepared
 
 
 def write_prepared(prepared: Prepared, folder: Path) -> None:
-    """Write what `prepare` returned; the folder replaces an earlier one once it is whole."""
+    """Writes the result of `prepare`; the complete folder replaces an earlier one."""
     with atomic.replacing(folder, shared=True) as made:
         made.mkdir(parents=True)
         for part, packed in (("train", prepared.train), ("eval", prepared.eval)):
@@ -525,12 +512,12 @@ def write_prepared(prepared: Prepared, folder: Path) -> None:
             "chat_template": prepared.encoder.tokenizer.chat_template,
             "fingerprint": prepared.fingerprint,
         }
-        # Cells that JSON has not, such as dates of Parquet, are text in the held-out rows.
+        # Cells without a form in JSON, such as dates of Parquet, are text in the held-out rows.
         (made / "prepared.json").write_text(json.dumps(document, default=str))
 
 
 def read_prepared(folder: Path, tokenizer: Any, config: DataConfig) -> Prepared:
-    """Return what `write_prepared` wrote, its arrays memory-mapped."""
+    """Returns the data of `write_prepared`, with memory-mapped arrays."""
     document = json.loads((folder / "prepared.json").read_text())
 
     def packed(part: str) -> PackedDataset | None:

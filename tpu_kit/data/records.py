@@ -1,7 +1,7 @@
 """Reads JSON and CSV files row by row into one Arrow file, and reports the place and the fault of each bad row.
 
 Arrow's JSON parser is not used: it crashes on a file of `null` lines or of deeply nested rows, converts texts that look
-like dates to dates, and reports no line numbers.
+like dates, and reports no line numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +24,11 @@ from tpu_kit.data.columns import KNOWN
 from tpu_kit.storage import atomic
 
 PROBLEM = "tpu_kit:problem"
-"""The column that says why a row cannot be used; only there if a row has a problem."""
+"""The column with the reason why a row cannot be used; present only if a row has a problem."""
 
-_DEEPEST = 100  # levels of lists and objects in a row; Python's parser ends near 1,000, others crash
+_DEEPEST = 100  # levels of lists and objects in a row; Python's parser fails near 1,000, others crash
 _MOST_COLUMNS = 1000
-_BATCH_ROWS, _BATCH_CHARACTERS = 1000, 2**25  # what is held in memory before it is written
+_BATCH_ROWS, _BATCH_CHARACTERS = 1000, 2**25  # limits of a batch in memory
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _CHARACTER = re.compile(r"\S")
 _LONG_NUMBER = re.compile(r"\d{19}")
@@ -38,7 +39,7 @@ class Record(NamedTuple):
     """One row of a file.
 
     Attributes:
-        place: where it is: "line 3", or "row 2" of a JSON array, from 0.
+        place: its place: "line 3", or "row 2" of a JSON array, from 0.
         values: column -> cell; empty if the row has a problem.
         problem: why it cannot be used; empty if it can.
     """
@@ -52,23 +53,17 @@ class _TwiceError(ValueError):
     pass
 
 
-class _Doubts(NamedTuple):
-    """Faults that the rows of a text may have, to search only these rows for them."""
-
-    deep: bool
-    surrogate: bool
-
-    @classmethod
-    def of(cls, text: str) -> _Doubts:
-        return cls(text.count("[") + text.count("{") > _DEEPEST, _SURROGATE.search(text) is not None)
+def _is_suspect(text: str) -> bool:
+    """Returns whether rows of a text may be nested too deeply or hold half a character, so that each is checked."""
+    return text.count("[") + text.count("{") > _DEEPEST or _SURROGATE.search(text) is not None
 
 
 def read_records(system: Any, file: str, separator: str | None) -> Iterator[Record]:
-    """Yield the rows of one file in order.
+    """Yields the rows of one file in order.
 
     Args:
         system: the fsspec file system that holds it.
-        file: its path there; compressed as its name says.
+        file: its path there; the name gives its compression.
         separator: between the cells of CSV; None for JSON (lines, an array, or an object around an array).
 
     Raises:
@@ -83,7 +78,7 @@ def read_records(system: Any, file: str, separator: str | None) -> Iterator[Reco
         raise ValueError(_not_utf8(system, file)) from error
     except ValueError:
         raise
-    except Exception as error:  # each compression has its own
+    except Exception as error:  # each compression has its own errors
         text = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"data source {file}: cannot be read: {text}; is the file whole?") from error
 
@@ -125,7 +120,7 @@ def _json(stream: Any, file: str) -> Iterator[Record]:
         return
     second = next(lines, None)
     if second is None and isinstance(parsed, Record) and (field := _only_field(parsed.values)):
-        yield from _json_array(parsed.values[field], _Doubts.of(line))
+        yield from _json_array(parsed.values[field], _is_suspect(line))
         return
     for number, line in itertools.chain([first], [second] if second else [], lines):
         parsed = _parsed_line(number, line)
@@ -136,7 +131,7 @@ def _json(stream: Any, file: str) -> Iterator[Record]:
 
 
 def _is_unfinished(line: str, error: json.JSONDecodeError) -> bool:
-    """Whether a line is the beginning of an object that goes on over the next lines; no text of JSON does."""
+    """Returns whether a line is the beginning of an object that continues on the next lines."""
     in_text = error.msg.startswith("Invalid control character")
     return line.lstrip().startswith("{") and error.pos >= len(line.rstrip()) and not in_text
 
@@ -149,11 +144,11 @@ def _parsed_line(number: int, line: str) -> Record | json.JSONDecodeError:
         return error
     except (RecursionError, ValueError) as error:
         return Record(place, {}, _unreadable(error))
-    return _record(place, value, _Doubts.of(line))
+    return _record(place, value, _is_suspect(line))
 
 
 def _json_document(text: str, file: str) -> Iterator[Record]:
-    """Yield the rows of one JSON value: an array, or an object; or of several values one after another."""
+    """Yields the rows of a JSON array, of an object around an array, or of several values one after another."""
     values: list[tuple[str, Any]] = []
     line, end, start = 1, 0, _first_character(text, 0)
     try:
@@ -169,13 +164,13 @@ def _json_document(text: str, file: str) -> Iterator[Record]:
         raise ValueError(f"{file}, {place}: not valid JSON: {error.msg.removesuffix(' at')}") from error
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{file}, {place}: {_unreadable(error)}") from error
-    doubts = _Doubts.of(text)
+    suspect = _is_suspect(text)
     if len(values) == 1 and isinstance(values[0][1], list):
-        yield from _json_array(values[0][1], doubts)
+        yield from _json_array(values[0][1], suspect)
     elif len(values) == 1 and isinstance(values[0][1], dict) and (field := _only_field(values[0][1])):
-        yield from _json_array(values[0][1][field], doubts)
+        yield from _json_array(values[0][1][field], suspect)
     else:
-        yield from (_record(place, value, doubts) for place, value in values)
+        yield from (_record(place, value, suspect) for place, value in values)
 
 
 def _first_character(text: str, start: int) -> int:
@@ -183,12 +178,12 @@ def _first_character(text: str, start: int) -> int:
     return found.start() if found else len(text)
 
 
-def _json_array(values: list[Any], doubts: _Doubts) -> Iterator[Record]:
-    yield from (_record(f"row {i}", value, doubts) for i, value in enumerate(values))
+def _json_array(values: list[Any], suspect: bool) -> Iterator[Record]:
+    yield from (_record(f"row {i}", value, suspect) for i, value in enumerate(values))
 
 
 def _only_field(values: dict[str, Any]) -> str | None:
-    """Return the field that holds the rows where a file is one object around them, as in {"data": [...]}."""
+    """Returns the field with the rows of a file that is one object, such as {"data": [...]}; None without one."""
     if {name.lower() for name in values} & KNOWN:
         return None
     lists = {name: value for name, value in values.items() if isinstance(value, list)}
@@ -199,8 +194,8 @@ def _only_field(values: dict[str, Any]) -> str | None:
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _TwiceError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common()
+        raise _TwiceError(f"the key {twice!r} occurs twice")
     return values
 
 
@@ -215,14 +210,14 @@ def _unreadable(error: Exception) -> str:
     return f"a whole number of more than {sys.get_int_max_str_digits():,} digits; write it as text"
 
 
-def _record(place: str, value: Any, doubts: _Doubts) -> Record:
-    """Check one decoded value."""
+def _record(place: str, value: Any, suspect: bool) -> Record:
+    """Checks one decoded value."""
     if not isinstance(value, dict):
         kinds = {type(None): "null", str: "text", bool: "true or false", list: "a list"}
         return Record(place, {}, f"a row must be an object, not {kinds.get(type(value), 'a number')}")
-    if doubts.deep and _too_deep(value):
-        return Record(place, {}, f"nested more than {_DEEPEST} levels deep")
-    if doubts.surrogate:
+    if suspect:
+        if _is_too_deep(value):
+            return Record(place, {}, f"nested more than {_DEEPEST} levels deep")
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -233,19 +228,19 @@ def _record(place: str, value: Any, doubts: _Doubts) -> Record:
     return Record(place, value)
 
 
-def _too_deep(value: Any, levels: int = _DEEPEST) -> bool:
+def _is_too_deep(value: Any, levels: int = _DEEPEST) -> bool:
     if not isinstance(value, (dict, list)):
         return False
     items = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_too_deep(item, levels - 1) for item in items)
+    return levels == 0 or any(_is_too_deep(item, levels - 1) for item in items)
 
 
 def _cell_problem(cell: Any) -> str:
-    """Return what in a list or an object cannot be stored; empty if nothing."""
+    """Returns the value in a list or an object that cannot be stored; empty without one."""
     try:
         text = json.dumps(cell, allow_nan=False)
     except ValueError:
-        return "NaN or Infinity, which JSON has not"
+        return "NaN or Infinity, which are not JSON; write null"
     if _LONG_NUMBER.search(text):
         try:
             Json().decode_example(text)
@@ -258,7 +253,7 @@ def _cell_problem(cell: Any) -> str:
 
 
 def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
-    """Yield the rows of CSV, all cells as text: 007 is not 7, NA and null are words, an empty cell is empty text."""
+    """Yields the rows of CSV with all cells as text: 007 is not 7, NA and null are words, an empty cell is empty."""
     csv.field_size_limit(sys.maxsize)  # the default refuses cells over 128 KiB
     reader = csv.reader(_without_nul(stream, file), delimiter=separator, strict=True)
     names: list[str] = []
@@ -281,8 +276,8 @@ def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
                 yield Record(place, dict(zip(names, cells, strict=True)))
     except csv.Error as error:
         raise ValueError(
-            f"data source {file}, line {line}: the quotes of a cell are not in order ({error}); a quote in quotes is "
-            'written ""'
+            f"data source {file}, line {line}: the quotes of a cell do not match ({error}); write a quote within "
+            'quotes as ""'
         ) from error
 
 
@@ -290,9 +285,9 @@ def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
 
 
 def keep_records(records: Callable[[], Iterator[tuple[str, Record]]], target: Path) -> None:
-    """Write rows as an Arrow file that `datasets` opens, atomically.
+    """Writes rows atomically as an Arrow file that `datasets` opens.
 
-    A column of texts and numbers becomes text, with numbers as `schemas` writes them; a column that holds lists or
+    A column of texts and numbers becomes text, with the numbers as `schemas` writes them; a column with lists or
     objects becomes JSON.
 
     Args:
@@ -300,7 +295,7 @@ def keep_records(records: Callable[[], Iterator[tuple[str, Record]]], target: Pa
         target: the file.
 
     Raises:
-        ValueError: the columns are not the same in all files, or there are none, or too many.
+        ValueError: the files have different columns, no columns, or too many.
     """
     features = _features(records())
     schema = features.arrow_schema
@@ -370,7 +365,7 @@ def _array(cells: list[Any], feature: Any) -> Any:
 
 
 def _text(cell: Any) -> str | None:
-    """A cell of a column of texts and numbers; a number that is none is missing."""
+    """Returns a cell of a column of texts and numbers as text; NaN and infinity become None."""
     if isinstance(cell, float):
         with contextlib.suppress(ValueError, OverflowError):
             return str(int(cell)) if cell == int(cell) else repr(cell)

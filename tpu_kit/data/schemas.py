@@ -1,7 +1,7 @@
 """Reads the conversation of a row from the columns that `columns.py` found.
 
-Four formats are known: `cot` (question, reasoning, answer), `messages` (chats, with tools), `prompt_completion` and
-`text`. `chat_encoding.py` turns the conversation into token ids.
+The formats are `cot` (question, reasoning, answer), `messages` (chats, with tools), `prompt_completion` and `text`.
+`chat_encoding.py` encodes the conversation as token ids.
 """
 
 import json
@@ -32,7 +32,7 @@ _OWN_LABEL = re.compile(r"\(?([A-Z])[).:]\s*(.*)", re.DOTALL)
 
 
 class RowError(ValueError):
-    """One row cannot be used; the caller adds which."""
+    """One row cannot be used; the caller adds its number."""
 
 
 class Conversation(NamedTuple):
@@ -40,7 +40,7 @@ class Conversation(NamedTuple):
 
     Attributes:
         messages: a chat, or plain text.
-        first: the messages (in plain text, the characters) before this index are the prompt and carry no loss.
+        first: index of the first message (in plain text, character) after the prompt, which carries no loss.
         tools: JSON schemas for the chat template.
     """
 
@@ -50,11 +50,11 @@ class Conversation(NamedTuple):
 
     @property
     def question(self) -> str:
-        """The question, which must not be in both the train and the held-out split."""
+        """The question, which must not be in both the training and the held-out split."""
         if isinstance(self.messages, str):
             return self.messages[: self.first] or self.messages
         asked = [message for message in self.messages[: self.first] if message["role"] != "system"]
-        if len(asked) == 1:  # so that it is the same in a chat, in a row of columns and in plain text
+        if len(asked) == 1:  # the same text as in a row of columns and in plain text
             return str(asked[0].get("content"))
         return "\n".join(f"{message['role']}: {message.get('content')}" for message in asked)
 
@@ -66,10 +66,10 @@ def normalised(text: str) -> str:
 
 
 def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Read one row.
+    """Reads one row.
 
     Raises:
-        RowError: a cell is empty or of another type than its role needs, or no assistant turn carries loss.
+        RowError: a cell is empty or has the wrong type for its role, or no assistant turn carries loss.
     """
     columns = layout.columns
     if layout.format == "text":
@@ -98,10 +98,10 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
 def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[str, str]:
     """Returns question, reasoning (empty if the row has none) and answer of a chain-of-thought row as text.
 
-    The question holds the context and the options that belong to it.
+    The question includes its context and its options.
 
     Raises:
-        RowError: a cell is empty or neither text nor a number.
+        RowError: a cell is empty, or is neither text nor a number.
     """
     columns = layout.columns
     question, options = _cell(row, columns["question"]), _options(row, columns)
@@ -119,7 +119,7 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
 def _solved(
     row: Mapping[str, Any], columns: Mapping[str, str], config: DataConfig, options: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Returns the reasoning (empty if there is none) and the answer of a row that holds them in columns."""
+    """Returns the reasoning (empty without one) and the answer from the columns of a row."""
     answer = with_own_tags(_chosen(_cell(row, columns["answer"]), options, columns["answer"]), config)
     if "reasoning" not in columns:
         try:
@@ -136,7 +136,7 @@ def _solved(
 
 
 def _options(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:
-    """Returns label -> text of the options of a row; empty if it has none."""
+    """Returns the options of a row by label; empty without options."""
     column = columns.get("options", "")
     value = row.get(column)
     value = _parsed(value, column) if isinstance(value, str) and value.lstrip().startswith(("[", "{")) else value
@@ -161,7 +161,7 @@ def _options(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, st
 
 
 def _chosen(answer: str, options: Mapping[str, str], column: str) -> str:
-    """Returns the answer, or the label of the option that it numbers, counted from 0."""
+    """Returns the answer, or the label of the option with that number, counted from 0."""
     if not options or not answer.strip().isdecimal() or answer.strip() in options:
         return answer
     number, labels = int(answer), list(options)
@@ -171,7 +171,7 @@ def _chosen(answer: str, options: Mapping[str, str], column: str) -> str:
 
 
 def final_answer(talk: Conversation, config: DataConfig) -> str:
-    """Returns the last assistant turn, or the completion, without its reasoning; empty if there is none."""
+    """Returns the last assistant turn or the completion, without reasoning; empty without one."""
     if isinstance(talk.messages, str):
         said = talk.messages[talk.first :] if talk.first else ""
     else:
@@ -188,7 +188,7 @@ def _chain_of_thought(row: Mapping[str, Any], layout: Layout, config: DataConfig
 
 
 def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str | None:
-    """Return the system prompt of the row, else the one of the settings."""
+    """Returns the system prompt of the row, or else of the configuration."""
     own = row.get(layout.columns["system"]) if "system" in layout.columns else None
     if own is not None and not isinstance(own, str):
         raise RowError(f"column {layout.columns['system']!r} holds a {type(own).__name__}, text is needed")
@@ -198,7 +198,7 @@ def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str |
 def _last_turn(
     turns: list[Any], row: Mapping[str, Any], columns: Mapping[str, str], config: DataConfig
 ) -> dict[str, Any]:
-    """Returns the reply to a chat that a row holds in the columns of reasoning and answer."""
+    """Returns the reply to a chat from the columns of reasoning and answer."""
     if turns and isinstance(turns[-1], Mapping) and role_of(turns[-1]) == "assistant":
         raise RowError(f"column {columns['messages']!r} ends in a reply, and {columns['answer']!r} holds another")
     reasoning, answer = _solved(row, columns, config, {})
@@ -227,14 +227,14 @@ def _messages(value: Any, column: str, first: int, system: str | None, config: D
         if said is None and "content" not in message:
             raise RowError(f"{name}, from {message['role']}, has no content")
     if not any(message["role"] == "assistant" for message in messages[first:]):
-        raise RowError(f"column {column!r} has no assistant turn, so nothing to learn from")
+        raise RowError(f"column {column!r} has no assistant turn, so there is nothing to learn")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
 def _joined(parts: list[Any], name: str) -> str:
-    """Return the text of a message that is given in parts, as chats with images are."""
+    """Returns the text of a message in parts, as in chats with images."""
     for part in parts:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -243,7 +243,7 @@ def _joined(parts: list[Any], name: str) -> str:
 
 
 def _parsed(value: Any, column: str) -> Any:
-    """Return a list that a file holds as JSON text, as all files of CSV must."""
+    """Returns a value that a file holds as JSON text, as CSV files do."""
     if not isinstance(value, str):
         return value
     try:
@@ -253,16 +253,16 @@ def _parsed(value: Any, column: str) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """Drop the None that Arrow puts in for absent keys of a struct."""
+    """Removes the None that Arrow inserts for missing keys of a struct."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _cell(row: Mapping[str, Any], column: str) -> str:
-    """Return a cell as text; whole numbers are written without a decimal point."""
+    """Returns a cell as text; whole numbers have no decimal point."""
     value = row.get(column)
-    if column.lower() == "answers":  # SQuAD: several that are right, each where the context has it
+    if column.lower() == "answers":  # SQuAD: several correct answers
         value = value.get("text") if isinstance(value, Mapping) else value
         value = next(iter(value), None) if isinstance(value, list) else value
     elif column.lower() == "thinking_trajectories" and isinstance(value, list) and len(value) == 1:

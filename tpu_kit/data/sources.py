@@ -1,16 +1,15 @@
-"""Loads the rows of a data source: the hub, files here or in a bucket, and two sources that need no download.
+"""Loads the rows of a data source: the hub, local files, files in a bucket, and two sources that need no download.
 
-Errors in a file name the file and, where there is one, the line.
+Errors in a file name the file and the line.
 
-The source "embedded" makes its rows with `tpu_kit.assets.embedded`. The source "rationales" takes them from two
-packages of the Python package index:
+The source "embedded" generates its rows with `tpu_kit.assets.embedded`. The source "rationales" reads two packages of
+the Python package index:
 
 - `lm-eval` ships the worked examples of its few-shot tasks (MMLU with FLAN's rationales, BIG-Bench Hard, GSM8K): 371
-  rows of question, rationale and answer, written by people. Only its task files are read; nothing of it is imported.
-- `reasoning-gym` generates any number of school arithmetic problems from 85 templates (`gsm_symbolic`), each with a
-  rationale.
+  rows of question, rationale and answer, written by people. Only its task files are read; it is not imported.
+- `reasoning-gym` generates school arithmetic problems with rationales from 85 templates (`gsm_symbolic`).
 
-The licences of MMLU, FLAN and BIG-Bench Hard apply to the first kind; see their projects.
+The licences of MMLU, FLAN and BIG-Bench Hard apply to the first package; see their projects.
 """
 
 from __future__ import annotations
@@ -36,16 +35,17 @@ from datasets import (
 from datasets import config as datasets_config
 from fsspec.implementations.local import LocalFileSystem
 
+from tpu_kit.assets import embedded
 from tpu_kit.config.fields import closest
 from tpu_kit.data.records import PROBLEM, Record, keep_records, read_records
 from tpu_kit.hardware.host import ask_hub_once
 from tpu_kit.storage import atomic
 
 GENERATED = ("embedded", "rationales")
-"""Sources whose rows come from code in this package or from installed ones; their splits are "train" and "eval"."""
+"""Sources whose rows come from installed packages; their splits are "train" and "eval"."""
 
 EMBEDDED_ROWS = {"train": 4000, "eval": 500}
-"""Rows of the embedded source unless the split says otherwise, as in `train[:100]`."""
+"""Rows of the embedded source, unless the split has a slice, as in `train[:100]`."""
 
 GENERATED_ROWS = 1500
 """Rows of the source "rationales" that reasoning-gym generates."""
@@ -60,7 +60,7 @@ SHOWN = 5
 _KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 _FILL = f"put files of rows into it ({', '.join(_KINDS)})"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_VERSION = 1  # raise it when records.py reads other rows from the same file
+_VERSION = 1  # increase it when records.py reads other rows from the same file
 _SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
 _HELD_OUT_SHARE = 8  # one question in eight of "rationales" belongs to the held-out split
 _ANSWER = re.compile(r"(?:Therefore,? |So |Thus,? )?the answer is:?\s*(\S.{0,60}?)\.?\s*$", re.IGNORECASE | re.DOTALL)
@@ -68,15 +68,15 @@ _OPENING = re.compile(r"^Let's think step by step\.\s*")
 
 
 def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = False) -> Dataset:
-    """Load the rows of a source.
+    """Loads the rows of a source.
 
     Args:
         source: "embedded", "rationales", a path, glob or URL (`gs://...`) of .jsonl, .json, .csv, .tsv or .parquet
             files, a folder that `datasets` wrote or can read, or a data set of the hub, with its configuration after a
             colon if it has several (`openai/gsm8k:main`).
-        split: name, also with a slice, as in `train[:1000]`. Files have one split, `train`.
-        seed: for generated rows.
-        skip: return rows that cannot be read as rows of None, with the reason in the column `records.PROBLEM`.
+        split: a name, perhaps with a slice, as in `train[:1000]`. Files have one split, `train`.
+        seed: of generated rows.
+        skip: return unreadable rows as rows of None, with the reason in the column `records.PROBLEM`.
 
     Raises:
         ValueError: the source does not exist or cannot be read; the text names the file and the line.
@@ -99,7 +99,7 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
 
 
 def places(source: str, split: str, numbers: Sequence[int]) -> list[str]:
-    """Return where rows of a source are, such as "rows.jsonl, line 3"; empty texts where that is not known."""
+    """Returns the places of rows of a source, such as "rows.jsonl, line 3"; empty texts where they are unknown."""
     text = None if source in GENERATED or not numbers else _text_files(source, split)
     if text is None:
         return [""] * len(numbers)
@@ -122,13 +122,13 @@ def _check_problems(rows: Dataset, source: str, split: str, skip: bool) -> None:
     text = "; ".join(f"{place}: {problems[i]}" for place, i in shown)
     more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     raise ValueError(
-        f"data source {source}: {len(bad)} of {len(rows)} rows cannot be read: {text}{more}. Mend or delete them"
-        + ("" if skip else ", or leave them out with data.on_bad_row=skip")
+        f"data source {source}: {len(bad)} of {len(rows)} rows cannot be read: {text}{more}. Correct or delete them"
+        + ("" if skip else ", or skip them with data.on_bad_row=skip")
     )
 
 
 def _suffix(source: str) -> str:
-    """Return the suffix of a file name without that of its compression, in lower case."""
+    """Returns the suffix of a file name in lower case, without the suffix of a compression."""
     suffixes = [suffix for suffix in Path(source).suffixes if suffix not in _COMPRESSED]
     return suffixes[-1].lower() if suffixes else ""
 
@@ -144,7 +144,7 @@ class _TextFiles(NamedTuple):
     """The JSON or CSV files of a source.
 
     Attributes:
-        system: the file system they are on.
+        system: their fsspec file system.
         files: their paths there, in order.
         csv: whether they are CSV.
     """
@@ -154,7 +154,7 @@ class _TextFiles(NamedTuple):
     csv: bool
 
     def records(self) -> Iterator[tuple[str, Record]]:
-        """Iterate over all rows of the files."""
+        """Yields all rows of the files."""
         for file in self.files:
             separator = ("\t" if ".tsv" in Path(file).name.lower() else ",") if self.csv else None
             for record in read_records(self.system, file, separator):
@@ -162,7 +162,7 @@ class _TextFiles(NamedTuple):
 
 
 def _text_files(source: str, split: str) -> _TextFiles | None:
-    """Return the JSON or CSV files of a path, glob, URL or folder; None if it has others."""
+    """Returns the JSON or CSV files of a path, glob, URL or folder; None if it has other files."""
     if kind := _kind(source):
         if kind == "parquet":
             return None
@@ -206,7 +206,7 @@ def _from_text(source: str, split: str, text: _TextFiles) -> Dataset:
 
 
 def _span(source: str, split: str, count: int) -> tuple[int, int]:
-    """Return the first row of a split such as `train[10:20%]`, and the one after its last."""
+    """Returns the first row of a split such as `train[10:20%]`, and the row after its last."""
     name = split.partition("[")[0]
     try:
         (part,) = ReadInstruction.from_spec(split).to_absolute({name: count})
@@ -220,17 +220,17 @@ def _from_parquet(source: str, split: str) -> Dataset:
     system, found = _find_files(source)
     files = [system.unstrip_protocol(file) if "://" in source else str(file) for file in found]
     try:
-        # Without the entity tag an object that was replaced is read from the cache of the one before.
+        # Without the entity tag, the cache of an object would outlive its replacement.
         options = {"download_config": DownloadConfig(use_etag=True)}
         rows = load_dataset("parquet", data_files={"train": files}, split=split, **options)
-        rows.data.validate(full=True)  # the reader lets through what is not UTF-8
+        rows.data.validate(full=True)  # the reader accepts text that is not UTF-8
         return rows
     except Exception as error:
         raise ValueError(f"data source {source}: cannot be read: {_cause(error)}") from error
 
 
 def _find_files(source: str) -> tuple[Any, list[str]]:
-    """Return the file system of a path, glob or URL, and its files in order, none of them empty."""
+    """Returns the file system of a path, glob or URL, and its files in order, none of them empty."""
     from fsspec.core import url_to_fs
 
     try:
@@ -238,12 +238,12 @@ def _find_files(source: str) -> tuple[Any, list[str]]:
         found = sorted(system.glob(path)) if any(c in path for c in "*?[") else [path]
         _check_files(system, found)
     except ImportError as error:
-        raise ValueError(f"data source {source}: {error}; for gs:// it is: pip install gcsfs") from error
+        raise ValueError(f"data source {source}: {error}; for gs:// run: pip install gcsfs") from error
     except FileNotFoundError:
         found = []
     except ValueError:
         raise
-    except Exception as error:  # each kind of storage has its own
+    except Exception as error:  # each kind of storage has its own errors
         advice = "; log in with `gcloud auth application-default login`" if source.startswith("gs://") else ""
         raise ValueError(f"data source {source}: no access: {type(error).__name__}: {error}{advice}") from error
     if any(str(file).endswith(".zst") for file in found) and not importlib.util.find_spec("zstandard"):
@@ -261,8 +261,8 @@ def _check_files(system: Any, files: list[str]) -> None:
         info = system.info(file)
         if info["type"] == "directory":
             raise ValueError(f"data source {file}: this is a folder, not a file; rename it, or name the files in it")
-        if info["type"] not in ("file", "link"):  # a pipe would be waited for without end
-            raise ValueError(f"data source {file}: this is no plain file")
+        if info["type"] not in ("file", "link"):  # reading a pipe would never end
+            raise ValueError(f"data source {file}: this is not a regular file; name another")
         if info["size"] == 0:
             raise ValueError(f"data source {file}: the file is empty; write rows into it, or name another")
 
@@ -299,7 +299,7 @@ def _from_hub(source: str, split: str) -> Dataset:
         return load_dataset(name, subset or None, split=split)
     except Exception as error:
         raise ValueError(
-            f"data source {source}, split {split}: it is no file or folder here, and the hub gave no such data set: "
+            f"data source {source}, split {split}: there is no such file or folder, and the hub gave no such data set: "
             f"{type(error).__name__}: {error}; check the spelling and the network"
         ) from error
 
@@ -310,19 +310,12 @@ def _generated(source: str, split: str, seed: int) -> Dataset:
         raise ValueError(f'data source {source} has the splits "train" and "eval", as in "train[:100]", not {split!r}')
     name, count = match[1], int(match[2]) if match[2] else None
     if source == "embedded":
-        from tpu_kit.assets.embedded import cot_rows
-
-        return Dataset.from_list(cot_rows(name, EMBEDDED_ROWS[name] if count is None else count, seed))
+        return Dataset.from_list(embedded.cot_rows(name, EMBEDDED_ROWS[name] if count is None else count, seed))
     return Dataset.from_list(rationale_rows(name, seed)[:count])
 
 
-def split_of(question: str) -> str:
-    """Return the split of "rationales", "train" or "eval", that a question belongs to, by a hash of its text."""
-    return "train" if hashlib.sha256(question.encode()).digest()[0] % _HELD_OUT_SHARE else "eval"
-
-
 def task_rows() -> list[dict[str, str]]:
-    """Return the worked examples of lm-eval's tasks as rows (question, reasoning, answer), always in the same order.
+    """Returns the worked examples of lm-eval's tasks as rows (question, reasoning, answer), always in the same order.
 
     Raises:
         ValueError: the package is missing, or an example does not end in "the answer is ..." (another version of it).
@@ -347,12 +340,12 @@ def task_rows() -> list[dict[str, str]]:
 
 
 def generated_rows(n: int, seed: int = 0) -> list[dict[str, str]]:
-    """Return `n` rows (question, reasoning, answer) of reasoning-gym's `gsm_symbolic`.
+    """Returns `n` rows (question, reasoning, answer) of reasoning-gym's `gsm_symbolic`.
 
-    Its row i depends on seed + i, so neighbouring seeds would share most rows; the seed is multiplied to avoid that.
+    Its row i depends on seed + i. The seed is multiplied, because neighbouring seeds would share most rows.
 
     Raises:
-        ValueError: the package, or one that it needs, is missing.
+        ValueError: the package, or one of its dependencies, is missing.
     """
     try:
         import reasoning_gym
@@ -367,24 +360,25 @@ def generated_rows(n: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def rationale_rows(split: str, seed: int = 0) -> list[dict[str, str]]:
-    """Return the rows of both packages in one split, mixed; no question of one split occurs in the other.
+    """Returns the rows of both packages in one split, mixed; no question of one split occurs in the other.
 
     Args:
         split: "train" or "eval".
-        seed: for the generated rows.
+        seed: of the generated rows.
 
     Raises:
         ValueError: a package is missing.
     """
-    rows = [row for row in task_rows() + generated_rows(GENERATED_ROWS, seed) if split_of(row["question"]) == split]
+    every = task_rows() + generated_rows(GENERATED_ROWS, seed)
+    rows = [row for row in every if embedded.split_of(row["question"], _HELD_OUT_SHARE) == split]
     return sorted(rows, key=lambda row: hashlib.sha256(f"order {row['question']}".encode()).digest())
 
 
 def pick_split(data: Dataset | DatasetDict, split: str) -> Dataset:
-    """Return the split of a `DatasetDict`, or a `Dataset` as it is.
+    """Returns the split of a `DatasetDict`, or a `Dataset` as it is.
 
     Raises:
-        ValueError: there is no such split, or it is neither of the two.
+        ValueError: there is no such split, or the data is neither of the two.
     """
     if isinstance(data, DatasetDict):
         if split not in data:
@@ -396,10 +390,10 @@ def pick_split(data: Dataset | DatasetDict, split: str) -> Dataset:
 
 
 def kept_place(data: Dataset | DatasetDict, folder: Path) -> Path:
-    """Return the path in `folder` that `keep_rows` writes a data set to, by its content.
+    """Returns the path in `folder` that `keep_rows` writes a data set to, by its content.
 
     Raises:
-        ValueError: it is no `Dataset` or `DatasetDict`, or has no rows.
+        ValueError: the data is not a `Dataset` or `DatasetDict`, or has no rows.
     """
     parts = data.values() if isinstance(data, DatasetDict) else [data]
     if not all(isinstance(part, Dataset) for part in parts):
@@ -410,7 +404,7 @@ def kept_place(data: Dataset | DatasetDict, folder: Path) -> Path:
 
 
 def keep_rows(data: Dataset | DatasetDict, folder: Path) -> str:
-    """Write a data set to `kept_place`, for other processes to load; return this path as their source.
+    """Writes a data set to `kept_place`, so that other processes can load it; returns the path as their source.
 
     Raises:
         ValueError: as `kept_place`.

@@ -1,5 +1,5 @@
-"""How good answers are: verifiers, accuracy on held-out rows, comparison before and after, lm-evaluation-harness.
+"""The quality of answers: verifiers, accuracy on held-out rows, comparison of models, lm-evaluation-harness.
 
-Offers `evaluate.evaluate` and `report`.
+Offers `evaluate.evaluate` and `evaluate.compare`.
 Must not know training.
 """

@@ -33,24 +33,24 @@ from tpu_kit.storage.object_store import ObjectFolder, at_hand, is_url
 _PROBLEM = ("question", "reasoning", "answer")  # of `schemas.problem`
 _ANSWERED = ("generate_rows", "eval_generate_rows")
 _BATCH = 32  # rows that a replica answers at a time
-_Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution, for intervals of 95 %
+_Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution, for 95 % intervals
 _SHOWN = 3  # samples in the table
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How many answers are correct, with the 95 % interval of Wilson's score.
+    """The number of correct answers, with the 95 % interval of Wilson's score.
 
     With p = correct / total, n = total and z = 1.96 the interval is
 
         (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
-    (E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22, 1927). It stays inside
-    0 to 1 and is honest for few rows, where the usual p +- z sqrt(p (1 - p) / n) is not.
+    (E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22, 1927). It stays within
+    0 to 1 and holds for few rows, unlike p +- z sqrt(p (1 - p) / n).
 
     Attributes:
-        correct: rows answered correctly.
-        total: rows that have an answer to compare with.
+        correct: correctly answered rows.
+        total: rows with an answer to compare with.
         low: lower end of the interval, a share; 0 without rows.
         high: upper end; 1 without rows.
     """
@@ -62,21 +62,21 @@ class Accuracy:
 
     @classmethod
     def of(cls, correct: int, total: int) -> Accuracy:
-        """Compute the interval."""
+        """Computes the interval."""
         assert 0 <= correct <= total, (correct, total)
         if not total:
             return cls(0, 0, 0.0, 1.0)
         share, z2 = correct / total, _Z * _Z / total
         middle = share + z2 / 2
         half = _Z * math.sqrt(share * (1 - share) / total + z2 / (4 * total))
-        # The two ends are exact where every or no answer is correct; rounding may miss them by 1e-17.
+        # The ends are exactly 0 and 1 where no or every answer is correct; rounding would miss them by 1e-17.
         low = 0.0 if correct == 0 else (middle - half) / (1 + z2)
         high = 1.0 if correct == total else (middle + half) / (1 + z2)
         return cls(correct, total, low, high)
 
     @property
     def share(self) -> float:
-        """Correct answers as a share of all; not a number without rows."""
+        """The share of correct answers; not a number without rows."""
         return self.correct / self.total if self.total else math.nan
 
     def __str__(self) -> str:
@@ -86,15 +86,15 @@ class Accuracy:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Give the two-sided p-value of McNemar's exact test.
+    """Returns the two-sided p-value of McNemar's exact test.
 
-    The rows that both models get right, or both wrong, say nothing of which is better. If neither is, each of the
-    others falls to either with probability 1/2, so p = min(1, 2 P(X <= min(a, b))) with X ~ Binomial(a + b, 1/2)
+    Rows that both models answer correctly, or both wrongly, do not tell which model is better. If the models are equal,
+    each other row falls to either with probability 1/2: p = min(1, 2 P(X <= min(a, b))) with X ~ Binomial(a + b, 1/2)
     (Q. McNemar, Psychometrika 12, 1947; the exact form as in Fagerland et al., BMC Med. Res. Methodol. 13, 2013).
 
     Args:
         only_first: a, the rows that only the first model answers correctly.
-        only_second: b, those that only the second does.
+        only_second: b, the rows that only the second model answers correctly.
     """
     n = only_first + only_second
     return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(only_first, only_second) + 1)) / 2**n)
@@ -105,11 +105,11 @@ class Sample:
     """One answer.
 
     Attributes:
-        question: the row's, or the prompt if the row has none.
-        expected: the row's answer; None if it has none.
-        answer: what the model wrote, with the reasoning's opening tag if the prompt ended in it.
-        correct: the verifier's word; None where it did not judge the row.
-        error: what the verifier raised; empty if nothing.
+        question: the row's question, or the prompt if the row has none.
+        expected: the row's answer; None without one.
+        answer: the reply of the model, with the opening tag of its reasoning if the prompt ends in the tag.
+        correct: the verdict of the verifier; None if it did not judge the row.
+        error: the error of the verifier; empty without one.
     """
 
     question: str
@@ -120,30 +120,30 @@ class Sample:
 
     @property
     def verdict(self) -> str:
-        """The verifier's word, for a table; empty where there is none."""
+        """The verdict for a table; empty without one."""
         if self.error:
             return f"not judged, the verifier raised {self.error}"
         return {True: "correct", False: "wrong", None: ""}[self.correct]
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer and what was found of it; plain values."""
+        """Returns the answer and its verdict as plain values."""
         return {"answer": self.answer, "correct": self.correct} | ({"error": self.error} if self.error else {})
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How one model answered.
+    """The answers of one model and their measures.
 
     Attributes:
-        accuracy: of the rows that were judged.
-        format_adherence: share of answers that are one well-formed reasoning block and an answer after it.
-        mean_tokens: mean length of an answer in tokens, with the token that ends it.
+        accuracy: of the judged rows.
+        format_adherence: share of answers with one well-formed reasoning block and an answer after it.
+        mean_tokens: mean length of an answer in tokens, with its last token.
         unfinished: share of answers that were cut off at `max_new_tokens`.
         max_new_tokens: the most tokens of an answer.
         samples: every row.
-        perplexity: e to the mean loss, in nats, of the rows' own tokens that carry loss in training; None where no row
-            has such tokens.
-        perplexity_tokens: how many these are.
+        perplexity: e to the mean loss, in nats, of the rows' own tokens that carry loss in training; None without such
+            tokens.
+        perplexity_tokens: the number of these tokens.
     """
 
     accuracy: Accuracy
@@ -157,14 +157,14 @@ class Evaluation:
 
     @property
     def failed(self) -> int:
-        """Answers on which the verifier raised; they are in no accuracy."""
+        """The number of answers on which the verifier failed; the accuracy leaves them out."""
         return sum(bool(sample.error) for sample in self.samples)
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<25}{value}" for name, value in self.figures().items())
 
     def figures(self) -> dict[str, str]:
-        """Name and value of each measure, for a table."""
+        """Returns name and value of each measure, for a table."""
         return {
             "correct (95 % interval)": str(self.accuracy),
             "well-formed reasoning": f"{self.format_adherence:.1%}",
@@ -175,7 +175,7 @@ class Evaluation:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it but the samples; plain values."""
+        """Returns everything except the samples as plain values."""
         plain = asdict(self)
         del plain["samples"]
         plain["accuracy"]["share"] = self.accuracy.share if self.accuracy.total else None
@@ -188,11 +188,11 @@ class Comparison:
 
     Attributes:
         base: the base model's answers.
-        tuned: the tuned model's.
+        tuned: the tuned model's answers.
         gained: rows that only the tuned model answers correctly.
-        lost: rows that only the base model does.
-        p_value: of `mcnemar`: how likely a difference this large is if tuning changed nothing.
-        seen_in_training: held-out rows that were left out because training asks the same.
+        lost: rows that only the base model answers correctly.
+        p_value: of `mcnemar`: the probability of such a difference if tuning changed nothing.
+        seen_in_training: held-out rows left out because the training data have their questions.
     """
 
     base: Evaluation
@@ -203,7 +203,7 @@ class Comparison:
     seen_in_training: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, such as JSON has."""
+        """Returns plain values for JSON."""
         samples = [
             {"question": base.question, "expected": base.expected, "base": base.to_dict(), "tuned": tuned.to_dict()}
             for base, tuned in zip(self.base.samples, self.tuned.samples, strict=True)
@@ -220,8 +220,8 @@ class Comparison:
 
     def __str__(self) -> str:
         before, after = self.base.figures(), self.tuned.figures()
-        names = [*before, *(name for name in after if name not in before)]
-        rows = [("", "base", "tuned"), *((name, before.get(name, "0"), after.get(name, "0")) for name in names)]
+        rows = [("", "base", "tuned")]
+        rows += [(name, before.get(name, "0"), after.get(name, "0")) for name in before | after]
         wide = [max(len(row[i]) for row in rows) + 2 for i in range(2)]
         lines = [f"{name:<{wide[0]}}{base:<{wide[1]}}{tuned}" for name, base, tuned in rows]
         if self.base.accuracy.total:
@@ -229,7 +229,7 @@ class Comparison:
                 f"{self.gained} rows only the tuned model answers correctly, {self.lost} only the base; "
                 f"p = {self.p_value:.2g} (McNemar, exact)"
             )
-        lines.append(f"{self.seen_in_training} rows left out, because the training data ask the same")
+        lines.append(f"{self.seen_in_training} rows left out, because the training data have their questions")
         pairs = list(zip(self.base.samples, self.tuned.samples, strict=True))
         raised = [pair for pair in pairs[_SHOWN:] if pair[0].error or pair[1].error][:_SHOWN]
         for base, tuned in [*pairs[:_SHOWN], *raised]:
@@ -241,13 +241,13 @@ class Comparison:
 
 
 def compare(base: Evaluation, tuned: Evaluation, seen_in_training: int = 0) -> Comparison:
-    """Compare two evaluations row by row; rows that one of them did not judge count for neither.
+    """Compares two evaluations row by row; a row that one of them did not judge counts for neither.
 
     Raises:
-        ValueError: they are not of the same rows in the same order, or one was allowed longer answers.
+        ValueError: their rows, or the order of the rows, differ, or one allowed longer answers.
     """
     if [(s.question, s.expected) for s in base.samples] != [(s.question, s.expected) for s in tuned.samples]:
-        raise ValueError("the two evaluations are not of the same rows; evaluate both on the same rows and prompts")
+        raise ValueError("the two evaluations have different rows; evaluate both on the same rows and prompts")
     if base.max_new_tokens != tuned.max_new_tokens:
         raise ValueError(
             f"one evaluation allowed answers of {base.max_new_tokens} tokens and the other of {tuned.max_new_tokens}; "
@@ -261,16 +261,16 @@ def compare(base: Evaluation, tuned: Evaluation, seen_in_training: int = 0) -> C
 def evaluate_adapter(
     config: TrainConfig, adapter_dir: str | Path, verifier: str | Verifier | None = None, replace: bool = False
 ) -> Comparison:
-    """Let the base and the tuned model answer the held-out rows, and write the comparison beside the adapter.
+    """Compares the base and the tuned model on the held-out rows, and writes the comparison beside the adapter.
 
-    Rows whose question the training data have too are left out before: `prepare` compares the texts, without case,
-    white space and closing punctuation.
+    `prepare` has removed rows whose question is in the training data too; it compares the texts without case, white
+    space and closing punctuation.
 
     Args:
-        config: the run; `tracking.generate_rows` bounds the rows (0 = all that are held out).
-        adapter_dir: what training wrote, a folder or gs://bucket/run/adapter; eval.json goes beside it.
+        config: the run; `tracking.generate_rows` limits the rows (0 = all held-out rows).
+        adapter_dir: the output of training, a folder or gs://bucket/run/adapter; eval.json goes beside it.
         verifier: as in `evaluate`.
-        replace: the adapter is a new one, so its eval.json replaces one of more rows, too.
+        replace: replace an eval.json of more rows too, because the adapter is new.
 
     Raises:
         ValueError: as in `evaluate` and `prepare`.
@@ -283,7 +283,9 @@ def evaluate_adapter(
     url = str(adapter_dir).rstrip("/").rpartition("/")[0]
     run = url if is_url(adapter_dir) else Path(adapter_dir).absolute().parent
     if not replace and (before := _rows_of(run)) > len(rows):
-        print(f"{run}/eval.json stays: it is of {before} rows, and this is of {len(rows)}", file=sys.stderr, flush=True)
+        print(
+            f"{run}/eval.json stays: it has {before} rows, and this evaluation {len(rows)}", file=sys.stderr, flush=True
+        )
         return found
     written = json.dumps(found.to_dict(), indent=2)
     if isinstance(run, str):
@@ -294,22 +296,22 @@ def evaluate_adapter(
 
 
 def _rows_of(run: str | Path) -> int:
-    """How many rows the eval.json of a run is of; 0 where there is none that can be read."""
+    """Returns the number of rows in the eval.json of a run; 0 without a readable file."""
     with at_hand(run, "eval.json") as folder, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return len(json.loads((folder / "eval.json").read_text())["samples"])
     return 0
 
 
 def check_answers(config: TrainConfig, prepared: Prepared) -> None:
-    """Checks before training that the held-out rows can be answered and judged, where that is asked for.
+    """Checks before training that the model can answer the held-out rows and the verifier can judge the answers.
 
     Args:
-        config: its `tracking.generate_rows` and `tracking.eval_generate_rows` ask for rows.
+        config: `tracking.generate_rows` and `tracking.eval_generate_rows` are the numbers of rows.
         prepared: its data.
 
     Raises:
-        ConfigError: the rows ask nothing, prompts and answers are longer than the model's positions, or the verifier
-            can judge none of the rows.
+        ConfigError: the rows have no prompts, prompts and answers are longer than the model's positions, or the
+            verifier can judge none of the rows.
     """
     tracking = config.tracking
     wanted = max(tracking.generate_rows, tracking.eval_generate_rows)
@@ -320,7 +322,7 @@ def check_answers(config: TrainConfig, prepared: Prepared) -> None:
     )
     rows, prompts = prepared.eval_rows[:wanted], prepared.eval_prompts[:wanted]
     if not rows:
-        raise ConfigError([f"{asked} needs held-out rows, and there are none; leave data.eval_rows out"])
+        raise ConfigError([f"{asked} needs held-out rows, and there are none; remove data.eval_rows"])
     tokenizer = prepared.encoder.tokenizer
     try:
         ids = _encoded(tokenizer, rows, prompts)
@@ -330,7 +332,7 @@ def check_answers(config: TrainConfig, prepared: Prepared) -> None:
         print(f"plan             {asked}: there are {len(rows)} held-out rows, and all are answered", flush=True)
     off, longest, positions = asked.partition("=")[0] + "=0", max(map(len, ids)), _positions(config)
     if longest + tracking.generate_tokens > positions:
-        advice = f"use at most {positions - longest:g}" if positions > longest else "leave longer rows out"
+        advice = f"use at most {positions - longest:g}" if positions > longest else "remove longer rows"
         raise ConfigError(
             [
                 f"tracking.generate_tokens={tracking.generate_tokens} and the {longest} tokens of held-out row "
@@ -354,7 +356,7 @@ def check_answers(config: TrainConfig, prepared: Prepared) -> None:
 
 
 def _positions(config: TrainConfig) -> float:
-    """The longest sequence of the model; without a limit where its shape is not known, for loading it says more."""
+    """Returns the longest sequence of the model; infinity where its shape is unknown until it is loaded."""
     try:
         return read_shape(config.model).positions
     except ValueError:
@@ -362,7 +364,7 @@ def _positions(config: TrainConfig) -> float:
 
 
 def held_out(config: TrainConfig) -> tuple[list[dict[str, Any]], list[str], int]:
-    """The held-out rows, their prompts, and how many were left out because training asks the same.
+    """Returns the held-out rows, their prompts, and the number of rows left out because of the training data.
 
     Raises:
         ValueError: as in `prepare`.
@@ -380,26 +382,25 @@ def evaluate(
     adapter_dir: str | Path | None = None,
     verifier: str | Verifier | None = None,
 ) -> Evaluation:
-    """Let the model answer held-out rows, judge the answers, and measure the perplexity of the rows' own.
+    """Lets the model answer held-out rows, judges the answers, and measures the perplexity of the rows themselves.
 
     Args:
-        config: the run; `tracking.generate_tokens` bounds an answer. The rows are dealt over the replicas of
-            `config.launch`.
+        config: the run; `tracking.generate_tokens` limits an answer. The replicas of `config.launch` share the rows.
         rows: `Prepared.eval_rows`, or the first of them.
-        prompts: for each row `Prepared.eval_prompts`.
+        prompts: `Prepared.eval_prompts` of these rows.
         adapter_dir: folder of the trained adapter; None evaluates the base model.
-        verifier: a function of a row and the answer after the reasoning, or the name of one as in
-            `tracking.verifier`, which is the default. Where it raises, the row is in no accuracy, and shown.
+        verifier: a function of a row and the answer after the reasoning, or a name as in `tracking.verifier`, the
+            default. The accuracy leaves out rows on which it fails.
 
     Raises:
-        ValueError: no rows, no such verifier, or what `answer` raises.
+        ValueError: there are no rows, there is no such verifier, or as in `answer`.
         LaunchError: a replica failed.
     """
     if len(rows) != len(prompts):
         raise ValueError(f"{len(rows)} rows and {len(prompts)} prompts: there must be one prompt for each row")
     if not rows:
         raise ValueError(
-            "there are no rows to evaluate on; hold some out with data.eval_rows, or give data.eval_source"
+            "there are no rows to evaluate on; hold out rows with data.eval_rows, or give data.eval_source"
         )
     rule = verifier_named(verifier or config.tracking.verifier)
     tokenizer, data, limit = load_tokenizer(config.model), config.data, config.tracking.generate_tokens
@@ -440,7 +441,7 @@ def evaluate(
 
 
 def _examples(tokenizer: Any, rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Example]:
-    """The rows as training sees them, cut to max_length; those that are no training rows are passed over."""
+    """Encodes the rows as in training, cut to max_length; skips rows that training could not use."""
     found = []
     for row, layout in zip(rows, _layouts(rows, data), strict=False):
         encoder = Encoder(tokenizer, layout, data)
@@ -454,7 +455,7 @@ def _examples(tokenizer: Any, rows: Sequence[Mapping[str, Any]], data: DataConfi
 
 
 def _layouts(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Layout]:
-    """The layout of each row; none where the rows hold questions alone."""
+    """Returns the layout of each row; nothing for rows that hold questions alone."""
     values = {name: [row.get(name) for row in rows if is_filled(row.get(name))] for name in rows[0]}
     try:
         layout = detect_layout(list(rows[0]), data, values)
@@ -464,7 +465,7 @@ def _layouts(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Layout
         layout = None
     if not all(isinstance(row.get(role), str) for row in rows for role in _PROBLEM):
         return [layout] * len(rows) if layout else []
-    # Held-out rows: context and options are in the question already, and a row without reasoning has an empty one.
+    # In held-out rows the question includes context and options, and missing reasoning is empty.
     system = layout.columns.get("system") if layout else (data.columns or {}).get("system")
     shared = {"system": system} if system else {}
     return [Layout("cot", shared | {role: role for role in _PROBLEM if row[role]}, ()) for row in rows]
@@ -478,18 +479,10 @@ def count_correct(
     prompts: Sequence[str],
     rt: Runtime,
 ) -> tuple[int, int]:
-    """Let a model that is being trained answer held-out rows; every replica takes a part of them.
-
-    Args:
-        model: the replica's, in evaluation mode.
-        tokenizer: its tokenizer.
-        config: as in `evaluate`.
-        rows: as in `evaluate`; one or more.
-        prompts: as in `evaluate`.
-        rt: the replica.
+    """Lets a model in training answer one or more held-out rows; every replica takes a part of them.
 
     Returns:
-        Of this replica's part how many are correct, and how many have an answer to compare with.
+        The correct answers in this replica's part, and the rows with an answer to compare with.
     """
     ids, data, limit = _encoded(tokenizer, rows, prompts), config.data, config.tracking.generate_tokens
     generator = Generator(
@@ -504,8 +497,8 @@ def count_correct(
 
 
 def _encoded(tokenizer: Any, rows: Sequence[Mapping[str, Any]], prompts: Sequence[str]) -> list[list[int]]:
-    """The prompts' token ids; raises ValueError where there is nothing to answer."""
-    # A prompt that equals a cell of its row was rendered by no chat template: plain text, as in training.
+    """Returns the token ids of the prompts; raises ValueError for an empty prompt."""
+    # A prompt that equals a cell of its row is plain text without a chat template, as in training.
     plain = [prompt in row.values() for row, prompt in zip(rows, prompts, strict=True)]
     if not all(plain):
         ensure_chat_template(tokenizer)
@@ -513,15 +506,15 @@ def _encoded(tokenizer: Any, rows: Sequence[Mapping[str, Any]], prompts: Sequenc
     for prompt, special in zip(prompts, plain, strict=True):
         ids.append(list(tokenizer(prompt, add_special_tokens=special)["input_ids"]))
         if special and ids[-1][-1:] == [tokenizer.eos_token_id]:
-            ids[-1].pop()  # some tokenizers end every text, and after its end nothing would be added
+            ids[-1].pop()  # some tokenizers end every text, and the model would add nothing
     if empty := [row for row, prompt in enumerate(ids) if not prompt]:
         raise ValueError(
-            f"row {empty[0]}: its prompt is empty, so there is nothing to answer; rows of plain text ask nothing, for "
-            "them set tracking.generate_rows=0 and tracking.eval_generate_rows=0"
+            f"row {empty[0]}: its prompt is empty, so there is nothing to answer; for rows of plain text set "
+            "tracking.generate_rows=0 and tracking.eval_generate_rows=0"
         )
     return ids
 
 
 def _opened(prompt: str, data: DataConfig) -> str:
-    """The part of an answer that is in its prompt: the reasoning's opening tag, if the prompt ends with it."""
+    """Returns the opening tag of the reasoning if the prompt ends with it, as the first part of the answer."""
     return f"{data.think_open}\n" if prompt.rstrip().endswith(data.think_open) else ""

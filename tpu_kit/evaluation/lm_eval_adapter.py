@@ -1,10 +1,10 @@
-"""A model of the kit for lm-evaluation-harness, so that its tasks run on the kit's generator, on any of its backends.
+"""Provides a model for lm-evaluation-harness that runs its tasks on the kit's generator, on any backend.
 
     import lm_eval                                    # pip install lm-eval
     from tpu_kit.evaluation.lm_eval_adapter import harness_model
     lm_eval.simple_evaluate(harness_model(config, "runs/my-run/adapter"), tasks=["gsm8k"])
 
-Each kind of request is one launch, in which the replicas share the work; the calling process touches no device.
+Each kind of request is one launch, whose replicas share the work; the calling process touches no device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tpu_kit.generation.service import GenerationRequest, answer
 from tpu_kit.models import rotary
 from tpu_kit.models.loading import load_tokenizer, read_config
 
-_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given wins
 _PASSED_ON = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
@@ -30,13 +30,13 @@ def harness_model(
     batch_size: int = 32,
     truncate: bool = False,
 ) -> Any:
-    """Make an `lm_eval.api.model.LM`.
+    """Makes an `lm_eval.api.model.LM`.
 
     Args:
         config: the model and where it runs.
-        adapter_dir: what training wrote; None for the base model.
+        adapter_dir: the adapter folder of a run; None for the base model.
         batch_size: the most rows of a batch in each replica.
-        truncate: leave out the beginning of contexts that are too long; without it they are errors.
+        truncate: cut off the beginning of contexts that are too long; otherwise they are errors.
 
     Raises:
         ValueError: lm-eval is not installed.
@@ -50,7 +50,7 @@ def harness_model(
 
 
 class Requests:
-    """The three kinds of requests, answered; what `harness_model` adds to lm-eval's own class.
+    """Answers the three kinds of requests; `harness_model` combines it with lm-eval's own class.
 
     A request has `args`: (context, options), (context, continuation) or (text,).
     """
@@ -64,10 +64,10 @@ class Requests:
         self._positions = positions or config.data.max_length
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """The texts that follow the contexts, each up to the first of its stop strings.
+        """Returns the texts that follow the contexts, each up to the first of its stop strings.
 
         Raises:
-            ValueError: an option that the generator has not, or a context that is too long.
+            ValueError: the generator lacks an option, or a context is too long.
         """
         groups: dict[Sampling, list[int]] = {}
         for number, request in enumerate(requests):
@@ -84,7 +84,7 @@ class Requests:
         return [texts[number] for number in range(len(requests))]
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """How likely each continuation is after its context, in nats; and whether it is what greedy decoding gives.
+        """Returns the log-likelihood of each continuation in nats, and whether greedy decoding gives it.
 
         Raises:
             ValueError: a continuation is empty, or both together are too long.
@@ -103,7 +103,7 @@ class Requests:
         ]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """How likely whole texts are, each token once; long ones in windows as wide as the model's context."""
+        """Returns the log-likelihood of whole texts in nats; long texts in windows as wide as the model's context."""
         rows, owners, lengths = [], [], []
         for number, request in enumerate(requests):
             for row, new in windows([self._first, *self._encode(request.args[0], special=False)], self._positions):
@@ -116,7 +116,7 @@ class Requests:
         return found
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a chat."""
+        """Renders a chat as text."""
         text: str = self._tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
@@ -124,12 +124,12 @@ class Requests:
         return text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template that chats are rendered with, for lm-eval's records."""
+        """Returns the chat template, for lm-eval's records."""
         return str(self._tokenizer.chat_template or "")
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval keeps rendered requests under."""
+        """The name under which lm-eval caches rendered requests."""
         return self._config.model.name.replace("/", "__")
 
     def _answer(self, asks: Sequence[GenerationRequest], rows: Sequence[Sequence[int]] = ()) -> Any:
@@ -137,18 +137,18 @@ class Requests:
 
     @property
     def _first(self) -> int:
-        """The token that a text begins with which nothing precedes."""
+        """The first token of a text without a context."""
         begin = self._tokenizer.bos_token_id
         return int(self._tokenizer.eos_token_id if begin is None else begin)
 
     def _encode(self, text: str, special: bool = True) -> list[int]:
         begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token_id
-        special = special and not (begin and text.startswith(begin))  # a rendered chat has it already
+        special = special and not (begin and text.startswith(begin))  # a rendered chat includes it
         ids = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
         return ids[:-1] if special and ids[-1:] == [end] else ids
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The tokens of the context, and those that hold the continuation; the context's last spaces go with it."""
+        """Returns the tokens of the context and of the continuation, which includes the last spaces of the context."""
         bare, whole = context.rstrip(), context + continuation
         if not bare:
             return [self._first], self._encode(whole, special=False)
@@ -165,16 +165,15 @@ class Requests:
         if len(row) > self._positions and not self._truncate:
             raise ValueError(
                 f"request {number}: its {len(row)} tokens are more than the {self._positions} positions of the model; "
-                "leave out its beginning with harness_model(truncate=True)"
+                "cut off its beginning with harness_model(truncate=True)"
             )
         return row[-self._positions :]
 
 
 def windows(row: list[int], width: int) -> Iterable[tuple[list[int], int]]:
-    """Rows of at most `width` tokens that cover a long one, each with the number of its last tokens that are new.
+    """Yields windows of at most `width` tokens that cover a long row, each with the number of new tokens at its end.
 
-    The first token is only read. Of each later window the token before its new ones is read, and of the last as many
-    more as fit.
+    The first token is only context. Each later window has one token of context, and the last as many as fit.
     """
     done = 1
     while done < len(row):
@@ -194,6 +193,6 @@ def _sampling(options: Mapping[str, Any]) -> Sampling:
         temperature = 1.0 if drawn else 0.0
     passed = {name: given.pop(name) for name in _PASSED_ON if name in given}
     if given:
-        raise ValueError(f"generation options {', '.join(given)}: the generator has none of that name; leave them out")
+        raise ValueError(f"generation options {', '.join(given)}: the generator does not have them; remove them")
     texts = tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text)
     return Sampling(int(lengths[0]) if lengths else 256, float(temperature), stop=texts, **passed)

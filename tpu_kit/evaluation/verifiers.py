@@ -1,9 +1,9 @@
-"""Judges whether an answer is correct, and whether its reasoning is well-formed.
+"""Verifies whether an answer is correct, and whether its reasoning is well-formed.
 
 `tracking.verifier` names the rule, or a function of the user's: `verifier="my_rules:is_right"`, with
 
     def is_right(row, answer):          # in my_rules.py
-        return row["target"] in answer  # or a share, of which only 1 counts; None does not judge the row
+        return row["target"] in answer  # or a number, where only 1 is correct; None skips the row
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import Any
 
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import ConfigError, DataConfig
+from tpu_kit.data.columns import last_boxed
 
 _STATED = re.compile(r"\banswer(?: is:?|:)\s*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!]?\s*(?:\n|$)|[.!]\s")
-_BOX = re.compile(r"\\boxed\s*\{")
-_BRACE = re.compile(r"\\.|[{}]")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d*|\.\d+|\d+)"
 _CURRENCY = r"[$€£¥]"
 _MANTISSA = rf"(?P<digits>{_DIGITS})(?:e(?P<e>[-+]?\d+)|\*10\^(?P<ten>[-+]?\d+))?"
@@ -33,11 +32,11 @@ _NUMBER = re.compile(
     rf" ?(?P<after>{_CURRENCY}|%|°|)",
     re.IGNORECASE,
 )
-_MOST_DIGITS = 400  # of an exponent's number; a larger one is not worked out
+_MOST_DIGITS = 400  # largest exponent that is evaluated
 _EXPECTED_LETTER = re.compile(r"\(?([A-Z])\)?\.?")
 _CHOSEN_LETTER = re.compile(r"(?:(?:option|choice)\s+)?\(?([A-Za-z])(?:[).:](?:\s|$)|$)", re.IGNORECASE)
 
-# LaTeX, and signs for the same, as plain text: what an expression says of fonts and spaces is dropped.
+# Replacements of LaTeX and special signs by plain text; fonts and spaces are dropped.
 _TIDY = [
     (re.compile(r"\N{MINUS SIGN}"), "-"),
     (re.compile(r"\\(?:left|right|displaystyle|big|Big)\b|\\[!]"), ""),
@@ -55,7 +54,7 @@ _TIDY = [
     (re.compile(r"\^\s*\{\s*([-+]?\d+)\s*\}"), r"^\1"),
 ]
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-# A word with a root, a power or another command in it is an expression, whose parts are no numbers of their own.
+# A word with a root, a power or another command is one expression; its parts are not numbers of their own.
 _INLINE = re.compile(r"\$([^$\s]+)\$")
 _AREA = re.compile(r"\b([cdkm]?m|ft|in|yd|units?|inches|feet|yards|meters)\^[23]\b")
 _EXPRESSION = r"\S{0,99}(?:\\[A-Za-z]|\^)\S*"
@@ -64,7 +63,7 @@ _LAST_NUMBER = re.compile(
 )
 
 Verifier = Callable[[Mapping[str, Any], str], Any]
-"""Of a row, and what the reply says after its reasoning: whether that is right, a share of 1, or None to not judge."""
+"""Takes a row and the text of a reply after its reasoning; returns whether it is right, a score, or None to skip."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,8 @@ class Verdict:
     """The judgement of one reply.
 
     Attributes:
-        correct: None where it was not judged.
-        error: what the verifier raised; empty if nothing.
+        correct: whether it is right; None if it was not judged.
+        error: the error of the verifier; empty without one.
     """
 
     correct: bool | None
@@ -81,16 +80,15 @@ class Verdict:
 
 
 def verifier_named(name: str | Verifier) -> str | Verifier:
-    """Resolves a verifier for `judge`: a rule stays its name, and "module:function" is imported.
+    """Resolves a verifier for `judge`: a rule keeps its name, and "module:function" is imported.
 
-    The rules: "auto" (`verify`); "exact", the same text but for white space around it; "numeric", the last number of
-    what counts, none if an expression such as a root comes after it; "choice", the letter; "math", equal expressions
-    as the package math-verify reads them, without units; "regex:PATTERN", what the last match's first group (or all of
-    it) holds, compared as in auto; "reasoning_gym", that package's `score_answer` for the row's data set. Each compares
-    the part of the reply that counts: see `verify`.
+    The rules compare the final part of the reply, see `verify`: "auto" is `verify`; "exact" compares the text without
+    surrounding white space; "numeric" the last number, unless an expression such as a root follows it; "choice" the
+    letter; "math" expressions, with the package math-verify, without units; "regex:PATTERN" the first group of the last
+    match (or the whole match), as auto; "reasoning_gym" calls that package's `score_answer` for the row's data set.
 
     Raises:
-        ConfigError: there is no such rule, module or function, or the pattern is none.
+        ConfigError: there is no such rule, module or function, or the pattern is invalid.
     """
     package = _PACKAGES.get(name) if isinstance(name, str) else None
     if package and importlib.util.find_spec(package.replace("-", "_")) is None:
@@ -115,10 +113,10 @@ def verifier_named(name: str | Verifier) -> str | Verifier:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The function that "module:function" names.
+    """Returns the function that "module:function" names.
 
     Raises:
-        ValueError: it cannot be imported, or is no function.
+        ValueError: it cannot be imported, or is not a function.
     """
     module, _, function = name.partition(":")
     try:
@@ -132,13 +130,13 @@ def imported(name: str) -> Callable[..., Any]:
 
 
 def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str | Verifier = "auto") -> Verdict:
-    """Say whether a reply is right; what a verifier raises is told, not raised.
+    """Judges whether a reply is right; an error of the verifier becomes part of the verdict.
 
     Args:
-        row: with the expected "answer", or with what the user's function needs.
-        text: the reply, with its reasoning. One that is still reasoning when it ended is wrong.
+        row: with the expected "answer", or with the columns that the user's function reads.
+        text: the reply, with its reasoning. A reply that ends within its reasoning is wrong.
         config: the data section.
-        verifier: what `verifier_named` returned.
+        verifier: of `verifier_named`.
     """
     try:
         if verifier == "auto":
@@ -155,25 +153,25 @@ def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str |
         else:
             found = _RULES[verifier](row, said)
         if found is not None and not isinstance(found, (bool, int, float)):
-            raise TypeError(f"it gave {found!r}; it must give True, False, a share of 1, or None")
+            raise TypeError(f"it returned {found!r}; return True, False, a number up to 1, or None")
         return Verdict(None if found is None else float(found) == 1.0)
-    except Exception as error:  # a user's function may raise anything, and the other rows are judged all the same
+    except Exception as error:  # a user's function may raise anything; the other rows are still judged
         return Verdict(None, f"{type(error).__name__}: {error}".strip())
 
 
 def verify(row: Mapping[str, Any], text: str, config: DataConfig) -> bool | None:
-    r"""Say whether a reply ends in the row's answer.
+    r"""Judges whether a reply ends in the row's answer.
 
-    Embedded rows have a rule of their own, `embedded.is_correct`. Otherwise what counts is the text after the last
-    `think_close`, or all of it if there is no reasoning; and of that what stands after the last "####", in the last
-    \boxed{}, or after the last "answer is" or "answer:", if there is any of these. It is correct if it is the same
-    number, the same letter of a choice ("(B)", "B", "b) Paris", "Option B"), or the same text but for case, white
-    space, emphasis, closing punctuation and LaTeX's fonts and spaces.
+    Embedded rows have their own rule, `embedded.is_correct`. Otherwise the final part of the reply is the text after
+    the last `think_close` (the whole text without reasoning), and within it the text after the last "####", in the last
+    \boxed{}, or after the last "answer is" or "answer:". It is correct if it is the same number, the same letter of a
+    choice ("(B)", "B", "b) Paris", "Option B"), or the same text apart from case, white space, emphasis, closing
+    punctuation and LaTeX's fonts and spaces.
 
     A number is decimal, with commas between thousands, a fraction (1/2, 1 1/2, \frac{1}{2}) or a power of ten (1.5e3,
-    1.5 \times 10^{3}); 1/2 is 0.5. Signs of currencies, percent and degrees are dropped, unless both texts have one and
-    it is another. Units in words are not dropped: "18 apples" is not "18". Roots and other expressions are compared as
-    text. A reply still reasoning when it ended is wrong.
+    1.5 \times 10^{3}); 1/2 is 0.5. Signs of currencies, percent and degrees are ignored, unless both texts have
+    different ones. Units in words are not ignored: "18 apples" is not "18". Roots and other expressions are compared as
+    text. A reply that ends within its reasoning is wrong.
 
     Args:
         row: a row with the expected "answer".
@@ -192,10 +190,6 @@ def verify(row: Mapping[str, Any], text: str, config: DataConfig) -> bool | None
     if config.think_open in said:
         return False
     return _same(_final(str(expected)), _final(said))
-
-
-def _exact(row: Mapping[str, Any], said: str) -> bool:
-    return said.strip() == str(row["answer"]).strip()
 
 
 def _numeric(row: Mapping[str, Any], said: str) -> bool:
@@ -218,7 +212,7 @@ def _choice(row: Mapping[str, Any], said: str) -> bool:
 
 
 def _reasoning_gym(row: Mapping[str, Any], said: str) -> float:
-    """Its score gives part of the credit to an answer in other words, so what counts is taken out first."""
+    """Scores the final part alone: the package gives partial credit for an answer within other words."""
     import reasoning_gym
 
     metadata = row.get("metadata") or {}
@@ -230,7 +224,7 @@ def _reasoning_gym(row: Mapping[str, Any], said: str) -> float:
 
 
 def _math(row: Mapping[str, Any], said: str) -> bool:
-    """Its limits of time are signals, which only a process's main thread can take."""
+    """Compares expressions; the time limits of math-verify are signals, which need the main thread."""
     import math_verify
 
     seconds = _MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
@@ -243,7 +237,7 @@ def _math(row: Mapping[str, Any], said: str) -> bool:
 
 
 _RULES: Mapping[str, Verifier] = {
-    "exact": _exact,
+    "exact": lambda row, said: said.strip() == str(row["answer"]).strip(),
     "numeric": _numeric,
     "choice": _choice,
     "math": _math,
@@ -263,7 +257,7 @@ def _matches(pattern: str, expected: str, said: str) -> bool:
 
 
 def _same(wanted: str, given: str) -> bool:
-    """Whether two texts are the same number, the same letter of a choice, or the same words."""
+    """Returns whether two texts are the same number, the same letter of a choice, or the same words."""
     number = _number(wanted)
     if number is not None:
         other = _number(given)
@@ -277,7 +271,7 @@ def _same(wanted: str, given: str) -> bool:
 
 def _final(text: str) -> str:
     text = text.replace("**", "").strip()
-    box = _last_box(text)
+    box = last_boxed(text)
     if "####" in text:
         text = text.rpartition("####")[2]
     elif box is not None:
@@ -285,21 +279,6 @@ def _final(text: str) -> str:
     elif stated := list(_STATED.finditer(text)):
         text = _SENTENCE_END.split(text[stated[-1].end() :], maxsplit=1)[0]
     return text.strip()
-
-
-def _last_box(text: str) -> str | None:
-    r"""What the last \boxed{} holds whose brace is closed."""
-    boxes = {box.end() for box in _BOX.finditer(text)}
-    last, found = -1, None
-    opened: list[int] = []
-    for brace in _BRACE.finditer(text):
-        if brace[0] == "{":
-            opened.append(brace.end())
-        elif brace[0] == "}" and opened:
-            start = opened.pop()
-            if start in boxes and start > last:
-                last, found = start, text[start : brace.start()]
-    return found
 
 
 def _tidy(text: str) -> str:
@@ -316,16 +295,16 @@ def _tidy(text: str) -> str:
 @dataclass(frozen=True)
 class _Number:
     value: Fraction
-    unit: str  # a currency's sign, "%" or "°", or none
+    unit: str  # the sign of a currency, "%", "°" or empty
 
 
 def _equal(one: _Number, other: _Number) -> bool:
-    """Whether two numbers are the same; a sign that one of them lacks is not compared."""
+    """Returns whether two numbers are equal, and their units, if both have one."""
     return one.value == other.value and (not one.unit or not other.unit or one.unit == other.unit)
 
 
 def _number(text: str) -> _Number | None:
-    """The number that a text is as a whole, if it is one."""
+    """Returns the number of a text that is nothing but a number; None for another text."""
     found = _NUMBER.fullmatch(_tidy(text))
     if found is None or (found["before"] and found["after"]) or (found["sign"] and found["inner"]):
         return None
@@ -348,13 +327,13 @@ def _number(text: str) -> _Number | None:
 
 def _plain(text: str) -> str:
     text = " ".join(text.casefold().split()).strip(" *_`\"'").rstrip(".!?,;: ").rstrip(" *_`\"'")
-    if not re.search(r"(?<!\\)\b[a-z]{2}", text):  # an expression, in which a space says nothing, but between digits
+    if not re.search(r"(?<!\\)\b[a-z]{2}", text):  # an expression, in which only spaces between digits count
         text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return text
 
 
 def well_formed(text: str, config: DataConfig) -> bool:
-    """Say whether a reply is one block of reasoning in its tags, not empty, and then an answer."""
+    """Returns whether a reply is one block of reasoning in its tags, not empty, and then an answer."""
     before, opened, rest = text.strip().partition(config.think_open)
     reasoning, closed, said = rest.partition(config.think_close)
     once = config.think_open not in rest and config.think_close not in said

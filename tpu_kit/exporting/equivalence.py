@@ -195,15 +195,7 @@ def compare_llama_cpp(
     effect: float,
     stored: str,
 ) -> Check:
-    """Compares the log-probabilities of llama.cpp with those of the tuned model for the same tokens.
-
-    Args:
-        model: the tuned model, on the CPU in fp32.
-        prompts: the prompts of `run_llama_cpp`.
-        answers: its result.
-        effect: `mean_difference` between tuned and base.
-        stored: the type of the file's weights, a key of `LIMITS`.
-    """
+    """Compares the log-probabilities of llama.cpp with those of the tuned model for the same tokens."""
     differences, same, spreads = [], [], []
     for ids, answer in zip(prompts, answers, strict=True):
         tokens = [token for token, _ in answer]

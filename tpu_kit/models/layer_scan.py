@@ -479,8 +479,9 @@ def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
 
 
 def stacked_prefixes(model: torch.nn.Module) -> list[str]:
-    """How the names of stacks begin, of trained and of frozen tensors."""
-    return list(_places(model))
+    """Returns how the names of stacked tensors begin, of trained and of frozen ones."""
+    scanned = ((path, part) for path, part in model.named_modules() if isinstance(part, ScannedLayers))
+    return [f"{path}.{stack}" if path else stack for path, part in scanned for stack in part.places()]
 
 
 def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -197,12 +197,7 @@ def show_verdict(checks: Sequence[Check]) -> None:
 
 
 def show_config(config: TrainConfig, *, all_settings: bool = False) -> None:
-    """Shows the settings that were given or differ from the defaults, and where each value came from.
-
-    Args:
-        config: the run.
-        all_settings: show the other settings too.
-    """
+    """Shows the settings that were given or differ from the defaults, and where each value came from."""
     rows, names = [], schema.parameters()
     for name, parameter in names.items():
         value, source = config[name], config.sources.get(name, "default")
@@ -241,11 +236,7 @@ def show_data(config: TrainConfig) -> Prepared:
 
 
 def show_example(spans: Iterable[tuple[str, bool]]) -> None:
-    """Shows one training example with the text that carries loss highlighted (in plain text: between [[ and ]]).
-
-    Args:
-        spans: (text, carries loss) in order.
-    """
+    """Shows one training example with the text that carries loss highlighted (in plain text: between [[ and ]])."""
     marked, plain = "", ""
     for text, carries_loss in spans:
         safe = html.escape(text)
@@ -257,12 +248,7 @@ def show_example(spans: Iterable[tuple[str, bool]]) -> None:
 
 
 def show_lengths(report: DataReport, max_length: int) -> None:
-    """Shows the lengths of the examples against `max_length`, and how full the packed rows are.
-
-    Args:
-        report: of the training rows.
-        max_length: tokens of a row.
-    """
+    """Shows the lengths of the examples against `max_length`, and how full the packed rows are."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 2.5), layout="constrained")
@@ -298,12 +284,7 @@ def show_answers(output_dir: str | Path, rows: int = 4) -> None:
 
 
 def show_comparison(found: Mapping[str, Any], rows: int = 4) -> None:
-    """Shows base and tuned model side by side: the shares with their intervals, then single questions.
-
-    Args:
-        found: `Comparison.to_dict()`, or the content of an eval.json.
-        rows: as in `show_answers`.
-    """
+    """Shows base and tuned model side by side: the shares with their intervals, then single questions."""
     shares = [(name, found[name], found[name]["accuracy"]) for name in ("base", "tuned")]
     show_table(
         [
@@ -405,10 +386,6 @@ def show_run(config: TrainConfig, result: TrainResult) -> None:
 
 def check_run(config: TrainConfig, result: TrainResult) -> None:
     """Checks that the loss of a run fell and that its weights exist; a preempted run is only reported.
-
-    Args:
-        config: the run.
-        result: what `train` returned.
 
     Raises:
         ValueError: the loss of the last logged updates is not below that of the first, or the weights are missing.

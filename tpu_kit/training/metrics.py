@@ -22,9 +22,9 @@ from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.config.schema import parameters
 from tpu_kit.distributed.progress import open_bar
 from tpu_kit.hardware import chips
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.host import check_wandb
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.hardware.units import GIB
 from tpu_kit.storage import atomic
 
 if TYPE_CHECKING:
