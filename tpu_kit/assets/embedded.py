@@ -1,8 +1,8 @@
 """The embedded default: a tiny pre-trained model and chain-of-thought word problems for it, with no download.
 
-`model.name=embedded data.source=embedded` runs the whole pipeline on any machine. `assets/make_embedded.py` made the
-model: it knows number facts, the vocabulary and one-step sums, and answers longer problems at once, mostly wrongly.
-Fine-tuning on `cot_rows` teaches it to write the steps down first, and `is_correct` measures the result.
+`model.name=embedded data.source=embedded` runs the whole pipeline on any machine. `tests/support/make_embedded.py`
+trained the model: it knows number facts, the vocabulary and one-step sums, and answers longer problems at once, mostly
+wrongly. Fine-tuning on `cot_rows` teaches it to write the steps down first, and `is_correct` measures the result.
 
 Code generates the problems from a seed. A hash of its text gives the split of a question, so no question of the
 held-out split is in the training split, whatever the seeds and the numbers of rows.
@@ -274,6 +274,6 @@ def model_dir() -> Path:
     if missing:
         raise ValueError(
             f"the embedded model lacks {', '.join(missing)}: tpu_kit was installed without its data files. "
-            "Install it again, or make the model with python -m tpu_kit.assets.make_embedded"
+            "Install it again"
         )
     return ASSETS
