@@ -14,7 +14,7 @@ from tests.support.child_processes import REPOSITORY
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.hardware import chips
 from tpu_kit.planning.compile_check import compile_step
-from tpu_kit.planning.step_time import Work, step_time
+from tpu_kit.planning.cost import Work, step_time
 
 GIB = 2**30
 ROWS = (

@@ -227,11 +227,11 @@ def _runs(process: str) -> bool:
         return False
 
 
-def test_a_child_that_dies_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_dies_is_told(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_check, "check_available", lambda: "0.0.21")
     monkeypatch.setattr(compile_check.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="the process that compiles ended with status 1"):
-        compile_step(small(tiny), "v5e", progress=False, use_cache=False)
+        compile_step(small(tiny), "v5e", progress=False, cache_dir=tmp_path)
 
 
 def test_the_caller_touches_no_device_and_needs_no_torch_xla() -> None:

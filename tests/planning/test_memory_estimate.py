@@ -17,10 +17,9 @@ from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, SMOLLM2_135M, TI
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.hardware.chips import CHIPS, chip
 from tpu_kit.models.architecture import FAMILIES, read_shape
+from tpu_kit.planning.activation_memory import stored_tensors, trained_tensors
 from tpu_kit.planning.compile_check import compile_step
-from tpu_kit.planning.memory_estimate import Memory, estimate, padded
-from tpu_kit.planning.memory_options import reserve
-from tpu_kit.planning.tensor_shapes import stored_tensors, trained_tensors
+from tpu_kit.planning.memory_estimate import Memory, estimate, padded, reserve
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded_memory.json").read_text())
 ANSWERS: list[dict[str, Any]] = [one for one in RECORDED["answers"] if "total_bytes" in one]
@@ -181,7 +180,7 @@ def test_optimizers_and_the_average(tmp_path: Path) -> None:
 def test_8_bit_state_is_counted_as_it_is_held(settings: tuple[str, ...], tmp_path: Path) -> None:
     """Of a hidden size that is no multiple of a block, so that rows are filled up."""
     torch = pytest.importorskip("torch")
-    from tpu_kit.planning.tensor_shapes import update_groups
+    from tpu_kit.planning.activation_memory import update_groups
     from tpu_kit.training.optimizer import OPTIMIZERS, group
 
     model = write_config(tmp_path / "model", SMOLLM2_135M, num_hidden_layers=4)

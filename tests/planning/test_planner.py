@@ -24,11 +24,9 @@ from tpu_kit.models.architecture import read_shape, shipped_shape, shipped_shape
 from tpu_kit.models.causal_lm import load_tokenizer
 from tpu_kit.planning import compile_check, planner
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable
-from tpu_kit.planning.cost import time_plan, young_interval
-from tpu_kit.planning.memory_estimate import Memory, estimate
-from tpu_kit.planning.memory_options import RESERVE, largest
+from tpu_kit.planning.cost import step_time, time_plan, work, young_interval
+from tpu_kit.planning.memory_estimate import RESERVE, Memory, estimate, largest
 from tpu_kit.planning.planner import LEAST_UPDATES, best_batch, count_rows, plan
-from tpu_kit.planning.step_time import step_time, work
 
 KEYS = {
     "chip", "chips", "replicas", "global_batch_size", "fits", "peak_bytes", "limit_bytes", "parts", "source",
@@ -232,7 +230,8 @@ def test_the_checkpoint_interval_is_young_s() -> None:
     found = time_plan(chip, 8, "v5litepod-8", 1.0, 36000, 0.0)
     assert found.run_hours == 10.0
     assert found.on_demand == pytest.approx(10 * 8 * 1.20)
-    assert found.spot_hours is not None and 10 < found.spot_hours < 11
+    assert found.spot is not None and chip.price is not None and chip.price.spot is not None
+    assert 10 < found.spot / (8 * chip.price.spot) < 11  # hours, with checkpoints and interruptions
     assert found.sessions["Kaggle"].startswith("2 sessions of 9 h on Kaggle, over 1 week of 20 h")
     assert time_plan(chip, 8, "v5litepod-8", 1.0, None, 0.0).run_hours is None
 

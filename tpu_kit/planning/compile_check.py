@@ -1,28 +1,29 @@
-"""The exact answer to "does it fit?": the step that trains, compiled by the real TPU compiler on any machine.
+"""Compiles the training step with the real TPU compiler, on any machine, to tell exactly whether it fits.
 
     from tpu_kit.planning.compile_check import compile_step
     compiled = compile_step(config, "v5e", num_replicas=8)
     print(compiled, compiled.total_bytes, compiled.fits)
 
-libtpu can compile for a TPU that is not there. The step is traced without weights and compiled in a process of its own
-(`compile_worker`), which opens no chip and takes no lock: it may run beside a training. The compiler's answer is kept
-on disk.
-
-What the TPU compiler says of a step, as a plain record.
+libtpu has a compile-only client, reached through jaxlib, that compiles for a TPU that is not there. The step is traced
+without weights and compiled in a process of its own, `python -m tpu_kit.planning.compile_check`: the caller's process
+must stay free of torch_xla, and a compile can only be stopped by ending its process. That process opens no chip and
+takes no lock, so it may run beside a training. The compiler's answers are kept on disk.
 """
 
 from __future__ import annotations
 
 import ast
+import ctypes
 import hashlib
 import importlib.util
 import json
 import os
+import resource
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -50,9 +51,9 @@ class Buffer:
         bytes: its size in HBM, tiles filled up.
         shape: such as "bf16[4,1024,4864]".
         kind: "temporary", "output" or "argument".
-        name: the compiler's name for it; of an argument, the model's.
-        operation: where in the model it comes from, such as "model/layers/3/mlp/aten__mm".
-        source: file and line of the Python code that made it.
+        name: the compiler's name for it; for an argument, the model's.
+        operation: the operation of the model that makes it, such as "model/layers/3/mlp/aten__mm".
+        source: file and line of that operation's Python code.
     """
 
     bytes: int
@@ -74,40 +75,40 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the TPU compiler says of a step. Bytes are of one device; a figure is None where the step does not fit.
+    """The TPU compiler's figures of a step. Bytes are of one device; a figure is None where the step does not fit.
 
     Attributes:
         chip: the chip's short name in `chips`.
         topology: the slice it was compiled for, such as "v5e:2x4".
         num_replicas: devices that share the update.
-        batch_size: rows of each in a pass.
+        batch_size: rows of a replica in a pass.
         gradient_accumulation: passes.
         effort: of the compiler; "low" is some 6 times quicker, and its temporaries differ by 1.5 to 8 %, mostly down.
         fits: whether the step runs: it compiled, and its total is within the limit.
-        limit_bytes: what a program can have of a device's memory.
+        limit_bytes: the most that a program can have of a device's memory.
         argument_bytes: weights, state and batch.
-        output_bytes: what the step returns: the new state.
+        output_bytes: the new state.
         aliased_bytes: the part of the outputs that is written over arguments.
-        temporary_bytes: what is alive only during the step, at its peak.
+        temporary_bytes: buffers that live only during the step, at its peak.
         code_bytes: the program.
-        peak_bytes: the compiler's own figure of that name, for information: nowhere does it say what it counts, and it
-            is neither the total nor always below it. None of answers that were kept before it was asked for.
-        total_bytes: arguments + (outputs - aliased) + temporaries + code; of what did not compile, what the compiler
-            says it would use (to 1 %, unaliased outputs not counted).
-        flops: floating point operations of a step on one device, loop bodies counted at every trip. Kernels count what
-            they say of themselves, and splash attention, which says nothing, by formula (`hlo.splash_flops`).
-        bytes_accessed: bytes that its instructions read and write, counted so, too, wherever these lie.
-        hbm_bytes: those of them that come from HBM or go there, the rest being in on-chip memory (`hlo.hbm_bytes`).
+        peak_bytes: the compiler's own figure of that name, for information: it is not documented, and is neither the
+            total nor always below it. None in answers that were kept before the kit read it.
+        total_bytes: arguments + (outputs - aliased) + temporaries + code; if the step did not compile, what the
+            compiler's error says (to 1 %, unaliased outputs not counted).
+        flops: floating point operations of a step on one device, loop bodies counted at every trip. Kernels report
+            theirs; splash attention, which reports none, is counted by formula (`hlo.splash_flops`).
+        bytes_accessed: bytes that its instructions read and write in any memory, loops counted likewise.
+        hbm_bytes: the part of them that is read from or written to HBM (`hlo.hbm_bytes`).
         collectives: by kind.
-        largest_buffers: those alive at the peak, largest first.
-        loop_trips: how often each loop turns, by its name; None where the text does not tell (counted as once).
-        out_of_memory: the compiler's text, of what does not fit.
-        trace_seconds: time to trace the step, and `compile_seconds` to compile it. From the cache: what it took then.
-        trace_host_bytes: the most memory that the process took while tracing.
-        compile_seconds: see above.
+        largest_buffers: the largest buffers alive at the peak, in order.
+        loop_trips: number of trips of each loop, by its name; None where it is not known (counted as one).
+        out_of_memory: the compiler's error, if the step does not fit.
+        trace_seconds: time to trace the step; from the cache, the time of the first trace.
+        trace_host_bytes: peak memory of the process while tracing.
+        compile_seconds: time to compile it, likewise.
         libtpu: version of the compiler.
         program: a hash of the program.
-        cached: whether nothing was compiled, because the answer was known.
+        cached: whether nothing was compiled, because the answer was on disk.
     """
 
     chip: str
@@ -140,12 +141,12 @@ class Compiled:
     cached: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them; `from_dict` takes them back."""
+        """Plain values for JSON; `from_dict` reads them."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Compiled:
-        """What `to_dict` returned."""
+        """Reads what `to_dict` returned."""
         lists = {
             "collectives": tuple(Collective(**one) for one in values["collectives"]),
             "largest_buffers": tuple(Buffer(**one) for one in values["largest_buffers"]),
@@ -167,14 +168,13 @@ class Compiled:
 CACHE = Path("~/.cache/tpu_kit/compiled")
 
 _NEEDED = ("torch_xla", "jax", "jaxlib", "libtpu")
-# What asks the compiler and reads its answer.
+# The modules that run the compiler and read its answer.
 _READERS = (
-    "tpu_kit.planning.compile_check", "tpu_kit.planning.compile_worker", "tpu_kit.xla.tpu_compiler", "tpu_kit.xla.hlo",
-    "tpu_kit.xla.hlo_memory",
+    "tpu_kit.planning.compile_check", "tpu_kit.xla.tpu_compiler", "tpu_kit.xla.hlo", "tpu_kit.xla.hlo_memory",
 )  # fmt: skip
 _VERSIONS = ("torch", "torch_xla", "transformers", "peft", "jax", "jaxlib")
-# No question to the metadata server, no lock on the chips, no log files; torch_xla on the CPU, one thread; and kernels
-# without the lines of code that they come from, or the kit in another folder would make another program.
+# No request to the metadata server, no lock on the chips, no log files; torch_xla on the CPU, one thread; and kernels
+# without their source lines, which would make another program where the kit lies in another folder.
 _ENVIRONMENT = {
     "PJRT_DEVICE": "CPU", "XLA_ALWAYS_ALLREDUCE": "1", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1",
     "JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
@@ -187,7 +187,7 @@ _NOT_INHERITED = ("XLA_", "TPU_", "LIBTPU_", "PJRT_", "JAX_", "CPU_NUM_DEVICES",
 
 
 class CompilerUnavailable(ValueError):
-    """The TPU compiler is not here, or of a version that is not known; the text says what to do."""
+    """The TPU compiler is not installed, or its version is not known; the text says what to do."""
 
 
 def compile_step(
@@ -195,11 +195,9 @@ def compile_step(
     chip: str,
     *,
     num_replicas: int = 1,
-    batch_size: int | None = None,
     effort: Effort = "full",
     progress: bool = True,
     cache_dir: Path | None = None,
-    use_cache: bool = True,
     time_limit: float | None = None,
 ) -> Compiled:
     """Compiles the training step of `config` for a TPU. Not fitting is a result, not an error.
@@ -209,18 +207,16 @@ def compile_step(
         chip: a chip's name ("v5e"), which takes the smallest slice with room for the replicas, or a topology
             ("v5e:2x4").
         num_replicas: data-parallel replicas, one per device; their all-reduce is in the program.
-        batch_size: rows per replica in a pass, in place of `config.optim.batch_size`.
-        effort: "low" to search, "full" to know.
-        progress: say on stderr what is going on, and for how long.
-        cache_dir: where answers are kept; ~/.cache/tpu_kit/compiled by default.
-        use_cache: whether an answer that is there is taken.
+        effort: "low" for a search, "full" for the exact figures.
+        progress: whether to print each phase with its time to stderr.
+        cache_dir: folder of the answers; ~/.cache/tpu_kit/compiled by default.
         time_limit: seconds after which the compile is ended.
 
     Returns:
-        What the compiler says. To cancel, interrupt it (Ctrl-C): nothing goes on in the background.
+        The compiler's figures. An interrupt (Ctrl-C) ends the compile: nothing continues in the background.
 
     Raises:
-        CompilerUnavailable: libtpu or what drives it is not installed, or not in the version that is known.
+        CompilerUnavailable: libtpu or a package that drives it is not installed, or not in a known version.
         ValueError: unknown chip, no such topology, too few devices; or the step cannot be traced: the model, the
             adapters or the batch do not allow it.
         RuntimeError: the process that compiles died, or the time limit was exceeded.
@@ -229,21 +225,18 @@ def compile_step(
     config = with_shipped_shape(config, cache_dir)
     if kind.name in chips.NO_KERNELS and config.model.attention == "auto":
         config = replace(config, model=replace(config.model, attention="sdpa"))
-    if batch_size is not None:
-        config = replace(config, optim=replace(config.optim, batch_size=batch_size))
     mesh = resolve_mesh(config.launch.mesh, num_replicas) if config.launch.mesh else None
     plan = batch_arithmetic(config, mesh.batch_shards if mesh else num_replicas)
     libtpu = check_available()
     folder = cache_dir or CACHE.expanduser()
-    suffix = hashlib.sha256(repr((topology, num_replicas, effort, libtpu, _source(*_READERS))).encode()).hexdigest()[
-        :16
-    ]
+    compiler = repr((topology, num_replicas, effort, libtpu, _source(*_READERS)))
+    suffix = hashlib.sha256(compiler.encode()).hexdigest()[:16]
     asked = folder / f"plan-{_request_key(config, num_replicas)}-{suffix}.json"
-    if use_cache and (known := _read(asked)) is not None:
+    if (known := _read(asked)) is not None:
         return known
     request = {
         "config": config.to_dict(), "num_replicas": num_replicas, "topology": asdict(topology), "effort": effort,
-        "suffix": suffix, "known": str(folder) if use_cache else None, "parent": os.getpid(),
+        "suffix": suffix, "known": str(folder), "parent": os.getpid(),
     }  # fmt: skip
     answer = _in_child(request, progress, time_limit)
     if "known" in answer and (known := _read(Path(answer["known"]))) is not None:
@@ -256,7 +249,7 @@ def compile_step(
 
 
 def with_shipped_shape(config: TrainConfig, folder: Path | None = None) -> TrainConfig:
-    """The run with its model given by a folder, where its shape comes with the kit; else as it is."""
+    """The run with its model replaced by a folder with its config.json, if its shape comes with the kit."""
     folder = folder or CACHE.expanduser()
     shape = shipped_shape(config.model)
     if shape is None:
@@ -265,7 +258,7 @@ def with_shipped_shape(config: TrainConfig, folder: Path | None = None) -> Train
     try:
         place.mkdir(parents=True, exist_ok=True)
         (place / "config.json").write_text(json.dumps(shape))
-    except OSError:  # the hub may still have it
+    except OSError:  # then the hub is asked
         return config
     return replace(config, model=replace(config.model, name=str(place)))
 
@@ -282,7 +275,7 @@ def _compiled(
     }  # fmt: skip
     memory = answer.get("out_of_memory")
     if memory is not None:
-        # Some texts leave the arguments out.
+        # Some errors leave the arguments out.
         found, argument = memory["largest_buffers"], answer["argument_bytes"]
         return Compiled(
             **about, fits=False, total_bytes=memory["used_bytes"] + (0 if memory["argument_bytes"] else argument),
@@ -304,7 +297,7 @@ def _compiled(
 
 
 def check_available() -> str:
-    """The version of the TPU compiler.
+    """Returns the version of the TPU compiler.
 
     Raises:
         CompilerUnavailable: it cannot be used here.
@@ -328,13 +321,19 @@ def check_available() -> str:
 
 
 def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None) -> dict[str, Any]:
-    """Runs `compile_worker` and returns its answer; ends it whatever happens here."""
+    """Runs this module in a process and returns its answer; the process ends with the call, whatever happens."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
-    with tempfile.TemporaryDirectory(prefix="tpu_kit-compile-") as folder, _progress(progress) as show:
+    start = time.monotonic()
+
+    def show(phase: str) -> None:
+        print(f"{time.monotonic() - start:5.0f} s  {phase}", file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-compile-") as folder:
         try:
             done = run_child(
-                ["-m", "tpu_kit.planning.compile_worker"], inherited | _ENVIRONMENT | {"TMPDIR": folder},
-                given=json.dumps(request | {"folder": folder}) + "\n", on_line=show, seconds=time_limit,
+                ["-m", "tpu_kit.planning.compile_check"], inherited | _ENVIRONMENT | {"TMPDIR": folder},
+                given=json.dumps(request | {"folder": folder}) + "\n", on_line=show if progress else None,
+                seconds=time_limit,
             )  # fmt: skip
         except TimeoutError:
             raise RuntimeError(f"the compile was not done after the time limit of {time_limit:g} s") from None
@@ -347,40 +346,47 @@ def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None)
     return answer
 
 
-@contextmanager
-def _progress(shown: bool) -> Iterator[Callable[[str], None]]:
-    """Gives a function that says on stderr what the child is about; on a terminal with the seconds running."""
-    import threading
-
-    ended = threading.Event()
-    phase = ["starting"]
-    start = time.monotonic()
-    terminal = sys.stderr.isatty()
-
-    def show(line: str) -> None:
-        phase[0] = line.strip()
-        if shown and not terminal:
-            print(f"{time.monotonic() - start:5.0f} s  {phase[0]}", file=sys.stderr, flush=True)
-
-    def tick() -> None:
-        while not ended.wait(1.0):
-            print(f"\r\033[K{time.monotonic() - start:5.0f} s  {phase[0]}", end="", file=sys.stderr, flush=True)
-
-    if shown and terminal:
-        threading.Thread(target=tick, daemon=True).start()
+def main() -> None:
+    """Compiles the request on stdin, in the child: writes `result.json`, and each phase to stdout."""
+    request = json.loads(sys.stdin.readline())
+    phases = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # the libraries' prints go where their warnings go
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the compile ends if the caller is killed
+    if os.getppid() != request["parent"]:
+        sys.exit(1)
     try:
-        yield show
-    finally:
-        ended.set()
-        if shown and terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        answer = _compile(request, lambda phase: print(phase, file=phases))
+    except ValueError as error:
+        answer = {"error": str(error)}
+    Path(request["folder"], "result.json").write_text(json.dumps(answer))
+    os._exit(0)  # libtpu sometimes hangs at exit
+
+
+def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
+    from tpu_kit.config.loader import from_dict
+    from tpu_kit.planning.trace import trace_step
+    from tpu_kit.xla.tpu_compiler import compile_program, fingerprint
+
+    show("tracing")
+    start = time.monotonic()
+    program = trace_step(from_dict(request["config"]), request["num_replicas"])
+    traced = {
+        "program": fingerprint(program),
+        "trace_seconds": time.monotonic() - start,
+        "trace_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    known = Path(request["known"], f"{traced['program']}-{request['suffix']}.json")
+    if known.is_file():
+        return traced | {"known": str(known)}
+    show(f"compiling for {request['topology']['name']}")
+    return traced | compile_program(program, request)
 
 
 # -------------------------------------------------------------------------------------------------------- the cache
 
 
 def _request_key(config: TrainConfig, num_replicas: int) -> str:
-    """A hash of everything the program follows from: the configuration, the model's, this package, and the versions."""
+    """Hashes everything that determines the program: the run, the model's configuration, the code, and the versions."""
     values = config.to_dict()
     shape = {name: values[name] for name in ("model", "lora", "optim")}
     shape |= {"max_length": config.data.max_length, "mesh": config.launch.mesh}
@@ -393,7 +399,7 @@ def _request_key(config: TrainConfig, num_replicas: int) -> str:
 
 
 def _model_config(config: TrainConfig) -> str:
-    """The text that says what the model's shape is; empty if there is none, which the child then reports."""
+    """The text of the model's configuration; empty if there is none, which the child then reports."""
     from tpu_kit.models.loading import locate
 
     model = config.model
@@ -414,7 +420,7 @@ def _model_config(config: TrainConfig) -> str:
 
 @cache
 def _source(*modules: str) -> str:
-    """Hashes the code of modules of this package: changed code may trace another program, or read an answer anew."""
+    """Hashes the code of modules of this package: changed code may trace another program, or read another answer."""
     digest = hashlib.sha256()
     for name in modules:
         digest.update(_file(name).read_bytes())
@@ -423,7 +429,7 @@ def _source(*modules: str) -> str:
 
 @cache
 def _imported(module: str) -> tuple[str, ...]:
-    """Finds a module and all of this package that it imports, within functions too."""
+    """Finds a module and all modules of this package that it imports, within functions too."""
     found: set[str] = set()
     waiting = [module]
     while waiting:
@@ -444,14 +450,18 @@ def _file(module: str) -> Path:
 def _read(path: Path) -> Compiled | None:
     try:
         return replace(Compiled.from_dict(json.loads(path.read_text())), cached=True)
-    except (OSError, ValueError, TypeError, KeyError):  # none, or half of one
+    except (OSError, ValueError, TypeError, KeyError):  # no file, or half of one
         return None
 
 
 def _write(path: Path, compiled: Compiled) -> None:
-    """Keeps an answer; where the folder cannot be written to, the next call compiles again."""
+    """Keeps an answer; if the folder cannot be written to, the next call compiles again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, json.dumps(compiled.to_dict()), shared=True)
     except OSError:
         pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,24 +1,172 @@
-"""How long a run takes, what it costs, in how many sessions, and how often to save on machines that are taken away.
+"""Estimates how long a step and a run take, what the run costs, and how often to save on spot machines.
 
-Lists of prices and of what notebook services give are in `chips`.
+The time of a step is a roofline: its floating point operations and its HBM traffic, against the chip's peaks. Nothing
+here was timed on a TPU. The counts agree with the compiler's (tests/planning/test_planner.py); the efficiencies are
+named assumptions, good enough to rank settings and for the order of magnitude. Where the compiler was run, its counts
+replace these. Prices, and the free slices of notebook services, are in `chips`.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.hardware.chips import FREE_SLICES, KAGGLE_HOURS_PER_SESSION, KAGGLE_HOURS_PER_WEEK, Chip
+from tpu_kit.models.architecture import Shape
+from tpu_kit.planning.activation_memory import rematerialized, trained_count
 
+MXU_EFFICIENCY = 0.6
+"""Share of the peak FLOP/s that matrix products reach: an assumption; published trainings of dense models on TPU report
+40 to 65 % of the peak for a whole step."""
+HBM_EFFICIENCY = 0.8
+"""Share of the peak bandwidth that streaming reaches: an assumption."""
+ICI_EFFICIENCY = 0.7
+"""Share of the interconnect's bandwidth that an all-reduce reaches: an assumption."""
+TRAFFIC = 25.0
+"""HBM traffic of a layer's activations in a step, over the bytes of the inputs and outputs of its linear layers: they
+are read and written in the forward pass, the recomputation and the backward pass, and by norms, rotary angles, adapters
+and casts. The compiler's counts: 24.5 (Qwen2.5-0.5B, 16 x 1024), 27.5 (Llama-3.1-8B, 2 x 2048), 30.1 (Gemma 2 2B), 31.6
+(Phi-3 mini), 19.9 (Qwen2.5-1.5B), 20.5 (Qwen3-0.6B, adapters on two targets), 26.1 (Qwen2.5-0.5B with remat=none)."""
+SCORES_TRAFFIC = 22.0
+"""The same for sdpa's scores, over one array of (B, n, S, S): 22 (Qwen2.5-0.5B, 4 x 1024)."""
+UPDATE_TRAFFIC = 15.0
+"""Passes over the trained parameters in fp32, for the update and their gradients: 14.9 (Llama-3.2-1B, all weights),
+12.9 (Gemma 3 1B, all weights)."""
+WEIGHT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
+"""Bytes read per base weight: int8 becomes bf16 only at the product; it lowers the whole traffic of four layers of
+Qwen2.5-0.5B at 128 tokens by 4.7 bytes a weight."""
+HOST_SECONDS = 0.004
+"""Time of a step on the host, in which the device waits: an assumption."""
 SPOT_HOURS_BETWEEN_INTERRUPTIONS = 6.0
-"""Mean time between interruptions of a spot TPU: an assumption, as Google publishes none. Young's interval goes with
-its square root, so that a factor of four is a factor of two."""
+"""Mean time between interruptions of a spot TPU: an assumption, as Google publishes none. Young's interval is
+proportional to its square root."""
 SAVE_BYTES_PER_SECOND = 200e6
-"""From the device to a disk or bucket: an assumption."""
+"""Speed of a checkpoint from the device to a disk or bucket: an assumption."""
 SAVE_SECONDS = 2.0
-"""Of a checkpoint of no size: an assumption."""
+"""Time of an empty checkpoint: an assumption."""
 RESTART_SECONDS = 300.0
 """From an interruption to the first new step, compiling included: an assumption."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a step on one device: FLOPs, bytes moved in HBM, bytes of the all-reduce's result."""
+
+    flops: float
+    traffic: float
+    reduced: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by cause: the larger of `compute` and `memory`, plus the others.
+
+    `measured` is the factor that `verify` measured on this machine; None where it was not measured.
+    """
+
+    compute: float
+    memory: float
+    all_reduce: float
+    host: float = HOST_SECONDS
+    measured: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The whole step, corrected by `measured`."""
+        return self.predicted * (self.measured or 1.0)
+
+    @property
+    def predicted(self) -> float:
+        """The whole step, by roofline."""
+        return max(self.compute, self.memory) + self.all_reduce + self.host
+
+
+def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
+    """The work of one update on one device.
+
+    A matrix product of N weights takes 2 N FLOPs a token, its gradient to the input as many, to the weight as many
+    where that is trained. remat=full adds the forward pass of the layers, without the last product of the MLP, whose
+    result is needed only if a norm follows (then a tiled MLP is computed twice: for that norm, and tile by tile for its
+    own gradient). remat=outputs adds the first product of each adapter, and the part of attention whose results are not
+    kept: all of flash, the scores of sdpa. Attention takes 4 S n d a token forward, and 2.5 times that backward (five
+    products for two); a kernel leaves out the half that the causal mask hides.
+    """
+    tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
+    compute = 4 if config.model.base_dtype == "fp32" else 2
+    weights = sum(linear.inputs * linear.outputs for linear in shape.linears)
+    remat, attention = rematerialized(config, shape), config.model.attention
+    again = 1 if remat == "full" else 0
+    last = shape.linears[-1].inputs * shape.linears[-1].outputs
+    linear = weights * (2 + again + (0 if lora.r else 1))
+    if not shape.norm_follows:
+        linear -= again * last
+    elif (config.optim.mlp_tile or tokens) < tokens and config.optim.scan_layers != "off":
+        linear += again * sum(one.inputs * one.outputs for one in shape.linears if one.path.startswith("mlp"))
+    adapters = trained_count(shape, lora) / shape.layers * (3 + again) if lora.r else 0.0
+    if remat == "outputs":
+        adapters += sum(one.inputs * lora.r * count for one, count in shape.adapted(lora)) / shape.layers
+    seen = 1.0 if attention == "sdpa" else 0.5
+    repeated = {"sdpa": 0.5, "flash": 1.0}.get(attention, 0.0) if remat == "outputs" else again
+    scores = 2 * length * shape.heads * shape.head_dim * (3.5 + repeated) * seen
+    head = shape.vocabulary * shape.hidden
+    flops = 2 * tokens * (shape.layers * (linear + adapters + scores) + head * (2 if lora.r else 3))
+
+    ends = sum(linear.inputs + linear.outputs for linear in shape.linears)
+    chunks = -(-tokens // min(config.optim.loss_chunk, tokens))
+    read = weights * (2 + again) * WEIGHT_BYTES[config.model.base_dtype]
+    traffic = shape.layers * (TRAFFIC * ends * tokens * compute + read) + 2 * chunks * head * compute
+    passes = plan.gradient_accumulation
+    if config.model.attention == "sdpa":
+        traffic += SCORES_TRAFFIC * shape.layers * tokens * length * shape.heads * compute
+    update = UPDATE_TRAFFIC * 4.0 * trained_count(shape, lora)
+    return Work(passes * flops, passes * traffic + update, 4.0 * trained_count(shape, lora))
+
+
+def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None = None) -> StepTime:
+    """Estimates the seconds of some work on a chip's devices.
+
+    The all-reduce is a ring: 2 (R - 1) / R of the bytes, over half of the interconnect (it counts both directions).
+    Products of fp32 run at the bf16 peak, as the compiler rounds their inputs to bf16.
+
+    Raises:
+        ValueError: the chip's speed is not known.
+    """
+    if chip.bf16_flops is None:
+        raise ValueError(f"how fast a {chip.name} is in bf16 is not known; choose another chip")
+    peak = chip.bf16_flops / chip.devices_per_chip
+    bandwidth = chip.hbm_bandwidth / chip.devices_per_chip
+    ring = 2 * (num_replicas - 1) / num_replicas * done.reduced
+    link = (chip.ici_bandwidth or 100e9) / 2 * ICI_EFFICIENCY
+    return StepTime(
+        compute=done.flops / (peak * MXU_EFFICIENCY),
+        memory=done.traffic / (bandwidth * HBM_EFFICIENCY),
+        all_reduce=ring / link,
+        measured=measured,
+    )
+
+
+def host_rate() -> float:
+    """Measures the FLOP/s of a matrix product in fp32 on this CPU, in a tenth of a second; training reaches less."""
+    import torch
+
+    factor = torch.ones(512, 512)
+    factor @ factor
+    count, start = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - start) < 0.1:
+        factor @ factor
+        count += 1
+    return count * 2 * 512**3 / seconds
+
+
+def factors() -> Mapping[str, float]:
+    """The assumptions, by name."""
+    return {
+        "MXU_EFFICIENCY": MXU_EFFICIENCY, "HBM_EFFICIENCY": HBM_EFFICIENCY, "ICI_EFFICIENCY": ICI_EFFICIENCY,
+        "HOST_SECONDS": HOST_SECONDS,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,19 +175,17 @@ class TimePlan:
 
     Attributes:
         run_hours: of training alone; None if the number of updates is not known.
-        on_demand: dollars, and `spot`, interruptions included; None without a price or hours.
-        spot: see above.
-        spot_hours: run_hours with what interruptions and checkpoints cost.
+        on_demand: dollars; None without a price or hours.
+        spot: dollars, interruptions and checkpoints included; None likewise.
         save_seconds: time of one checkpoint.
-        save_interval_seconds: between checkpoints, that which loses least on spot.
+        save_interval_seconds: time between checkpoints that loses least on spot.
         save_steps: the same in updates.
-        sessions: by service that gives this slice away, the sentence on how many sessions it takes.
+        sessions: by service that offers this slice free of charge, a sentence on the number of sessions.
     """
 
     run_hours: float | None
     on_demand: float | None
     spot: float | None
-    spot_hours: float | None
     save_seconds: float
     save_interval_seconds: float
     save_steps: int
@@ -47,10 +193,10 @@ class TimePlan:
 
 
 def young_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """The seconds between checkpoints that lose least: sqrt(2 x cost of a checkpoint x mean time between failures).
+    """The seconds between checkpoints that lose least time: sqrt(2 x checkpoint time x mean time between failures).
 
-    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. Of an interval t a
-    share cost / t is spent saving, and on a failure half of it is lost, t / (2 M); the sum is least at this t.
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. Of an interval t
+    the share cost / t is spent saving, and a failure loses half of it, t / (2 M); the sum is least at this t.
     """
     return math.sqrt(2 * save_seconds * seconds_between_failures)
 
@@ -58,11 +204,11 @@ def young_interval(save_seconds: float, seconds_between_failures: float) -> floa
 def time_plan(
     chip: Chip, chips: int, slice_name: str, step_seconds: float, updates: int | None, checkpoint_bytes: float
 ) -> TimePlan:
-    """The time plan of a run of so many updates.
+    """Plans the time of a run.
 
     Args:
-        chip: what it runs on.
-        chips: how many are paid.
+        chip: the chip.
+        chips: number of chips that are paid for.
         slice_name: the slice's name, such as "v5litepod-8".
         step_seconds: time of an update.
         updates: number of updates, None if not known.
@@ -79,7 +225,6 @@ def time_plan(
         run_hours=hours,
         on_demand=None if hours is None or price is None else hours * chips * price.on_demand,
         spot=None if spot_hours is None or price is None or price.spot is None else spot_hours * chips * price.spot,
-        spot_hours=spot_hours,
         save_seconds=save,
         save_interval_seconds=interval,
         save_steps=max(1, round(interval / step_seconds)),
@@ -93,7 +238,7 @@ def time_plan(
 
 def _sessions(service: str, hours: float) -> str:
     if service != "Kaggle":
-        return f"{hours:.1f} h on {service}, which ends a session when it likes: save often"
+        return f"{hours:.1f} h on {service}, which may end a session at any time: save often"
     count, weeks = math.ceil(hours / KAGGLE_HOURS_PER_SESSION), math.ceil(hours / KAGGLE_HOURS_PER_WEEK)
     minutes = KAGGLE_HOURS_PER_SESSION * 60 - 20
     return (

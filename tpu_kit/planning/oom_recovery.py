@@ -14,9 +14,9 @@ from tpu_kit.checkpointing.manager import scan
 from tpu_kit.config.loader import ANEW, BatchPlan, OptimConfig, TrainConfig, batch_arithmetic, changes, migrate, plain
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.hardware.chips import GIB
+from tpu_kit.planning.cost import step_time, work
 from tpu_kit.planning.memory_estimate import estimate
 from tpu_kit.planning.preflight import Preflight
-from tpu_kit.planning.step_time import step_time, work
 from tpu_kit.xla.hlo_memory import parse_out_of_memory
 
 SMALLER = 0.8

@@ -30,10 +30,8 @@ from tpu_kit.hardware.chips import MIB, NO_KERNELS
 from tpu_kit.hardware.slices import TargetSlice, find_slice
 from tpu_kit.models.architecture import Shape, UnknownFamilyError, read_shape
 from tpu_kit.planning.compile_check import Compiled, Effort
-from tpu_kit.planning.cost import TimePlan, time_plan
-from tpu_kit.planning.memory_estimate import estimate
-from tpu_kit.planning.memory_options import RESERVE, Advice, Inference, advise, inference, largest, reserve
-from tpu_kit.planning.step_time import StepTime, Work, step_time, work
+from tpu_kit.planning.cost import StepTime, TimePlan, Work, step_time, time_plan, work
+from tpu_kit.planning.memory_estimate import RESERVE, Advice, Inference, advise, estimate, inference, largest, reserve
 
 MOST_BYTES = 32 * MIB
 """Larger files are not counted: tokenising them takes more than some ten seconds."""

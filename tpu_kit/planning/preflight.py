@@ -14,10 +14,9 @@ from tpu_kit.distributed.runtime import MOST_ROWS, MemoryBudget, Runtime, device
 from tpu_kit.hardware.chips import GIB, NO_KERNELS
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.architecture import Shape, read_shape
-from tpu_kit.planning.memory_estimate import Memory, estimate
-from tpu_kit.planning.memory_options import reserve
+from tpu_kit.planning.cost import StepTime, host_rate, step_time, work
+from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
 from tpu_kit.planning.planner import LEAST_UPDATES, Rows, best_batch, check_passes, count_rows
-from tpu_kit.planning.step_time import StepTime, host_rate, step_time, work
 
 
 @dataclass(frozen=True)

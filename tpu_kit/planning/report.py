@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.planning import tables
-from tpu_kit.planning.cost import SPOT_HOURS_BETWEEN_INTERRUPTIONS
+from tpu_kit.planning.cost import SPOT_HOURS_BETWEEN_INTERRUPTIONS, factors
 from tpu_kit.planning.planner import Plan
-from tpu_kit.planning.step_time import factors
 
 MOST_SETTINGS = 8
 _FACTORS = ("batch_size", "replicas", "gradient_accumulation")
