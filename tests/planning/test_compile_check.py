@@ -282,9 +282,7 @@ def test_the_smallest_slice_with_room(chip: str, replicas: int, name: str) -> No
 @needs_libtpu
 def test_a_config_json_without_sizes_is_refused(tmp_path: Path) -> None:
     model = write_config(tmp_path / "model", TINY, hidden_size=None, num_hidden_layers=None)
-    with pytest.raises(
-        ValueError, match=r"its config.json does not say hidden_size, num_hidden_layers; take the whole"
-    ):
+    with pytest.raises(ValueError, match=r"its config.json lacks hidden_size, num_hidden_layers; take the whole"):
         compile_step(small(model), "v5e", progress=False, cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 

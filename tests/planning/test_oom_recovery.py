@@ -90,7 +90,7 @@ def test_what_is_no_shortage_of_memory_is_left_as_it_is(eight: Preflight) -> Non
 def test_the_host_of_a_tpu_is_another_matter(eight: Preflight) -> None:
     found = out_of_memory(LaunchError("rank 2 (process 7) was ended by SIGKILL: often by the kernel"), eight)
     assert found is not None and not found.overrides
-    assert "It is the host's memory that ran out, not the device's" in str(found)
+    assert "The host ran out of memory, not the device" in str(found)
     assert "(launch.num_replicas) with global_batch_size=768 gradient_accumulation=1, which" in str(found)
 
 
@@ -141,7 +141,7 @@ def test_without_a_prediction_the_next_smaller_batch(tmp_path: Path) -> None:
     assert outlook.memory is None
     assert next_setting(outlook) == (
         {"batch_size": 3, "global_batch_size": 6},
-        "What it takes cannot be predicted here",
+        "Its memory cannot be predicted here",
     )
     error = out_of_memory(MemoryError("no room"), outlook)
     assert error is not None and str(error).startswith("MemoryError: no room\n\nOut of memory. The next setting")

@@ -153,8 +153,8 @@ def test_hours_from_epochs() -> None:
 
 def test_hours_that_are_not_known(small: Path, tmp_path: Path) -> None:
     for settings, reason in (
-        (["source=openai/gsm8k:main"], "data.source=openai/gsm8k:main is not on this machine; optim.max_steps says it"),
-        (["source=gs://bucket/rows.jsonl"], "is in an object store, and is not read to plan"),
+        (["source=openai/gsm8k:main"], "data.source=openai/gsm8k:main is not on this machine; set optim.max_steps"),
+        (["source=gs://bucket/rows.jsonl"], "is in an object store, and is not read for a plan"),
         ([], f"model.name={small} has no tokenizer here to count the rows with"),
     ):
         (found,) = plan(run(small, *settings))
@@ -372,7 +372,7 @@ def test_without_the_compiler_the_formula_answers(
     assert main(["plan", f"model.name={small}", "--exact", "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)[0]["source"] == "formula"
-    assert "v5litepod-1: by formula, as the compiler cannot be asked: the TPU compiler needs libtpu" in printed.err
+    assert "v5litepod-1: by formula, as the compiler cannot run: the TPU compiler needs libtpu" in printed.err
 
 
 def test_an_unknown_family_is_left_to_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +407,7 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
         assert text in printed
     assert main(["plan", f"model.name={large}", "batch_size=8"]) == 0
     printed = capsys.readouterr().out
-    assert "in the order of least harm" in printed and "as it is it fits" in printed
+    assert "in the order of least harm" in printed and "unchanged it fits" in printed
     assert "the number of updates is not known: model.name=" in printed and "has no tokenizer here" in printed
     assert "the longest context of one row is" in printed
 

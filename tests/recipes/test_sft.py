@@ -487,7 +487,7 @@ def test_a_run_keeps_the_batch_that_auto_chose(
     config = configure(**settings, max_steps=2)
     assert sft.train(config).step == 2
     printed = capfd.readouterr().out
-    assert "optim.batch_size=8, as before in the run that this one goes on with" in printed
+    assert "optim.batch_size=8, as in the run that this one resumes" in printed
     assert "resumed          from step 1" in printed
     assert load_config(config.output_path / "config.yaml").optim.global_batch_size == 8
     assert records(config, "train")[-1]["host_peak_bytes"] > 2**28

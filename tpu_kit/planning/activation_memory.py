@@ -1,18 +1,18 @@
-"""What of a training step's temporaries is alive when, on a TPU, and what the compiler makes of it: terms of `memory`.
+"""Derives the temporaries of a training step on a TPU: which tensors are alive at each moment, and their bytes.
 
 Letters: T = B S tokens in a pass, H hidden size, I intermediate size, V vocabulary, L layers, n and m query and
-key-value heads of size d (padded: D), P trained parameters, c bytes of the compute dtype. What is said to be alive was
-read off the buffers that `compile_check.compile_step` lists, and off libtpu's own allocations (libtpu 0.0.21);
-tests/recorded_memory.json has its answers.
+key-value heads of size d (padded: D), P trained parameters, c bytes of the compute dtype. The lifetimes were read from
+the buffers that `compile_check.compile_step` lists, and from libtpu's own allocations (libtpu 0.0.21);
+tests/recorded_memory.json has the compiler's figures.
 
-What it reports as temporaries is the heap and what it calls fragmentation: the heap less the most that it saw alive. A
-buffer that a loop has been given and changes (the saved inputs of layers, gradients) it does not see until the turn
-writes it, nor after the loop. So with "heap" the most that is alive at a moment, and "seen" the most that is alive
-without what loops carry, it reports 2 heap - seen. Of Qwen2.5-0.5B, 4 rows of 1024, the text of a failed allocation
-says so: a heap of 328.8 MiB, 187.1 of which seen (168 are saved inputs), "fragmentation 141.8M", where 470.6 would be
-reported. The buffer assignment that XLA writes where `debug_options.xla_dump_to` is set has each buffer's place and
-life: of SmolLM2-360M in full, 8 rows, a heap of 3266.4 MiB, 2060 of which seen, and 4472.3 reported. So the true peak
-is lower; a step is said to fit by the reported figure, and that is predicted.
+The compiler reports as temporaries the heap plus the fragmentation, which it computes as the heap less the most bytes
+that it saw alive. It does not see a buffer that a loop receives and changes (the saved inputs of layers, gradients)
+until the iteration that writes it, nor after the loop. So if "heap" is the most that is alive at a moment, and "seen"
+the most that is alive without the buffers of loops, the report is 2 heap - seen. For Qwen2.5-0.5B, 4 rows of 1024, the
+text of a failed allocation confirms it: a heap of 328.8 MiB, of which 187.1 are seen (168 are saved inputs),
+"fragmentation 141.8M", and 470.6 would be reported. XLA's buffer assignment (`debug_options.xla_dump_to`) has the place
+and the lifetime of each buffer: for SmolLM2-360M in full, 8 rows, a heap of 3266.4 MiB, 2060 seen, and 4472.3 reported.
+So the true peak is lower; a step fits by the reported figure, and this module predicts that one.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ from tpu_kit.models.architecture import ALONE, FEW_TILES, Shape
 
 LANES, ROWS, VECTOR = 128, 8, 1024
 BLOCK = 256
-"""Numbers that share a scale where an optimizer keeps 8 bits of each; see `optimizer`."""
+"""Numbers that share a scale in an 8-bit optimizer; see `optimizer`."""
 VECTOR_MEMORY = 112 * 2**20
-"""What of a layer's work takes the chip's vector memory instead of HBM, where the chip is not given: of 128 MiB on v5e
-and v6e. There are the tiles of the MLP, and what the attention kernels read and write."""
+"""Bytes of a layer's work in the chip's vector memory instead of HBM, if the chip is not given: v5e and v6e have 128
+MiB. It holds the tiles of the MLP, and the inputs and outputs of the attention kernels."""
 SPLASH_BLOCK = 1024
 """Tokens of a block of `splash`; half of it for heads of more than 128."""
 HOLES, HOLES_SHARE = 10 * 2**20, 0.012
-"""Bytes of a heap that are in no buffer, between the many small stacks of a layer, for each layer of a block: 2 to 14
-MiB in most programs, 80 of Gemma 3 in int4, whose block has six; of a small heap at most this share."""
+"""Unused bytes of a heap, between the many small stacks of a layer, for each layer of a block: 2 to 14 MiB in most
+programs, 80 for Gemma 3 in int4, whose block has six; at most this share of a small heap."""
 FLAT_HEAP = 1.075
-"""What is reported of an unrolled program over the buffers alive at its peak: 1.05 and 1.06 (4 layers of Qwen2.5-0.5B,
+"""The report for an unrolled program over the buffers alive at its peak: 1.05 and 1.06 (4 layers of Qwen2.5-0.5B,
 remat=none with splash, full with sdpa), 1.075 (SmolLM2-360M, 4 and 12 layers, remat=none)."""
 STATES, WHOLE_STATES = 5, 7
-"""Arrays of (T, H) of a layer that lie in HBM while its backward pass is computed: its input, what attention gave, the
-states between its halves, the gradient that came, and of the rest, normed or cut into tiles, about one (4 to 6 in
-SmolLM2, Llama, Mistral; the others are in the vector memory). In full fine-tuning three of them are in fp32. For each
-layer of a block beyond the first one more: its input, cut out of the stack (Gemma 2, 3)."""
+"""Arrays of (T, H) of a layer in HBM during its backward pass: its input, the output of attention, the states between
+its halves, the incoming gradient, and about one more that is normed or cut into tiles (4 to 6 in SmolLM2, Llama,
+Mistral; the others are in the vector memory). In full fine-tuning three of them are in fp32. Each layer of a block
+beyond the first adds one: its input, cut out of the stack (Gemma 2, 3)."""
 LEFT_BY_TILES = 0.5
-"""Arrays of (t, I) that each tile of an unrolled MLP but the last leaves in HBM for its adapters' gradients, which some
-programs compute after the last tile: of four tiles four (SmolLM2-360M), three (Llama-3.2-1B), two (SmolLM2-1.7B)."""
+"""Arrays of (t, I) that each tile of an unrolled MLP except the last leaves in HBM for its adapters' gradients, which
+some programs compute after the last tile: with four tiles four (SmolLM2-360M), three (Llama-3.2-1B) or two
+(SmolLM2-1.7B)."""
 
 
 def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
-    """Bytes of an array in HBM, its tiles filled up.
+    """Bytes of an array in HBM, with the padding of its tiles.
 
     An array lies in tiles of 8 rows of 128 for every dtype (bf16 as T(8,128)(2,1), int8 as T(8,128)(4,1): rows are
     interleaved within a tile), fewer rows where the array has fewer; a vector in tiles of 1024.
@@ -58,7 +59,7 @@ def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
     Args:
         shape: its axes.
         size: bytes of an element.
-        free: whether the compiler may lay out the last two axes the other way round, as it may of arguments.
+        free: whether the compiler may exchange the last two axes in the layout, as it may for arguments.
     """
     if not shape:
         return 512
@@ -85,12 +86,12 @@ def trained_tensors(shape: Shape, lora: LoraConfig) -> list[tuple[int, ...]]:
 
 
 def update_groups(shape: Shape, lora: LoraConfig, *, scanned: bool) -> list[list[tuple[int, ...]]]:
-    """The trained tensors in the groups in which they are updated: the small ones together, each large one alone.
+    """Groups the trained tensors as they are updated: the small ones together, each large one alone.
 
     Args:
         shape: of the model.
-        lora: what is trained.
-        scanned: whether layers are stacked: the stacks of a block's layers are tensors, otherwise each layer's are.
+        lora: the adapters.
+        scanned: whether layers are stacked: then the stacks of a block's layers are the tensors.
     """
     small, groups = [], []
     for tensor in trained_tensors(shape, lora):
@@ -117,7 +118,7 @@ def weight_tensors(shape: Shape) -> list[tuple[int, ...]]:
 
 
 def _other_tensors(shape: Shape) -> list[tuple[int, ...]]:
-    """All but the matrices of linear layers, which alone are quantised."""
+    """All weights except the matrices of linear layers, which can be quantised."""
     embedding = (shape.vocabulary, shape.hidden)
     found: list[tuple[int, ...]] = [embedding] if shape.tied else [embedding, embedding]
     found += [(shape.vocabulary,)] if shape.known.head_bias else []
@@ -126,11 +127,12 @@ def _other_tensors(shape: Shape) -> list[tuple[int, ...]]:
 
 
 def stored_tensors(shape: Shape, config: TrainConfig) -> list[tuple[tuple[int, ...], int]]:
-    """What base weights are stored as: shapes and bytes of an element, layers stacked.
+    """The stored base weights: shapes and bytes of an element, layers stacked.
 
-    fp32 where they are trained, else model.base_dtype. Of linear layers in int8 with a scale for each output, in int4
-    two in a byte, a step and an offset for each group of inputs (`quantization.Scheme.stored` has (2, groups): as
-    arguments the two lie together, or groups would be filled up to a tile); these and the rest in bf16.
+    They are fp32 where they are trained, else model.base_dtype. int8 has a scale for each output of a linear layer;
+    int4 has two weights in a byte, and a step and an offset for each group of inputs (`quantization.Scheme.stored` has
+    (2, groups): as arguments the two lie together, or groups would be padded to a tile). Scales and all other weights
+    are bf16.
     """
     dtype = config.model.base_dtype if config.lora.r else "fp32"
     if dtype in ("fp32", "bf16"):
@@ -146,11 +148,11 @@ def stored_tensors(shape: Shape, config: TrainConfig) -> list[tuple[tuple[int, .
 
 
 def group_bytes(group: Sequence[tuple[int, ...]], block: int = 1) -> int:
-    """Bytes of a group's fp32 tensor of `update_groups`: a large one in its own shape, or a vector of others.
+    """Bytes of the fp32 tensor of a group of `update_groups`: a large one in its own shape, or a vector of small ones.
 
     Args:
         group: shapes of its tensors.
-        block: numbers in a block of the optimizer, to which the rows of a vector are filled up.
+        block: numbers in a block of the optimizer, to which the rows of a vector are padded.
     """
     if len(group) == 1 and math.prod(group[0]) >= ALONE:
         return padded(group[0], 4, free=True)
@@ -158,26 +160,26 @@ def group_bytes(group: Sequence[tuple[int, ...]], block: int = 1) -> int:
 
 
 def blocks(tensor: Sequence[int], block: int) -> int:
-    """Blocks of a trained tensor: each row, or column where those are longer, begins one (`optimizer.Slot`)."""
+    """Number of blocks of a trained tensor: each row, or column if it is longer, begins one (`optimizer.Slot`)."""
     turned = len(tensor) > 1 and tensor[-1] < LANES <= tensor[-2]
     width = tensor[-2] if turned else tensor[-1]
     return math.prod(tensor) // width * -(-width // block)
 
 
 def rematerialized(config: TrainConfig, shape: Shape) -> str:
-    """`optim.remat` as it works on a TPU, where layers that are no loop cannot keep "outputs" (`step.place`)."""
-    loops = config.optim.scan_layers != "auto" or shape.known.scans  # "off" is how other devices are seen (`rooms`)
+    """`optim.remat` as it works on a TPU, where unrolled layers cannot keep "outputs" (`step.place`)."""
+    loops = config.optim.scan_layers != "auto" or shape.known.scans  # "off" stands for other devices (`seen_on`)
     return "full" if config.optim.remat == "outputs" and not loops else config.optim.remat
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive at one.
+    """The tensors alive at one moment.
 
     Attributes:
         name: "start", "loss", "backward" or "update".
         parts: bytes by part.
-        carried: bytes of it that a loop has carried on, or fills.
+        carried: bytes that a loop receives or fills, which the compiler does not see.
     """
 
     name: str
@@ -186,12 +188,12 @@ class Moment:
 
     @property
     def heap(self) -> float:
-        """All of it."""
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
 
 class PeakActivationModel:
-    """The terms, one method each."""
+    """The terms of the peak, one method each."""
 
     def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int, chip: Chip | None = None) -> None:
         plan = batch_arithmetic(config, num_replicas)
@@ -208,7 +210,7 @@ class PeakActivationModel:
         self.scanned = self.again and (optim.scan_layers == "on" or (optim.scan_layers == "auto" and shape.known.scans))
         self.kernel = "splash" if attention == "auto" else attention
         if self.kernel == "flash" and shape.softcap:
-            self.kernel = "sdpa"  # what the flash kernel lacks
+            self.kernel = "sdpa"  # the flash kernel has no soft cap
         self.on_chip = (chip.vector_memory_bytes if chip else None) or VECTOR_MEMORY
         if self.kernel == "sdpa":
             self.on_chip = 0  # chips without kernels have next to none for a layer's work
@@ -220,7 +222,7 @@ class PeakActivationModel:
         self.groups = update_groups(shape, config.lora, scanned=self.scanned)
 
     def reported(self) -> tuple[Moment, float]:
-        """The moment when most is alive, and the bytes that the compiler reports beyond it."""
+        """The moment of the peak, and the bytes that the compiler reports beyond it."""
         moments = list(self.moments())
         most = max(moments, key=lambda moment: moment.heap)
         if not self.scanned and most.name != "update":
@@ -229,16 +231,16 @@ class PeakActivationModel:
         return most, most.heap + 2 * holes - max(moment.heap - moment.carried for moment in moments)
 
     def moments(self) -> Iterator[Moment]:
-        """Those that compete for the peak."""
+        """The moments that can be the peak."""
         saved, gradients, head = self.saved(), self.gradients(), self.head_gradient()
         lasting = {"saved_activations": saved, "weight_copies": self.copies(), "rotary": self.rotary()}
         if self.kernel == "sdpa" and self.again:
-            lasting["mask"] = self.scores()  # as a bias of the scores' shape, made once for all layers
-        if self.scanned:  # the stack that the first loop fills is there before it; what is unrolled saves as it goes
+            lasting["mask"] = self.scores()  # a bias of the scores' shape, made once for all layers
+        if self.scanned:  # the stack that the first loop fills is allocated before it
             yield Moment("start", {**lasting, "layer": self.in_hbm(self.table())}, 0)
         before = gradients if self.passes > 1 else 0.0
         chunk, rest = self.loss()
-        # Places of a block's many stacks lie between those of others: no chunk finds room there before they are filled.
+        # The many stacks of a block lie between others: no chunk fits there before they are filled.
         below = self.layer_gradients() if self.block > 1 and not self.whole else before
         parts = {**lasting, "loss_chunk": chunk + rest + head, "gradients": below}
         yield Moment("loss", parts, saved + self.hidden() + head + below)
@@ -264,15 +266,15 @@ class PeakActivationModel:
     # -------------------------------------------------------------------------------------------------------- arrays
 
     def hidden(self, count: float = 1) -> float:
-        """`count` arrays of (T, H): in the compute dtype, or in fp32 where the weights are, as in full fine-tuning."""
+        """`count` arrays of (T, H): in the compute dtype, or in fp32 in full fine-tuning."""
         return count * padded((self.tokens, self.shape.hidden), self.stream, free=True)
 
     def states(self, count: float) -> float:
-        """`count` arrays of (T, H) in the compute dtype: of a layer's work, in which few are fp32 at a time."""
+        """`count` arrays of (T, H) in the compute dtype: a layer's work has few fp32 arrays at a time."""
         return count * padded((self.tokens, self.shape.hidden), self.compute, free=True)
 
     def heads(self, count: float, heads: int) -> float:
-        """`count` arrays of (B, heads, S, d): a head fills 128 lanes where a kernel takes it, else is dense."""
+        """`count` arrays of (B, heads, S, d): a head is padded to 128 lanes for a kernel, else dense."""
         size = self.shape.head_dim
         if self.kernel == "sdpa":
             return count * self.tokens * heads * size * self.compute
@@ -287,23 +289,23 @@ class PeakActivationModel:
         return padded((tokens, self.shape.intermediate), self.compute)
 
     def lanes(self) -> float:
-        """One number of each query and head, held for every lane: (B, n, S, 128) fp32."""
+        """One number for each query and head, repeated in every lane: (B, n, S, 128) fp32."""
         return padded((self.rows * self.shape.heads, self.length, LANES), 4)
 
     def gates(self) -> int:
         """Arrays of (T, I) that an MLP's backward pass reads: gate, up and product; without a gate two."""
         return 2 if self.shape.family == "phi" else 3
 
-    # ------------------------------------------------------------------------------------------------ what lasts long
+    # ------------------------------------------------------------------------------------------------ lasting tensors
 
     def saved(self) -> float:
         """Saved activations: the input of every layer, L T H c (`layer_scan._Scanned`, or torch_xla's checkpoint).
 
-        Of one pass of gradient accumulation: `scan.after` keeps the next one from beginning before it has ended.
+        They are counted for one pass of gradient accumulation: `scan.after` delays the next pass until it has ended.
 
-        With remat=none all that the backward pass of a layer reads: the MLP's `gates`; `kept`; the inputs of its two
-        halves, 2 T H c; and normed, and attention's output once more, as far as adapters read them. What none reads (a
-        product without an adapter on what follows; all in full fine-tuning) is computed again where it is used.
+        With remat=none they are all that the backward pass of a layer reads: the MLP's `gates`; `kept`; the inputs of
+        its two halves, 2 T H c; and these normed, and attention's output, as far as adapters read them. The compiler
+        computes again what no adapter reads (the input of a product without one; all in full fine-tuning).
         """
         layers = self.shape.layers
         if self.again:
@@ -316,10 +318,11 @@ class PeakActivationModel:
         return layers * (wide + self.kept() + output + self.hidden(2 + attends + ends))
 
     def results(self) -> float:
-        """What remat=outputs keeps of a layer: what its linear layers give, T times their outputs, and attention.
+        """The results of a layer that remat=outputs keeps: of its linear layers, T times their outputs, and attention.
 
-        Of the last product only where a norm follows: to what is added to the stream, nothing goes back through the
-        result. Of attention the output, T n d c, and with splash the log of sums, 4 T n; flash keeps nothing (`remat`).
+        The result of the last product is kept only if a norm follows: otherwise it is added to the stream, and its
+        gradient does not need it. Attention keeps its output, T n d c, and with splash the log of sums, 4 T n; flash
+        keeps nothing (`remat`).
         """
         shape, last = self.shape, 0 if self.shape.norm_follows else 1
         kept = shape.linears[: len(shape.linears) - last]
@@ -329,13 +332,13 @@ class PeakActivationModel:
         return found + (padded((self.rows * shape.heads, self.length), 4) if self.kernel == "splash" else 0.0)
 
     def output(self) -> float:
-        """What attention gives, T n d c: its heads side by side, as the next product takes it."""
+        """The output of attention, T n d c: its heads side by side, as the input of the next product."""
         return padded((self.tokens, self.shape.heads * self.shape.head_dim), self.compute, free=True)
 
     def kept(self) -> float:
-        """What attention keeps for its backward pass: queries and output, 2 T n D c, keys and values, 2 T m D c.
+        """Tensors that attention keeps for its backward: queries and output, 2 T n D c, keys and values, 2 T m D c.
 
-        flash also sums and maxima for each lane, 2 T n 128 fp32; sdpa its weights, T S n c, and keys and values
+        flash also keeps sums and maxima for each lane, 2 T n 128 fp32; sdpa its weights, T S n c, and keys and values
         repeated for every query head.
         """
         if self.kernel == "sdpa":
@@ -348,12 +351,12 @@ class PeakActivationModel:
         return 2 * padded((self.tokens, self.shape.head_dim), self.compute)
 
     def copies(self) -> float:
-        """Copies of stacks made before the loop.
+        """Copies of stacks that are made before the loop.
 
-        Autocast makes them of what is trained, 2 P in bf16; the compiler of fp32 weights, as a TPU's products take
-        bf16; and of stacks that lie the other way round as arguments, where that pads less (`padded`; H = 576 of
-        SmolLM2; a bf16 copy of fp32 weights lies so at once). The embedding that is laid out anew stays until the last
-        pass has looked it up, in full fine-tuning until it is updated.
+        Autocast copies trained weights, 2 P in bf16. The compiler copies fp32 weights, as a TPU's products take bf16,
+        and stacks whose axes are exchanged as arguments because that pads less (`padded`; H = 576 of SmolLM2; a bf16
+        copy of fp32 weights gets the right layout at once). The copied embedding stays until the last pass has read it,
+        in full fine-tuning until it is updated.
         """
         table = self.table() if self.passes > 1 or self.whole else 0.0
         if self.whole or self.compute == 4:
@@ -361,9 +364,9 @@ class PeakActivationModel:
         return 2.0 * self.trained + self.relaid() + table
 
     def relaid(self) -> float:
-        """Stacks of a frozen model in another layout than as arguments, where tiles are filled up, in bf16.
+        """Stacks of a frozen model that a loop over tiles needs in another, padded layout than as arguments, in bf16.
 
-        A loop over tiles wants its weights so. int4's steps and offsets, (2, groups), lie as (groups, 2) before.
+        int4's steps and offsets are (groups, 2) as arguments and (2, groups) in the loop.
         """
         model, layers, found = self.config.model, self.shape.layers, 0.0
         for one in self.shape.linears:
@@ -381,18 +384,18 @@ class PeakActivationModel:
         return padded(one, size) if padded(one, size, free=True) < padded(one, size) else 0.0
 
     def tables(self) -> float:
-        """The embedding's update lays out anew AdamW's moments and the average, too; and what its gradient pads."""
+        """Copies for the embedding's update: AdamW's moments and the average; and its gradient's padding."""
         table, optim = self.whole * self.table(), self.config.optim
         more = table - padded((self.shape.vocabulary, self.shape.hidden), 4, free=True) if table else 0.0
         return table * (1 + 2 * (optim.optimizer == "adamw") + bool(optim.ema_decay)) + more
 
     def updates(self) -> Iterator[tuple[float, float]]:
-        """The update, at its moments: gradients that are left, and what is there of what it gives.
+        """The moments of the update: bytes of the remaining gradients, and of its results.
 
-        That is the largest stack's before it is copied into the arguments, of AdamW with both moments; an embedding is
-        updated in place. 8-bit AdamW has of a tensor the direction and both moments in fp32, filled up to blocks: of a
-        stack, which it updates in a loop, those of a layer. Directions of what is not in a loop stay until the last
-        is known (an embedding's, where rows are filled up).
+        The results are those of the largest stack before they are copied into the arguments, with AdamW also both
+        moments; an embedding is updated in place. 8-bit AdamW holds the direction and both moments of a tensor in fp32,
+        padded to blocks; of a stack, which it updates in a loop, those of one layer. Directions outside a loop stay
+        until the last one is known (an embedding's, if its rows are padded).
         """
         large, optimizer = [group for group in self.groups if len(group) == 1], self.config.optim.optimizer
         largest = max((self.group_bytes(group) for group in large if len(group[0]) == 3), default=0)
@@ -411,7 +414,7 @@ class PeakActivationModel:
         return 4.0 * self.trained
 
     def layer_gradients(self, module: str = "") -> float:
-        """Of them the stacks that the backward loop fills, or those of a module: not embedding nor output layer."""
+        """The stacks of gradients that the backward loop fills, or those of a module: without embedding and output."""
         if self.whole:
             linears = sum(one.parameters for one in self.shape.linears if one.path.startswith(module))
             return 4.0 * self.shape.layers * (linears if module else self.shape.layer_parameters)
@@ -420,21 +423,21 @@ class PeakActivationModel:
         return 4.0 * (found if module else self.trained)
 
     def head_gradient(self) -> float:
-        """The output layer's, in fp32: from the loss on, in full fine-tuning. The embedding's comes after the layers.
+        """The output layer's gradient in fp32, alive from the loss on, in full fine-tuning.
 
-        Where the embedding is laid out anew (`table`) and is the output layer too, it lies in the argument's place.
+        If the embedding is copied to another layout (`table`) and is the output layer too, it uses the argument's.
         """
         if not self.whole or (self.shape.tied and self.table()):
             return 0.0
         return float(padded((self.shape.vocabulary, self.shape.hidden), 4, free=True))
 
-    # ---------------------------------------------------------------------------------------------- the moments' own
+    # ---------------------------------------------------------------------------------------- tensors of one moment
 
     def loss(self) -> tuple[float, float]:
-        """The loss: logits of one chunk in the compute dtype; and what is there for all chunks.
+        """The loss: logits of one chunk in the compute dtype; and the tensors of all chunks.
 
-        These are hidden states and gradients as they are cut, 3 T H c (unrolled, 2: the others are in the vector
-        memory), and of an output layer in fp32 a copy in bf16.
+        The latter are hidden states and gradients, 3 T H c (unrolled, 2: the others are in the vector memory), and a
+        bf16 copy of an output layer in fp32.
         """
         chunk, shape = min(self.config.optim.loss_chunk, self.tokens), self.shape
         copied = padded((shape.vocabulary, shape.hidden), 2) if self.whole or self.compute == 4 else 0
@@ -442,12 +445,12 @@ class PeakActivationModel:
         return logits, self.hidden(3 if self.scanned else 2) + copied
 
     def at_mlp(self) -> tuple[float, float]:
-        """The layer that is computed again, when its MLP is: (layer, attention).
+        """The recomputed layer during the backward pass of its MLP: (layer, attention).
 
-        Of (T, H) see `STATES`. The MLP: gate, up, product and two gradients, 5 T I c (ungated 3), one of which is in
-        the vector memory; in a loop over tiles of t tokens 5 t I c, as far as that has no room, and the weights it
-        carries. What attention keeps; and its positions, documents and log sums over 128 lanes, unless they were saved.
-        In full fine-tuning the layer's gradients of the MLP in fp32, before they are put into their stacks.
+        For the arrays of (T, H) see `STATES`. The MLP has gate, up, product and two gradients, 5 T I c (ungated 3), one
+        of them in the vector memory; in a loop over tiles of t tokens, the part of 5 t I c that does not fit there, and
+        the loop's weights. Attention has what it keeps, and its positions, documents and log sums over 128 lanes,
+        unless they were saved. Full fine-tuning adds the MLP's gradients in fp32, before they go into their stacks.
         """
         if not self.scanned:
             if not self.again:
@@ -463,12 +466,12 @@ class PeakActivationModel:
         return layer, self.kept() + sums + self.positions(1) + self.read_back()
 
     def at_attention(self) -> tuple[float, float]:
-        """The same when its attention is: (layer, attention).
+        """The recomputed layer during the backward pass of its attention: (layer, attention).
 
-        Unrolled: the forward kernel, queries and output included; splash puts out the log of sums for each lane, flash
-        wants keys and values repeated, sdpa has another array of scores beside what it keeps. As a loop: the backward
-        kernel, with queries, output and its gradient, keys and values and theirs, and the gradient of queries. splash
-        makes one for each block of keys, S / 1024 T n D c, and sums them up.
+        Unrolled, the peak is the forward kernel with queries and output; splash writes the log of sums for each lane,
+        flash repeats keys and values, sdpa has another array of scores beside what it keeps. In a loop, the peak is the
+        backward kernel, with queries, output and its gradient, keys and values and theirs, and the gradient of queries,
+        of which splash makes one for each block of keys, S / 1024 T n D c, and adds them.
         """
         extra = self.hidden(self.block - 1) + self.slices()
         if self.kernel == "sdpa":
@@ -485,14 +488,14 @@ class PeakActivationModel:
             return self.states(self.at_hand) + extra, given + self.positions(3) + self.read_back()
         if self.again:
             return extra, found
-        # What attention keeps is among the saved, and what the MLP did is no longer.
+        # The saved activations include attention's; those of the MLP are freed.
         return -self.gates() * self.wide(self.tokens), found - self.kept()
 
     def read_back(self) -> float:
-        """What else the backward pass of attention reads: of adapters what their first halves give, T r c each.
+        """Other inputs of attention's backward pass: the results of the adapters' first halves, T r c each.
 
-        And of norms of heads in fp32 queries and keys before them; with remat=outputs no product comes before: they are
-        begun early, 3 T n D.
+        Norms of heads add their inputs, queries and keys in fp32; with remat=outputs no product comes before them, so
+        they start early: 3 T n D.
         """
         adapted = [one for one, _ in self.shape.adapted(self.config.lora) if one.path.startswith("self_attn")]
         found = float(len(adapted) * padded((self.tokens, self.config.lora.r or 1), self.compute, free=True))
@@ -503,25 +506,25 @@ class PeakActivationModel:
         return found + 4.0 * self.tokens * (self.shape.heads + self.shape.kv_heads) * self.shape.head_dim
 
     def turned_back(self) -> float:
-        """After a kernel's backward pass, when rotary positions are undone: (4 n + 6 m) T D c.
+        """The tensors while rotary positions are undone, after a kernel's backward pass: (4 n + 6 m) T D c.
 
-        Gradients of queries, keys and values; of the first two both halves, each of which fills 128 lanes as well; and
+        These are the gradients of queries, keys and values; both halves of the first two, each padded to 128 lanes; and
         all three with the heads behind the tokens.
         """
         return self.heads(4, self.shape.heads) + self.heads(6, self.shape.kv_heads) + self.read_back()
 
     def positions(self, numbers: int) -> float:
-        """In a loop: cosines and sines in fp32; over lanes documents and, in a kernel, two of its scratch numbers."""
+        """Tensors of a loop: cosines and sines in fp32; per lane documents and, in a kernel, two scratch numbers."""
         lanes = numbers * padded((self.tokens, LANES), 4)
         return 2 * padded((self.tokens, self.shape.head_dim), 4) + lanes if self.kernel != "sdpa" else 0.0
 
     def slices(self) -> float:
-        """Weights cut out of their stacks: as stored, an MLP's that a loop over tiles carries.
+        """Weights cut out of their stacks: the MLP's, as stored, for a loop over tiles.
 
-        Few tiles are no loop (`tiles`), but where a norm follows each weight is read for all tiles twice.
+        Few tiles are not a loop (`tiles`), but if a norm follows, each weight is read twice for all tiles.
 
-        int8 becomes bf16 on its way into a product, but attention's is cut out before. int4 is unpacked before: at a
-        time both halves of a matrix of the MLP in fp32, one also in bf16, and as much of attention.
+        int8 becomes bf16 in the product, but attention's weights are cut out before. int4 is unpacked before: at a time
+        both halves of a matrix of the MLP in fp32, one also in bf16, and as much of attention.
         """
         dtype = "bf16" if self.whole else self.config.model.base_dtype
         mlp = [one.parameters for one in self.shape.linears if one.path.startswith("mlp")]
@@ -533,19 +536,19 @@ class PeakActivationModel:
         return found + (sum(others) if dtype == "int8" else 0.0)
 
     def flat_vectors(self) -> int:
-        """Vectors at the update, beside the gradients in their own shapes, of what is not updated by itself.
+        """Number of vectors at the update for the small tensors, beside the gradients in their own shapes.
 
-        The one that is reduced and clipped. AdamW's direction is computed where it is used; Adafactor's is made matrix
-        by matrix and then laid flat, two more; the average needs the new parameters laid flat, one more. (With the
-        gradients 2.0 are reported of Llama-3.2-1B, and 4.8 of SmolLM2-135M with Adafactor and an average.)
+        One is reduced and clipped. AdamW's direction is computed where it is used; Adafactor's is made matrix by matrix
+        and then flattened, two more; the average needs the new parameters flattened, one more. (With the gradients the
+        compiler reports 2.0 for Llama-3.2-1B, and 4.8 for SmolLM2-135M with Adafactor and an average.)
         """
         optim = self.config.optim
         return 1 + (2 if optim.optimizer == "adafactor" else 0) + (1 if optim.ema_decay else 0)
 
     def spilt(self, size: float) -> float:
-        """What of several arrays does not find room in the vector memory."""
+        """The part of several arrays that does not fit into the vector memory."""
         return max(0.0, size - self.on_chip)
 
     def in_hbm(self, size: float) -> float:
-        """The same of one array, which lies here or there."""
+        """One array that does not fit into the vector memory as a whole; else 0."""
         return size if size > self.on_chip else 0.0

@@ -1,26 +1,24 @@
-"""Bytes per chip by formula, from the model's config.json alone: no weights, no compiler, no torch, under a second.
+"""Estimates the memory of a training step from the model's config.json, and advises what to change if it is too much.
+
+It needs no weights, no compiler and no torch, and takes less than a second.
 
     from tpu_kit.planning.memory_estimate import estimate
     print(estimate(config))
 
-What a step needs is arguments (weights, state, batch) + temporaries + code; donated state is written in place, so it
-counts once. Temporaries are those of the moment when most are alive: at the "start", in the "loss", the "backward" pass
-or the "update".
-
-`alive` derives what is alive when, and what the compiler reports of it. Here are what there is before the step, and
-code.
+A step needs arguments (weights, state, batch) + temporaries + code; donated state is written in place, so it counts
+once. The temporaries are taken at the moment when most are alive: at the "start", in the "loss", the "backward" pass or
+the "update"; `activation_memory` derives them. This module derives the arguments and the code.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tpu_kit.config.loader import LoraConfig, TrainConfig
+from tpu_kit.config.loader import ANEW, LoraConfig, TrainConfig, is_another
 from tpu_kit.config.schema import MOST_ROWS
-from tpu_kit.config.stored import ANEW, is_another
 from tpu_kit.hardware.chips import CHIPS, GIB, Chip
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import FEW_TILES, Shape, read_shape
@@ -51,25 +49,24 @@ FLAT_CODE = {"full": 22 * 2**20, "none": 16 * 2**20, "whole": 21 * 2**20}
 """Code of each unrolled layer: 22 MiB with remat=full (Qwen2.5-0.5B, 4 and 24 layers), 14 to 17 with none (the same, 4;
 SmolLM2-360M, 4 and 12), 21 with none in full fine-tuning (SmolLM2-135M, 4)."""
 RESERVE = 0.08
-"""Share of a device's usable memory that a pick by formula leaves: more than the formula was too low by on any step
-that was compiled (tests/recorded_memory.json)."""
+"""Share of a device's usable memory that a pick by formula leaves free: more than the largest underestimate for the
+steps that were compiled (tests/recorded_memory.json)."""
 PASSES_RESERVE = 0.10
-"""The same with gradient accumulation, of which two were: 2 % too low at most."""
+"""The same with gradient accumulation; two such steps were compiled, and the formula was 2 % too low at most."""
 _RANKS = 4096
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a step takes of one device's memory.
+    """The memory of a step on one device.
 
     Attributes:
-        parts: bytes by name, of the moment when most is taken: base_weights, adapters, optimizer, ema, batch,
-            saved_activations, mask, gradients, weight_copies, layer, attention, loss_chunk, all_reduce, update,
-            heap, code.
-        argument_bytes: what is there before the step.
-        temporary_bytes: what comes and goes within it.
+        parts: bytes by name at the peak: base_weights, adapters, optimizer, ema, batch, saved_activations, mask,
+            gradients, weight_copies, layer, attention, loss_chunk, all_reduce, update, heap, code.
+        argument_bytes: weights, state and batch.
+        temporary_bytes: buffers that live only within the step.
         code_bytes: the program.
-        moment: "loss", "backward" or "update": when most is taken.
+        moment: the moment of the peak: "start", "loss", "backward" or "update".
         trained: number of trained parameters.
         scanned: whether layers run as a loop.
     """
@@ -96,24 +93,20 @@ def estimate(
     config: TrainConfig,
     *,
     num_replicas: int = 1,
-    batch_size: int | None = None,
     shape: Shape | None = None,
     chip: Chip | None = None,
 ) -> Memory:
-    """The memory of a training step on a TPU.
+    """Estimates the memory of a training step on a TPU.
 
     Args:
         config: the run; its model is read by `architecture.read_shape`.
         num_replicas: data-parallel replicas; each holds everything.
-        batch_size: rows per replica in a pass, in place of `config.optim.batch_size`.
         shape: the model's shape, if it was read before.
-        chip: the TPU; without one what v5e has of vector memory is reckoned with.
+        chip: the TPU; without it the vector memory of v5e is assumed.
 
     Raises:
         ValueError: as `architecture.read_shape` and `batch_arithmetic`; a sequence longer than the model's positions.
     """
-    if batch_size is not None:
-        config = replace(config, optim=replace(config.optim, batch_size=batch_size))
     shape = shape or read_shape(config.model)
     if config.data.max_length > shape.positions:
         raise ValueError(
@@ -135,12 +128,12 @@ class _Step:
     # ------------------------------------------------------------------------------------------------------ arguments
 
     def arguments(self) -> dict[str, int]:
-        """What is there before the step, and written over by it: weights, adapters, optimizer, average, batches.
+        """The buffers before the step: weights, adapters, optimizer, average, batches.
 
-        Base weights as `activation_memory.stored_tensors`; with lora.r=0 they are trained, in fp32.
-        Adapters are fp32, moments and the average too, as the groups of parameters lie (see `optimizer`): AdamW 8
-        bytes a parameter; in 8 bits 2, and for each block of 256 in a row two scales and a seed of 4; Adafactor a
-        number for each row and column. A batch is three int64 and one int32 array of (B, S) for each pass.
+        Base weights as `activation_memory.stored_tensors`; with lora.r=0 they are trained, in fp32. Adapters, moments
+        and the average are fp32, in the layout of the groups of parameters (see `optimizer`): AdamW has 8 bytes a
+        parameter; 8-bit AdamW 2, and for each block of 256 in a row two scales and a seed of 4; Adafactor a number for
+        each row and column. A batch is three int64 and one int32 array of (B, S) for each pass.
         """
         lora = self.config.lora
         weights = sum(padded(tensor, size, free=True) for tensor, size in stored_tensors(self.shape, self.config))
@@ -162,7 +155,7 @@ class _Step:
                 count = sum(blocks(tensor, BLOCK) for tensor in group)
                 found += 2 * (padded((count, BLOCK), 1) + padded((count, 1), 4, free=True)) + padded((count,), 4)
                 continue
-            # Of layers' vectors a stack has two axes, and is no matrix.
+            # A stack of the layers' vectors has two axes, but is no matrix.
             matrices = [one for one in group if len(one) == 3 or one[0] == self.shape.vocabulary]
             rows = sum(math.prod(one[:-1]) for one in matrices)
             columns = sum(math.prod(one) // one[-2] for one in matrices)
@@ -185,7 +178,7 @@ class _Step:
         return layer * sum(period for period, _ in self.shape.runs()) * passes + int(update)
 
     def memory(self) -> Memory:
-        """All of it."""
+        """The estimate."""
         arguments = self.arguments()
         moment, beyond = self.alive.reported()
         temporaries = {name: math.ceil(size) for name, size in {**moment.parts, "heap": beyond}.items()}
@@ -196,14 +189,14 @@ class _Step:
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """A change, such as "optim.loss_chunk=128", what it costs, and the peak with it and all those before it.
+    """A change that takes less memory.
 
     Attributes:
-        change: as it is given on the command line.
-        harm: what it costs.
-        anew: whether a run that has begun cannot go on with it.
-        peak_bytes: see above.
-        fits: whether it does then.
+        change: as on the command line, such as "optim.loss_chunk=128".
+        harm: its cost.
+        anew: whether a run that has begun cannot continue with it.
+        peak_bytes: the peak with this change and all before it.
+        fits: whether that peak fits.
     """
 
     change: str
@@ -215,13 +208,13 @@ class MemoryOption:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to change, and how far one can go.
+    """What to change if a run does not fit, and the largest settings that fit.
 
     Attributes:
-        knobs: where nothing fits, changes in the order of least harm, each on top of those before; none where it fits.
-        smallest_slice: where nothing fits, the cheapest slice that the run as it is would fit on.
+        knobs: if nothing fits, changes in the order of least harm, each added to those before; empty if it fits.
+        smallest_slice: if nothing fits, the cheapest slice on which the unchanged run fits.
         largest_batch: rows of a replica in a pass that fit, 0 for none.
-        longest_sequence: tokens of a row that fit with the rows as they are, a multiple of 128; 0 for none.
+        longest_sequence: tokens of a row that fit with these rows, a multiple of 128; 0 for none.
         largest_rank: the largest rank that fits, None without adapters.
     """
 
@@ -231,10 +224,6 @@ class Advice:
     longest_sequence: int
     largest_rank: int | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
     def __str__(self) -> str:
         lines = [
             f"{knob.change} ({knob.harm}): {knob.peak_bytes / GIB:.2f} GiB{', fits' if knob.fits else ''}"
@@ -242,31 +231,27 @@ class Advice:
         ]
         if any(knob.anew for knob in self.knobs):
             lines.append(f"another training cannot go on from a checkpoint of this run: give it {ANEW}")
-        return "; ".join([*lines, f"as it is it fits {self.smallest_slice or 'no slice that is known'}"])
+        return "; ".join([*lines, f"unchanged it fits {self.smallest_slice or 'no known slice'}"])
 
 
 @dataclass(frozen=True)
 class Inference:
-    """How far the model gets on one device when it answers.
+    """The memory of generation on one device.
 
     Attributes:
-        weight_bytes: base weights, and adapters beside them.
+        weight_bytes: base weights and adapters.
         cache_bytes_per_token: keys and values of a token of one row, over all layers.
-        longest_context: tokens of one row, prompt and reply together, whose cache has room beside the weights; at most
-            the model's positions. A prompt so long needs its scores besides, while it is read.
+        longest_context: tokens of one row, prompt and reply together, whose cache fits beside the weights; at most the
+            model's positions. While a prompt is read, its scores come on top.
     """
 
     weight_bytes: int
     cache_bytes_per_token: int
     longest_context: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
 
 def inference(config: TrainConfig, shape: Shape, limit: float) -> Inference:
-    """What generation takes of `limit` bytes: weights in the type of frozen ones, and a cache in that of products."""
+    """Estimates generation in `limit` bytes: weights in the dtype of frozen ones, a cache in the compute dtype."""
     frozen = config if config.lora.r else replace(config, lora=LoraConfig(), data=replace(config.data, max_length=128))
     parts = estimate(
         replace(frozen, optim=replace(frozen.optim, batch_size=1, global_batch_size=None)), shape=shape
@@ -278,20 +263,20 @@ def inference(config: TrainConfig, shape: Shape, limit: float) -> Inference:
 
 
 def reserve(config: TrainConfig) -> float:
-    """The share of a device's memory that a pick by formula leaves."""
+    """The share of a device's memory that a pick by formula leaves free."""
     passes = config.optim.gradient_accumulation > 1 or config.optim.global_batch_size is not None
     return PASSES_RESERVE if passes else RESERVE
 
 
 def advise(config: TrainConfig, shape: Shape, where: TargetSlice, limit: float, fits: bool) -> Advice:
-    """The advice for a run whose settings were picked.
+    """Finds the largest settings that fit, and what to change if the run does not.
 
     Args:
         config: the run, its batch size a number.
         shape: of its model.
         where: its chip and its data-parallel replicas.
         limit: bytes of a device that it may take.
-        fits: whether it does.
+        fits: whether the run fits.
     """
 
     def peak(changed: TrainConfig) -> int:
@@ -313,7 +298,7 @@ def advise(config: TrainConfig, shape: Shape, where: TargetSlice, limit: float, 
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` that fits, where all below it do; 0 if 1 does not."""
+    """Bisects for the largest number from 1 to `most` that fits; all below it must fit. 0 if 1 does not."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, high * 2
@@ -327,7 +312,7 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 def _with(config: TrainConfig, name: str, value: Any) -> TrainConfig:
     section, _, leaf = name.partition(".")
     changes = {leaf: value}
-    if leaf == "batch_size":  # the rows of an update follow
+    if leaf == "batch_size":  # it determines the rows of an update
         changes["global_batch_size"] = None
     return replace(config, **{section: replace(getattr(config, section), **changes)})
 
@@ -335,13 +320,13 @@ def _with(config: TrainConfig, name: str, value: Any) -> TrainConfig:
 def _knobs(
     config: TrainConfig, shape: Shape, replicas: int, peak: Callable[[TrainConfig], int], limit: float
 ) -> Iterator[MemoryOption]:
-    """The changes that help, one on top of the other, until it fits."""
+    """The changes that help, each added to those before, until the run fits."""
     now, before = config, peak(config)
     for name, value, harm in _changes(config, shape):
         rows = now.optim.batch_size
         if name == "optim.batch_size":
             assert isinstance(rows, int)
-            value = largest(lambda n: peak(_with(now, name, n)) <= limit, rows - 1) or 1  # noqa: B023  it is called at once
+            value = largest(lambda n: peak(_with(now, name, n)) <= limit, rows - 1) or 1  # noqa: B023  called at once
         changed = _with(now, name, value)
         size = peak(changed)
         if size >= before:
@@ -383,7 +368,7 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
     for length in (2048, 1024):
         if length < config.data.max_length:
             yield "data.max_length", length, "shorter rows"
-    if lora.r and model.base_dtype in ("bf16", "fp32"):  # of what is trained, no weights are frozen
+    if lora.r and model.base_dtype in ("bf16", "fp32"):  # without adapters all weights are trained
         yield "model.base_dtype", "int8", "base weights in int8, products in bf16"
     if lora.r and model.base_dtype != "int4" and all(one.inputs // 2 % model.quant_group == 0 for one in shape.linears):
         yield "model.base_dtype", "int4", "base weights in int4, products in bf16"

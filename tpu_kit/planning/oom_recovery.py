@@ -1,6 +1,6 @@
-"""When memory runs out after all: the next setting that fits, ready to be used.
+"""Proposes the next setting that fits when memory runs out.
 
-The settings proposed make the same training: the rows of an update stay, so that the run goes on from its checkpoint.
+The proposed settings do the same training: the rows of an update stay, so that the run resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tpu_kit.planning.preflight import Preflight
 from tpu_kit.xla.hlo_memory import parse_out_of_memory
 
 SMALLER = 0.8
-"""How much of the failed setting's predicted peak the next one may have, where nobody says what that took: a choice."""
+"""Share of the failed setting's predicted peak that the next one may have, where its real peak is not known: chosen."""
 
 _DEVICE = re.compile(
     r"RESOURCE_EXHAUSTED:.*(memory|allocat|reserve)|CUDA out of memory|\bOutOfMemoryError\b", re.IGNORECASE
 )
-_KERNEL = "memory space vmem"  # a kernel asks for more than the chip has beside its units: no smaller batch mends that
+_KERNEL = "memory space vmem"  # a kernel needs more vector memory than the chip has: a smaller batch does not help
 _HOST = re.compile(
     r"\bMemoryError\b|DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|bad_alloc|was ended by SIGKILL"
 )
@@ -41,7 +41,7 @@ class OutOfMemory(LaunchError):
     """A run had too little memory.
 
     Attributes:
-        overrides: the parameters to change, by name, with which it is predicted to fit; empty where none are known.
+        overrides: the parameters to change, by name, so that the run is predicted to fit; empty if none are known.
     """
 
     def __init__(self, message: str, overrides: dict[str, Any], rank: int | None = None, traceback: str = "") -> None:
@@ -50,11 +50,11 @@ class OutOfMemory(LaunchError):
 
 
 def out_of_memory(error: BaseException, outlook: Preflight) -> OutOfMemory | None:
-    """The error to raise in the place of one that says that memory ran out; None for any other.
+    """Makes the error to raise instead of one about memory; None for any other error.
 
     Args:
-        error: what the launch raised.
-        outlook: what was predicted of the run.
+        error: of the launch.
+        outlook: the predictions for the run.
     """
     text = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
     device, host = _DEVICE.search(text), _HOST.search(text)
@@ -66,21 +66,21 @@ def out_of_memory(error: BaseException, outlook: Preflight) -> OutOfMemory | Non
         assert outlook.room is not None
         rows = batch_arithmetic(outlook.config, outlook.room.replicas).global_batch_size
         advice = (
-            "It is the host's memory that ran out, not the device's: other settings of the batch do not change that. "
-            f"Use fewer replicas (launch.num_replicas) with global_batch_size={rows} gradient_accumulation=1, which "
-            "keeps the rows of an update, so that the run goes on; or a host with more memory"
+            "The host ran out of memory, not the device: other settings of the batch do not help. Use fewer replicas "
+            f"(launch.num_replicas) with global_batch_size={rows} gradient_accumulation=1, which keeps the rows of an "
+            "update, so that the run goes on; or a host with more memory"
         )
         return OutOfMemory(f"{text.rstrip()}\n\n{advice}", {}, *ending)
     used = parse_out_of_memory(text)
     overrides, why = next_setting(outlook, used["used_bytes"] if used else None)
     saved = _saved(outlook.config) if overrides else None
-    if saved is not None and outlook.config.checkpoint.resume == "never":  # once was enough
+    if saved is not None and outlook.config.checkpoint.resume == "never":  # the next run must resume
         overrides["resume"] = "auto"
     return OutOfMemory(f"{text.rstrip()}\n\n{_advice(overrides, why, saved)}", overrides, *ending)
 
 
 def suggestion(outlook: Preflight) -> str:
-    """What to say before a run that is not predicted to fit; empty of any other."""
+    """The warning before a run that is predicted not to fit; empty for any other."""
     if outlook.fits is not False:
         return ""
     overrides, why = next_setting(outlook)
@@ -91,14 +91,14 @@ def suggestion(outlook: Preflight) -> str:
 
 
 def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str, Any], str]:
-    """The parameters to change, by name, and what is predicted then; no parameters if none helps.
+    """Chooses the parameters to change, by name, and describes the prediction; no parameters if none helps.
 
-    Of the settings that fit, the fastest where the device's speed is known, else the first of `_candidates`; where none
-    is predicted to fit, the one that takes least.
+    It takes the fastest setting that fits if the device's speed is known, else the first of `_candidates`; if none is
+    predicted to fit, the one that takes least.
 
     Args:
         outlook: the run that failed.
-        used: bytes that it took, where that is known: predictions are then corrected by it.
+        used: bytes that it took, if known: they correct the predictions.
     """
     config, room, memory = outlook.config, outlook.room, outlook.memory
     replicas = room.replicas if room else config.launch.num_replicas or 1
@@ -106,7 +106,7 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
     if room is None or memory is None or outlook.shape is None:
         if not candidates:
             return {}, ""
-        return _changes(config, candidates[0]), "What it takes cannot be predicted here"
+        return _changes(config, candidates[0]), "Its memory cannot be predicted here"
     factor = max(1.0, used / memory.total_bytes) if used else 1.0
     bound = room.limit * (1 - outlook.free) / factor
     if not used:
@@ -125,7 +125,7 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
     fitting = [one for one in found if one[1] <= bound]
     if fitting:
         _, peak, best = min(fitting, key=lambda one: one[0])
-    elif room.where is None:  # the formula is a TPU's: it does not tell
+    elif room.where is None:  # the formula is made for TPUs, and cannot rank
         _, peak, best = found[0]
     else:
         _, peak, best = min(found, key=lambda one: one[1])
@@ -135,7 +135,7 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
 
 
 def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:
-    """Settings of the same training that take less, in the order of least harm."""
+    """Settings of the same training that take less memory, in the order of least harm."""
     optim = replace(config.optim, global_batch_size=batch.global_batch_size, gradient_accumulation=1)
     each = batch.global_batch_size // batch.num_replicas
     smaller = [n for n in range(batch.batch_size - 1, 0, -1) if each % n == 0 and _grows_alike(optim, batch)]
@@ -150,7 +150,7 @@ def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:
 
 
 def _grows_alike(optim: OptimConfig, batch: BatchPlan) -> bool:
-    """Whether later updates, too, have the same rows in passes of fewer: growth rounds passes down to whole ones."""
+    """Whether later updates keep their rows in smaller passes: batch growth rounds the number of passes down."""
     most = optim.batch_growth_max or 0
     exact = optim.batch_growth_factor.is_integer() and most % (batch.batch_size * batch.num_replicas) == 0
     return optim.batch_growth_steps is None or exact
@@ -162,11 +162,11 @@ def _changes(config: TrainConfig, best: TrainConfig) -> dict[str, Any]:
 
 
 def _saved(config: TrainConfig) -> int | None:
-    """The step of the checkpoint that the run goes on from; None if it has saved nothing yet."""
+    """The step of the checkpoint that the run resumes from; None if it has saved nothing yet."""
     try:
         found = scan(config.checkpoints_place)[0]
         stored = migrate(found[-1].document("config"))[0] if found else {}
-    except (OSError, ValueError):  # an object store that does not answer, a damaged file: the run will say so
+    except (OSError, ValueError):  # an object store does not answer, or a file is damaged: the run raises it too
         return None
     return found[-1].step if found and not changes(stored, plain(config))[1] else None
 

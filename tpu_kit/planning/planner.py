@@ -1,25 +1,19 @@
-"""A plan as the TPU compiler sees it: the pick compiled, and where that does not fit, another one that does.
-
-`planner` asks for it with `exact`. As the compiler is slow, it is asked for little: the pick, the largest batch.
-
-How many updates a run makes, known before it starts: where its data is at hand and small enough to be counted.
-
-Which settings fit a chip, which of them is fastest, how long the run takes and what it costs.
+"""Plans a run for TPUs: which settings fit a chip, which are fastest, how long the run takes and what it costs.
 
     from tpu_kit.planning.planner import plan
     for found in plan(config, ["v5e", "v6e"]):
         print(found)
 
-Memory is by `memory_estimate.estimate`, time by `step_time`, both by formula; with `exact` the pick is compiled by the
-real TPU compiler. A batch size or remat that was set is kept; what was left open is chosen: of the settings that
-leave a reserve, the one with most tokens a second.
+Memory (`memory_estimate.estimate`) and time (`cost`) are computed by formula; with `exact` the real TPU compiler
+compiles the pick, and another setting if that does not fit. A batch size or remat that the user set is kept; what was
+left open is chosen: of the settings that leave a reserve, the one with most tokens a second.
 """
 
 from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -34,22 +28,37 @@ from tpu_kit.planning.cost import StepTime, TimePlan, Work, step_time, time_plan
 from tpu_kit.planning.memory_estimate import RESERVE, Advice, Inference, advise, estimate, inference, largest, reserve
 
 MOST_BYTES = 32 * MIB
-"""Larger files are not counted: tokenising them takes more than some ten seconds."""
+"""Size of the data up to which the rows are counted: tokenising more takes longer than about ten seconds."""
+TIE = 0.02
+"""Settings whose speeds differ by less count as equally fast: the one with fewest passes is picked, as it compiles
+sooner."""
+LEAST_UPDATES = 20
+"""The least updates of an epoch where `batch_size=auto` chooses the rows of an update: with fewer, a small data set is
+hardly learned."""
+MOST_TOKENS = 2**31
+"""Tokens of a pass at which indices overflow."""
+EXACT_RESERVE = 0.01
+"""Share of a device's memory that a compiled pick leaves free, for what a run holds beside the step, such as the next
+batch."""
+_COMPILED = (
+    "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
+    "compile_seconds", "collectives", "largest_buffers", "program",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Packed rows of the training data; None where they are not known, and the reason."""
+    """Number of packed rows of the training data; None where it is not known, with the reason."""
 
     count: int | None
     reason: str = ""
 
 
 def count_rows(config: TrainConfig) -> Rows:
-    """Counts the packed rows of a run, by `prepare.prepare` as the run itself does, where that is cheap."""
+    """Counts the packed rows of a run with `prepare.prepare`, as the run itself does, where that is cheap."""
     if reason := _costly(config):
         return Rows(None, reason)
-    # Only now: these load torch, transformers and datasets.
+    # Here, because they load torch, transformers and datasets.
     from tpu_kit.data.prepare import prepare
     from tpu_kit.data.sources import GENERATED
     from tpu_kit.models.causal_lm import load_tokenizer
@@ -59,17 +68,17 @@ def count_rows(config: TrainConfig) -> Rows:
     data = replace(data, eval_source=None, eval_split=None, eval_rows=0 if elsewhere else data.eval_rows)
     try:
         return Rows(len(prepare(data, load_tokenizer(config.model)).train))
-    except ValueError as error:  # the run will say so too
+    except ValueError as error:  # the run raises it too
         return Rows(None, str(error))
 
 
 def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> tuple[int | None, str]:
-    """The updates of a run, and why they are not known where they are None.
+    """Counts the updates of a run; None with the reason where the number is not known.
 
     Args:
         config: the run, its batch size a number.
-        replicas: of the model.
-        rows: of `count_rows`; not looked at where `optim.max_steps` says it.
+        replicas: number of replicas.
+        rows: of `count_rows`; not used with `optim.max_steps`.
     """
     if config.optim.max_steps is not None:
         return config.optim.max_steps, ""
@@ -84,17 +93,17 @@ def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> tuple[int |
 
 
 def _costly(config: TrainConfig) -> str:
-    """Why the rows are not counted; empty where they can be."""
-    source, known = config.data.source, "; optim.max_steps says it"
+    """Says why the rows are not counted; empty where they can be counted."""
+    source, known = config.data.source, "; set optim.max_steps"
     if source not in ("embedded", "rationales"):  # `sources.GENERATED`, without its imports
         if "://" in source:
-            return f"data.source={source} is in an object store, and is not read to plan{known}"
+            return f"data.source={source} is in an object store, and is not read for a plan{known}"
         files = [Path(name) for name in glob.glob(source)]
         files = [file for path in files for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
         if not files:
             return f"data.source={source} is not on this machine{known}"
         if (size := sum(file.stat().st_size for file in files)) > MOST_BYTES:
-            return f"data.source={source} has {size / MIB:.0f} MiB, too much to tokenise just to plan{known}"
+            return f"data.source={source} has {size / MIB:.0f} MiB, too much to tokenise for a plan{known}"
     if not _has_tokenizer(config):
         return f"model.name={config.model.name} has no tokenizer here to count the rows with{known}"
     return ""
@@ -104,7 +113,7 @@ def _has_tokenizer(config: TrainConfig) -> bool:
     model = config.model
     if model.name == "embedded":
         return True
-    if model.gguf_file:  # made anew at each reading, which takes long
+    if model.gguf_file:  # its tokenizer is converted at each load, which takes long
         return False
     folder = Path(model.name).expanduser()
     if folder.is_dir():
@@ -114,22 +123,13 @@ def _has_tokenizer(config: TrainConfig) -> bool:
 
     try:
         return isinstance(try_to_load_from_cache(model.name, "tokenizer.json", revision=model.revision), str)
-    except HFValidationError:  # no folder, and no name that the hub could have
+    except HFValidationError:  # neither a folder nor a valid name on the hub
         return False
-
-
-TIE = 0.02
-"""Settings whose speeds differ by less are as fast: of them one of few passes is picked, which compiles sooner."""
-LEAST_UPDATES = 20
-"""Updates that an epoch has at least where `batch_size=auto` may choose the rows of one: with fewer, a small data set
-would hardly be learned from."""
-MOST_TOKENS = 2**31
-"""Tokens of a pass at which indices overflow."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run: its configuration, and what the formula says of it."""
+    """One candidate configuration, with its peak (bytes) and time by formula."""
 
     config: TrainConfig
     replicas: int
@@ -139,25 +139,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is on a slice.
+    """The plan of a run on a slice.
 
     Attributes:
         where: the slice.
-        config: the run with the settings picked.
-        settings: all settings that were looked at, fastest first.
+        config: the run with the picked settings.
+        settings: all candidates, fastest first.
         fits: whether the pick leaves the reserve.
         peak_bytes: the pick's peak on one device.
-        parts: of it, bytes by name.
-        source: who says so, "formula" or "compiler".
-        time: of a step; None of a model that the formula does not know, where it does not fit.
-        run: of the run; None there, too.
+        parts: bytes of the peak by name.
+        source: of the memory figures, "formula" or "compiler".
+        time: of a step; None where the formula does not know the model and it does not fit.
+        run: time and cost of the run; None likewise.
         checkpoint_bytes: size of a checkpoint.
-        advice: where nothing fits, what to change; and the reverse: the largest batch, sequence and rank that fit.
-        inference: how long a context the model can have there.
-        updates: of the run; None where they are not known, for `unknown`.
-        unknown: why they are not; empty where they are.
-        compiled: what the compiler says, if it was asked.
-        note: what the user did not ask for: another attention, or the formula in the compiler's place.
+        advice: the largest batch, sequence and rank that fit; and what to change if nothing fits.
+        inference: the longest context for generation.
+        updates: number of updates; None where it is not known.
+        unknown: why it is not known; empty otherwise.
+        compiled: the compiler's figures, with `exact`.
+        note: changes that the user did not ask for: another attention, or the formula instead of the compiler.
     """
 
     where: TargetSlice
@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def free(self) -> float:
-        """The share of the device's memory that the pick had to leave."""
+        """The share of the device's memory that the pick must leave free."""
         return EXACT_RESERVE if self.source == "compiler" else max(self.where.free, reserve(self.config))
 
     def to_dict(self) -> dict[str, Any]:
@@ -198,8 +198,8 @@ class Plan:
             "cost": {"on_demand": run.on_demand if run else None, "spot": run.spot if run else None},
             "updates": self.updates, "checkpoint_bytes": self.checkpoint_bytes,
             "checkpoint_interval_seconds": run.save_interval_seconds if run else None,
-            "sessions": run.sessions if run else {}, "advice": self.advice.to_dict() if self.advice else None,
-            "inference": self.inference.to_dict() if self.inference else None,
+            "sessions": run.sessions if run else {}, "advice": asdict(self.advice) if self.advice else None,
+            "inference": asdict(self.inference) if self.inference else None,
         }  # fmt: skip
         if self.compiled is not None:
             values = self.compiled.to_dict()
@@ -207,19 +207,13 @@ class Plan:
         return found
 
 
-_COMPILED = (
-    "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
-    "compile_seconds", "collectives", "largest_buffers", "program",
-)  # fmt: skip
-
-
 def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = False) -> list[Plan]:
-    """A plan for each chip.
+    """Makes a plan for each chip.
 
     Args:
         config: the run, with `launch.num_replicas`, and the rows of an update in `optim.global_batch_size`.
         chips: names as `slices.find_slice` takes them.
-        exact: whether to ask the TPU compiler, which takes some minutes for each chip.
+        exact: whether to run the TPU compiler, which takes some minutes for each chip.
 
     Raises:
         ValueError: of `slices.find_slice`, `architecture.read_shape` or `memory_estimate.estimate`; or the global batch
@@ -240,12 +234,12 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
 
 
 def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, rows: Rows | None = None) -> Plan:
-    """The plan with the batch that `optim.batch_size=auto` stands for: of those that fit, the fastest.
+    """Chooses the batch for `optim.batch_size=auto`: the fastest that fits.
 
     Args:
-        config: the run; all but the batch is left as it is.
-        where: it is to run.
-        exact: whether the TPU compiler is to verify what the formula picks.
+        config: the run; only its batch changes.
+        where: the slice.
+        exact: whether the TPU compiler verifies the formula's pick.
         rows: of the data, where they were counted; see `LEAST_UPDATES`.
 
     Raises:
@@ -269,16 +263,16 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
 
 
 def check_passes(config: TrainConfig, name: str, replicas: int, fits: Callable[[TrainConfig], bool]) -> None:
-    """Refuses a run of which one row fits, but not as many passes as an update has: each adds token ids and code.
+    """Refuses a run if one row fits, but not the passes of an update: each pass adds token ids and code.
 
     Args:
         config: the run.
-        name: of the place.
-        replicas: of the model.
-        fits: whether a run fits there.
+        name: of the device.
+        replicas: number of replicas.
+        fits: whether a run fits the device.
 
     Raises:
-        ValueError: that is so; with the most that fits.
+        ValueError: the passes do not fit; with the most that fit.
     """
     optim = config.optim
 
@@ -303,7 +297,7 @@ def check_passes(config: TrainConfig, name: str, replicas: int, fits: Callable[[
 def _batches(
     config: TrainConfig, replicas: int, rows: Rows, most: Callable[[], int]
 ) -> Iterator[tuple[int, int | None]]:
-    """(rows per replica in a pass, rows per update) to look at; `most` says how many rows fit."""
+    """Candidates (rows per replica in a pass, rows per update); `most` returns the number of rows that fit."""
     optim = config.optim
     whole = optim.global_batch_size
     if isinstance(optim.batch_size, int) and "optim.batch_size" in config.sources:
@@ -311,7 +305,7 @@ def _batches(
         return
     if whole is None and isinstance(optim.batch_size, int):
         whole = optim.batch_size * replicas * optim.gradient_accumulation
-    if whole is None:  # auto, and nothing said of the update: what fits
+    if whole is None:  # auto, with any number of rows in an update: all that fit
         limit = most()
         if rows.count is not None:
             limit = min(limit, rows.count // (LEAST_UPDATES * replicas * optim.gradient_accumulation))
@@ -331,7 +325,7 @@ def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Rows
     found = []
     remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs", "none")
     if config.optim.scan_layers == "off" or not shape.known.scans:
-        remats = ("full", "none")  # on a TPU a loop alone keeps outputs
+        remats = ("full", "none")  # on a TPU only a loop keeps outputs
     if "optim.remat" in config.sources:
         remats = (config.optim.remat,)
     for remat in remats:
@@ -353,7 +347,7 @@ def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Rows
 
 
 def _most(config: TrainConfig, shape: Shape, where: TargetSlice) -> int:
-    """The most rows whose peak leaves the reserve, 0 if not one."""
+    """The largest number of rows whose peak leaves the reserve; 0 if one row does not."""
     limit = where.limit * (1 - max(where.free, reserve(config)))
 
     def fits(rows: int) -> bool:
@@ -370,7 +364,7 @@ def _time(config: TrainConfig, shape: Shape, where: TargetSlice) -> StepTime:
 
 
 def _speed(setting: Setting) -> float:
-    """Rows a second; the passes are in the time."""
+    """Rows a second."""
     return batch_arithmetic(setting.config, setting.replicas).global_batch_size / setting.time.seconds
 
 
@@ -379,7 +373,7 @@ def _ease(setting: Setting) -> tuple[int, int]:
 
 
 def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows) -> Plan:
-    """The plan for one place, of a model whose shape was read and data whose rows were counted or not."""
+    """Makes the plan for one slice by formula."""
     config, notes = where.calibration.apply(config)
     if where.chip.name in NO_KERNELS and config.model.attention != "sdpa":
         notes.append(f"planned with model.attention=sdpa: the attention kernels do not compile for {where.chip.name}")
@@ -402,16 +396,11 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows
     )  # fmt: skip
 
 
-EXACT_RESERVE = 0.01
-"""Share of a device's memory that a verified pick leaves: for what a run holds beside the step, such as the next
-batch."""
-
-
 def verified(found: Plan, shape: Shape, rows: Rows) -> Plan:
-    """The pick as the compiler sees it; if it does not fit, the next smaller one that the compiler says fits.
+    """Compiles the pick; if it does not fit, finds the next smaller setting that does.
 
-    Few compiles: mostly the pick at full effort alone; else a bisection of the smaller ones at low effort, and the full
-    effort for what that found.
+    Mostly this is one compile at full effort. Otherwise the smaller settings are bisected at low effort, and the result
+    is compiled at full effort.
     """
     from tpu_kit.planning.compile_check import CompilerUnavailable
 
@@ -426,13 +415,13 @@ def verified(found: Plan, shape: Shape, rows: Rows) -> Plan:
                     found, compiled = replace(found, config=one.config), again
                     break
     except CompilerUnavailable as error:
-        note = f"by formula, as the compiler cannot be asked: {error}"
+        note = f"by formula, as the compiler cannot run: {error}"
         return replace(found, note="; ".join(filter(None, [found.note, note])))
     return _with(found, compiled, shape, rows)
 
 
 def _largest_exact(settings: Sequence[Setting], where: TargetSlice, limit: float) -> int:
-    """How many of the settings, the smallest first, fit by a compiler that makes little effort: by bisection."""
+    """Bisects for the number of settings, smallest first, that fit by the compiler at low effort."""
     low, high = 0, len(settings) + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -442,10 +431,10 @@ def _largest_exact(settings: Sequence[Setting], where: TargetSlice, limit: float
 
 
 def with_largest_batch(found: Plan) -> Plan:
-    """The plan with the largest batch that was compiled and fits.
+    """Sets `advice.largest_batch` to the largest batch that was compiled and fits.
 
-    Of three: the pick, what the formula names, and where the line through both meets the limit. All at full effort, as
-    near the limit a few per cent decide.
+    It compiles the formula's largest batch, then the batch at which the line through that and the pick meets the limit,
+    both at full effort: near the limit a few per cent decide.
     """
     picked, where, config = found.config.optim.batch_size, found.where, found.config
     if found.compiled is None or found.advice is None:
@@ -465,10 +454,10 @@ def with_largest_batch(found: Plan) -> Plan:
 
 
 def by_compiler_alone(config: TrainConfig, where: TargetSlice, rows: Rows) -> Plan:
-    """The plan of a model that the formula does not know, with the batch size that was given.
+    """Makes the plan of a model that the formula does not know, for the given batch size.
 
     Raises:
-        CompilerUnavailable: there is no compiler either.
+        CompilerUnavailable: the compiler cannot run here.
     """
     config, notes = where.calibration.apply(config)
     compiled = _compile(config, where, "full")
@@ -480,7 +469,7 @@ def _compile(config: TrainConfig, where: TargetSlice, effort: Effort) -> Compile
     from tpu_kit.planning.compile_check import CompilerUnavailable, compile_step
 
     if where.topology is None:
-        raise CompilerUnavailable(f"the compiler knows no topology of {where.name}")
+        raise CompilerUnavailable(f"the compiler has no topology for {where.name}")
     return compile_step(config, where.topology, num_replicas=where.replicas, effort=effort)
 
 
@@ -488,16 +477,16 @@ def _with(found: Plan, compiled: Compiled, shape: Shape | None, rows: Rows) -> P
     where, config, time = found.where, found.config, found.time
     if compiled.flops is not None and compiled.bytes_accessed is not None:
         own = work(config, shape, batch_arithmetic(config, where.replicas)) if shape else Work(0.0, 0.0, 0.0)
-        # Splash attention reports no FLOPs, so that the formula's count may be the larger one.
+        # Splash attention reports no FLOPs, so the formula's count may be larger.
         done = Work(max(compiled.flops, own.flops), compiled.bytes_accessed, own.reduced)
         time = step_time(done, where.chip, where.replicas, where.calibration.time)
-    # The pick may be another one than the formula's, with other rows in an update.
+    # The pick may differ from the formula's, and have other rows in an update.
     updates, unknown = count_updates(config, where.replicas, rows)
     saved = found.checkpoint_bytes or 0.0
     limit = where.limit * (1 - EXACT_RESERVE)
     fits = compiled.fits and compiled.total_bytes <= limit
     if shape is not None:
-        # What would fit besides is the formula's to say, put right by what the compiler says of the pick.
+        # The formula tells what else would fit, corrected by the compiler's figure for the pick.
         formula = estimate(config, num_replicas=where.replicas, shape=shape, chip=where.chip)
         held = compiled.argument_bytes or 0
         scale = (formula.total_bytes - formula.argument_bytes) / max(1, compiled.total_bytes - held)
@@ -517,5 +506,5 @@ def _with(found: Plan, compiled: Compiled, shape: Shape | None, rows: Rows) -> P
 def _parts(compiled: Compiled) -> dict[str, int]:
     arguments, code = compiled.argument_bytes or 0, compiled.code_bytes or 0
     new = (compiled.output_bytes or 0) - (compiled.aliased_bytes or 0)
-    rest = compiled.total_bytes - arguments - code - new  # of what does not fit, the compiler does not say it
+    rest = compiled.total_bytes - arguments - code - new  # the compiler does not report it for a step that does not fit
     return {"arguments": arguments, "temporaries": rest, "code": code, "unaliased_outputs": new}

@@ -1,6 +1,6 @@
-"""What `train` settles and says before it launches: the batch that `auto` stands for, and whether the run fits.
+"""Chooses the batch of `auto` and predicts memory and time of a run before `train` launches it.
 
-By formula, which takes no time. Whatever the formula does not know is said, and stops no run.
+The predictions are by formula. What the formula does not know is reported, and stops no run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tpu_kit.planning.planner import LEAST_UPDATES, Rows, best_batch, check_pass
 
 @dataclass(frozen=True)
 class Preflight:
-    """What is known of a run before it starts.
+    """The predictions for a run before it starts.
 
     Attributes:
         config: the run, with a number for every "auto" that the launch needs.
         room: the memory of a replica; None where the machine does not tell.
-        shape: of the model, and `memory`: of a step, by formula; None where the formula does not know the model.
-        memory: see above.
+        shape: of the model; None where the formula does not know it.
+        memory: of a step, by formula; None likewise.
         time: of a step, by roofline; None where the device's speed is not known.
-        notes: what was settled, and what is not known.
+        notes: what was chosen, and what is not known.
     """
 
     config: TrainConfig
@@ -41,18 +41,18 @@ class Preflight:
 
     @property
     def free(self) -> float:
-        """The share of the device's memory that the formula wants to leave."""
+        """The share of the device's memory that must stay free by formula."""
         return max(reserve(self.config), self.room.free if self.room else 0.0)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the formula says so, its reserve left; None where it cannot tell."""
+        """Whether the run fits with the reserve, by formula; None where that is not known."""
         if self.room is None or self.memory is None:
             return None
         return self.memory.total_bytes <= self.room.limit * (1 - self.free)
 
     def duration(self, updates: int) -> str:
-        """How many minutes so many updates take, and how that is known, for people."""
+        """Describes how many minutes so many updates take, and how that is known."""
         besides = "compilation, evaluation and checkpoints come on top"
         if self.time is not None:
             how = "by roofline, not measured" if self.time.measured is None else "as measured on this machine"
@@ -62,7 +62,7 @@ class Preflight:
             return "not known before the first updates"
         done = work(room.seen(self.config), self.shape, batch_arithmetic(self.config, room.replicas))
         seconds = updates * room.replicas * done.flops / host_rate()
-        return f"at least {seconds / 60:,.1f} minutes by the speed that this CPU's matrix products have now; {besides}"
+        return f"at least {seconds / 60:,.1f} minutes by the present speed of this CPU's matrix products; {besides}"
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *(f"plan             {note}" for note in self.notes)])
@@ -95,11 +95,11 @@ class Preflight:
 def check_before_launch(
     config: TrainConfig, exact: bool = False, at: Machine | None = None, rows: int | None = None
 ) -> Preflight:
-    """Settles what the launch needs and says what comes.
+    """Chooses what the launch needs, and predicts memory and time.
 
     Args:
         config: the run.
-        exact: whether the TPU compiler is to verify the batch size that `auto` stands for.
+        exact: whether the TPU compiler verifies the batch size that `auto` chooses.
         at: the machine; this one by default.
         rows: packed rows of the training data; None where they are not known yet.
 
@@ -131,7 +131,7 @@ def check_before_launch(
         return Preflight(config, room, shape, notes=(*notes, *([f"memory not known: {problem}"] if problem else [])))
     try:
         memory = estimate(room.seen(config), num_replicas=room.replicas, shape=shape, chip=room.chip)
-    except ValueError as error:  # which the run will say, too
+    except ValueError as error:  # the run raises it too
         return Preflight(config, room, shape, notes=(*notes, f"memory not known: {error}"))
     time = None
     if room.where is not None:
@@ -141,19 +141,19 @@ def check_before_launch(
 
 
 def _compiled(config: TrainConfig, room: MemoryBudget | None) -> str:
-    """What the TPU compiler says of a batch size that was given."""
+    """Describes the TPU compiler's result for a batch size that the user gave."""
     from tpu_kit.planning.compile_check import CompilerUnavailable, compile_step
 
     if room is None or room.device_type != "tpu" or room.where is None or room.where.topology is None:
-        return "not by the TPU compiler: it knows only TPUs, and not all of them"
+        return "not by the TPU compiler: it compiles only for TPUs, and not for all of them"
     try:
         return f"by the compiler, it {compile_step(config, room.where.topology, num_replicas=room.replicas)}"
     except CompilerUnavailable as error:
-        return f"by formula, as the compiler cannot be asked: {error}"
+        return f"by formula, as the compiler cannot run: {error}"
 
 
 def _attention(config: TrainConfig, room: MemoryBudget | None) -> tuple[TrainConfig, list[str]]:
-    """The attention, and layers as a loop or not, that work on this device."""
+    """Replaces attention and scanned layers that do not work on this device."""
     config, warnings = room.calibration.apply(config) if room else (config, [])
     chip = room.where.chip.name if room and room.where else ""
     if chip not in NO_KERNELS or config.model.attention == "sdpa":
@@ -170,7 +170,7 @@ def _attention(config: TrainConfig, room: MemoryBudget | None) -> tuple[TrainCon
 
 
 def _filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[TrainConfig, list[str]]:
-    """The run with a batch that its rows fill: a smaller one than the default, where none was given."""
+    """Lowers the default batch to one that the rows fill."""
     batch = batch_arithmetic(config, replicas)
     if rows is None or rows >= batch.global_batch_size:
         return config, []
@@ -185,9 +185,9 @@ def _filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple
 def _settle_batch(
     config: TrainConfig, room: MemoryBudget, shape: Shape, exact: bool, count: int | None
 ) -> tuple[TrainConfig, str]:
-    """The run with a number for `optim.batch_size=auto`, and why that one.
+    """Chooses a number for `optim.batch_size=auto`; returns the run and the reason.
 
-    A run that goes on keeps the rows of its updates, and those of a pass where they still divide them.
+    A resumed run keeps the rows of an update, and the rows of a pass where they still divide them.
     """
     optim = config.optim
     before = _before(config)
@@ -196,7 +196,7 @@ def _settle_batch(
         optim = replace(optim, global_batch_size=optim.global_batch_size or whole, gradient_accumulation=1)
         if whole == optim.global_batch_size and whole % (rows * room.replicas) == 0:
             config = replace(config, optim=replace(optim, batch_size=rows))
-            return config, f"optim.batch_size={rows}, as before in the run that this one goes on with"
+            return config, f"optim.batch_size={rows}, as in the run that this one resumes"
         config = replace(config, optim=optim)
     known = Rows(None) if optim.global_batch_size else count_rows(config) if count is None else Rows(count)
     if room.where is not None:
@@ -211,12 +211,12 @@ def _settle_batch(
 
 
 def _before(config: TrainConfig) -> tuple[int, int] | None:
-    """(rows of a pass, rows of an update) in the checkpoint that the run goes on from; None without one."""
+    """(rows of a pass, rows of an update) in the checkpoint that the run resumes from; None without one."""
     if config.checkpoint.resume == "never":
         return None
     try:
         found = scan(config.checkpoints_place)[0]
-    except OSError:  # of an object store; the run will say so
+    except OSError:  # an object store does not answer; the run raises it too
         return None
     if not found:
         return None
@@ -225,16 +225,16 @@ def _before(config: TrainConfig) -> tuple[int, int] | None:
 
 
 def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Rows) -> int:
-    """The most rows that fit, of those that divide an update; where nothing is said of that, a power of two.
+    """The largest number of rows that fits and divides an update; without a given update, a power of two.
 
     Raises:
-        ValueError: not one fits.
+        ValueError: not one row fits.
     """
     optim, limit = config.optim, room.limit * (1 - room.free)
     most = MOST_ROWS
     if optim.global_batch_size is not None:
         if optim.global_batch_size % room.replicas:
-            batch_arithmetic(replace(config, optim=replace(optim, batch_size=1)), room.replicas)  # which says so
+            batch_arithmetic(replace(config, optim=replace(optim, batch_size=1)), room.replicas)  # raises the error
         each = optim.global_batch_size // room.replicas
         choices = [n for n in range(1, min(each, most) + 1) if each % n == 0]
     else:
@@ -245,15 +245,15 @@ def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Row
     def fits(one: TrainConfig) -> bool:
         return estimate(room.seen(one), num_replicas=room.replicas, shape=shape, chip=room.chip).total_bytes <= limit
 
-    found = [rows for rows in choices if fits(replace(config, optim=replace(optim, batch_size=rows)))]
-    if not found:
+    fitting = [rows for rows in choices if fits(replace(config, optim=replace(optim, batch_size=rows)))]
+    if not fitting:
         check_passes(config, room.name, room.replicas, fits)
         raise ValueError(
             f"optim.batch_size=auto: not one row of data.max_length={config.data.max_length} fits "
             f"{room.limit / GIB:.2f} GiB for each of {room.replicas} replicas on {room.name}; use fewer replicas, "
             "shorter rows or a smaller model, or give a number"
         )
-    return found[-1]
+    return fitting[-1]
 
 
 def predicted_bytes(config: TrainConfig, rt: Runtime) -> int | None:

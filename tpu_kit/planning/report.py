@@ -1,4 +1,4 @@
-"""Plans as the text that `python -m tpu_kit plan` prints."""
+"""Formats plans as the text that `python -m tpu_kit plan` prints, and picks one for notebook 3."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FACTORS = ("batch_size", "replicas", "gradient_accumulation")
 
 
 def plan_row(one: Plan) -> dict[str, object]:
-    """A slice in a table: does it fit, with which settings, how long, how much."""
+    """A row of the table of slices: whether the run fits, its settings, time and cost."""
     values = one.to_dict()
     cost = values["cost"]
     return {
@@ -29,7 +29,7 @@ def plan_row(one: Plan) -> dict[str, object]:
 
 
 def report(config: TrainConfig, plans: Sequence[Plan]) -> str:
-    """The plans as text: a table over the slices, then for each its memory, its settings, its time and advice."""
+    """Formats the plans: a table of the slices, then for each its memory, settings, time and advice."""
     lines = [tables.to_text([plan_row(one) for one in plans], ">")]
     lines += ["", f"model {config.model.name}, {config.data.max_length} tokens a row"]
     for one in plans:
@@ -80,7 +80,7 @@ def _details(one: Plan) -> list[str]:
 
 
 def limits(one: Plan) -> list[str]:
-    """How far the model gets on a slice, training and answering; and where the run does not fit, what to change."""
+    """The largest settings for training and generation on a slice; and what to change if the run does not fit."""
     lines, advice = [], one.advice
     assert advice is not None
     if not one.fits:
@@ -104,7 +104,7 @@ def _number(value: float | None, form: str = ".2f") -> str:
 
 
 def pick(plans: Sequence[Plan]) -> Plan:
-    """The plan to take: of those that fit the cheapest, without prices the fastest; else the one nearest to fitting."""
+    """Picks the cheapest plan that fits, the fastest without prices; if none fits, the one nearest to fitting."""
     fitting = [one for one in plans if one.fits]
     if not fitting:
         return min(plans, key=lambda one: one.peak_bytes / one.where.limit)
@@ -112,7 +112,7 @@ def pick(plans: Sequence[Plan]) -> Plan:
 
 
 def why(plans: Sequence[Plan]) -> str:
-    """Which plan `pick` takes and why, how far one can go with it, and how to go on."""
+    """Explains the plan that `pick` takes, with its limits."""
     best = pick(plans)
     if not best.fits:
         return "\n".join([f"Nothing fits as it is; nearest is {best.where.name}.", *limits(best)])
@@ -138,7 +138,7 @@ def why(plans: Sequence[Plan]) -> str:
 
 
 def next_parameters(plan: Plan) -> str:
-    """The pick as lines for a notebook's parameters cell."""
+    """Formats the pick as lines for a notebook's parameters cell."""
     optim, run = plan.config.optim, plan.run
     values: dict[str, object] = {
         "name": plan.config.model.name, "max_length": plan.config.data.max_length, "batch_size": optim.batch_size,
@@ -150,7 +150,7 @@ def next_parameters(plan: Plan) -> str:
 
 
 def _dollars(one: Plan) -> float | None:
-    """For the run, or where its length is not known, for a million tokens."""
+    """Dollars of the run or, where its length is not known, of a million tokens."""
     if one.run is not None and one.run.on_demand is not None:
         return one.run.on_demand
     price, rate = one.where.chip.price, one.to_dict()["tokens_per_second"]

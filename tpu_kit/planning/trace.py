@@ -1,11 +1,11 @@
-"""The training step as a program, traced without a weight: what a replica on a TPU would hand to its compiler.
+"""Traces the training step without weights: the program that a replica on a TPU hands to its compiler.
 
-The model is built from its config.json on PyTorch's "meta" device, made ready by the very functions that training uses,
-and then every tensor is swapped for a placeholder of torch_xla, which has a shape and no bytes. `step.train_step` runs
-over those once. So an 8B model is traced in the memory that Python and its libraries take.
+The model is built from its config.json on PyTorch's "meta" device and prepared by the functions that training uses.
+Then every tensor is replaced by a placeholder of torch_xla, which has a shape and no bytes, and `step.train_step` runs
+once. So an 8B model is traced in the memory that Python and its libraries take.
 
-The process must be one of its own, with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDUCE=1: see `compile_check`. What torch_xla
-lowers differently for a TPU than for a CPU is not seen here; of what the step uses these are the kernels alone, which
+It needs a process of its own, with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDUCE=1: see `compile_check`. Operations that
+torch_xla lowers differently for a TPU are lowered for the CPU here; in the step these are only the kernels, which
 `attention.lowering_for_tpu` lowers for the TPU.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "segment_ids": torch.int32}
-"""What a batch holds, (B, S) each; as `PackedDataset.tensors` makes it."""
+"""The tensors of a batch, (B, S) each; as in `PackedDataset.tensors`."""
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -41,8 +41,8 @@ def trace_step(config: TrainConfig, num_replicas: int) -> Program:
     """Traces one update of one of `num_replicas` replicas, or of a mesh of so many devices; nothing is computed.
 
     Raises:
-        ValueError: the model cannot be built from its configuration, or not with these adapters, or its positions do
-            not suffice for data.max_length.
+        ValueError: the model cannot be built from its configuration or with these adapters, or has fewer positions
+            than data.max_length.
     """
     if config.launch.mesh is None:
         return _trace(config, num_replicas, 1)
@@ -72,7 +72,7 @@ def _trace(config: TrainConfig, num_replicas: int, shards: int) -> Program:
     names = {tensor_number(tensor): name for name, tensor in inputs.items()}
     with attention.lowering_for_tpu():
         train_step(model, state, batches, control, SupervisedObjective(config.optim), config.optim, replica)
-        # What torch_xla does at a cut: a tensor that was changed in place gives its old buffer to the new value.
+        # As torch_xla does at a cut: a tensor that was changed in place donates its old buffer to the new value.
         unchanged = {number for tensor, number in before if is_input(tensor, number)}
         replaced = {number for _, number in before} - unchanged
         outputs = [tensor for tensor in _kept(state) if tensor_number(tensor) not in unchanged]
@@ -80,7 +80,7 @@ def _trace(config: TrainConfig, num_replicas: int, shards: int) -> Program:
 
 
 def empty_model(config: TrainConfig) -> PreTrainedModel:
-    """The base model as `load_model` would load it, without its weights; call it under `torch.device("meta")`.
+    """Builds the base model as `load_model` loads it, without weights; call it under `torch.device("meta")`.
 
     Raises:
         ValueError: there is no configuration, it lacks sizes, transformers does not know the architecture, or the
@@ -127,24 +127,24 @@ def _settings(config: ModelConfig) -> Any:
         raise ValueError(unreachable(config, error)) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"model.name={config.name}: its config.json cannot be used: {brief(error)}") from error
-    # transformers puts its own default in place of what is missing: another model, planned without a word.
+    # transformers replaces missing sizes by its defaults, which would silently plan another model.
     text, given = settings.get_text_config(), given.get("text_config", given)
     names = {name: getattr(text, "attribute_map", {}).get(name, name) for name in _SIZES}
     missing = [own for name, own in names.items() if name not in given and own not in given]
     if missing:
         raise ValueError(
-            f"model.name={config.name}: its config.json does not say {', '.join(missing)}; take the whole file of the "
+            f"model.name={config.name}: its config.json lacks {', '.join(missing)}; take the whole file of the "
             "original model"
         )
     return settings
 
 
 def fill(model: torch.nn.Module, state: TrainState) -> dict[str, torch.Tensor]:
-    """Swaps every tensor of a model and a state on "meta" for a placeholder on the XLA device; returns them by name.
+    """Replaces every tensor of a model and a state on "meta" by a placeholder on the XLA device; returns them by name.
 
-    What was one tensor (a tied weight, a parameter that the state holds too) stays one.
+    A tensor that occurs twice (a tied weight, a parameter that the state holds too) stays one tensor.
     """
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old tensor is kept, or its id would be used again
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the old tensor, or its id would be used again
     inputs: dict[str, torch.Tensor] = {}
 
     def swap(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -171,7 +171,7 @@ def fill(model: torch.nn.Module, state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def _kept(state: TrainState) -> Iterator[torch.Tensor]:
-    """What is alive after a step: its parameters, and every tensor of the state."""
+    """The tensors that are alive after a step: its parameters, and every tensor of the state."""
     seen: set[int] = set()
     for value in vars(state).values():
         for tensor in value.values() if isinstance(value, dict) else [value]:
