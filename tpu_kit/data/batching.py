@@ -244,12 +244,15 @@ def permutation(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.nd
     return order
 
 
-def eval_batches(dataset: PackedDataset, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-    """Yields every row once over all replicas, as many batches on each; empty rows fill the last batches."""
-    count = -(-len(dataset) // (batch_size * world_size))
-    rows = np.full(count * world_size * batch_size, -1)
+def eval_batches(dataset: PackedDataset, shards: slice, data_size: int, batch_size: int) -> Iterator[Batch]:
+    """Yields every row once over all `data_size` shards, as many batches for each; empty rows fill the last batches.
+
+    The rows of a batch are those of `shards`, `batch_size` for each.
+    """
+    count = -(-len(dataset) // (batch_size * data_size))
+    rows = np.full(count * data_size * batch_size, -1)
     rows[: len(dataset)] = np.arange(len(dataset))
-    for mine in rows.reshape(count, world_size, batch_size)[:, rank]:
+    for mine in rows.reshape(count, data_size, batch_size)[:, shards].reshape(count, -1):
         yield Batch(dataset.tensors(mine), [dataset.source_rows(row) if row >= 0 else [] for row in mine])
 
 
@@ -348,9 +351,9 @@ def rows_of(update: Update, dataset_rows: int, data: DataConfig) -> np.ndarray:
     return order[update.first_row : update.first_row + update.rows]
 
 
-def deal(rows: np.ndarray, update: Update, plan: BatchPlan, rank: int) -> np.ndarray:
-    """Returns the rows of one replica: (passes, rows of a batch) int64."""
-    return rows.reshape(update.passes, plan.num_replicas, plan.batch_size)[:, rank]
+def deal(rows: np.ndarray, update: Update, plan: BatchPlan, shards: slice) -> np.ndarray:
+    """Returns the rows of these shards: (passes, rows of a batch) int64."""
+    return rows.reshape(update.passes, plan.num_replicas, plan.batch_size)[:, shards].reshape(update.passes, -1)
 
 
 def _passes(step: int, plan: BatchPlan, optim: OptimConfig) -> int:

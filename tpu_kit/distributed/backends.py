@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.config.mesh import BATCH, Mesh, Spec
+from tpu_kit.distributed.runtime import DeviceType, Runtime
 
 
 class _NativeRuntime(Runtime):
@@ -98,7 +99,7 @@ class _XlaRuntime(Runtime):
         counted = {name: int(metrics.counter_value(name) or 0) for name in metrics.counter_names()}
         return {
             "compiles": counted.get("UncachedCompile", 0),
-            "executions": timed("ExecuteTime"),
+            "executions": timed("ExecuteTime") + timed("ExecuteReplicatedTime"),
             "device_reads": timed("TransferFromDeviceTime"),
             "host_syncs": counted.get("aten::_local_scalar_dense", 0),
             "fallbacks": sum(n for name, n in counted.items() if name.startswith("aten::")),
@@ -144,3 +145,50 @@ class SimulatedRuntime(_XlaRuntime):
             from tpu_kit.distributed import cpu_simulation
 
             cpu_simulation.meet(self.rank)
+
+
+class MeshRuntime(_XlaRuntime):
+    """The one process that drives all devices of a mesh; the programs hold their collectives (SPMD).
+
+    Args:
+        device_type: "tpu" or "xla-cpu".
+        mesh: the devices.
+        local_device: torch_xla's device for all of them.
+    """
+
+    def __init__(self, device_type: DeviceType, mesh: Mesh, local_device: torch.device) -> None:
+        super().__init__(0, 1, local_device)
+        self.device_type, self.mesh = device_type, mesh
+
+    @property
+    def num_devices(self) -> int:
+        """See `Runtime.num_devices`."""
+        return self.mesh.size
+
+    @property
+    def data_size(self) -> int:
+        """See `Runtime.data_size`."""
+        return self.mesh.batch_shards
+
+    @property
+    def data_shards(self) -> slice:
+        """All of them."""
+        return slice(0, self.mesh.batch_shards)
+
+    def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """Sends each device its rows, of tensors with two dimensions; all else is sent whole to each."""
+        from tpu_kit.xla import sharding
+
+        def spec(tensor: torch.Tensor) -> Spec:
+            return (BATCH, None) if tensor.ndim == 2 else (None,) * tensor.ndim
+
+        return [{name: sharding.put(one, spec(one)) for name, one in batch.items()} for batch in batches]
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Joins the shards on the host; see `Runtime.to_host`."""
+        from tpu_kit.xla import sharding
+
+        return [sharding.read(tensor.detach()) for tensor in tensors]
+
+    def barrier(self) -> None:
+        """Returns at once: there is one process."""

@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -421,7 +422,7 @@ def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
 
 def _inherited(backend: Backend) -> dict[str, str]:
     """This process's environment, without the variables that would give several TPU processes the same chip."""
-    several = backend.device_type == "tpu" and backend.num_replicas != 1
+    several = backend.device_type == "tpu" and backend.num_replicas != 1 and backend.mesh is None
     left_out = preset_per_process(Machine()) if several else []
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
@@ -430,6 +431,8 @@ def _environment(backend: Backend) -> dict[str, str]:
     if backend.device_type == "xla-cpu":
         from tpu_kit.distributed import cpu_simulation
 
+        if backend.mesh is not None:
+            return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(backend.mesh.size)}
         assert backend.num_replicas is not None
         return {"USE_TORCH_XLA": "1", **cpu_simulation.environment(backend.num_replicas)}
     if backend.device_type == "tpu":
@@ -438,13 +441,16 @@ def _environment(backend: Backend) -> dict[str, str]:
     return {"USE_TORCH_XLA": "0"}
 
 
-def launch(fn: Callable[[TrainConfig], T], config: TrainConfig, time_limit: float | None = None) -> T:
+def launch(
+    fn: Callable[[TrainConfig], T], config: TrainConfig, time_limit: float | None = None, *, sharded: bool = False
+) -> T:
     """Runs `fn(config)` in every replica and returns rank 0's result.
 
     Args:
         fn: a function of a module (a function of a notebook's cell cannot be sent to another process). In it,
             `runtime.current()` is the replica's runtime.
         config: the run; its `launch` section chooses the device.
+        sharded: whether `fn` runs once, for all devices of `launch.mesh`, where that is set.
         time_limit: seconds after which all replicas are ended; with a limit a single CPU replica is a process too.
 
     Returns:
@@ -456,7 +462,7 @@ def launch(fn: Callable[[TrainConfig], T], config: TrainConfig, time_limit: floa
         KeyboardInterrupt, SystemExit: a signal, once all replicas have ended. A function that handles preemption
             (`preemption.PreemptionGuard`) returns its result at the first signal, and is ended at the second.
     """
-    backend = runtime.detect(config.launch)
+    backend = runtime.detect(config.launch if sharded else replace(config.launch, mesh=None))
     # A notebook shows stderr as if it were an error; a command's stdout may be JSON.
     print(f"tpu_kit: {backend}", file=sys.stdout if hasattr(builtins, "__IPYTHON__") else sys.stderr, flush=True)
     minutes = config.checkpoint.budget_minutes

@@ -8,6 +8,7 @@ collective, and reading the device. The classes that implement it are in `backen
 from __future__ import annotations
 
 import importlib.util
+import math
 import subprocess
 import threading
 from abc import ABC, abstractmethod
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tpu_kit.config.loader import LaunchConfig, TrainConfig
+from tpu_kit.config.mesh import Mesh, parse_mesh, resolve_mesh
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.calibration import Calibration, load
 from tpu_kit.hardware.chips import Chip
@@ -49,13 +51,17 @@ class Backend:
         device_type: what the replicas compute on.
         num_replicas: number of replicas; None where only the TPU runtime knows it (all its devices).
         reason: why `detect` chose this backend.
+        mesh: the devices over which one process shards the model; None for replicas.
     """
 
     device_type: DeviceType
     num_replicas: int | None
     reason: str
+    mesh: Mesh | None = None
 
     def __str__(self) -> str:
+        if self.mesh is not None:
+            return f"device_type={self.device_type}, a mesh of {self.mesh.size} devices, {self.mesh}: {self.reason}"
         count = "all devices" if self.num_replicas is None else f"{self.num_replicas} replica(s)"
         return f"device_type={self.device_type}, {count}: {self.reason}"
 
@@ -66,7 +72,7 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None) -> Bac
     `auto` takes what PJRT_DEVICE names, else the TPU, else CUDA, else the CPU.
 
     Args:
-        launch: what the user asked for; all automatic by default.
+        launch: what the user asked for; all automatic by default. A mesh needs XLA.
         at: the machine to look at; this one by default.
 
     Raises:
@@ -84,6 +90,8 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None) -> Bac
                 f"PJRT_DEVICE, or set launch.device_type={pjrt_wish}"
             )
     _require(device_type, at)
+    if launch.mesh is not None:
+        return Backend(device_type, 1, reason, _mesh(device_type, launch.mesh, at))
     return Backend(device_type, _replicas(device_type, launch.num_replicas, at), reason)
 
 
@@ -138,6 +146,22 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
             raise ValueError(f"{check.found}; use {check.fix}")
         return None
     return asked
+
+
+def _mesh(device_type: str, text: str, at: Machine) -> Mesh:
+    """Reads launch.mesh for the devices of this machine; on XLA:CPU there are as many as it says."""
+    if device_type not in ("tpu", "xla-cpu"):
+        raise ValueError(
+            f"launch.mesh={text} needs XLA, and the launch runs on {device_type}. Use launch.device_type=tpu or "
+            "xla-cpu, or remove launch.mesh"
+        )
+    if device_type == "tpu":
+        found = at.tpus()
+        return resolve_mesh(text, len(found) * chips.chip(found[0]).devices_per_chip if found else len(at.nodes()))
+    sizes = parse_mesh(text)
+    devices = math.prod(sizes.values()) if -1 not in sizes.values() else _replicas(device_type, None, at)
+    assert devices is not None
+    return resolve_mesh(text, devices)
 
 
 def _gpus() -> int:
@@ -272,14 +296,19 @@ class Runtime(ABC):
         return self.rank
 
     @property
-    def data_rank(self) -> int:
-        """Number of this replica among the replicas that have different rows."""
-        return self.rank
+    def num_devices(self) -> int:
+        """Number of devices that work on an update."""
+        return self.world_size
 
     @property
     def data_size(self) -> int:
-        """Number of replicas that have different rows; the batch is divided among them."""
+        """Number of shards into which the rows of a batch are divided."""
         return self.world_size
+
+    @property
+    def data_shards(self) -> slice:
+        """The shards whose rows this process sends."""
+        return slice(self.rank, self.rank + 1)
 
     @abstractmethod
     def sync(self) -> None:

@@ -117,6 +117,32 @@ def _xla_replica(_index: int, address: str, key: bytes, flag: str, payload: byte
     cpu_simulation.end(f"rank {rank} has returned, and will not come to another step")
 
 
+def _mesh_process(address: str, key: bytes, flag: str, payload: bytes, backend: Backend) -> None:
+    """Runs the process that drives all devices of a mesh."""
+    _prepare()
+    preemption.join(StopFlag(flag))
+    assert backend.mesh is not None
+    mesh = backend.mesh
+
+    def make() -> Runtime:
+        import torch_xla
+
+        from tpu_kit.distributed.backends import MeshRuntime
+        from tpu_kit.xla import sharding
+
+        sharding.start(mesh)
+        return MeshRuntime(backend.device_type, mesh, torch_xla.device())
+
+    status = 0
+    try:
+        _replica(0, 1, make, address, key, payload)
+    except SystemExit:
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # without waiting for threads of the XLA runtime
+
+
 def _torch_replica(rank: int, address: str, key: bytes, flag: str, payload: bytes, backend: Backend, port: int) -> None:
     """Runs a replica in a GPU's process, or in one of several CPU processes."""
     _prepare()
@@ -250,7 +276,13 @@ def main() -> None:
     arguments = (address, key, path, payload, backend)
     status = 0
     try:
-        if backend.device_type == "xla-cpu":
+        if backend.mesh is not None:
+            _watch(reporter, flag)
+            process = multiprocessing.get_context("spawn").Process(target=_mesh_process, args=arguments)
+            process.start()
+            process.join()
+            status = int(bool(process.exitcode))
+        elif backend.device_type == "xla-cpu":
             preemption.catch_sigterm()
             _rehearse(arguments, backend.num_replicas, hang_timeout)
         elif backend.device_type == "tpu":

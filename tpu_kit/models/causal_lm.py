@@ -23,10 +23,12 @@ import torch
 
 from tpu_kit.models import activation_checkpointing, attention, partition, rotary
 from tpu_kit.models.architecture import FAMILIES
+from tpu_kit.models.layer_scan import stacked_prefixes
 from tpu_kit.models.loading import load_base, load_frozen
 from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported: it goes with load_model
 from tpu_kit.models.quantization import QuantizedLinear
 from tpu_kit.storage import atomic
+from tpu_kit.xla.sharding import current_mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -188,6 +190,8 @@ def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Mo
 
     A move to XLA makes new parameters one by one: tied ones become two, silently, with gradients that go apart.
     """
+    if current_mesh() is not None and torch.device(device).type == "xla":
+        return partition.to_mesh(model, stacked_prefixes(model))
     model.to(device)
     causal = _causal(model)
     if text_config(causal).tie_word_embeddings:

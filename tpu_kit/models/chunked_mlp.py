@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from tpu_kit.models import partition
 from tpu_kit.models.activation_checkpointing import SeededDropout, mix
 from tpu_kit.models.architecture import FEW_TILES
 from tpu_kit.xla.scan import Tensors, in_turn, scan
+from tpu_kit.xla.sharding import current_mesh
 
 
 def autocast_now(device_type: str) -> dict[str, Any]:
@@ -43,13 +45,18 @@ class _Tiled(torch.nn.Module):
     _tile_tokens: int
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
-        count = tiles_of(tokens, self._tile_tokens)
+        mesh = current_mesh()
+        if mesh is None:
+            tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
+            count = tiles_of(tokens, self._tile_tokens)
+        else:  # of each row: all devices work on every tile
+            count = tiles_of(hidden.shape[1], max(1, self._tile_tokens * mesh.batch_shards // hidden.shape[0]))
         if count == 1:
             return self.whole(hidden)
+        tiles = hidden.reshape(count, tokens // count, width) if mesh is None else partition.tiles(hidden, count)
         tensors: dict[str, torch.Tensor] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         seeds = [f"{name}.seed" for name, part in self.named_modules() if isinstance(part, SeededDropout)]
-        inputs = [hidden.reshape(count, tokens // count, width)]
+        inputs = [tiles]
         if seeds and self.training:
             numbers = torch.arange(count, device=hidden.device, dtype=torch.int32)
             inputs.append(mix(tensors[seeds[0]] + numbers * 0x61C88647))
@@ -59,7 +66,7 @@ class _Tiled(torch.nn.Module):
             output: torch.Tensor = _OverTiles.apply(tile, len(inputs), *inputs, *kept.values())
         else:
             output = tile.forward(inputs, list(kept.values()))
-        return output.reshape(hidden.shape)
+        return (output if mesh is None else output.transpose(0, 1)).reshape(hidden.shape)
 
     def whole(self, hidden: torch.Tensor) -> torch.Tensor:
         """The family's own forward pass."""

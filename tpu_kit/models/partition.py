@@ -11,6 +11,7 @@ by which the product itself is split. Rules that worked, and why, are in the roo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from tpu_kit.config.mesh import BATCH, Mesh, Spec
-from tpu_kit.xla.sharding import constrain, current_mesh
+from tpu_kit.xla.sharding import constrain, current_mesh, put
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1")
 _ROW = ("o_proj", "down_proj", "dense", "fc2")
@@ -119,9 +120,69 @@ def by_rows(tensor: torch.Tensor) -> torch.Tensor:
     return constrain(tensor, (BATCH, *[None] * (tensor.ndim - 1)))
 
 
+def tiles(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Splits (B, S, ...) into (count, B, S / count, ...): each tile has tokens of every row, so of every shard."""
+    found = tensor.unflatten(1, (count, -1)).transpose(0, 1)
+    return constrain(found, (None, BATCH, *[None] * (found.ndim - 2)))
+
+
 def like(name: str, tensor: torch.Tensor, stacked: bool, tied: bool) -> torch.Tensor:
     """Shards a gradient or a new value as the parameter of that name is."""
     return constrain(tensor, spec_of(name, tensor, stacked, tied))
+
+
+def move(tensor: torch.Tensor, device: torch.device, spec: Spec | None = None, copy: bool = False) -> torch.Tensor:
+    """Moves a tensor to a device, or to the devices of the mesh.
+
+    Args:
+        tensor: on the CPU or on the device.
+        device: the device, which stands for all of a mesh.
+        spec: how it is sharded on a mesh; not at all by default.
+        copy: whether a tensor that is there is copied.
+    """
+    if current_mesh() is None or device.type != "xla":
+        return tensor.to(device, copy=copy)
+    spec = spec or (None,) * tensor.ndim
+    return put(tensor, spec) if tensor.device.type == "cpu" else constrain(tensor.clone(), spec)
+
+
+def to_mesh(model: torch.nn.Module, stacks: Iterable[str]) -> torch.nn.Module:
+    """Moves a model from the CPU to the devices of the mesh, in place: to each its shards, tensor by tensor.
+
+    Args:
+        model: its layers run as a loop.
+        stacks: how the names of stacked tensors begin.
+
+    Raises:
+        ValueError: as `check_rules`.
+    """
+    check_rules(model, stacks)
+    prefixes, tied = tuple(stacks), is_tied(model)
+    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    shared = _shared(model)
+    for path, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for leaf, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) in placed:
+                    held[leaf] = placed[id(tensor)][1]
+                    continue
+                name = f"{path}.{leaf}" if path else leaf
+                new = put(tensor, spec_of(name, tensor, name.startswith(prefixes), tied))
+                if isinstance(tensor, torch.nn.Parameter):
+                    new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+                if id(tensor) in shared:
+                    placed[id(tensor)] = tensor, new
+                held[leaf] = new
+    return model
+
+
+def _shared(model: torch.nn.Module) -> set[int]:
+    """The ids of tensors that several modules hold."""
+    every = [id(tensor) for module in model.modules() for held in (module._parameters, module._buffers)
+             for tensor in held.values() if tensor is not None]  # fmt: skip
+    return {one for one, count in Counter(every).items() if count > 1}
 
 
 def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:

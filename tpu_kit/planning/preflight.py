@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from tpu_kit.checkpointing.manager import scan
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, migrate
 from tpu_kit.data.batching import too_few_rows
-from tpu_kit.distributed.runtime import MOST_ROWS, MemoryBudget, Runtime, device_memory_budget, seen_on
+from tpu_kit.distributed.runtime import MOST_ROWS, MemoryBudget, Runtime, detect, device_memory_budget, seen_on
 from tpu_kit.hardware.chips import GIB, NO_KERNELS
 from tpu_kit.hardware.machine import Machine
+from tpu_kit.hardware.slices import find_slice
 from tpu_kit.models.architecture import Shape, read_shape
 from tpu_kit.planning.cost import StepTime, host_rate, step_time, work
 from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
@@ -108,6 +109,8 @@ def check_before_launch(
             for is not for this chip.
         ValueError: as `runtime.detect`; `optim.batch_size=auto` cannot be chosen.
     """
+    if config.launch.mesh is not None:
+        return _sharded(config, exact, at, rows)
     room = device_memory_budget(config, at)
     config, notes = _attention(config, room)
     notes += room.calibration.notes if room else []
@@ -140,14 +143,39 @@ def check_before_launch(
     return Preflight(config, room, shape, memory, time, tuple(notes))
 
 
+def _sharded(config: TrainConfig, exact: bool, at: Machine | None, rows: int | None) -> Preflight:
+    """As `check_before_launch`, for a mesh: the formula is for replicas, so only the compiler can tell what fits."""
+    backend = detect(config.launch, at)
+    assert backend.mesh is not None
+    mesh = backend.mesh
+    if config.optim.batch_size == "auto":
+        raise ConfigError(
+            [f'optim.batch_size: "auto" is not chosen for launch.mesh={mesh}; give the rows of a shard, such as 1']
+        )
+    config, notes = _filled_batch(config, mesh.batch_shards, rows)
+    notes.append(f"launch.mesh={mesh}: {mesh.size} devices, rows divided by {mesh.batch_shards}")
+    where = find_slice((at or Machine()).tpus()[0], mesh.size) if backend.device_type == "tpu" else None
+    if not exact:
+        notes.append("memory not known by formula for a mesh; exact=true asks the TPU compiler")
+    elif where is None or where.topology is None:
+        notes.append("not by the TPU compiler: it compiles only for TPUs, and not for all of them")
+    else:
+        notes.append(_by_compiler(config, where.topology, mesh.size))
+    return Preflight(config, None, notes=tuple(notes))
+
+
 def _compiled(config: TrainConfig, room: MemoryBudget | None) -> str:
     """Describes the TPU compiler's result for a batch size that the user gave."""
-    from tpu_kit.planning.compile_check import CompilerUnavailable, compile_step
-
     if room is None or room.device_type != "tpu" or room.where is None or room.where.topology is None:
         return "not by the TPU compiler: it compiles only for TPUs, and not for all of them"
+    return _by_compiler(config, room.where.topology, room.replicas)
+
+
+def _by_compiler(config: TrainConfig, topology: str, devices: int) -> str:
+    from tpu_kit.planning.compile_check import CompilerUnavailable, compile_step
+
     try:
-        return f"by the compiler, it {compile_step(config, room.where.topology, num_replicas=room.replicas)}"
+        return f"by the compiler, it {compile_step(config, topology, num_replicas=devices)}"
     except CompilerUnavailable as error:
         return f"by formula, as the compiler cannot run: {error}"
 
@@ -258,7 +286,7 @@ def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Row
 
 def predicted_bytes(config: TrainConfig, rt: Runtime) -> int | None:
     """Estimates the peak memory of a device by formula, bytes; None off TPU and GPU, and for unknown models."""
-    if rt.device_type not in ("tpu", "cuda"):
+    if rt.device_type not in ("tpu", "cuda") or config.launch.mesh is not None:
         return None
     try:
         return estimate(seen_on(rt.device_type, config), num_replicas=rt.world_size).total_bytes

@@ -128,7 +128,7 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
     if warning := suggestion(outlook):
         print(warning, file=sys.stderr, flush=True)
     try:
-        result = launch(fine_tune, config)
+        result = launch(fine_tune, config, sharded=True)
     except (RuntimeError, MemoryError) as error:
         if explained := out_of_memory(error, outlook):
             raise explained from error

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tpu_kit.config.mesh import BATCH
+from tpu_kit.models import partition
+from tpu_kit.models.chunked_mlp import tiles_of
 from tpu_kit.xla.scan import Tensors, scan
 from tpu_kit.xla.sharding import constrain
 
@@ -59,12 +60,9 @@ def rows_in_chunks(hidden: torch.Tensor, labels: torch.Tensor, chunk: int) -> tu
     Returns:
         (S / c, B * c, H) hidden states, (S / c, B * c) labels, and B * c.
     """
-    rows, length, size = hidden.shape
-    parts = next(count for count in range(-(-length // chunk), length + 1) if length % count == 0)
-    chunk = length // parts
-    states = hidden.reshape(rows, parts, chunk, size).transpose(0, 1)
-    states = constrain(states, (None, BATCH, None, None)).reshape(parts, rows * chunk, size)
-    return states, labels.reshape(rows, parts, chunk).transpose(0, 1).reshape(parts, rows * chunk), rows * chunk
+    parts = tiles_of(hidden.shape[1], chunk)
+    states, targets = (partition.tiles(tensor, parts).flatten(1, 2) for tensor in (hidden, labels))
+    return states, targets, targets.shape[1]
 
 
 def chunked_nll(

@@ -17,6 +17,7 @@ from tpu_kit.models import causal_lm as models
 from tpu_kit.models import partition
 from tpu_kit.models.layer_scan import restacked, stacked_names, stacked_prefixes, unstacked
 from tpu_kit.training.optimizer import OPTIMIZERS, Group, Moments, group
+from tpu_kit.xla.sharding import constrain
 
 # The sums in `TrainState.window`.
 WINDOW = ("loss_sum", "tokens", "grad_norm_sum", "skipped", "first_skipped_step")
@@ -73,22 +74,23 @@ class TrainState:
         zeros["window"] = torch.zeros(len(WINDOW) + extra_sums)
         stored = None if saved is None else sections(saved)
         self.moments: Moments = {
-            f"{name}.{number}": moment.to(device)
+            f"{name}.{number}": partition.move(moment, device, self.spec(one, moment))
             for number, one in enumerate(self.groups)
             for name, moment in self._start(one, stored).items()
         }
         coded = enumerate(self.groups) if self.optimizer.block > 1 else ()
         self.seeds = {str(number): one.seeds().to(device) for number, one in coded}
         start = zeros if saved is None else saved
-        self.applied, self.usual, self.streak, self.window = (start[name].to(device) for name in zeros)
+        self.applied, self.usual, self.streak, self.window = (partition.move(start[name], device) for name in zeros)
         self.report = self.window
         self.average = None
         if optim.ema_decay:
             now: Mapping[str, torch.Tensor] = self.parameters
             if stored is not None and "average" in stored:
                 now = {name: restacked(self.stacks, stored["average"], name) for name in self.parameters}
-            parts = [one.join(now).detach().to(device, copy=True) for one in self.groups]
-            self.average = dict(enumerate(parts))
+            parts = [(one, one.join(now).detach()) for one in self.groups]
+            copies = [partition.move(part, device, self.spec(one, part), copy=True) for one, part in parts]
+            self.average = dict(enumerate(copies))
 
     def _start(self, one: Group, stored: Mapping[str, Mapping[str, torch.Tensor]] | None) -> Moments:
         """Returns a group's moments on the host: zeros, or the saved ones."""
@@ -122,21 +124,29 @@ class TrainState:
             found |= {f"{section}/{name}": tensor for name, tensor in unstacked(self.stacks, named).items()}
         return found
 
+    def spec(self, one: Group, tensor: torch.Tensor) -> Spec:
+        """How a group's tensor is sharded on a mesh: as its parameter where it has that shape, else not at all."""
+        name = next(iter(one.slots))
+        if not one.alone or tensor.shape != one.shape:
+            return (None,) * tensor.ndim
+        return partition.spec_of(name, self.parameters[name], name in self.stacks, self.tied)
+
+    def pinned(self, one: Group, tensor: torch.Tensor) -> torch.Tensor:
+        """Shards a new value of a group on a mesh as the old one is: the compiler would choose another way."""
+        return constrain(tensor, self.spec(one, tensor))
+
     def specs(self, model: torch.nn.Module) -> dict[str, Spec]:
-        """How the model's tensors and this state's lie on a mesh: by name in the model, or "moments.first.0"."""
+        """How all tensors of the model and of this state are sharded: by name in the model, or "moments.first.0"."""
         stacks = tuple(stacked_prefixes(model))
         found = {
             name: partition.spec_of(name, tensor, name.startswith(stacks), self.tied)
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
         for number, one in enumerate(self.groups):
-            if one.alone:
-                (name,) = one.slots
-                spec, shape = found[name], self.parameters[name].shape
-                beside = {f"moments.{key}.{number}": moment for key, moment in of_group(self.moments, number).items()}
-                if self.average is not None:
-                    beside[f"average.{number}"] = self.average[number]
-                found |= {key: spec for key, tensor in beside.items() if tensor.shape == shape}
+            for name, moment in of_group(self.moments, number).items():
+                found[f"moments.{name}.{number}"] = self.spec(one, moment)
+            if self.average is not None:
+                found[f"average.{number}"] = self.spec(one, self.average[number])
         return found
 
     def sharded(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ functions, and the planner compiles them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 
 import torch
@@ -136,7 +136,7 @@ def _update(
         moments = of_group(state.moments, number)
         seeds = [state.seeds[str(number)]] if state.seeds else []
         rewrite(
-            partial(_updated, state.optimizer, part, list(moments), optim),
+            partial(_updated, state.optimizer, part, list(moments), optim, partial(state.pinned, one)),
             [*parameters, *moments.values()], [gradient, *seeds], constants, turns,
         )  # fmt: skip
     usual = torch.where(state.applied == 0, loss, torch.lerp(loss, state.usual, _LOSS_DECAY))
@@ -161,6 +161,7 @@ def _updated(
     group: Group,
     names: Sequence[str],
     optim: OptimConfig,
+    pinned: Callable[[torch.Tensor], torch.Tensor],
     before: Sequence[torch.Tensor],
     given: Sequence[torch.Tensor],
     constants: Sequence[torch.Tensor],
@@ -176,7 +177,8 @@ def _updated(
     for (name, slot), parameter in zip(group.slots.items(), parameters, strict=True):
         kept = parameter * (1.0 - decay) if optim.weight_decay and slot.matrix else parameter
         found.append(kept - group.split(change)[name])
-    return found + [torch.where(good > 0, news[name], moment) for name, moment in old.items()]
+    found += [torch.where(good > 0, news[name], moment) for name, moment in old.items()]
+    return [pinned(new) for new in found]
 
 
 def eval_step(

@@ -109,7 +109,7 @@ class Trainer:
                 total_steps=self.total,
                 flops_per_token=model_flops_per_token(self.model, self.config.data.max_length),
                 chip_name=chip_name(self.rt.device_type),
-                num_chips=chips_of(self.rt.device_type, self.rt.world_size),
+                num_chips=chips_of(self.rt.device_type, self.rt.num_devices),
             )
         return self
 
@@ -223,7 +223,7 @@ class Trainer:
         rows = self.prepared.train
         for update in islice(self._updates(), self.step, None):
             taken = rows_of(update, len(rows), self.config.data)
-            mine = deal(taken, update, self.plan, self.rt.data_rank)
+            mine = deal(taken, update, self.plan, self.rt.data_shards)
             yield update, int(rows.row_tokens[taken].sum()), [rows.tensors(part) for part in mine]
 
     # ----------------------------------------------------------------------------------------------------------- logs
@@ -328,7 +328,7 @@ class Trainer:
         assert self.prepared.eval is not None
         rt = self.rt
         sums = rt.place_batch([{"sums": torch.zeros(2)}])[0]["sums"]
-        for batch in eval_batches(self.prepared.eval, rt.data_rank, rt.data_size, self.plan.batch_size):
+        for batch in eval_batches(self.prepared.eval, rt.data_shards, rt.data_size, self.plan.batch_size):
             # The parts of the average must be freed before the cut. Otherwise they are outputs of the first program and
             # inputs of the next, which is then compiled as another program.
             with self.state.averaged():

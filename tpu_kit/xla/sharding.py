@@ -44,7 +44,7 @@ def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None) ->
         spec: for each dimension.
         gradient: of the tensor's gradient; `spec` by default.
     """
-    if _mesh is None or tensor.device.type != "xla":
+    if _mesh is None or tensor.device.type != "xla" or tensor.dtype == torch.int64:  # which jax would make int32
         return tensor
     spec = _mesh.fitted(spec, tensor.shape)
     if not tensor.requires_grad or not torch.is_grad_enabled():
