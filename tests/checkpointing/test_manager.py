@@ -453,7 +453,7 @@ def test_folder_without_locks_is_told(
     with CheckpointManager(folder, keep=1) as store:
         save(store, 1)
         assert_is_step(store.newest(), 1)
-    assert "has no file locks: see to it that one run alone writes there" in capsys.readouterr().err
+    assert "has no file locks: make sure that only one run writes there" in capsys.readouterr().err
     assert part.exists()  # nobody knows whose
 
 

@@ -221,7 +221,7 @@ def test_tpu_kinds(tmp_path: Path) -> None:
 def test_tpu(tmp_path: Path) -> None:
     at = fake(tmp_path, V5E, V5E, environ={"TPU_ACCELERATOR_TYPE": "v5litepod-8"})
     check = machine.check_tpu(at, False)
-    assert check.status == "failure" and "the container was not given the devices" in check.found
+    assert check.status == "failure" and "the container has no access to the devices" in check.found
     assert check.fix.startswith("docker run --privileged")
     add_nodes(tmp_path, "vfio/0", "vfio/1", "vfio/vfio")
     assert machine.check_tpu(at, False) == Check("TPU", "ok", "2 x v5e (v5litepod-8), 2 device files")

@@ -1,11 +1,11 @@
-"""Checkpoints in an object store, where a rename is not atomic: a marker object is created last.
+"""Stores checkpoints in an object store, where a rename is not atomic: a marker object is created last.
 
 <output_dir>/checkpoints/
   step-00000400/
-    3f9a1c07b2de/            the files of one attempt to save it, under a name that no other has
+    3f9a1c07b2de/            the files of one attempt to save it, with a unique name
       adapter_model.safetensors, state.json, ...
-    manifest.0.json          the marker: see manifest.py; names that folder; created only where there is none
-    manifest.1.json          the same step, saved again: the larger number counts, and the other one goes
+    manifest.0.json          the marker: see manifest.py; names that folder; created only if there is none
+    manifest.1.json          the same step, saved again: the larger number counts, and the other is deleted
     manifest.0.json.corrupt  set aside by `CheckpointManager.newest`
   writer-00000000.json       see `Lease`
 """
@@ -58,11 +58,11 @@ LEASE_SECONDS, BEAT_SECONDS = 60.0, 15.0
 
 @dataclass(frozen=True)
 class RemoteCheckpoint(Checkpoint):
-    """One in an object store; its files are downloaded when they are asked for, and checked.
+    """A checkpoint in an object store; its files are downloaded at their first use, and checked.
 
     Attributes:
         objects: the folder of the run's checkpoints.
-        prefix: what its files' names begin with.
+        prefix: the prefix of its files' names.
         marker: the name of its manifest.
     """
 
@@ -76,7 +76,7 @@ class RemoteCheckpoint(Checkpoint):
         return self.objects.place(self.marker)
 
     def folder(self) -> Path:
-        """A temporary folder with all its files, checked; it lives as long as this object."""
+        """A temporary folder with all its files, checked; it exists as long as this object."""
         self.verify()
         return self._cache
 
@@ -89,7 +89,7 @@ class RemoteCheckpoint(Checkpoint):
             check_size(place, sizes[f"{self.prefix}/{name}"], size)
 
     def names(self) -> list[str]:
-        """Its objects in the order to delete them: without its marker a checkpoint no longer counts."""
+        """Its objects in the order to delete them, the marker first: without it a checkpoint does not count."""
         return [self.marker, *(f"{self.prefix}/{name}" for name in self.files)]
 
     @cached_property
@@ -102,7 +102,7 @@ class RemoteCheckpoint(Checkpoint):
         self._check_name(name)
         size, sha256 = self.files[name]
         path, place = self._cache / name, self.objects.place(f"{self.prefix}/{name}")
-        # Twice, because a connection that breaks may leave a short file, and that is no damage.
+        # Twice, because a broken connection may leave a short file, which is no damage.
         for attempt in range(2):
             try:
                 if not path.exists():
@@ -131,7 +131,7 @@ class BucketStore:
 
     def __init__(self, url: str) -> None:
         self.objects = ObjectFolder(url)
-        self.known: list[Checkpoint] = []  # of the last look, for when the next one fails
+        self.known: list[Checkpoint] = []  # of the last scan, in case the next one fails
         self._lease = Lease(self.objects)
         try:
             self._clean()
@@ -140,7 +140,7 @@ class BucketStore:
             raise
 
     def close(self) -> None:
-        """Gives the place free for another process."""
+        """Releases the place for another process."""
         self._lease.close()
 
     def scan(self) -> tuple[list[Checkpoint], list[Rejected]]:
@@ -149,15 +149,15 @@ class BucketStore:
         return self.known, rejected
 
     def free(self) -> int | None:
-        """Bytes that can be written: an object store has no end."""
+        """Bytes that can be written: an object store has no limit."""
         return None
 
     def write(self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str]) -> None:
         """Uploads the files, then creates the marker.
 
         Raises:
-            ValueError: another process has saved this step, or taken the folder, in the meantime; it is named.
-            OSError: the object store, or the temporary folder of this machine, does not take them.
+            ValueError: another process has saved this step, or taken the folder, in the meantime; the text names it.
+            OSError: the object store, or the temporary folder of this machine, cannot be written to.
         """
         step = f"step-{about['step']:08d}"
         older = sorted(
@@ -170,7 +170,7 @@ class BucketStore:
             self._lease.check()
             self.objects.create(marker, manifest)
         except (FileExistsError, ValueError) as error:
-            with contextlib.suppress(OSError):  # otherwise the next run's `_clean` does it
+            with contextlib.suppress(OSError):  # else the next run's `_clean` removes them
                 self.objects.remove([f"{prefix}/{name}" for name in files])
             if isinstance(error, ValueError):
                 raise
@@ -185,14 +185,14 @@ class BucketStore:
     def _put_tensors(self, prefix: str, tensors: Tensors) -> dict[str, dict[str, Any]]:
         files = {}
         with tempfile.TemporaryDirectory(prefix="tpu_kit-upload-") as staging:
-            for name, group in tensors.items():  # one after the other: the disk holds one at a time
+            for name, group in tensors.items():  # the disk holds one file at a time
                 path = Path(staging, f"{name}.safetensors")
                 whole = {key: value.contiguous() for key, value in group.items()}
                 try:
                     save_file(whole, path, metadata={"format": "pt"})
                     files[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
                 except (OSError, SafetensorError) as error:
-                    text = f"{tempfile.gettempdir()} takes no file to upload ({error}): set TMPDIR to another folder"
+                    text = f"{tempfile.gettempdir()} cannot be written to ({error}): set TMPDIR to another folder"
                     raise OSError(error_number(error), text) from error
                 self.objects.put(path, f"{prefix}/{path.name}")
                 path.unlink()
@@ -207,7 +207,7 @@ class BucketStore:
         return files
 
     def discard(self, checkpoint: Checkpoint) -> None:
-        """Deletes a checkpoint, its marker first: killed in between, it leaves none that looks damaged."""
+        """Deletes a checkpoint, its marker first; if killed in between, it leaves none that looks damaged."""
         assert isinstance(checkpoint, RemoteCheckpoint)
         self.objects.remove(checkpoint.names())
 
@@ -222,7 +222,7 @@ class BucketStore:
         return aside
 
     def restart(self) -> None:
-        """Moves all checkpoints to `<url>.previous`, and deletes what was there."""
+        """Moves all checkpoints to `<url>.previous`, whose content it deletes."""
         names = [name for name in self.objects.list() if name.startswith("step-")]
         if not names:
             return
@@ -233,14 +233,14 @@ class BucketStore:
         _remove_markers_first(self.objects, names)
 
     def _discard_replaced(self, marker: str) -> None:
-        """Deletes a checkpoint that a later one of the same step has replaced; the later one is complete either way."""
+        """Deletes a checkpoint that a later one of the same step has replaced."""
         try:
             self.discard(_read(self.objects, marker, self.objects.read(marker)))
         except (OSError, ValueError) as error:
             print(f"warning: {self.objects.place(marker)} could not be deleted ({error})", file=sys.stderr, flush=True)
 
     def _clean(self) -> None:
-        """Removes what killed writers have left behind: files without a marker, and what has been replaced."""
+        """Removes the leftovers of killed writers: files without a marker, and replaced checkpoints."""
         sizes = self.objects.list()
         markers = [name for name in sizes if _MARKER.fullmatch(name)]
         newest: dict[str, RemoteCheckpoint] = {}
@@ -251,7 +251,7 @@ class BucketStore:
                 checkpoint = _read(self.objects, marker, text)
                 checkpoint.check_sizes(sizes)
             except ValueError:
-                unclear.add(step)  # it is for `newest` to say
+                unclear.add(step)  # `newest` reports it
                 continue
             if step in newest:
                 self.discard(newest[step])
@@ -279,13 +279,13 @@ def scan_bucket(url: str, *, verify: bool = False) -> tuple[list[Checkpoint], li
                 checkpoint.verify()
             found[checkpoint.step] = checkpoint
         except DamagedError as error:
-            if marker in objects.list():  # otherwise the writer has just deleted it
+            if marker in objects.list():  # else the writer has just deleted it
                 rejected.append(Rejected(objects.place(marker), str(error)))
     return [found[step] for step in sorted(found)], rejected
 
 
 def _read(objects: ObjectFolder, marker: str, text: bytes) -> RemoteCheckpoint:
-    """The checkpoint that a marker stands for, by its content alone."""
+    """Reads a checkpoint from the text of its marker."""
     step = marker.partition("/")[0]
     manifest = unseal(text, objects.place(marker), objects.place(step))
     prefix = f"{step}/{manifest['folder']}"

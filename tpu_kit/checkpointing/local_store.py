@@ -1,7 +1,7 @@
-"""Checkpoints in a folder of this machine: each is written beside its place, then renamed.
+"""Stores checkpoints in a folder of this machine: each is written beside its place, then renamed.
 
 <output_dir>/checkpoints/
-  step-00000400/             a complete checkpoint; its name means nothing, its manifest.json all
+  step-00000400/             a complete checkpoint; only its manifest counts, not its name
     adapter_model.safetensors, state.json, ...
     manifest.json            see tpu_kit.checkpointing.manifest; written last
   .step-00000412.part/       being written, or left by a process that was killed
@@ -45,7 +45,7 @@ class FolderStore:
     """The checkpoints of a run in a folder, for the one process that writes them.
 
     Args:
-        folder: `<output_dir>/checkpoints`; made where missing.
+        folder: `<output_dir>/checkpoints`; made if missing.
 
     Raises:
         ValueError: another process writes there.
@@ -57,14 +57,14 @@ class FolderStore:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock, alone = _lock(folder / ".lock")
         try:
-            if alone:  # then whoever wrote these is dead
+            if alone:  # the writers of leftovers are dead
                 self._clean()
         except BaseException:
             self._lock.close()
             raise
 
     def close(self) -> None:
-        """Gives the folder free for another process."""
+        """Releases the folder for another process."""
         self._lock.close()
 
     def scan(self) -> tuple[list[Checkpoint], list[Rejected]]:
@@ -73,7 +73,7 @@ class FolderStore:
 
     @property
     def known(self) -> list[Checkpoint]:
-        """The complete ones, as far as can be told."""
+        """The complete ones; empty if the folder cannot be read."""
         with contextlib.suppress(OSError, ValueError):
             return self.scan()[0]
         return []
@@ -93,7 +93,7 @@ class FolderStore:
         for name, group in tensors.items():
             whole = {key: value.contiguous() for key, value in group.items()}
             save_file(whole, part / f"{name}.safetensors", metadata={"format": "pt"})
-            with contextlib.suppress(OSError):  # safetensors lets nobody else read it; some folders allow no chmod
+            with contextlib.suppress(OSError):  # safetensors writes with mode 600; some folders allow no chmod
                 (part / f"{name}.safetensors").chmod(part.stat().st_mode & 0o666)
         for name, text in texts.items():
             (part / name).write_bytes(text.encode())
@@ -105,7 +105,7 @@ class FolderStore:
         atomic.sync(part / MANIFEST)
 
     def discard(self, checkpoint: Checkpoint) -> None:
-        """Deletes a checkpoint; killed in between, it leaves none that looks damaged."""
+        """Deletes a checkpoint; if killed in between, it leaves none that looks damaged."""
         self._remove(Path(checkpoint.path))
 
     def set_aside(self, found: Rejected) -> str:
@@ -118,7 +118,7 @@ class FolderStore:
         return aside.name
 
     def restart(self) -> None:
-        """Moves all checkpoints to `<folder>.previous`, and deletes what was there."""
+        """Moves all checkpoints to `<folder>.previous`, whose content it deletes."""
         previous = self.folder.with_name(self.folder.name + ".previous")
         entries = [path for path in self.folder.iterdir() if path.is_dir()]
         if entries:
@@ -134,11 +134,11 @@ class FolderStore:
             shutil.rmtree(gone, ignore_errors=True)
             path.rename(gone)
             shutil.rmtree(gone)
-        except OSError as error:  # it costs room, which `save` looks after: no reason to end a run
+        except OSError as error:  # no reason to end a run: `save` checks the room
             print(f"warning: {path} could not be deleted ({error.strerror})", file=sys.stderr, flush=True)
 
     def _clean(self) -> None:
-        """Removes what killed writers have left behind."""
+        """Removes the leftovers of killed writers."""
         for path in self.folder.glob(f".*{PART}"):
             shutil.rmtree(path)
         for path in self.folder.glob(f".*{OLD}"):
@@ -150,7 +150,7 @@ class FolderStore:
 
 
 def _lock(path: Path) -> tuple[TextIO, bool]:
-    """Locks a file until it is closed or this process dies; (file, False) where the file system knows no locks."""
+    """Locks a file until it is closed or this process dies; (file, False) if the file system has no locks."""
     file = path.open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,7 +165,7 @@ def _lock(path: Path) -> tuple[TextIO, bool]:
         if error.errno not in _NO_LOCKS:
             file.close()
             raise
-        print(f"warning: {path.parent} has no file locks: see to it that one run alone writes there", file=sys.stderr)
+        print(f"warning: {path.parent} has no file locks: make sure that only one run writes there", file=sys.stderr)
         return file, False
     file.truncate(0)
     file.write(f"{holder_name()}\n")

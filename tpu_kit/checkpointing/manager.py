@@ -1,6 +1,6 @@
 """Saves a run's checkpoints in the background, deletes surplus ones, finds the newest, and lists them for the user.
 
-Checkpoints are kept in a folder (`local_store`) or an object store (`gcs_store`).
+The checkpoints are in a folder (`local_store`) or an object store (`gcs_store`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tpu_kit.storage.object_store import is_url, join
 
 
 class CheckpointManager:
-    """Writes a run's checkpoints; one process at a time may, the others use `scan`.
+    """Writes a run's checkpoints, in one process at a time; other processes use `scan`.
 
     A context manager: on exit the last checkpoint becomes durable, and another process may write.
 
     Args:
-        place: `<output_dir>/checkpoints`, a folder (made where missing) or a URL in an object store.
-        keep: how many of the newest checkpoints are kept; the best one is kept as well.
+        place: `<output_dir>/checkpoints`, a folder (made if missing) or a URL in an object store.
+        keep: number of the newest checkpoints that are kept; the best one is kept as well.
         keep_every: checkpoints whose step is a multiple of this are never deleted.
         clock: seconds since the epoch, for the manifests; tests inject their own.
 
@@ -70,10 +70,8 @@ class CheckpointManager:
         try:
             self._store = BucketStore(str(place)) if is_url(place) else FolderStore(Path(place))
         except OSError as error:
-            why = (
-                f": {error.strerror}" if is_url(place) else f" ({error.strerror}): set output_dir to a folder that can"
-            )
-            raise ValueError(f"{place} cannot be written to{why}") from error
+            why, local = error.strerror, f" ({error.strerror}): set output_dir to a folder that can"
+            raise ValueError(f"{place} cannot be written to{f': {why}' if is_url(place) else local}") from error
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -84,7 +82,7 @@ class CheckpointManager:
         except Exception as failure:
             if kind is None:
                 raise
-            print(failure, file=sys.stderr, flush=True)  # the error on its way tells more than this one
+            print(failure, file=sys.stderr, flush=True)  # the error of the body tells more
 
     def close(self) -> None:
         """Waits until the last checkpoint is durable and releases the lock; raises as `wait` does."""
@@ -98,7 +96,7 @@ class CheckpointManager:
         return self._store.scan()[0]
 
     def newest(self) -> Checkpoint | None:
-        """The undamaged checkpoint of the largest step, all its files read and checked; None if there is none.
+        """Reads and checks the checkpoints from the largest step down; returns the first that is not damaged, or None.
 
         Damaged ones of larger steps are renamed to *.corrupt, reported on stderr, and added to `rejected`.
 
@@ -119,7 +117,7 @@ class CheckpointManager:
         return None
 
     def restart(self) -> None:
-        """Moves all checkpoints to `<place>.previous`, for a run that starts anew, and deletes what was there.
+        """Moves all checkpoints to `<place>.previous`, whose content it deletes, for a run that starts anew.
 
         Otherwise the larger steps of the earlier run would count as the newest.
         """
@@ -127,7 +125,7 @@ class CheckpointManager:
         self._store.restart()
 
     def withdraw(self, step: int) -> None:
-        """Sets aside the checkpoints of this step and of later ones, written after the training diverged."""
+        """Sets aside the checkpoints of this and later steps, which were written after the training diverged."""
         self.wait()
         for checkpoint in self.complete():
             if checkpoint.step >= step:
@@ -145,16 +143,16 @@ class CheckpointManager:
     ) -> None:
         """Starts to write a checkpoint in a thread and returns. A checkpoint of the same step is replaced.
 
-        Waits for the previous one first, so at most one is being written. At its end, the interpreter waits for one
-        that goes to a folder; for an object store call `close`.
+        Waits for the previous one first, so at most one is being written. The interpreter waits at exit for a
+        checkpoint that goes to a folder; for an object store call `close`.
 
         Args:
             step: updates done.
             tensors: file name without ".safetensors" to CPU tensors, which must not change any more.
-            documents: file name without ".json" to what `json.dumps` takes; may change later.
+            documents: file name without ".json" to values for `json.dumps`; may change later.
             metrics: shown in lists.
             best: whether it is the best so far: it is then kept until a better one is saved.
-            texts: file name to what `Checkpoint.text` returns, such as the log up to this step.
+            texts: file name to text, such as the log up to this step.
 
         Raises:
             OSError: the previous one could not be written, or there is no room for this one. To make room, older ones
@@ -175,12 +173,12 @@ class CheckpointManager:
         self._thread.start()
 
     def poll(self) -> None:
-        """Raises what `wait` would if the last writing has ended in an error; returns at once in any case."""
+        """Raises the error of the last write, if it has ended in one; never waits."""
         if self._error is not None:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is durable; raises, once, the error that its writing ended in."""
+        """Waits until the last checkpoint is durable; raises, once, the error of its write."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -200,7 +198,7 @@ class CheckpointManager:
             self._error = error
 
     def _surplus(self, keep: int) -> list[Checkpoint]:
-        """The complete ones that may be deleted: all but the `keep` newest, the best, and those of `keep_every`."""
+        """The checkpoints that may be deleted: all but the `keep` newest, the best, and those of `keep_every`."""
         complete = self.complete()
         best = best_of(complete)
         stay = [best.step] if best is not None else []
@@ -211,7 +209,7 @@ class CheckpointManager:
     def _discard(self, checkpoint: Checkpoint) -> None:
         try:
             self._store.discard(checkpoint)
-        except OSError as error:  # it costs room, which `save` looks after: no reason to end a run
+        except OSError as error:  # no reason to end a run: `save` checks the room
             _warn(f"{checkpoint.path} could not be deleted ({error.strerror})")
 
     def _set_aside(self, found: Rejected) -> None:
@@ -220,7 +218,7 @@ class CheckpointManager:
         _warn(f"{found.reason}; the checkpoint is set aside as {aside}")
 
     def _make_room(self, step: int, needed: int) -> None:
-        """Deletes older ones if there is no room otherwise, and if that makes enough of it."""
+        """Deletes older checkpoints if the room is not enough, and if their deletion makes enough."""
         free = self._store.free()
         if free is None or free >= needed:
             return
@@ -233,7 +231,7 @@ class CheckpointManager:
             self._discard(older)
 
     def _failure(self, step: int, error: Exception, needed: int) -> OSError:
-        """The error to raise for the user when writing has failed with `error`."""
+        """Makes the error for the user from the `error` of a write."""
         code = error_number(error)
         known = self._store.known
         last = f"The checkpoint of step {known[-1].step} stays good" if known else "There is no earlier one"
@@ -242,8 +240,8 @@ class CheckpointManager:
             return OSError(code, f"{begin}: {getattr(error, 'strerror', None) or error}. {last}")
         try:
             free = f"{self._store.free():,}"
-        except OSError:  # this is to tell of another error, and must not hide it
-            free = "nobody knows how many"
+        except OSError:  # must not hide the error of the write
+            free = "an unknown number"
         advice = "delete something there or lower checkpoint.keep, or " if code in (errno.ENOSPC, errno.EDQUOT) else ""
         return OSError(
             code,
@@ -257,11 +255,11 @@ def _warn(text: str) -> None:
 
 
 def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
-    """Looks at the checkpoints of a run and changes nothing: it takes no lock and may run beside the writer.
+    """Lists the checkpoints of a run; it changes nothing, takes no lock and may run beside the writer.
 
     Args:
         place: `<output_dir>/checkpoints`, a folder or a URL; may be missing.
-        verify: whether to read all files, too, instead of their sizes alone.
+        verify: whether to read all files, and not only their sizes.
 
     Returns:
         The complete ones, the smallest step first, and the damaged ones.
@@ -304,28 +302,21 @@ def report(run: str, verify: bool = False, as_json: bool = False) -> int:
     ages = {found.step: time.time() - found.created for found in good}
     if as_json:
         names = ("step", "created", "metrics", "files")
-        listed = {
-            "complete": [
-                {
-                    **{name: getattr(found, name) for name in names},
-                    "best": found is best,
-                    "path": str(found.path),
-                    "bytes": found.size,
-                    "age_seconds": ages[found.step],
-                }
-                for found in good
-            ],
-            "damaged": [{"path": str(found.path), "reason": found.reason} for found in damaged],
-        }
-        print(json.dumps(listed, indent=1))
+        complete = [
+            {name: getattr(found, name) for name in names}
+            | {"best": found is best, "path": str(found.path), "bytes": found.size, "age_seconds": ages[found.step]}
+            for found in good
+        ]
+        rejected = [{"path": str(one.path), "reason": one.reason} for one in damaged]
+        print(json.dumps({"complete": complete, "damaged": rejected}, indent=1))
         return int(bool(damaged))
     for found in good:
         state = ("verified" if verify else "complete") + ", best" * (found is best)
         values = "  ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
         size = f"{found.size / 1e6:,.1f} MB"
         print(f"step {found.step:>9,}{size:>14}{_age(ages[found.step]):>9}  {state:<14}  {values}".rstrip())
-    for rejected in damaged:
-        print(f"damaged: {rejected.reason}")
+    for one in damaged:
+        print(f"damaged: {one.reason}")
     if not good and not damaged:
         print(f"no checkpoints in {place}")
     return int(bool(damaged))

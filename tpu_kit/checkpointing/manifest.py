@@ -1,7 +1,7 @@
-"""Format of a checkpoint: reads it and checks it against its manifest.
+"""Defines the format of a checkpoint: reads it and checks it against its manifest.
 
 The manifest holds a format number, the step, the time, metrics, and the size and SHA-256 of every file. It is written
-last: a folder without a valid manifest is no checkpoint. Tensors are stored as safetensors, all else as JSON (Python's,
+last: a folder without a valid manifest is no checkpoint. Tensors are safetensors, everything else is JSON (Python's,
 with NaN and Infinity) or plain text: nothing is unpickled.
 """
 
@@ -27,7 +27,7 @@ from tpu_kit.storage.atomic import PART
 MANIFEST = "manifest.json"
 FORMAT = 3  # a tensor for each parameter of each layer; 2: vectors of many, see training/resume.py
 READABLE = (2, FORMAT)
-CORRUPT = ".corrupt"  # how the name ends of a checkpoint that is set aside
+CORRUPT = ".corrupt"  # suffix of a checkpoint that is set aside
 
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -35,7 +35,7 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 class DamagedError(ValueError):
-    """A checkpoint is not what its manifest says, or has none; the text names the file."""
+    """A checkpoint differs from its manifest, or has none; the text names the file."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Checkpoint:
     """One complete checkpoint.
 
     Attributes:
-        format: how its tensors are laid out.
+        format: layout of its tensors.
         step: updates done.
-        path: where it is, as told to users: its folder, or its URL.
+        path: its folder or URL, for users.
         created: seconds since the epoch, by the writer's clock; the order is by step.
-        metrics: what was given to `CheckpointManager.save`.
-        best: whether it was the best of its run when it was saved; of several, `best_of` says which is.
-        files: name to (bytes, SHA-256), the manifest left out.
+        metrics: of `CheckpointManager.save`.
+        best: whether it was the best of its run when it was saved; see `best_of`.
+        files: name to (bytes, SHA-256), without the manifest.
     """
 
     format: int
@@ -62,7 +62,7 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        """Bytes of all its files, the manifest left out."""
+        """Bytes of all its files without the manifest."""
         return sum(size for size, _ in self.files.values())
 
     @property
@@ -72,7 +72,7 @@ class Checkpoint:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The CPU tensors of `<name>.safetensors`; raises DamagedError, and ValueError if there is no such file."""
-        # load_file maps the file: copied, the tensors outlive a checkpoint that retention deletes.
+        # load_file maps the file: copies outlive a checkpoint that is deleted later.
         return {key: value.clone() for key, value in load_file(self._checked(f"{name}.safetensors")).items()}
 
     def document(self, name: str) -> Any:
@@ -84,17 +84,17 @@ class Checkpoint:
         return self._checked(name).read_bytes().decode()
 
     def folder(self) -> Path:
-        """A folder of this machine with all its files, checked: stock PEFT loads an adapter from there."""
+        """A folder of this machine with all its files, checked; PEFT can load the adapter from it."""
         self.verify()
         return Path(self.path)
 
     def verify(self) -> None:
-        """Reads all files; raises DamagedError at the first that is not what was written."""
+        """Reads all files; raises DamagedError at the first that has changed."""
         for name in self.files:
             self._checked(name)
 
     def _checked(self, name: str) -> Path:
-        """A file of this machine with the content that was written."""
+        """The path of a file of this machine whose content is unchanged."""
         self._check_name(name)
         _check_sizes(self)
         path = Path(self.path, name)
@@ -109,7 +109,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A damaged checkpoint, and what is wrong with it."""
+    """A damaged checkpoint, and the reason."""
 
     path: Path | str
     reason: str
@@ -121,7 +121,7 @@ def holder_name() -> str:
 
 
 def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The best one by evaluation, of the smallest step first: the last that was better than all before it."""
+    """The best of checkpoints in the order of their steps: the last that was better than all before it."""
     return next((checkpoint for checkpoint in reversed(checkpoints) if checkpoint.best), None)
 
 
@@ -134,20 +134,20 @@ def scan_folder(folder: Path, *, verify: bool = False) -> tuple[list[Checkpoint]
         if not path.is_dir() or path.suffix in (PART, CORRUPT):
             continue
         if not (path / MANIFEST).exists() and not path.name.startswith("step-"):
-            continue  # not ours
+            continue  # no checkpoint
         try:
             checkpoint = _read(path)
             if verify:
                 checkpoint.verify()
             found[checkpoint.step] = checkpoint
         except DamagedError as error:
-            if path.exists():  # otherwise the writer has just deleted it
+            if path.exists():  # else the writer has just deleted it
                 rejected.append(Rejected(path, str(error)))
     return [found[step] for step in sorted(found)], rejected
 
 
 def _read(path: Path) -> Checkpoint:
-    """The checkpoint of a folder, by its manifest and the sizes of its files."""
+    """Reads a checkpoint's manifest, and checks the sizes of its files."""
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError as error:
@@ -167,16 +167,16 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
 
 def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
-    """The content of a manifest.
+    """Reads a manifest.
 
     Args:
-        text: what `seal` has made.
-        file: where it was read.
-        place: the checkpoint.
+        text: made by `seal`.
+        file: its file, for errors.
+        place: the checkpoint, for errors.
 
     Raises:
-        DamagedError: it is not what was written.
-        ValueError: its format is one that this tpu_kit does not read.
+        DamagedError: its content has changed.
+        ValueError: this tpu_kit does not read its format.
     """
     try:
         manifest: dict[str, Any] = json.loads(text)
@@ -207,7 +207,7 @@ def check_size(path: Path | str, now: int, then: int) -> None:
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
-    """The manifest's text, with the SHA-256 of its content: a flipped bit in a metric is found, too."""
+    """The manifest's text with the SHA-256 of its content, which also detects a flipped bit in a metric."""
     return json.dumps({**manifest, "sha256": _seal(manifest)}, indent=1)
 
 
@@ -222,6 +222,6 @@ def digest(path: Path) -> str:
 
 
 def error_number(error: Exception) -> int:
-    """The errno of an error of the system; safetensors writes in Rust and has it in its text alone."""
+    """The errno of a system error; safetensors, written in Rust, has it only in its text."""
     number = re.search(r"os error (\d+)", str(error)) if isinstance(error, SafetensorError) else None
     return int(number[1]) if number else getattr(error, "errno", None) or errno.EIO

@@ -1,9 +1,9 @@
-"""Ordered checks of the machine, each with what was found and the exact command that fixes it.
+"""Checks the machine for a run, in order; each row has the result and the exact command that fixes it.
 
     python -m tpu_kit doctor [--json] [config.yaml] [key=value ...]
 
-The calling process imports no torch and initialises no device: `machine` and `host` read files, and what needs a device
-runs last, in a child process through `launch`, as a training run would. Rows appear as they are found.
+The calling process imports no torch and initialises no device: `machine` and `host` read files. The checks that need a
+device run last, in a child process through `launch`, as a training run does. Each row is printed at once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SLOW_SHARE = 0.4  # of the peak; a matmul of this size should reach 70 % or mor
 
 
 def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> Iterator[Check]:
-    """Check the machine for a run of this config; the rows come one by one, the quick ones first.
+    """Checks the machine for a run of this config; yields the rows one by one, the quick ones first.
 
     Args:
-        config: The run; the default one when None.
-        at: Where to look; this machine when None.
+        config: the run; the default one by default.
+        at: the machine; this one by default.
     """
     from tpu_kit.distributed import runtime
 
@@ -84,20 +84,20 @@ def _accelerator(config: TrainConfig, at: Machine) -> Iterator[Check]:
 
 
 def probe(config: TrainConfig) -> dict[str, Any]:
-    """What each replica runs: an all-reduce, and a program of bf16 matmuls, executed again and again.
+    """Runs in each replica an all-reduce, and repeatedly a program of bf16 matmuls.
 
     Returns:
         Plain values: device_type, device (CUDA's name), replicas, total (the sum of rank + 1 over the replicas), flops
         (FLOP/s of this replica), width and executions of the matmul, compiles and fallbacks (programs compiled, and
-        operations run on the host, while it was repeated), used and limit (bytes of device memory, None where
-        the backend does not say), host_bytes (peak of this process), cores (of each replica: sum, flops, used).
+        operations run on the host, while it was repeated), used and limit (bytes of device memory, None if the backend
+        does not tell), host_bytes (peak of this process), cores (of each replica: sum, flops, used).
     """
     import torch
 
     from tpu_kit.distributed import runtime
 
     rt = runtime.current()
-    # Made on the host: a number made on the device may become a constant of the program, another one in each replica.
+    # Made on the host: on the device it could become a constant, and each replica would have another program.
     total = torch.tensor([rt.rank + 1.0]).to(rt.local_device)
     rt.all_reduce([total])
     rt.sync()
@@ -142,7 +142,7 @@ def probe(config: TrainConfig) -> dict[str, Any]:
         "flops": flops,
         "width": width,
         "executions": executions,
-        # Off XLA nothing is counted: there nothing is compiled either.
+        # Off XLA there are no counters, and nothing is compiled.
         **{name: after.get(name, 0) - before.get(name, 0) for name in ("compiles", "fallbacks")},
         "used": used,
         "limit": limit,
@@ -152,7 +152,7 @@ def probe(config: TrainConfig) -> dict[str, Any]:
 
 
 def _probe_in_child(result_path: str, config_text: str) -> None:
-    """Runs in the child: launches `probe` and leaves rank 0's answer, or the error, in a JSON file."""
+    """Launches `probe`, in the child, and writes rank 0's answer, or the error, to a JSON file."""
     from tpu_kit.distributed.launch import LaunchError, launch
 
     try:
@@ -163,13 +163,13 @@ def _probe_in_child(result_path: str, config_text: str) -> None:
 
 
 def check_device(at: Machine, config: TrainConfig, replicas: int, seconds: float = _CHILD_SECONDS) -> Iterator[Check]:
-    """Launch `probe` as a training run would be, and judge what it measured.
+    """Launches `probe` as a training run, and judges its measurements.
 
     Args:
-        at: Its environment is the child's, and its chip the one whose peak is compared.
-        config: Which device, and how many replicas are asked for.
-        replicas: How many there must be; more is right where the TPU has several hosts.
-        seconds: After these the child and all that it started are killed.
+        at: the machine; its environment is the child's, and its chip has the peak to compare with.
+        config: its `launch` section chooses the device and the replicas.
+        replicas: the least number of replicas; more are right if the TPU has several hosts.
+        seconds: time limit of the child and of all that it starts.
     """
     name, start = "Replicas run", time.monotonic()
     config = replace(config, launch=replace(config.launch, hang_timeout=min(config.launch.hang_timeout, seconds / 2)))
@@ -202,7 +202,7 @@ def check_device(at: Machine, config: TrainConfig, replicas: int, seconds: float
 
 
 def judge(measured: Mapping[str, Any], tpu: str | None) -> Iterator[Check]:
-    """Turn what `probe` measured into rows; `tpu` names the machine's chip."""
+    """Turns the measurements of `probe` into rows; `tpu` is the name of the machine's chip."""
     replicas = measured["replicas"]
     expected = replicas * (replicas + 1) / 2
     peak = _peak(measured["device"] or tpu) if measured["device_type"] in ("cuda", "tpu") else None
@@ -255,7 +255,7 @@ def _peak(device: str | None) -> float | None:
 
 
 def report(config: TrainConfig, as_json: bool = False) -> int:
-    """Print the rows as they are found, or all of them as a list of JSON objects.
+    """Prints the rows one by one, or all of them as a list of JSON objects.
 
     Returns:
         0, or 1 if there is a failure.

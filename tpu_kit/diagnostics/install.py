@@ -1,16 +1,16 @@
-"""Installs the kit's packages with one line of pip or uv, and checks that they pair. Needs nothing but Python.
+"""Installs the kit's packages with one command of pip or uv, and checks that they pair. Needs nothing but Python.
 
     from tpu_kit.diagnostics import install
     install.ensure(kit_source)
 
-Every notebook begins with this; it prints one line where nothing is missing. Notebook 1 shows the parts:
+Every notebook begins with this; it prints one line if nothing is missing. Notebook 1 shows the parts:
 
     decision = install.decide(install.look())
     print(decision)
     install.carry_out(decision)
     install.show_checks(install.check(decision))
 
-What `decide` says follows from a `Site` and the requirements file alone.
+The result of `decide` depends only on a `Site` and the requirements file.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from tpu_kit.notebook.kernel import show_checks as show_checks
 from tpu_kit.notebook.kernel import show_table as show_table
 
 Kind = Literal["tpu", "gpu"]
-"""What is installed: torch with torch_xla, libtpu and jax, for a TPU or its simulation on a CPU; or torch alone."""
+"""The packages to install: torch with torch_xla, libtpu and jax, for a TPU or its simulation; or torch alone."""
 
 REPOSITORY = "https://github.com/tpu-kit/tpu_kit"
-"""Where the kit is developed; a test compares the notebooks, README.md and pyproject.toml with it."""
+"""The kit's repository; a test compares the notebooks, README.md and pyproject.toml with it."""
 _LINUX = "Linux x86_64"
-_GIB_NEEDED = 14  # while pip unpacks torch with CUDA's libraries, which is more than stays
+_GIB_NEEDED = 14  # while pip unpacks torch with CUDA's libraries
 _OPTIONS = ("kit_source", "hardware", "extras", "torch_index", "restart")
 # A kernel that loaded one of these before the installation keeps the old version.
 _LOADED = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "transformers", "peft", "datasets", "tpu_kit")
@@ -61,16 +61,16 @@ explain_missing_names()
 
 @dataclass(frozen=True)
 class Site:
-    """What there is.
+    """The machine and its installed packages.
 
     Attributes:
         place: "Colab", "Kaggle", "TPU VM", "GPU machine" or "computer without an accelerator".
-        accelerator: such as "4 x v5e"; empty without.
+        accelerator: such as "4 x v5e"; empty if there is none.
         system: operating system and processor, such as "Linux x86_64".
         python: major and minor version.
         versions: of all installed packages, by normalised name.
-        free_gib: room where packages go.
-        uv: path of uv; empty without.
+        free_gib: free space in the packages' folder.
+        uv: path of uv; empty if there is none.
         pip: whether this Python has pip.
     """
 
@@ -93,7 +93,7 @@ class Site:
         return self.versions.get(normal(package))
 
     def rows(self) -> list[dict[str, str]]:
-        """For a table: what was found."""
+        """The rows of a table."""
         have = {name: self.version(name) for name in (*PACKAGES, "transformers", "peft")}
         return [
             {"what": "runs on", "found": self.place},
@@ -107,7 +107,7 @@ class Site:
 
 
 def normal(name: str) -> str:
-    """The name of a package as indexes compare it."""
+    """The normalised name of a package."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -117,7 +117,7 @@ def installed() -> dict[str, str]:
 
 
 def look(at: Machine | None = None) -> Site:
-    """Look around, without importing what is to be installed, and without touching a device."""
+    """Finds the machine and its packages, without importing them and without touching a device."""
     at = at or Machine()
     tpus, gpu = at.tpus(), (at.root / "proc/driver/nvidia/version").exists()
     accelerator = f"{len(tpus)} x {tpus[0]}" if tpus else "NVIDIA GPU" if gpu else ""
@@ -135,7 +135,7 @@ def look(at: Machine | None = None) -> Site:
 
 
 def matrix(site: Site) -> list[dict[str, str]]:
-    """Which wheels there are for which system and Python; the line of this machine is marked."""
+    """The wheels for each system and Python, as rows; the row of this machine is marked."""
     lines: list[tuple[str, tuple[tuple[int, int], ...], str, str, str]] = []
     for pairing in PAIRINGS:
         runs = "TPU, its compiler, the rehearsal on a CPU; GPU"
@@ -165,16 +165,16 @@ def _dotted(python: tuple[int, int]) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to be done.
+    """The decision about an installation.
 
     Attributes:
         action: "nothing", "install", or "impossible" with this Python on this machine.
-        kind: what is installed.
-        why: one line for each thing that is missing or wrong, or stands in the way.
-        add: the requirements that are installed.
-        keep: "name==version" of what is there and must not be replaced; empty where something has to be.
-        commands: one line of pip or uv; one that removes something may come before it.
-        ways_out: where it is impossible.
+        kind: the packages to install.
+        why: one line for each problem.
+        add: the requirements to install.
+        keep: "name==version" of packages that must not be replaced; empty if one must be.
+        commands: one command of pip or uv; a command that removes a package may come before it.
+        ways_out: what the user can do if it is impossible.
     """
 
     action: Literal["nothing", "install", "impossible"]
@@ -206,15 +206,15 @@ def decide(
     extras: Sequence[str] = (),
     pins: str | None = None,
 ) -> Decision:
-    """What has to be installed there. What is there and fits is left as it is.
+    """Decides what to install. Packages that fit stay as they are.
 
     Args:
-        site: what there is.
+        site: the machine and its packages.
         hardware: "tpu", "gpu", or "auto": the TPU's packages wherever their wheels fit, because a CPU rehearses with
-            them, except on a machine with a GPU and where torch is there without torch_xla.
+            them, except on a machine with a GPU or with torch but not torch_xla.
         torch_index: address of an index with other wheels of torch.
-        source: where the kit came from: a folder of wheels is the only place where packages are looked for.
-        extras: of the kit's extras, those that are to be installed too, such as "trackers".
+        source: where the kit came from; a folder of wheels replaces the package index.
+        extras: extras of the kit to install too, such as "trackers".
         pins: text of the requirements file with the tested versions; read by default.
     """
     kind, against = _kind(site, hardware)
@@ -230,7 +230,7 @@ def decide(
             for name in add
             if site.version(name)
         ]
-        # Built for one torch: where an image brings another, importing transformers fails.
+        # Built for one torch: with another one, importing transformers fails.
         beside = {name: pin for name, pin in pairing.beside.items() if bare(site.version(name) or pin) != pin}
         wrong += [f"{name} {site.version(name)} is built for another torch: {pin}" for name, pin in beside.items()]
         add |= beside
@@ -276,13 +276,13 @@ def decide(
 
 
 def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
-    """What is to be installed, and what stands against it."""
+    """Which packages to install, and the reasons why that is impossible."""
     on_linux = site.system == _LINUX
     kind: Kind
     if hardware != "auto":
-        kind = hardware  # type: ignore[assignment]
+        kind = hardware  # type: ignore[assignment]  # `options` has checked the text
     else:
-        # Where torch is used without torch_xla, and no TPU is attached, it stays as it is.
+        # torch without torch_xla stays as it is if no TPU is attached.
         alone = site.version("torch") is not None and site.version("torch_xla") is None and not site.has_tpu
         kind = "gpu" if "GPU" in site.accelerator or not on_linux or alone else "tpu"
     against = []
@@ -294,27 +294,27 @@ def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
 
 
 def requirements(kind: Kind, source: str = "") -> Path:
-    """The file with the tested versions: of the folder that the kit is installed from, or the one that came with it."""
+    """The file with the tested versions, from the folder that the kit is installed from, or from the kit."""
     name = f"requirements-{kind}.txt"
     beside = Path(source).expanduser() / name
     return beside if source and beside.is_file() else Path(__file__).parents[1] / name
 
 
 def wheel_folder(source: str) -> str:
-    """The folder, where `source` is one that holds wheels, such as a Kaggle dataset; else empty."""
+    """The folder, if `source` is one with wheels, such as a Kaggle dataset; else empty."""
     folder = Path(source).expanduser()
     return str(folder) if source and folder.is_dir() and any(folder.glob("*.whl")) else ""
 
 
 def _all_of(site: Site) -> tuple[str, ...]:
-    """What is there, as constraints; versions that pip could not read are left out."""
+    """The installed packages as constraints, without versions that pip cannot read."""
     return tuple(f"{name}=={one}" for name, one in sorted(site.versions.items()) if re.fullmatch(r"\d[\w.+!-]*", one))
 
 
 def _needed(extras: Sequence[str]) -> dict[str, str]:
-    """What the kit, and those extras of it, need: package to bounds such as ">=5.15"."""
+    """The requirements of the kit with these extras: package to bounds such as ">=5.15"."""
     project_file = Path(__file__).parents[2] / "pyproject.toml"
-    if project_file.is_file():  # a clone: newer than what an editable installation noted of it
+    if project_file.is_file():  # a clone: newer than the metadata of an editable installation
         import tomllib
 
         project = tomllib.loads(project_file.read_text())["project"]
@@ -325,7 +325,9 @@ def _needed(extras: Sequence[str]) -> dict[str, str]:
         lines = requires("tpu_kit") or []
     found = {}
     for line in lines:
-        name, bounds, marker = _LINE.fullmatch(line).groups()  # type: ignore[union-attr]
+        match = _LINE.fullmatch(line)
+        assert match is not None, line
+        name, bounds, marker = match.groups()
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker or "")
         if extra is None or extra[1] in extras:
             found[name] = bounds.replace(" ", "")
@@ -344,7 +346,9 @@ def _within(version: str, bounds: str) -> bool:
 
 
 def _meets(version: str, specifier: str) -> bool:
-    sign, wanted = re.fullmatch(r"\s*(==|>=|<=|!=|<|>)\s*([\w.]+)\s*", specifier).groups()  # type: ignore[union-attr]
+    match = re.fullmatch(r"\s*(==|>=|<=|!=|<|>)\s*([\w.]+)\s*", specifier)
+    assert match is not None, specifier
+    sign, wanted = match.groups()
     if sign in ("==", "!="):
         return (bare(version) == wanted) == (sign == "==")
     have, want = ([int(number) for number in re.findall(r"\d+", text)] for text in (bare(version), wanted))
@@ -382,10 +386,10 @@ def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
 
 
 def options(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """The notebook's parameters, checked.
+    """Returns the notebook's parameters, checked.
 
     Raises:
-        ConfigError: a name that is none, with the nearest, or a value that cannot be.
+        ConfigError: an unknown name, with the nearest one, or an invalid value.
     """
     given = parameters(namespace)
     check_names(given, _OPTIONS)
@@ -403,13 +407,13 @@ def options(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ensure(kit_source: str = "git") -> None:
-    """Installs what the kit needs and this environment lacks, and prints what was left and what was added.
+    """Installs the packages that the kit needs and this environment lacks, and prints what was kept and added.
 
     Args:
         kit_source: where the kit came from, as in the parameters of the notebooks.
 
     Raises:
-        ValueError: it is impossible here, a command failed, or a package that is loaded was replaced: the kernel must
+        ValueError: it is impossible here, a command failed, or a loaded package was replaced, so that the kernel must
             be restarted.
     """
     decision = decide(look(), source=kit_source)
@@ -422,10 +426,10 @@ def ensure(kit_source: str = "git") -> None:
 
 
 def carry_out(decision: Decision) -> None:
-    """Run the commands, if there are any; show what they say, what was left as it is and what was added.
+    """Runs the commands; prints their output, and which packages were kept, replaced and added.
 
     Raises:
-        ValueError: it is impossible, or a command failed, with the end of what it said.
+        ValueError: it is impossible, or a command failed, with the end of its output.
     """
     if decision.action == "impossible":
         raise ValueError(str(decision))
@@ -436,7 +440,7 @@ def carry_out(decision: Decision) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="tpu_kit-keep-") as keep:
         keep.write("\n".join(decision.keep))
         keep.flush()
-        # As constraints: where a package cannot be had beside what is there, pip fails and replaces nothing.
+        # As constraints: if a package conflicts with an installed one, pip fails and replaces nothing.
         environment = {**os.environ, "PIP_CONSTRAINT": keep.name, "UV_CONSTRAINT": keep.name}
         for command in decision.commands:
             _run(command, environment if decision.keep else dict(os.environ))
@@ -452,10 +456,10 @@ def carry_out(decision: Decision) -> None:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Runs one command and shows what it says.
+    """Runs one command and prints its output.
 
     Raises:
-        ValueError: it failed, with the end of what it said.
+        ValueError: it failed, with the end of its output.
     """
     print("$", shlex.join(command), flush=True)
     process = subprocess.Popen(
@@ -497,7 +501,7 @@ print(json.dumps({"found": found, "error": error}))
 
 
 def check(decision: Decision) -> list[Check]:
-    """Load the packages in a fresh process, as a run will, and compute one sum with torch_xla on its CPU."""
+    """Loads the packages in a new process, as a run does, and computes one sum with torch_xla on its CPU."""
     names = {"tpu": "torch torch_xla libtpu jax", "gpu": "torch"}[decision.kind]
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "USE_TORCH_XLA": "1"}
     done = run_child(["-c", _CHILD, f"{names} transformers peft datasets omegaconf tpu_kit"], environment)
@@ -518,7 +522,7 @@ def check(decision: Decision) -> list[Check]:
 
 
 def stale() -> list[str]:
-    """Packages that this process loaded before another version was installed."""
+    """The packages that this process loaded before another version was installed."""
     versions, found = installed(), []
     for name in _LOADED:
         loaded, now = getattr(sys.modules.get(name), "__version__", None), versions.get(normal(name))
@@ -528,7 +532,7 @@ def stale() -> list[str]:
 
 
 def restart(allowed: bool = False) -> None:
-    """Say whether the kernel must be restarted; do so where that is allowed."""
+    """Prints whether the kernel must be restarted, and restarts it if allowed."""
     old = stale()
     if not old:
         print("The kernel can stay as it is.")

@@ -1,6 +1,6 @@
-"""Functions that `verify` launches on the devices: they compare a device with the CPU, or measure it.
+"""Functions that `verify` launches on the devices, to compare a device with the CPU or to measure it.
 
-Each comparison computes the same on the replica's device and with plain PyTorch on the host, and returns figures, which
+Each comparison computes the same on the replica's device and with plain PyTorch on the host, and returns figures that
 `verify` judges. XLA:CPU runs the same code, with the splash kernel in Pallas' interpreter.
 """
 
@@ -31,12 +31,12 @@ from tpu_kit.training.step import place, train_step
 from tpu_kit.xla.pallas import SplashSettings
 
 LENGTH = 2048
-"""Tokens of a row for the kernels: more than one block of them, and as long as rows of a run."""
+"""Tokens of a row for the kernels: more than one block, and as in a usual run."""
 ROWS = 2
-"""Rows of a replica in the step that is compared."""
+"""Rows of a replica in the compared step."""
 NEW_TOKENS = 24
 WARM_UP, TIMED = 3, 10
-"""Steps before the ones that are timed, and those."""
+"""Number of steps before the timed ones, and of the timed ones."""
 PROMPTS = (
     "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?",
     "Leo has 3 trays of 6 coins. Leo gives away 17.",
@@ -44,12 +44,12 @@ PROMPTS = (
     "Mia has 4 bags",
 )
 
-# Replicas of XLA:CPU are threads: they share torch's generator, and the imports under way.
+# Replicas of XLA:CPU are threads, which share torch's generator and unfinished imports.
 _building = threading.Lock()
 
 
 class Case(NamedTuple):
-    """A shape of attention: query heads, key-value heads, their size; whether rows have segments; window, soft cap."""
+    """A shape of attention: query heads, key-value heads, head size; segments in a row; window, soft cap."""
 
     heads: int
     pairs: int
@@ -76,14 +76,14 @@ def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
     """Compares the kernel that `model.attention` names with plain attention, in bf16 against fp32 on the host.
 
     Returns:
-        By name of `CASES`: of the output and of the gradients of query, key and value, the norm of the difference over
-        the norm of the expected one. Flash has neither window nor soft cap: those cases are left out.
+        By name of `CASES`: for the output and the gradients of query, key and value, the norm of the difference over
+        the norm of the expected result. Flash has neither window nor soft cap: those cases are skipped.
     """
     rt, kernel, found = runtime.current(), config.model.attention, {}
     for name, case in CASES.items():
         if kernel == "flash" and (case.window or case.softcap):
             continue
-        print(f"{kernel}, {name}", flush=True)  # for the report, if the process dies
+        print(f"{kernel}, {name}", flush=True)  # for the report if the process dies
 
         def plain(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor, case: Case = case
@@ -108,7 +108,7 @@ def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
 
 
 def _kernel(kernel: str, case: Case, rt: Runtime) -> Attend:
-    """The kernel as the model's layers call it; its interpreter where there is no TPU."""
+    """The kernel as the model's layers call it; interpreted without a TPU."""
     settings = SplashSettings(case.window, case.softcap, interpret=rt.device_type != "tpu")
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
@@ -123,10 +123,10 @@ def _kernel(kernel: str, case: Case, rt: Runtime) -> Attend:
 def _differentiate(
     attend: Attend, states: list[torch.Tensor], segments: torch.Tensor, rt: Runtime, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """The output of an attention and its gradients by query, key and value, on the host."""
-    *inputs, upstream = [tensor.to(rt.local_device, dtype) for tensor in states]
-    inputs = [tensor.requires_grad_() for tensor in inputs]
-    output = attend(*inputs, segments.to(rt.local_device))  # type: ignore[call-arg]
+    """The output of an attention and the gradients of query, key and value, on the host."""
+    query, key, value, upstream = (tensor.to(rt.local_device, dtype) for tensor in states)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    output = attend(query, key, value, segments.to(rt.local_device))
     found = [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
     rt.sync()
     return rt.to_host(found)
@@ -143,7 +143,7 @@ def compare_step(config: TrainConfig) -> dict[str, float] | None:
     """Takes one training step on all replicas, and the same one on the host with unrolled layers and plain attention.
 
     Returns:
-        Of rank 0: loss (nats a token) and grad_norm of the replicas' step, host_loss and host_grad_norm of the other.
+        On rank 0: loss (nats a token) and grad_norm of the replicas' step, host_loss and host_grad_norm of the host's.
     """
     rt = runtime.current()
     with _building:
@@ -163,7 +163,7 @@ def _step(config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]) -> t
         model = models.load_model(config.model, config.lora)
         generator = torch.Generator().manual_seed(0)
         for name, parameter in models.trainable_parameters(model).items():
-            if "lora_B" in name:  # of zeros, half of the gradients would be zero
+            if "lora_B" in name:  # with zeros, half of the gradients would be zero
                 parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
     state, batches, control = _ready(model, config, rt, batch)
     train_step(model, state, batches, control, SupervisedObjective(config.optim), config.optim, rt)
@@ -175,7 +175,7 @@ def _step(config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]) -> t
 def _ready(
     model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
 ) -> tuple[TrainState, list[dict[str, torch.Tensor]], torch.Tensor]:
-    """What `train_step` takes, on the device."""
+    """The arguments of `train_step`, on the device."""
     state = place(model, config, rt)
     sent, rest = rt.place_batch([batch, {"control": torch.tensor([1e-4, 1.0, 1.0])}])
     rt.sync()
@@ -184,7 +184,7 @@ def _ready(
 
 
 def _rows(config: TrainConfig, count: int) -> dict[str, torch.Tensor]:
-    """Rows of two documents each, of the same random tokens at every call."""
+    """Makes rows of two documents each, with the same random tokens at every call."""
     settings, length = read_config(config.model), config.data.max_length
     assert settings is not None
     vocabulary = settings.get_text_config().vocab_size
@@ -197,11 +197,10 @@ def _rows(config: TrainConfig, count: int) -> dict[str, torch.Tensor]:
 
 
 def measure_step(config: TrainConfig) -> dict[str, float | None]:
-    """Trains a model of random weights for some steps.
+    """Trains a model with random weights for some steps.
 
     Returns:
-        seconds of a step, without the first ones; and peak_bytes, the most device memory in use so far, None where
-        nobody counts.
+        seconds of a step after the warm-up; and peak_bytes, the peak of device memory, None if it is not counted.
     """
     rt = runtime.current()
     with _building:
@@ -225,12 +224,12 @@ def measure_step(config: TrainConfig) -> dict[str, float | None]:
 
 
 def compare_tokens(config: TrainConfig) -> dict[str, float]:
-    """Lets the device and the host complete the same prompts, greedily.
+    """Completes the same prompts on the device and the host, greedily.
 
     Returns:
-        tokens generated by the device; equal, of them those that the host has generated at the same place; and gap,
-        the most by which the host's logit of its own choice is above its logit of a token of the device, given all
-        tokens before: 0 where both choose alike, small where two tokens are nearly as likely.
+        tokens: number of tokens that the device generated. equal: number of them that the host generated at the same
+        place. gap: the largest difference of the host's logits between its own choice and the device's token, given all
+        tokens before: 0 if both choose the same, small if two tokens are nearly as likely.
     """
     host = _host()
     ours, theirs = (_complete(config, rt) for rt in (runtime.current(), host))

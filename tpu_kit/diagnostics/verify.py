@@ -4,9 +4,9 @@
     for check in [*verify(config), *rehearse(config)]:
         print(check)
 
-Each check of `verify` is a launch with a time limit: one that fails, hangs or dies does not stop the others. Their
-results go to verify-report.json, for the user to attach to an issue, and to this machine's calibration, which `plan`
-and `train` use. `rehearse` trains the embedded model, saves, resumes and generates.
+Each check of `verify` is a launch with a time limit: a failure, a hang or a crash does not stop the others. The results
+go to verify-report.json, which the user can attach to an issue, and to this machine's calibration, which `plan` and
+`train` use. `rehearse` trains the embedded model, saves, resumes and generates.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REPORT = "verify-report.json"
 SECONDS: Mapping[str, float] = {"tpu": 600.0}
 """Time limit of each launch; elsewhere `_SECONDS`."""
 _SECONDS = 300.0
-# What is measured on a chip, and what stands for it where there is none.
+# The runs that are measured on a chip, and elsewhere.
 _SHAPES: tuple[dict[str, Any], ...] = (
     {"model.name": "Qwen/Qwen2.5-0.5B-Instruct", "max_length": 1024, "batch_size": 4},
     {"model.name": "HuggingFaceTB/SmolLM2-135M-Instruct", "max_length": 512, "batch_size": 16},
@@ -58,10 +58,10 @@ LOSS_TOLERANCE = 0.01
 NORM_TOLERANCE = 0.05
 """Relative differences of loss and gradient norm, with products in bf16 on both sides."""
 GAP_TOLERANCE = 0.1
-"""The same of a logit: two tokens nearer than this may change places by rounding alone."""
+"""Difference of two logits: rounding alone may exchange two tokens that are closer."""
 MEMORY_RATIOS = (0.5, 1.25)
 TIME_RATIOS = (0.5, 4.0)
-"""Measured over predicted; what is outside is no measurement to plan with, and is not kept."""
+"""Bounds of measured over predicted; a ratio outside is not kept for plans."""
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 _FIRST, _THEN = 4, 8  # updates before and after the checkpoint
@@ -73,18 +73,18 @@ _RUN = {
 
 
 class NotMeasured(Exception):
-    """Why there is nothing to compare on this device."""
+    """There is nothing to compare on this device; the text says why."""
 
 
 @dataclass(frozen=True)
 class Record(Check):
-    """A check of `verify`: a row, and what the report has of it besides.
+    """A check of `verify`: a row, and its details for the report.
 
     Attributes:
-        figures: what was computed or measured.
-        tolerance: what it had to be within.
-        seconds: that the check took.
-        error: all of the error's text; empty where there was none.
+        figures: the results or measurements.
+        tolerance: the bounds of the figures.
+        seconds: duration of the check.
+        error: the whole text of an error; empty without one.
     """
 
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -96,12 +96,12 @@ class Record(Check):
 def verify(
     config: TrainConfig, report: str | Path = REPORT, announce: Callable[[str], None] = lambda name: None
 ) -> Iterator[Record]:
-    """Checks this machine's devices; the rows come one by one, and none stops those after it.
+    """Checks this machine's devices; yields the rows one by one. A failure does not stop the next checks.
 
-    After each, the report and the calibration are written: what was found survives whatever comes next.
+    The report and the calibration are written after each check, so that a crash of a later one loses nothing.
 
     Args:
-        config: its `launch` section says where.
+        config: its `launch` section chooses the device.
         report: path of the report.
         announce: called with a check's name before it begins.
     """
@@ -128,10 +128,10 @@ def verify(
 
 
 class _FirstContact:
-    """The checks in their order, and what is known after each.
+    """The checks in their order, and the calibration after each.
 
     Attributes:
-        known: what was found so far; a kernel that failed is not used by the checks after it.
+        known: the calibration so far; a kernel that failed is not used by the next checks.
     """
 
     def __init__(
@@ -139,14 +139,14 @@ class _FirstContact:
     ) -> None:
         self.known, self._backend, self._announce = known, backend, announce
         self._limit = SECONDS.get(backend.device_type, _SECONDS)
-        # A hang is told with its stacks, before the limit ends it.
+        # Less than the limit, so that a hang is reported with its stacks.
         hang = min(config.launch.hang_timeout, self._limit / 2)
         self._all = replace(config.launch, device_type=backend.device_type, hang_timeout=hang)
         self._one = replace(self._all, num_replicas=1)
         self._steps_taken: dict[str, dict[str, float | None]] = {}
 
     def checks(self) -> Iterator[Record]:
-        """Runs them."""
+        """Runs the checks."""
         yield self._check("Cores", partial(launch, doctor.probe, self._config(), self._limit), _judge_cores, "exact")
         yield from self._kernels()
         yield from self._steps()
@@ -159,13 +159,13 @@ class _FirstContact:
         yield self._measure("Step time", self._time, TIME_RATIOS, "the roofline")
 
     def _config(self, one: bool = False, **settings: Any) -> TrainConfig:
-        """A run of the embedded model, with what is known not to work left out."""
+        """A run of the embedded model, without kernels or loops that have failed."""
         values = {"model.name": "embedded", "data.source": "embedded", "max_length": 128, **settings}
         config = load_config(None, parameters=values)
         return self.known.apply(replace(config, launch=self._one if one else self._all))[0]
 
     def _kernels(self) -> Iterator[Record]:
-        """Splash, and flash where that fails."""
+        """Checks splash, and flash if that fails."""
         if self._backend.device_type not in ("tpu", "xla-cpu"):
             yield Record("Splash kernel", "skipped", f"it is for a TPU, and this is {self._backend.device_type}")
             return
@@ -184,7 +184,7 @@ class _FirstContact:
                 return
 
     def _steps(self) -> Iterator[Record]:
-        """Layers as a loop, and one by one where that fails."""
+        """Checks a step with scanned layers, and with unrolled ones if that fails."""
         tolerance = f"loss within {LOSS_TOLERANCE:.0%}, gradient norm within {NORM_TOLERANCE:.0%} of the CPU's"
         for layers, scan in (("scanned", "on"), ("unrolled", "off")):
             action = "layers are unrolled here from now on, if the next check passes" if scan == "on" else ""
@@ -207,7 +207,7 @@ class _FirstContact:
         return [with_shipped_shape(self._config(one=True, **shape)) for shape in shapes]
 
     def _step(self, config: TrainConfig) -> dict[str, float | None]:
-        """What a step takes; each shape is run once, for its memory and its time."""
+        """Measures a step; each shape is run once, for its memory and its time."""
         if (name := _name(config)) not in self._steps_taken:
             self._steps_taken[name] = launch(smoke_test.measure_step, config, self._limit)
         return self._steps_taken[name]
@@ -235,7 +235,7 @@ class _FirstContact:
     def _measure(
         self, name: str, run: Callable[[], dict[str, dict[str, float]]], bounds: tuple[float, float], against: str
     ) -> Record:
-        """A check of ratios; where all are within the bounds, the largest is kept."""
+        """Checks ratios of measured over predicted; if all are within the bounds, keeps the largest."""
         tolerance = f"{bounds[0]} to {bounds[1]} times {against}"
         judge, action = partial(_judge_ratios, bounds=bounds, against=against), "what is predicted stays as it is"
         record = self._check(name, run, judge, tolerance, action)
@@ -248,9 +248,9 @@ class _FirstContact:
         self, name: str, run: Callable[[], Any], judge: Callable[[Any], Verdict], tolerance: str,
         action: str = "",
     ) -> Record:  # fmt: skip
-        """Runs a check and judges its figures; whatever it raises is its record.
+        """Runs a check and judges its figures, or records its error.
 
-        `action` is what the kit does where the check fails, which then is a warning; without one it is a failure.
+        `action` describes what the kit does after a failure, which is then a warning; without it it is a failure.
         """
         self._announce(f"{name}: {self._limit:.0f} s at most for each launch")
         said, start, figures = io.StringIO(), time.monotonic(), {}
@@ -263,9 +263,9 @@ class _FirstContact:
             status = "ok" if good else failed
         except NotMeasured as reason:
             status, found = "skipped", f"not measured: {reason}"
-        except Exception as failure:  # of whatever kind: the checks after it must still run
+        except Exception as failure:  # of any kind: the next checks must still run
             error = f"{str(failure) or type(failure).__name__}\n\nIts last output:\n{said.getvalue()[-4000:]}"
-            # The last of a traceback's lines that name an error: JAX writes a remark below its own.
+            # The last line of the traceback that names an error: JAX writes a remark below it.
             named = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", getattr(failure, "traceback", ""), re.MULTILINE)
             found = " ".join([(str(failure) or type(failure).__name__).splitlines()[0], *named[-1:]])
         advice = "; ".join(filter(None, [action, f"attach {Path(self.known.report).name} to an issue"]))
@@ -293,7 +293,7 @@ Verdict = tuple[bool, str]  # whether the figures are right, and a text
 
 
 def _judge_cores(figures: Mapping[str, Any]) -> Verdict:
-    """Every core must have the sum of 1 to their number."""
+    """Each core must have the sum of 1 to the number of cores."""
     count = figures["replicas"]
     sums = enumerate(core[0] for core in figures["cores"])
     wrong = [f"core {rank} has {total:g}" for rank, total in sums if total != count * (count + 1) / 2]
@@ -330,7 +330,7 @@ def _judge_ratios(figures: Mapping[str, Mapping[str, float]], bounds: tuple[floa
     return all(bounds[0] <= one["ratio"] <= bounds[1] for one in figures.values()), text
 
 
-# --------------------------------------------------------------------------------------------------------------- report
+# -------------------------------------------------------------------------------------------------------------- report
 
 
 def _write_report(path: Path, backend: runtime.Backend, known: Calibration, records: Sequence[Record]) -> None:
@@ -352,7 +352,7 @@ def _write_report(path: Path, backend: runtime.Backend, known: Calibration, reco
 
 
 def without_secrets(text: str) -> str:
-    """The text without the values of secret environment variables, tokens of the hub and the home folder's path."""
+    """Removes the values of secret environment variables, tokens of the hub and the home folder's path from a text."""
     for name, value in os.environ.items():
         if _SECRET.search(name) and len(value) > 5:
             text = text.replace(value, "***")
@@ -360,7 +360,7 @@ def without_secrets(text: str) -> str:
 
 
 def report(config: TrainConfig, file: str = REPORT) -> int:
-    """Prints the rows as they are found; returns 0, or 1 if a check failed."""
+    """Prints the rows one by one; returns 0, or 1 if a check failed."""
     records = []
     for record in verify(config, file, lambda text: print(text, file=sys.stderr, flush=True)):
         print(f"{record}  ({record.seconds:.0f} s)", flush=True)
@@ -369,14 +369,14 @@ def report(config: TrainConfig, file: str = REPORT) -> int:
     return int(any(record.status in ("warning", "failure") for record in records))
 
 
-# ------------------------------------------------------------------------------------------------------- a run in small
+# ------------------------------------------------------------------------------------------------------ a small run
 
 
 def rehearse(config: TrainConfig) -> Iterator[Check]:
-    """Runs a small training with a checkpoint, a resume and a generation; yields a row for each, up to a failure.
+    """Runs a small training with a checkpoint, a resume and a generation; yields a row for each, until one fails.
 
     Args:
-        config: its `launch` section says where.
+        config: its `launch` section chooses the device.
     """
     from tpu_kit.checkpointing import manager
     from tpu_kit.generation.service import Sampling, generate
@@ -396,9 +396,7 @@ def rehearse(config: TrainConfig) -> Iterator[Check]:
 
             found, damaged = manager.scan(small.checkpoints_place, verify=True)
             if damaged or not found or found[-1].step != _FIRST:
-                yield Check(
-                    "Checkpoint", "failure", f"of step {_FIRST} there is none that is whole", "look at the disk"
-                )
+                yield Check("Checkpoint", "failure", f"there is no whole one of step {_FIRST}", "check the disk")
                 return
             text = f"step {found[-1].step}, {found[-1].size / 1e6:.1f} MB, every file as its manifest says"
             yield Check("Checkpoint", "ok", text)
@@ -423,7 +421,7 @@ def rehearse(config: TrainConfig) -> Iterator[Check]:
 
 
 def _quietly(run: Callable[[], T]) -> tuple[float, str, T]:
-    """Seconds, what it printed, and the result."""
+    """Runs a function; returns the seconds, its output, and its result."""
     said, start = io.StringIO(), time.monotonic()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         result = run()

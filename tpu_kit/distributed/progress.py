@@ -20,7 +20,7 @@ _LOOK = 0.5  # seconds between two readings of the replicas' counts
 
 def open_bar(name: str, total: int | None, initial: int = 0, unit: str = "step") -> Any:
     """Opens a progress bar of tqdm on stderr; it shows nothing where `NO_BAR` is in the environment."""
-    from tqdm.std import tqdm  # type: ignore[import-untyped]
+    from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
     # A launch's stderr is a pipe to a notebook cell or a log: no terminal width to follow, and each redraw is kept.
     terminal = sys.stderr.isatty()

@@ -1,7 +1,7 @@
-"""What `verify` measured and found on this machine, kept for each kind of device, for `plan` and `train` to use.
+"""Keeps the measurements of `verify` on this machine, for each kind of device, for `plan` and `train`.
 
-A file of JSON in the user's cache. Its ratios correct what is predicted; a kernel or a loop that failed is not taken by
-`auto` again. What was found with other versions of torch_xla, libtpu or the kit says nothing of these, and is not used.
+They are a JSON file in the user's cache. Ratios correct predictions; `auto` does not take a kernel or a loop that
+failed. Results of other versions of torch_xla, libtpu or the kit are not used.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _AGAIN = "`python -m tpu_kit verify` again"
 
 @dataclass(frozen=True)
 class Calibration:
-    """The figures of one kind of device.
+    """The measurements of one kind of device.
 
     Attributes:
         device: a chip's name, such as "v5e", or "xla-cpu".
-        memory: measured peak of a step over the compiler's figure; None where it was not measured.
-        time: measured time of a step over that of the roofline; None where it was not measured.
-        kernels: what was checked, "splash" or "flash": why it failed, empty where it did not.
-        scan: why the loop over layers failed, empty where it did not or was not checked.
-        report: path of the report that has the details.
+        memory: measured peak of a step over the compiler's figure; None if not measured.
+        time: measured time of a step over the roofline's; None if not measured.
+        kernels: "splash" or "flash", if checked, to the reason of its failure; empty if it passed.
+        scan: why the loop over layers failed; empty if it passed or was not checked.
+        report: path of the report with the details.
         made: date.
         versions: of the packages, and a hash of the kit's code.
-        ignored: why what was found there is not used; it then holds nothing else.
+        ignored: why a file is not used; all other fields are then empty.
     """
 
     device: str
@@ -51,18 +51,18 @@ class Calibration:
     ignored: str = ""
 
     def __str__(self) -> str:
-        """The ratios in words; empty where nothing was measured."""
+        """Describes the ratios; empty if nothing was measured."""
         parts = [] if self.memory is None else [f"memory {self.memory:.2f} of the compiler's figure"]
         parts += [] if self.time is None else [f"step time {self.time:.2f} of the roofline's"]
         return f"measured on this machine, {self.made}: {', '.join(parts)}" if parts else ""
 
     @property
     def notes(self) -> list[str]:
-        """The ratios and why a file is ignored, a line each."""
+        """The ratios, and the reason why a file is ignored, a line each."""
         return [text for text in (str(self), self.ignored) if text]
 
     def apply(self, config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-        """The run without what failed here and `auto` would take; and a line for each change."""
+        """Replaces each `auto` that would take what failed here; returns the run and a line for each change."""
         warnings = []
         if config.model.attention == "auto" and (why := self.kernels.get("splash")):
             pick: Literal["flash", "sdpa"] = "flash" if self.kernels.get("flash") == "" else "sdpa"
@@ -75,7 +75,7 @@ class Calibration:
         return config, [f"{warning}; see {self.report}, and run {_AGAIN}" for warning in warnings]
 
     def save(self) -> None:
-        """Writes it whole; where the cache cannot be written to, nothing is kept."""
+        """Writes the file atomically; prints a note if the cache cannot be written to."""
         path = _path(self.device)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,12 +87,12 @@ class Calibration:
 
 
 def begin(device: str, report: Path) -> Calibration:
-    """An empty one of today, with the versions that are installed here."""
+    """Makes an empty calibration of today, with the installed versions."""
     return Calibration(device, report=str(report), made=f"{datetime.now(UTC):%Y-%m-%d}", versions=_versions())
 
 
 def load(device: str) -> Calibration:
-    """What was found on this kind of device, as far as it holds for the versions installed here; else an empty one."""
+    """Loads the calibration of a kind of device; an empty one if there is none for the installed versions."""
     path = _path(device)
     try:
         found = Calibration(**json.loads(path.read_text()))
@@ -112,7 +112,7 @@ def load(device: str) -> Calibration:
 
 
 def device_of(device_type: str, at: Machine) -> str:
-    """The name that the figures of a machine's devices are kept by."""
+    """The name under which the calibration of a machine's devices is kept."""
     found = at.tpus() if device_type == "tpu" else []
     return chips.chip(found[0]).name if found else device_type
 

@@ -1,6 +1,6 @@
-"""Versions of torch, torch_xla, libtpu and jax that work together, as data. Needs nothing but Python.
+"""The table of versions of torch, torch_xla, libtpu and jax that work together. Needs nothing but Python.
 
-`machine` (the doctor), `packages` (installing) and `compiler` read this table and hold no version of their own.
+The doctor (`machine`), `install` and `compile_check` read it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Pairing:
         libtpu: versions of the TPU's driver and compiler, with the Pythons that have wheels of them; the first that
             fits is installed.
         jax: versions of jax and jaxlib; the first is installed.
-        beside: packages that are not needed, but are built for one torch, and that notebook images bring.
-        kernel_format: the newest serialization of Pallas kernels that its libtpu reads; None where it reads what its
-            jax writes for export.
+        beside: packages of notebook images that are not needed, but are built for one torch.
+        kernel_format: the newest serialization of Pallas kernels that its libtpu reads; None if it reads the format
+            that its jax exports.
     """
 
     torch: str
@@ -37,7 +37,7 @@ class Pairing:
         return next((version for version, pythons in self.libtpu.items() if python in pythons), None)
 
     def versions(self, python: Python) -> dict[str, str]:
-        """What to install for a Python, by package; without libtpu where it has no wheel."""
+        """The versions to install for a Python, by package; without libtpu if it has no wheel."""
         driver = self.libtpu_for(python)
         found = {"torch": self.torch, "torch_xla": self.torch}
         return found | ({"libtpu": driver} if driver else {}) | {"jax": self.jax[0], "jaxlib": self.jax[0]}
@@ -95,10 +95,10 @@ def installed_version(package: str) -> str | None:
 
 
 def find_pairing(version: Callable[[str], str | None]) -> Pairing | None:
-    """The pairing whose torch and torch_xla are installed; None where they belong to none.
+    """Finds the pairing whose torch and torch_xla are installed; None if there is none.
 
     Args:
-        version: gives the installed version of a package, or None.
+        version: returns the installed version of a package, or None.
     """
     for pairing in PAIRINGS:
         if all(bare(version(name) or "") == pairing.torch for name in ("torch", "torch_xla")):
@@ -107,14 +107,14 @@ def find_pairing(version: Callable[[str], str | None]) -> Pairing | None:
 
 
 def mismatches(version: Callable[[str], str | None], python: Python, *, with_tpu: bool) -> dict[str, str]:
-    """What to install so that the packages pair: package to version; empty where they do.
+    """Finds what to install so that the packages pair: package to version; empty if they pair.
 
-    What pairs already is left alone. Where torch and torch_xla belong to no pairing, it is the newest one.
+    Packages that pair already are kept. If torch and torch_xla belong to no pairing, the newest one is chosen.
 
     Args:
-        version: gives the installed version of a package, or None.
-        python: whose wheels are installed.
-        with_tpu: whether a TPU, or its compiler, is to be used: libtpu and jax may then not be missing.
+        version: returns the installed version of a package, or None.
+        python: version of the Python to install for.
+        with_tpu: whether a TPU, or its compiler, is used, which need libtpu and jax.
     """
     pairing = find_pairing(version) or PAIRINGS[0]
     wanted = pairing.versions(python)
@@ -135,7 +135,7 @@ def install_line(python: Python) -> str:
 
 
 def is_tested(package: str, version: str) -> bool:
-    """Whether a version of a package in `TESTED` is between those that the tests ran with."""
+    """Whether a version of a package in `TESTED` is between the versions that the tests ran with."""
     first, last = TESTED[package]
     return _minor(first) <= _minor(version) <= _minor(last)
 

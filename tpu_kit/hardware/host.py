@@ -1,6 +1,6 @@
-"""What a run needs besides its accelerator: host memory, disk, the compile cache, the hub and the tracker.
+"""Checks what a run needs besides its accelerator: host memory, disk, the compile cache, the hub and the tracker.
 
-One `Check` per question, as in `machine`; the network is asked for three seconds at most, and secrets are never shown.
+One `Check` per question, as in `machine`. Requests to the network take three seconds at most; secrets are never shown.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Check, Machine
 
 _TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
-# A replica's process without weights: imports and runtime took 0.93 GiB on XLA:CPU; the TPU's driver is a guess on top.
+# A replica's process without weights: imports and runtime took 0.93 GiB on XLA:CPU; the rest is a guess for the driver.
 PROCESS_BYTES = 1.5 * GIB
 _KEPT = 0.2
-"""Share of a model's numbers that int8 and int4 leave in bf16, where only its name is known: embedding and head have
-13 % of Llama 3.1 8B's, 10 of Qwen2.5 3B's, 21 of Llama 3.2 1B's, 28 of Qwen2.5 0.5B's."""
+"""Share of a model's weights that int8 and int4 leave in bf16, if only its name is known: embedding and head have 13 %
+in Llama 3.1 8B, 10 in Qwen2.5 3B, 21 in Llama 3.2 1B, 28 in Qwen2.5 0.5B."""
 _STACK = 0.45
-"""Share of the layers' matrices that the largest stack of them has, where only the name is known: 27 % in Llama 3.1 8B
+"""Share of the largest stack among the layers' matrices, if only the model's name is known: 27 % in Llama 3.1 8B
 (gate_proj), 44 in Phi 3 mini (gate_up_proj)."""
 
 
 def _folder(config: TrainConfig) -> Path:
-    """Where the model is, if it is on this machine."""
+    """The model's folder, if it is on this machine."""
     name = config.model.name
     return Path(__file__).parents[1] / "assets/embedded" if name == "embedded" else Path(name).expanduser()
 
 
 def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
-    """Bytes of the base weights as they are saved, and whether they are on this machine already.
+    """Bytes of the saved base weights, and whether they are on this machine already.
 
-    Of a folder, the size of its safetensors or else .bin files; four times a GGUF file, whose 4 bits become 16.
-    Of a hub id, parameters as its name says ("8B") times the bytes of `base_dtype`, or None where it says nothing.
+    For a folder, the size of its safetensors or else .bin files; four times a GGUF file, whose 4 bits become 16. For a
+    hub id, the parameters in its name ("8B") times the bytes of `base_dtype`; None if the name has none.
     """
     name, gguf, folder = config.model.name, config.model.gguf_file, _folder(config)
     if folder.is_dir():
@@ -62,11 +62,11 @@ def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
 
 
 def loading_bytes(config: TrainConfig) -> float | None:
-    """Bytes of host memory that a replica's base weights take at most while they are loaded; None if not known.
+    """Peak bytes of host memory of a replica's base weights while they are loaded; None if not known.
 
-    Weights that are trained are in fp32. For int8 and int4 each weight is rounded as it is read (`quantized`), so the
-    host never holds all that is saved; beyond the result it holds one stack, while layers become a loop (`layer_scan`).
-    A GGUF file, or what another tool has quantised, becomes bf16 before that.
+    Trained weights are in fp32. For int8 and int4 each weight is rounded as it is read (`quantized`), so the host never
+    holds all saved weights; beside the result it holds one stack, while layers are stacked (`layer_scan`). A GGUF file,
+    or a model that another tool has quantised, becomes bf16 before that.
     """
     saved, _ = model_bytes(config)
     model, folder = config.model, _folder(config)
@@ -83,15 +83,15 @@ def loading_bytes(config: TrainConfig) -> float | None:
 
 
 def _guess(numbers: float) -> tuple[float, float, float]:
-    """`_count` of a model of which only the size is known."""
+    """Estimates `_count` from the number of weights."""
     matrices = (1 - _KEPT) * numbers
     return matrices, _KEPT * numbers, _STACK * matrices
 
 
 def _count(folder: Path) -> tuple[float, float, float] | None:
-    """Numbers in the matrices of a folder's layers, in its other tensors, and in the largest stack of those matrices.
+    """Counts the weights in the layers' matrices, in the other tensors, and in the largest stack of those matrices.
 
-    None where its files are not safetensors that can be read; loading them says why.
+    None if the folder's files are not readable safetensors; loading them raises the error.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -100,7 +100,7 @@ def _count(folder: Path) -> tuple[float, float, float] | None:
     try:
         for path in folder.glob("*.safetensors"):
             with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                for name in file.keys():  # noqa: SIM118  the file is not a mapping
                     shape = file.get_slice(name).get_shape()
                     place, layers = re.subn(r"\.\d+\.", ".", name)
                     if layers and len(shape) == 2 and "vision" not in name:
@@ -120,7 +120,7 @@ def _is_quantized(folder: Path) -> bool:
 
 
 def free_memory(at: Machine) -> float | None:
-    """Bytes of host memory that are free, within the limit of this container; None where the system does not say."""
+    """Free bytes of host memory, within the limit of this container; None where the system does not tell."""
     kib = re.search(r"MemAvailable:\s*(\d+) kB", at.read("proc/meminfo"))
     if kib is None:
         return None
@@ -131,7 +131,7 @@ def free_memory(at: Machine) -> float | None:
 
 
 def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
-    """Whether the host has memory for a model per replica while they start: else the kernel kills one (SIGKILL)."""
+    """Checks that the host has memory for a model per replica at the start: else the kernel kills one (SIGKILL)."""
     free = free_memory(at)
     if free is None:
         return Check("Host memory", "skipped", "/proc/meminfo does not say")
@@ -152,10 +152,10 @@ def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
 
 
 def check_disk(at: Machine, config: TrainConfig) -> Check:
-    """Room for the weights to download and for the checkpoints kept.
+    """Checks the room for the weights to download and for the checkpoints.
 
     A checkpoint of full fine-tuning counts 5 times the bf16 weights (2 bytes a parameter, and 8 for AdamW's moments);
-    one more than `keep` exists while it is written. Adapters and logs: 1 GiB.
+    while one is written there is one more than `keep`. Adapters and logs count 1 GiB.
     """
     size, local = model_bytes(config)
     trained = 0 if config.lora.r else (config.checkpoint.keep + 1) * 5 * (size or 0)
@@ -172,12 +172,12 @@ def check_disk(at: Machine, config: TrainConfig) -> Check:
 
 
 def compile_cache(at: Machine) -> Path:
-    """Where compiled programs are kept: XLA_PERSISTENT_CACHE_PATH, by default ~/.cache/tpu_kit/xla."""
+    """The folder of compiled programs: XLA_PERSISTENT_CACHE_PATH, by default ~/.cache/tpu_kit/xla."""
     return Path(at.environ.get("XLA_PERSISTENT_CACHE_PATH") or Path("~/.cache/tpu_kit/xla").expanduser())
 
 
 def check_cache(at: Machine) -> Check:
-    """Whether compiled programs can be kept for the next run."""
+    """Checks that compiled programs can be cached for the next run."""
     folder = compile_cache(at)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -194,19 +194,19 @@ _DATA_FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.(gz|bz2|xz|zst
 
 
 def _is_path(name: str, source: str) -> bool:
-    """Whether a model or a data set is named by a path of this machine, there or not, rather than by a hub id."""
+    """Whether a model or a data set is named by a path of this machine, existing or not, and not by a hub id."""
     of_file = name != "model.name" and bool(_DATA_FILE.search(source))
     return "://" not in source and (source.startswith((".", "/", "~")) or source.count("/") > 1 or of_file)
 
 
 def _missing(config: TrainConfig) -> list[str]:
-    """The parameters that name a path of this machine where there is nothing."""
+    """The parameters that name a path of this machine that does not exist."""
     named = {name: config[name] for name in _SOURCES if config[name] and _is_path(name, config[name])}
     return [name for name, path in named.items() if not glob.glob(os.path.expanduser(path)) and not Path(path).exists()]
 
 
 def check_files(config: TrainConfig) -> Check:
-    """Whether the files and folders of this machine that the run reads are there."""
+    """Checks that the files and folders of this machine that the run reads exist."""
     texts, fixes = [], []
     for name in _missing(config):
         path = Path(config[name]).expanduser()
@@ -218,13 +218,13 @@ def check_files(config: TrainConfig) -> Check:
     return Check("Files", "ok", "all paths that the run names are there")
 
 
-_ASKING = 3.0  # seconds that a server gets to answer
-_ASKED_AGAIN = 300.0  # seconds after which the hub is asked again whether it answers
-_ASKED = "TPU_KIT_HUB_ASKED"  # in the environment, and so in that of child processes: when that was (time.time)
+_ASKING = 3.0  # seconds in which a server must answer
+_ASKED_AGAIN = 300.0  # seconds after which the hub is tried again
+_ASKED = "TPU_KIT_HUB_ASKED"  # environment variable, inherited by child processes: the time of the last try (time.time)
 
 
 def _answered(ask: Callable[[], int], seconds: float) -> tuple[int | None, str]:
-    """The status that `ask` returns, or None and why there is none."""
+    """The status that `ask` returns, or None and the reason."""
     outcome: list[tuple[int | None, str]] = [(None, f"no answer in {seconds:g} s")]
 
     def work() -> None:
@@ -232,10 +232,10 @@ def _answered(ask: Callable[[], int], seconds: float) -> tuple[int | None, str]:
             outcome[0] = (ask(), "")
         except urllib.error.HTTPError as error:
             outcome[0] = (error.code, "")
-        except Exception as error:  # of the system, urllib, or the hub's library
+        except Exception as error:  # of the system, urllib or the hub's library
             outcome[0] = (None, str(getattr(error, "reason", error)))
 
-    # A thread, since the look-up of a name has no timeout of its own.
+    # In a thread, because the lookup of a name has no timeout.
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -243,10 +243,10 @@ def _answered(ask: Callable[[], int], seconds: float) -> tuple[int | None, str]:
 
 
 def _head(url: str, token: str | None = None, seconds: float = _ASKING) -> tuple[int | None, str]:
-    """Ask a server for a page's headers, by way of a proxy if one is set; no redirect gets to see the token.
+    """Requests a page's headers, through a proxy if one is set; redirects do not get the token.
 
     Returns:
-        The status, or None and why there is none.
+        The status, or None and the reason.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -259,11 +259,11 @@ def _head(url: str, token: str | None = None, seconds: float = _ASKING) -> tuple
 
 
 def ask_hub_once() -> None:
-    """Lets Hugging Face's libraries use their caches alone where the hub does not answer one try of 3 seconds.
+    """Lets Hugging Face's libraries use only their caches if the hub does not answer one request within 3 seconds.
 
-    Otherwise each file costs six tries: 24 s where connections are refused, and 66 s where nothing comes back. Child
-    processes inherit what was found, and the hub is asked again after five minutes. Where HF_HUB_OFFLINE is set, to 0
-    too, nothing is asked.
+    Otherwise each file costs six tries: 24 s if connections are refused, and 66 s without any answer. Child processes
+    inherit the result, and the hub is tried again after five minutes. Nothing is requested if HF_HUB_OFFLINE is set,
+    also to 0.
     """
     environ, before = os.environ, os.environ.get(_ASKED)
     if before is None and {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & environ.keys():
@@ -274,7 +274,7 @@ def ask_hub_once() -> None:
     from huggingface_hub.utils import get_session
 
     _set_offline(False)
-    # By the library's own connection: its proxy and its certificates are those that count.
+    # Through the library's own session, for its proxy and its certificates.
     status, problem = _answered(lambda: get_session().head(constants.ENDPOINT, timeout=_ASKING).status_code, _ASKING)
     environ[_ASKED] = str(time.time())
     if status is None:
@@ -290,9 +290,9 @@ def _set_offline(offline: bool) -> None:
     os.environ.pop("HF_HUB_OFFLINE", None)
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
-    for name in ("huggingface_hub.constants", "datasets.config"):  # which have read it, if they are loaded
+    for name in ("huggingface_hub.constants", "datasets.config"):  # have read the variable, if they are loaded
         if module := sys.modules.get(name):
-            module.HF_HUB_OFFLINE = offline  # type: ignore[attr-defined]
+            module.HF_HUB_OFFLINE = offline  # type: ignore[attr-defined]  # of a module by name
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -301,7 +301,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def check_hub(at: Machine, config: TrainConfig) -> Check:
-    """Whether the Hugging Face hub answers and gives this user the model; the token is never shown."""
+    """Checks that the Hugging Face hub answers and gives this user the model; the token is never shown."""
     name, environ, model = "Hugging Face hub", at.environ, config.model.name
     home = Path(environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
     token_file = Path(environ.get("HF_TOKEN_PATH") or home / "token")
@@ -335,7 +335,7 @@ def _is_local(source: str) -> bool:
 
 
 def check_wandb(at: Machine, config: TrainConfig) -> Check:
-    """Whether Weights & Biases, if it is on, finds a key (never shown) or is offline."""
+    """Checks that Weights & Biases, if it is on, finds a key (never shown) or is offline."""
     mode = config.tracking.wandb
     if mode == "online" and at.environ.get("WANDB_MODE") in ("offline", "disabled"):
         mode = "offline"
@@ -353,7 +353,7 @@ def check_wandb(at: Machine, config: TrainConfig) -> Check:
 
 
 def chip_name(device_type: str) -> str | None:
-    """The name in `chips` of what replicas here run on; None for a CPU, or a chip that is not known there."""
+    """The name in `chips` of the device of the replicas here; None for a CPU or an unknown chip."""
     if device_type == "tpu":
         return next(iter(Machine().tpus()), None)
     if device_type == "cuda":
@@ -365,6 +365,6 @@ def chip_name(device_type: str) -> str | None:
 
 
 def chips_of(device_type: str, replicas: int) -> int:
-    """Chips that so many replicas run on: v2 and v3 have two devices a chip."""
+    """Number of chips that so many replicas run on: v2 and v3 have two devices a chip."""
     name = chip_name(device_type)
     return max(1, replicas // chips.chip(name).devices_per_chip) if name else replicas

@@ -1,8 +1,8 @@
-"""What can be told of this machine without touching a device: one `Check` per question, with the command that fixes it.
+"""Checks this machine without touching a device: one `Check` per question, with the command that fixes it.
 
-Versions come from the packages' metadata, chips from /sys, who holds them from /proc, the rest from the environment. So
-it is safe in a notebook's kernel, quick, and says the same before the first import as after a failed one. `doctor` puts
-the checks in order and adds those that need a device.
+Versions come from the packages' metadata, chips from /sys, processes that hold them from /proc, the rest from the
+environment. So the checks are quick, safe in a notebook's kernel, and independent of what was imported. `doctor` orders
+them and adds the checks that need a device.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tpu_kit.hardware.compatibility import (
     mismatches,
 )
 
-if TYPE_CHECKING:  # only Python itself is needed here, so that `install` can look around where nothing is installed yet
+if TYPE_CHECKING:  # this module needs only Python, so that `install` works where nothing is installed yet
     from tpu_kit.config.loader import TrainConfig
 
 Status = Literal["ok", "warning", "failure", "skipped"]
-MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001  a dash is meant
+MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001  the dash is intended
 
 # As in torch_xla._internal.tpu and tpu-info: v2 and v3 share a device id and differ in the subsystem's.
 _GOOGLE = "0x1ae0"
@@ -52,7 +52,7 @@ PER_PROCESS = (
 
 @dataclass(frozen=True)
 class Check:
-    """One row: `fix` is a command (or what to change), empty where all is well; `cores` is what each core measured."""
+    """One row: `fix` is a command or a setting, empty if none is needed; `cores` has the measurements of each core."""
 
     name: str
     status: Status
@@ -67,15 +67,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks look at; a test gives another folder tree, environment or set of versions.
+    """The machine that the checks look at; a test gives another folder tree, environment or set of versions.
 
     Attributes:
-        root: Where sys, proc, dev and tmp are.
-        environ: Environment variables.
-        version: Version of an installed package, or None.
-        python: Major and minor version of the interpreter.
-        metadata_server: Host and port that answer for the cloud's virtual machine. An address, for a name off-cloud
-            can take long to be refused.
+        root: folder of sys, proc, dev and tmp.
+        environ: environment variables.
+        version: returns the version of an installed package, or None.
+        python: major and minor version of the interpreter.
+        metadata_server: host and port of the cloud's metadata server. An address, because the lookup of a name can take
+            long outside the cloud.
     """
 
     root: Path = Path("/")
@@ -92,7 +92,7 @@ class Machine:
             return ""
 
     def tpus(self) -> list[str]:
-        """Chips on the PCI bus, such as ["v5e", "v5e"]; nothing is asked of them."""
+        """Chips on the PCI bus, such as ["v5e", "v5e"]; they are not opened."""
         found = []
         for device in sorted((self.root / "sys/bus/pci/devices").glob("*")):
             name = str(device.relative_to(self.root))
@@ -107,7 +107,7 @@ class Machine:
         return sorted([*dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")])
 
     def holders(self, paths: Iterable[Path]) -> dict[int, str]:
-        """Process id -> command line of each process that has one of these files open, as far as /proc shows us."""
+        """Process id -> command line of each process that has one of these files open, as far as /proc shows it."""
         wanted = {str(path) for path in paths}
         found: dict[int, str] = {}
         for folder in (self.root / "proc").glob("[0-9]*") if wanted else ():
@@ -130,7 +130,7 @@ def _link(path: Path) -> str:
 
 
 def check_python(machine: Machine) -> Check:
-    """Whether wheels of torch_xla and libtpu exist for this Python."""
+    """Checks that wheels of torch_xla and libtpu exist for this Python."""
     found = "Python " + ".".join(map(str, machine.python))
     if machine.python in PYTHONS:
         return Check("Python", "ok", found)
@@ -139,7 +139,7 @@ def check_python(machine: Machine) -> Check:
 
 
 def check_packages(machine: Machine, on_tpu: bool) -> Check:
-    """Whether torch, torch_xla, libtpu and jax pair, by their metadata: a wrong pair fails when it is imported."""
+    """Checks by their metadata that torch, torch_xla, libtpu and jax pair: a wrong pair fails at import."""
     have = {name: version for name in PACKAGES if (version := machine.version(name))}
     found = " ".join(f"{name} {version}" for name, version in have.items()) or "torch is not installed"
     then, install = ", then restart the kernel", install_line(machine.python)
@@ -153,7 +153,7 @@ def check_packages(machine: Machine, on_tpu: bool) -> Check:
         return Check("Packages", "failure" if on_tpu else "skipped", found, fix)
     if wrong := mismatches(machine.version, machine.python, with_tpu=on_tpu):
         pairing = find_pairing(machine.version)
-        must = ", ".join(f"{name} must be {_either((pairing or PAIRINGS[0]).allowed(name))}" for name in wrong)
+        must = ", ".join(f"{name} must be {' or '.join((pairing or PAIRINGS[0]).allowed(name))}" for name in wrong)
         line = "pip install " + " ".join(f'"{name}=={pin}"' for name, pin in wrong.items())
         return Check("Packages", "failure", f"{found}: {must}", line + then)
     pairing = find_pairing(machine.version)
@@ -175,25 +175,21 @@ def check_packages(machine: Machine, on_tpu: bool) -> Check:
     return Check("Packages", "ok", found)
 
 
-def _either(versions: Sequence[str]) -> str:
-    return " or ".join(versions)
-
-
 def _torch_tpu(found: str, version: str, failure: bool, install: str) -> Check:
-    """torch-tpu (TorchTPU) is torch_xla's successor: it needs torch 2.11 or later, which no torch_xla pairs with."""
+    """The row if torch-tpu (TorchTPU), torch_xla's successor, is installed: it needs torch 2.11, torch_xla does not."""
     found += f"; torch_tpu {version}: with it the kit trains on CPU and GPU; a TPU needs torch_xla"
     fix = f"pip uninstall -y torch_tpu && {install}; or a new environment: python3.12 -m venv ~/tpu_kit-env"
     return Check("Packages", "failure" if failure else "warning", found, fix)
 
 
 def check_process(machine: Machine) -> Check:
-    """Whether this process (a notebook's kernel) still can launch: packages as loaded, runtime untouched."""
+    """Checks that this process (a notebook's kernel) can launch: same packages loaded, XLA runtime not initialised."""
     for name in ("torch", "torch_xla"):
         loaded, installed = getattr(sys.modules.get(name), "__version__", None), machine.version(name)
         if loaded and installed and bare(loaded) != bare(installed):
             found = f"{name} {loaded} is loaded, {installed} is installed: pip replaced it under this process"
             return Check("This process", "failure", found, restart())
-    # Asked of a module that is already there, which initialises nothing.
+    # Only if the module is loaded already; the call initialises nothing.
     extension = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
     if extension is not None and extension._xla_runtime_is_initialized():
         found = 'it has touched the XLA device: a launch would fail with "Runtime is already initialized"'
@@ -203,19 +199,19 @@ def check_process(machine: Machine) -> Check:
 
 
 def in_kernel() -> bool:
-    """Whether this process is a notebook's kernel; having imported ipykernel, as papermill does, is not enough."""
+    """Whether this process is a notebook's kernel; a loaded ipykernel, as papermill has it, is not enough."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
 
 
 def restart() -> str:
-    """How to start again with a process that has touched nothing."""
+    """The instruction to start a new process."""
     return "restart the kernel (Kernel > Restart)" if in_kernel() else f"kill {os.getpid()}, start again"
 
 
 def check_tpu(machine: Machine, asked: bool) -> Check:
-    """Which chips are on the PCI bus, and whether this user can open them."""
+    """Checks which chips are on the PCI bus, and that this user can open them."""
     found, nodes = machine.tpus(), machine.nodes()
     named = machine.environ.get("TPU_ACCELERATOR_TYPE") or machine.environ.get("TPU_NAME")
     if not found:
@@ -226,7 +222,7 @@ def check_tpu(machine: Machine, asked: bool) -> Check:
         return Check("TPU", "skipped", text)
     text = f"{len(found)} x {found[0]}" + (f" ({named})" if named else "")
     if not nodes:
-        text += ", but /dev has no accel* or vfio/* file of them: the container was not given the devices"
+        text += ", but /dev has no accel* or vfio/* file for them: the container has no access to the devices"
         return Check("TPU", "failure", text, "docker run --privileged --net=host ...")
     closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
     if closed:
@@ -235,7 +231,7 @@ def check_tpu(machine: Machine, asked: bool) -> Check:
 
 
 def check_metadata(machine: Machine) -> Check:
-    """Whether torch_xla will learn the TPU's topology, which it asks of the metadata server while it is imported."""
+    """Checks that torch_xla can get the TPU's topology, for which it asks the metadata server while it is imported."""
     found = machine.tpus()
     if not found:
         return Check("TPU metadata", "skipped", "not asked for: torch_xla does so only where there are chips")
@@ -267,7 +263,7 @@ def check_metadata(machine: Machine) -> Check:
 
 
 def check_holder(machine: Machine) -> Check:
-    """Which process has the chip open; a TPU serves one at a time."""
+    """Checks which process has the chip open; a TPU serves one at a time."""
     nodes = machine.nodes()
     if not nodes:
         return Check("Chip in use", "skipped", "no device files")
@@ -282,22 +278,22 @@ def _held(name: str, status: Status, holders: Mapping[int, str]) -> Check | None
 
 
 def check_lock(machine: Machine) -> Check:
-    """Whether libtpu's lock file is held, or left by a process that was killed."""
+    """Checks whether libtpu's lock file is held, or left by a process that was killed."""
     path, name = machine.root / "tmp/libtpu_lockfile", "libtpu lock"
     try:
         status = path.stat()
     except OSError:
         return Check(name, "ok", "no lock file")
-    if not machine.nodes():  # libtpu takes it to compile for a TPU, too: who holds it here holds no TPU
+    if not machine.nodes():  # libtpu also takes the lock to compile for a TPU that is not there
         return Check(name, "skipped", "no device files")
-    # Never opened here: the lock is a POSIX one (flock does not see it), which a process loses when it closes *any* of
-    # its descriptors of the file. In a kernel that holds the TPU, looking would set it free.
-    # "1: POSIX ADVISORY WRITE <pid> <device>:<inode> 0 EOF"; a pid that our namespace does not see is 0.
+    # The file is never opened here: it is a POSIX lock (flock does not see it), which a process loses when it closes
+    # *any* of its descriptors of the file. In a kernel that holds the TPU, opening it would release the lock.
+    # "1: POSIX ADVISORY WRITE <pid> <device>:<inode> 0 EOF"; a pid outside our namespace is 0.
     locks = [words for line in machine.read("proc/locks").splitlines() if (words := line.split())[1:2] == ["POSIX"]]
     pids = [int(words[4]) for words in locks if words[5].endswith(f":{status.st_ino}") and int(words[4]) > 0]
     if held := _held(name, "warning", {pid: machine.command(pid) for pid in pids} | machine.holders([path])):
         return held
-    # libtpu makes it for its owner alone (mode 600), and so fails on the one that another user left.
+    # libtpu makes the file with mode 600, and so cannot open the file of another user.
     if os.geteuid() not in (0, status.st_uid):
         text = f"{path} was left behind by a killed process of another user: libtpu cannot open it"
         return Check(name, "failure", text, f"sudo rm {path}")
@@ -306,7 +302,7 @@ def check_lock(machine: Machine) -> Check:
 
 
 def check_replicas(machine: Machine, config: TrainConfig) -> Check:
-    """Whether the TPU devices can be shared among as many replicas as the config asks for."""
+    """Checks that the TPU devices can be divided among the replicas of the config."""
     found, asked = machine.tpus(), config.launch.num_replicas
     if not found or config.launch.device_type not in ("auto", "tpu"):
         return Check("Replicas", "skipped", "no TPU to divide")
@@ -322,9 +318,9 @@ def check_replicas(machine: Machine, config: TrainConfig) -> Check:
 def preset_per_process(machine: Machine) -> list[str]:
     """Variables of the environment that the replicas of a launch must not inherit.
 
-    torch_xla keeps a value that is set, so one that is the same for all processes would give them the same chip.
-    Kaggle's image sets TPU_PROCESS_ADDRESSES=local (tpu/Dockerfile of Kaggle/docker-python). On several hosts such
-    values are the cluster's, and stay.
+    torch_xla keeps values that are set, so the same value in all processes would give them the same chip. Kaggle's
+    image sets TPU_PROCESS_ADDRESSES=local (tpu/Dockerfile of Kaggle/docker-python). On several hosts the cluster sets
+    such values, and they stay.
     """
     devices = sum(chips.chip(name).devices_per_chip for name in machine.tpus())
     if devices < 2 or "," in machine.environ.get("TPU_WORKER_HOSTNAMES", ""):
@@ -333,15 +329,15 @@ def preset_per_process(machine: Machine) -> list[str]:
 
 
 def unset(names: Sequence[str]) -> str:
-    """How to remove environment variables."""
-    # A kernel's environment is out of a shell's reach.
+    """The command that removes environment variables."""
+    # A shell cannot change a kernel's environment.
     if in_kernel():
         return f"import os; [os.environ.pop(name, None) for name in {list(names)}], then restart the kernel"
     return f"unset {' '.join(names)}"
 
 
 def check_settings(machine: Machine) -> Check:
-    """Environment variables that make a run as slow as the CPU, mostly left over from an earlier debugging."""
+    """Checks for environment variables that make a run as slow as the CPU, often left from debugging."""
     environ, slow = machine.environ, {}
     if machine.tpus() and environ.get("PJRT_DEVICE", "TPU") != "TPU":
         slow["PJRT_DEVICE"] = f"={environ['PJRT_DEVICE']} leaves the TPU unused"

@@ -123,7 +123,7 @@ def why(plans: Sequence[Plan]) -> str:
             f"The cheapest that fits: {best.run.run_hours:.3g} hours, ${best.run.on_demand:.2f} on demand"
             + ("." if best.run.spot is None else f", ${best.run.spot:.2f} on spot, interruptions included.")
         )
-        fastest = min((one for one in plans if one.fits and one.run), key=lambda one: one.run.run_hours or float("inf"))  # type: ignore[union-attr]
+        fastest = min((one for one in plans if one.fits), key=_hours)
         if fastest is not best and fastest.run and fastest.run.run_hours is not None:
             cost = _number(fastest.run.on_demand)
             lines.append(f"The fastest is {fastest.where.name}: {fastest.run.run_hours:.3g} hours, ${cost} on demand.")
@@ -147,6 +147,10 @@ def next_parameters(plan: Plan) -> str:
         "save_minutes": max(1, round(run.save_interval_seconds / 60)) if run else None,
     }  # fmt: skip
     return "\n".join(f"{name} = {value!r}" for name, value in values.items() if value is not None)
+
+
+def _hours(one: Plan) -> float:
+    return (one.run.run_hours if one.run else None) or float("inf")
 
 
 def _dollars(one: Plan) -> float | None:

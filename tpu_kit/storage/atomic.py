@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all: each is written beside its place and renamed."""
+"""Writes files and folders atomically: each is written beside its place and renamed."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PART, OLD = ".part", ".old"  # how the names end beside the place: what is being written, and what it replaces
-_CANNOT_SYNC = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}  # folders of some FUSE file systems, which need not
+PART, OLD = ".part", ".old"  # suffixes beside the place: of the new content, and of the content that it replaces
+_CANNOT_SYNC = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}  # folders of some FUSE file systems cannot be synced
 
 
 @contextmanager
 def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Iterator[Path]:
-    """Gives a path beside `path` to write a file or a folder to, and moves what was written there to `path`.
+    """Yields a path beside `path` for a new file or folder, and renames that to `path` when the block ends.
 
-    Where the block raises, `path` stays as it was. What a killed process has left is removed by the next one that
-    writes there, or stays hidden where the place is shared.
+    If the block raises, `path` is unchanged. The leftovers of a killed process are removed by the next writer, or stay
+    hidden if the place is shared.
 
     Args:
         path: the file or folder to make or replace; its parent must exist once the block ends.
-        shared: several processes may write there at the same time, so each writes beside it under its own name.
-        durable: what was written outlives a crash of the machine, too; files in a folder are for the block to `sync`.
+        shared: whether several processes may write there at the same time; each then uses its own hidden name.
+        durable: whether the result must survive a crash of the machine; the block must `sync` the files of a folder.
     """
     hidden = f".{path.name}.{os.getpid()}" if shared else f".{path.name}"
     part, old = path.with_name(hidden + PART), path.with_name(hidden + OLD)
@@ -43,18 +43,18 @@ def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Ite
     finally:
         _remove(part)
     if old.exists():
-        old.rename(part)  # so that no half of it is taken for the folder where a kill interrupts its removal
+        old.rename(part)  # so that a kill during its removal leaves no half folder named `old`
         _remove(part)
 
 
 def write_text(path: Path, text: str, *, shared: bool = False) -> None:
-    """Makes or replaces a file with a text in UTF-8."""
+    """Writes a UTF-8 text file atomically."""
     with replacing(path, shared=shared) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def sync(path: Path) -> None:
-    """Makes a file's content, or a folder's names, outlive a crash of the machine."""
+    """Makes a file's content, or a folder's names, survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,7 @@
-"""Where files are kept: a folder of this machine, or one in an object store, by its URL (gs://bucket/folder).
+"""Reads and writes files in an object store by URL (gs://bucket/folder).
 
-gs:// goes through gcsfs, another scheme through its own fsspec package, without promise. Credentials are those that
-gcsfs finds: Application Default Credentials, or the machine's service account on Google Cloud.
+gs:// uses gcsfs; other schemes use their own fsspec package and are not tested. gcsfs finds the credentials:
+Application Default Credentials, or the machine's service account on Google Cloud.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 from tpu_kit.hardware.chips import MIB
 from tpu_kit.storage import atomic
 
-# A request to which nothing is answered for SILENT_SECONDS, or that takes REQUEST_SECONDS, is given up; gcsfs tries 6
-# times with growing pauses. Files go in parts that a slow line, too, carries in that time.
+# A request ends without an answer for SILENT_SECONDS, or after REQUEST_SECONDS; gcsfs tries 6 times.
+# Files are uploaded in parts, small enough for a slow connection.
 SILENT_SECONDS, REQUEST_SECONDS = 60.0, 300.0
 PART_BYTES = 8 * MIB
 _BUGS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
 
 
 def is_url(place: Path | str) -> bool:
-    """Whether a place is a URL, and not a folder of this machine."""
+    """Whether a place is a URL and not a folder of this machine."""
     return isinstance(place, str) and "://" in place
 
 
@@ -36,10 +36,10 @@ def join(place: Path | str, *names: str) -> Path | str:
 
 
 class ObjectFolder:
-    """The objects whose names begin with a URL; names are relative to it. There are no folders to make, or left over.
+    """The objects whose names begin with a URL; names are relative to it. Folders need not be made or removed.
 
-    All methods raise OSError with a text that says what to do. FileNotFoundError from `read` and `get` is about the
-    object.
+    All methods raise OSError with a text that says what to do. `read` and `get` raise FileNotFoundError if the object
+    does not exist.
 
     Args:
         url: gs://bucket/folder; without a trailing slash.
@@ -81,7 +81,7 @@ class ObjectFolder:
             return bytes(self._files.cat_file(f"{self._root}/{name}"))
 
     def read_all(self, names: Iterable[str]) -> dict[str, bytes]:
-        """The contents of many small objects, at once; those that are gone are left out."""
+        """The contents of many small objects, at once, without those that do not exist."""
         paths = [f"{self._root}/{name}" for name in names]
         if not paths:
             return {}
@@ -97,8 +97,8 @@ class ObjectFolder:
         """Makes an object; of several writers one succeeds.
 
         Raises:
-            FileExistsError: there is one, with another content. With the same it is ours: an answer was lost on the
-                way, and gcsfs has asked again.
+            FileExistsError: it exists with another content. The same content is ours: an answer was lost, and gcsfs
+                has sent the request again.
         """
         try:
             with self._explained():
@@ -113,7 +113,7 @@ class ObjectFolder:
             self._files.pipe_file(f"{self._root}/{name}", content)
 
     def put(self, file: Path, name: str) -> None:
-        """Uploads a file. An upload that breaks off is not there at all, and is begun again once."""
+        """Uploads a file. A broken upload leaves no object, and is tried once more."""
         options = {"chunksize": PART_BYTES} if self.url.startswith(("gs://", "gcs://")) else {}
         try:
             with self._explained():
@@ -125,17 +125,17 @@ class ObjectFolder:
                 self._files.put_file(str(file), f"{self._root}/{name}", **options)
 
     def get(self, name: str, file: Path) -> None:
-        """Downloads an object; a file is there only when all of it is."""
+        """Downloads an object; the file appears only when it is complete."""
         with atomic.replacing(file, shared=True) as part, self._explained(name):
             self._files.get_file(f"{self._root}/{name}", str(part))
 
     def copy(self, name: str, to: ObjectFolder) -> None:
-        """Copies an object to another folder of the same store, which does it without a download."""
+        """Copies an object to another folder of the same store, without a download."""
         with self._explained():
             self._files.cp_file(f"{self._root}/{name}", f"{to._root}/{name}")
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes objects, one after the other; one that is gone already is fine."""
+        """Removes objects, one after the other; missing ones are skipped."""
         for name in names:
             with contextlib.suppress(FileNotFoundError), self._explained(name):
                 self._files.rm_file(f"{self._root}/{name}")
@@ -152,7 +152,7 @@ class ObjectFolder:
             raise self._explain(error) from error
 
     def _explain(self, error: Exception) -> OSError:
-        """What gcsfs, aiohttp, requests or google.auth have raised, in words of what to do."""
+        """Turns an error of gcsfs, aiohttp, requests or google.auth into one that says what to do."""
         origin, kind = type(error).__module__.split(".")[0], type(error).__name__
         status = str(getattr(error, "code", None) or "")
         if isinstance(error, FileNotFoundError):
@@ -180,7 +180,7 @@ class ObjectFolder:
 
 
 def upload(folder: Path, url: str) -> None:
-    """Copies all files of a folder, and of those inside it, to an object store; what else is there stays.
+    """Copies all files of a folder and its subfolders to an object store; other objects there stay.
 
     Raises:
         OSError: the object store cannot be written to.
@@ -193,11 +193,11 @@ def upload(folder: Path, url: str) -> None:
 
 @contextlib.contextmanager
 def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
-    """A folder of this machine: `place` itself, or a copy of what an object store has there, for as long as it is used.
+    """Yields a folder of this machine: `place` itself, or a temporary copy of the objects there.
 
     Args:
         place: a folder, or a URL.
-        names: of the objects, and of the folders, to copy; all by default. What is not there is left out.
+        names: of the objects and folders to copy; all by default. Missing ones are skipped.
 
     Raises:
         ValueError: the object store cannot be read. Errors that name the copy name the URL in its place.
@@ -223,10 +223,10 @@ def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
 
 
 def _filesystem(scheme: str) -> Callable[[], Any]:
-    """What makes the fsspec file system of a scheme; raises ValueError if its package is missing."""
-    # gcsfs asks a second service about each bucket unless told not to; only zonal buckets need that.
+    """Returns the constructor of a scheme's fsspec file system; raises ValueError if its package is missing."""
+    # By default gcsfs asks a second service about each bucket, which only zonal buckets need.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    # Others write there, too: what was listed once may not hold any more.
+    # Other processes write there too: a cached list may be out of date.
     options: dict[str, Any] = {"use_listings_cache": False}
     try:
         import fsspec
@@ -238,6 +238,6 @@ def _filesystem(scheme: str) -> Callable[[], Any]:
     except ImportError as error:
         package = "gcsfs" if scheme in ("gs", "gcs") else f"fsspec's package for {scheme}://"
         raise ValueError(f"{scheme}:// needs {package}: pip install it ({error})") from error
-    # Its MD5 is compared after each upload.
+    # The MD5 is compared after each upload.
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
     return partial(GCSFileSystem, consistency="md5", requests_timeout=timeout, **options)

@@ -1,4 +1,4 @@
-"""Where a run writes, so that its checkpoints outlive the session: Drive on Colab, the working folder on Kaggle."""
+"""Chooses where a run writes, so that its checkpoints outlive the session: Drive on Colab, for example."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _BUCKET = "output_dir=gs://your-bucket/run"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run writes.
+    """The place where a run writes.
 
     Attributes:
         output_dir: a folder, or an address that begins with gs://.
-        reason: why this one.
-        warning: what ends it before its user may expect that, and what to do; empty where nothing does.
+        reason: why it was chosen.
+        warning: what may delete it early, and what to do; empty if nothing does.
     """
 
     output_dir: str
@@ -32,7 +32,7 @@ class Place:
 
 
 def find_place(config: TrainConfig, at: Machine | None = None) -> Place:
-    """Chooses where to write, or judges what `output_dir` says.
+    """Chooses the place, or checks a given `output_dir`.
 
     Args:
         config: the run.
@@ -82,9 +82,9 @@ def _on_kaggle(given: str | None, run_name: str, at: Machine) -> Place:
 
 
 def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
-    """Copies a run that is attached as an input of a Kaggle notebook to where the run writes, if nothing is there.
+    """Copies a run from the inputs of a Kaggle notebook to where the run writes, if nothing is there.
 
-    The output of a notebook's version, added as an input, is below /kaggle/input, which cannot be written to.
+    The output of a notebook's version, added as an input, is below /kaggle/input, which is read-only.
 
     Args:
         place: where the run writes.
@@ -106,7 +106,7 @@ def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
 
 
 def resolve_output_dir(config: TrainConfig, at: Machine | None = None) -> TrainConfig:
-    """The run with `output_dir` set; says where it writes, why, and what ends that."""
+    """Sets `output_dir`; prints the place, the reason and the warning."""
     place = find_place(config, at)
     print(f"writes to        {place.output_dir}: {place.reason}", flush=True)
     if config.checkpoint.resume != "never":
@@ -120,7 +120,7 @@ def make_output_folder(config: TrainConfig) -> Path:
     """Makes the run's folder.
 
     Raises:
-        ValueError: it cannot be written to, or something else is where training writes its results.
+        ValueError: it cannot be written to, or a file is in the way of the results.
     """
     folder = config.output_path
     try:
@@ -132,7 +132,7 @@ def make_output_folder(config: TrainConfig) -> Path:
         raise ValueError(
             f"output_dir={folder} cannot be written to ({error.strerror}): set output_dir to a folder that can"
         ) from error
-    for name in ("adapter", "eval.json"):  # which are written at the end
+    for name in ("adapter", "eval.json"):  # written at the end of training
         there = folder / name
         if there.exists() and there.is_dir() != (name == "adapter"):
             raise ValueError(f"{there} is in the way of what training writes there: move it away, or set output_dir")
