@@ -235,3 +235,9 @@ def test_the_version_is_that_of_the_package() -> None:
 
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["version"] == tpu_kit.__version__
+
+
+def test_every_problem_of_a_commands_own_options_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "prompt=x", "n=0", "rows=0", "max_length=3"]) == 2
+    told = capsys.readouterr().err
+    assert "n: 0 is out of range" in told and "rows: 0 is out of range" in told and "no such" not in told

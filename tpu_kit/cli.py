@@ -186,18 +186,20 @@ def _no_such_flag(parser: Parser, flag: str, after: str) -> str:
 
 def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) -> tuple[list[Any], list[str]]:
     """Returns an instance of each dataclass, and the pairs that set none of their fields; adds to `problems`."""
-    others, made = list(pairs), []
+    made, names = [], set[str]()
     for kind in kinds:
         fields, values = knobs_of(kind), dict[str, Any]()
-        try:
-            for pair in [pair for pair in pairs if pair.partition("=")[0] in fields]:
-                others.remove(pair)
-                name, _, text = pair.partition("=")
+        names |= fields.keys()
+        for name, _, text in (pair.partition("=") for pair in pairs if pair.partition("=")[0] in fields):
+            try:
                 values[name] = _value(fields[name], text, values.get(name, ()))
+            except ValueError as error:
+                problems.append(str(error))
+        try:
             made.append(kind(**values))
         except ValueError as error:
             problems.append(str(error))
-    return made, others
+    return made, [pair for pair in pairs if pair.partition("=")[0] not in names]
 
 
 def _value(one: ConfigField, text: str, before: Sequence[str]) -> Any:
