@@ -185,7 +185,7 @@ def test_a_kernel_that_is_told_to_stop_saves_and_the_notebook_goes_on(tmp_path: 
     out, _ = run.communicate(timeout=240)
     assert run.returncode == 0, out  # a version of the notebook that Kaggle keeps, with its checkpoint
     shown = text_of(tmp_path)
-    assert shown.rstrip().endswith("preempted (SIGTERM received): nothing to check yet; run again to go on")
+    assert shown.rstrip().endswith("preempted (SIGTERM received): nothing to check; run the training cell again")
     assert re.search(r"^HF_TOKEN +not found\nWANDB_API_KEY +not found$", shown, re.MULTILINE)
     stopped = re.search(r"preempted at step (\d+) of 5000 \(SIGTERM received\)", shown)
     assert stopped and "run this again: the same cell" in shown
