@@ -41,7 +41,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[TrainConfi
             return Result(outcome)
 
         launch, sft = types.ModuleType("tpu_kit.distributed.launch"), types.ModuleType("tpu_kit.recipes.sft")
-        launch.LaunchError, sft.train, sft.asked = LaunchError, train, asked  # type: ignore[attr-defined]
+        launch.LaunchError, sft.train, sft.asked = LaunchError, train, asked
         monkeypatch.setitem(sys.modules, "tpu_kit.distributed.launch", launch)
         monkeypatch.setitem(sys.modules, "tpu_kit.recipes.sft", sft)
         return received
@@ -140,7 +140,7 @@ assert "torch" not in sys.modules
 
 def test_doctor_gets_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("tpu_kit.diagnostics.doctor")
-    module.report = lambda config, as_json: int(config.optim.batch_size == 2 and as_json)  # type: ignore[attr-defined]
+    module.report = lambda config, as_json: int(config.optim.batch_size == 2 and as_json)
     monkeypatch.setitem(sys.modules, "tpu_kit.diagnostics.doctor", module)
     assert main(["doctor", "batch_size=2"]) == 0
     assert main(["doctor", "--json", "embedded-cot", "batch_size=2"]) == 1

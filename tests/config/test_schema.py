@@ -143,7 +143,7 @@ def test_a_refused_value_does_not_contradict_others() -> None:
 
 
 def test_construction_in_code_is_checked_and_converted() -> None:
-    config = TrainConfig(lora=LoraConfig(alpha=8, targets=["q_proj"]), output_dir=Path("a"))  # type: ignore[arg-type]
+    config = TrainConfig(lora=LoraConfig(alpha=8, targets=["q_proj"]), output_dir=Path("a"))
     assert (config.lora.alpha, config.lora.targets, config.output_dir) == (8.0, ("q_proj",), "a")
     assert isinstance(config.lora.alpha, float)
     with pytest.raises(ConfigError, match=r"data.max_length: -1 is out of range"):
@@ -151,13 +151,13 @@ def test_construction_in_code_is_checked_and_converted() -> None:
     with pytest.raises(ConfigError, match=r"optim.warmup_ratio: 2 is out of range"):
         replace(config, optim=replace(config.optim, warmup_ratio=2))
     with pytest.raises(ConfigError, match=r"optim: \{'batch_size': 2\} is not a OptimConfig"):
-        TrainConfig(optim={"batch_size": 2})  # type: ignore[arg-type]
+        TrainConfig(optim={"batch_size": 2})
     with pytest.raises(FrozenInstanceError):
-        config.run_name = "b"  # type: ignore[misc]
+        config.run_name = "b"
 
 
 def test_a_section_is_not_changed_by_what_it_is_put_in() -> None:
-    section = OptimConfig(batch_size="four")  # type: ignore[arg-type]
+    section = OptimConfig(batch_size="four")
     with pytest.raises(ConfigError):
         TrainConfig(optim=section)
     assert section.batch_size == "four"

@@ -37,7 +37,7 @@ def optimizer(rate: float) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 def test_rates_are_those_of_transformers(schedule: str, warmup: int) -> None:
-    optim = OptimConfig(learning_rate=3e-4, schedule=schedule, warmup_steps=warmup)  # type: ignore[arg-type]
+    optim = OptimConfig(learning_rate=3e-4, schedule=schedule, warmup_steps=warmup)
     name = "constant_with_warmup" if schedule == "constant" else schedule
     theirs = get_scheduler(name, optimizer(3e-4), num_warmup_steps=warmup, num_training_steps=40)
     assert rates(optim, 40) == pytest.approx(stepped(theirs, 40), rel=1e-9, abs=1e-15)
@@ -64,7 +64,7 @@ def test_warmup_as_a_share_of_the_run() -> None:
 def test_the_rate_grows_with_the_batch_by_the_rule(rule: str, factor: float) -> None:
     optim = OptimConfig(
         learning_rate=0.01, warmup_steps=3, batch_growth_factor=4, batch_growth_steps=5, batch_growth_lr=rule
-    )  # type: ignore[arg-type]
+    )
     for step in (2, 3, 9):  # in warm-up and after it
         assert learning_rate(step, 20, optim, growth=4.0) == pytest.approx(factor * learning_rate(step, 20, optim))
 

@@ -32,7 +32,7 @@ MARKED = CHATML.replace(
     "{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
     "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}",
 )
-TRL = Path(next(iter(importlib.util.find_spec("trl").submodule_search_locations))) / "chat_templates"  # type: ignore[union-attr, arg-type]
+TRL = Path(next(iter(importlib.util.find_spec("trl").submodule_search_locations))) / "chat_templates"
 TRL_TEMPLATES = {
     "llama3": ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"),
     "qwen2_5": ("<|im_end|>", "<|im_start|>"),
@@ -289,7 +289,7 @@ def test_tokenizers_that_cannot_be_used() -> None:
         Encoder(tokenizer, layout, DataConfig())
     bare = tiny_tokenizer(None)
     bare.eos_token, bare.chat_template = None, None
-    bare.get_vocab = dict  # type: ignore[method-assign]
+    bare.get_vocab = dict
     with pytest.raises(ValueError, match="neither a chat template nor an eos token"):
         ensure_chat_template(bare)
 

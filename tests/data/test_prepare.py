@@ -52,7 +52,7 @@ def test_prepare_and_report() -> None:
     text = str(report)
     assert "60 read, 60 used" in text and "cot (question=question, reasoning=reasoning, answer=answer)" in text
     spans = decoded_example(made.encoder.tokenizer, made.example(3))
-    assert spans[1] == ("<think>\n" + ROWS[3]["reasoning"] + "\n</think>\n4<|im_end|>", True)  # type: ignore[operator]
+    assert spans[1] == ("<think>\n" + ROWS[3]["reasoning"] + "\n</think>\n4<|im_end|>", True)
 
 
 @pytest.mark.parametrize(("rows", "given", "held"), [(60, None, 6), (5, None, 1), (60, 20, 20), (60, 0, 0)])

@@ -305,7 +305,7 @@ def test_missing_files_and_splits(tmp_path: Path) -> None:
 
 def test_what_is_no_dataset() -> None:
     with pytest.raises(ValueError, match=r"must be a datasets.Dataset, not list"):
-        pick_split(ROWS, "train")  # type: ignore[arg-type]
+        pick_split(ROWS, "train")
 
 
 def test_rows_in_memory_are_kept_where_other_processes_find_them(tmp_path: Path) -> None:
@@ -316,6 +316,6 @@ def test_rows_in_memory_are_kept_where_other_processes_find_them(tmp_path: Path)
     both = keep_rows(DatasetDict(train=data, test=Dataset.from_list(ROWS[:2])), tmp_path)
     assert (len(load_rows(both)), len(load_rows(both, "test"))) == (5, 2)
     with pytest.raises(ValueError, match=r"must be a datasets.Dataset, not list"):
-        keep_rows(ROWS, tmp_path)  # type: ignore[arg-type]
+        keep_rows(ROWS, tmp_path)
     with pytest.raises(ValueError, match="the data set given has no rows"):
         keep_rows(data.select([]), tmp_path)

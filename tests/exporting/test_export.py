@@ -323,7 +323,7 @@ def test_a_push_sends_every_file_and_the_token_to_the_hub_alone(tmp_path: Path) 
 
 def check(**changes: float) -> Check:
     values = {"positions": 8, "largest": 0.1, "limit": 1.0, "agreement": 1.0, "least": 0.9, "mean": 0.01, "effect": 1.0}
-    return Check("transformers", "logits", **{**values, **changes})  # type: ignore[arg-type]
+    return Check("transformers", "logits", **{**values, **changes})
 
 
 def test_what_a_check_refuses() -> None:

@@ -96,11 +96,11 @@ def test_a_value_is_refused_or_in_effect(name: str, tmp_path: Path) -> None:
     turn = list(parameters()).index(name)
     for number, value in enumerate(VALUES):
         if number % 3 == turn % 3:
-            refused += refused_or_in_effect(lambda value=value: load_config(parameters={leaf: value}), name, value)  # type: ignore[misc]
+            refused += refused_or_in_effect(lambda value=value: load_config(parameters={leaf: value}), name, value)
     for number, text in enumerate(TEXTS):
         if number % 6 == turn % 6:
             said = [f"{name}={text}"]
-            refused += refused_or_in_effect(lambda said=said: load_config(None, said), name, text)  # type: ignore[misc]
+            refused += refused_or_in_effect(lambda said=said: load_config(None, said), name, text)
         elif number % 6 == (turn + 3) % 6 and text != HALF:
             file.write_text(f"{section}:\n  {leaf}: {text}\n" if section else f"{leaf}: {text}\n")
             refused += refused_or_in_effect(lambda: load_config(file), name, read_plainly(text))

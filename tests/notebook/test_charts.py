@@ -33,7 +33,7 @@ def test_the_bars_are_the_settings(plans: list[Plan]) -> None:
     axes = cells._bars(one, one.settings).axes[0]
     ends = [0.0] * len(one.settings)
     for container in axes.containers:
-        for row, bar in enumerate(container):  # type: ignore[arg-type]
+        for row, bar in enumerate(container):
             assert bar.get_x() == pytest.approx(ends[row])
             ends[row] += bar.get_width()
     assert ends == pytest.approx([setting.peak / 2**30 for setting in one.settings], rel=1e-6)
@@ -46,7 +46,7 @@ def test_the_bars_are_the_settings(plans: list[Plan]) -> None:
 
 def test_the_pick_is_the_cheapest_and_goes_on_in_the_next_notebook(plans: list[Plan]) -> None:
     best = pick(plans)
-    assert best.run is not None and best.run.on_demand == min(one.run.on_demand for one in plans)  # type: ignore
+    assert best.run is not None and best.run.on_demand == min(one.run.on_demand for one in plans)
     text = why(plans)
     assert text.startswith(f"{best.where.name}: ") and "The cheapest that fits: " in text
     assert "the longest context of one row is 32,768 tokens" in text

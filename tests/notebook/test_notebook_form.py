@@ -124,7 +124,7 @@ def test_form_of_a_parameter_fits_its_value(path: Path) -> None:
             choices, _ = json.JSONDecoder().raw_decode(form)
             assert ast.literal_eval(value) in choices, name
         else:
-            (kind,) = re.fullmatch(r'{type:"(\w+)"}', form).groups()  # type: ignore[union-attr]
+            (kind,) = re.fullmatch(r'{type:"(\w+)"}', form).groups()
             assert isinstance(ast.literal_eval(value), kinds[kind]), name
 
 
@@ -133,7 +133,7 @@ def test_papermill_reads_the_parameters(path: Path) -> None:
     from papermill.inspection import inspect_notebook
 
     source = cells_of(path)[0].source
-    assert set(inspect_notebook(path)) == {node.targets[0].id for node in ast.parse(source).body}  # type: ignore[attr-defined]
+    assert set(inspect_notebook(path)) == {node.targets[0].id for node in ast.parse(source).body}
 
 
 @each_notebook
