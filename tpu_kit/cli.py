@@ -22,7 +22,7 @@ from tpu_kit.config.loader import UNREADABLE, ConfigError, describe, explain, lo
 from tpu_kit.config.migration_hints import NAMES
 from tpu_kit.config.schema import parameters
 from tpu_kit.exporting.options import ExportOptions
-from tpu_kit.generation.options import Sampling, SearchOptions
+from tpu_kit.generation.sampling import Sampling, SearchOptions
 
 OK, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again
 

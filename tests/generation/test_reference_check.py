@@ -40,7 +40,6 @@ from tpu_kit.generation import kv_cache, reference_check
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.reference_check import check_generation, check_training, layer_kinds, narrow_model
 from tpu_kit.models import attention, causal_lm
-from tpu_kit.models import rotary as rotary_module
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.training.loss import shift_labels
 
@@ -227,7 +226,7 @@ def test_a_document_does_not_depend_on_a_longer_neighbour(kind, positions):
 
 def test_rows_past_the_constant_frequencies_are_refused(tmp_path):
     config = rotary("longrope")
-    assert rotary_module.positions(config) == 40 and rotary_module.positions(rotary("dynamic")) == 64
+    assert causal_lm.max_positions(config) == 40 and causal_lm.max_positions(rotary("dynamic")) == 64
     with pytest.raises(ValueError) as refusal:
         check_training(run(tmp_path, config, "max_length=64"), "cpu")
     assert str(refusal.value) == (

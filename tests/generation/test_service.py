@@ -47,11 +47,20 @@ from tpu_kit.config.loader import DataConfig, ModelConfig, load_config
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.generation import service
-from tpu_kit.generation.decoder import widths_to
+from tpu_kit.generation.decoder import choose, widths_to
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.kv_cache import cache_bytes_per_token
-from tpu_kit.generation.prompts import Completion, from_json, split_reasoning, to_json
-from tpu_kit.generation.sampling import ENDED, START, Sampling, choose, stop_table, token_bytes
+from tpu_kit.generation.prompts import (
+    ENDED,
+    START,
+    Completion,
+    from_json,
+    split_reasoning,
+    stop_table,
+    to_json,
+    token_bytes,
+)  # fmt: skip
+from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import arrange_for_few_rows, generate, load_for_generation
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.loading import load_base, load_tokenizer
@@ -69,7 +78,7 @@ GREEDY = Sampling(max_new_tokens=NEW)
 
 def test_all_that_is_wrong_with_a_sampling_at_once() -> None:
     with pytest.raises(ValueError) as error:
-        Sampling(max_new_tokens=0, temperature=-1, top_k=-1, top_p=0, min_p=2, repetition_penalty=0, seed=-1, stop="a")  # type: ignore[arg-type]
+        Sampling(max_new_tokens=0, temperature=-1, top_k=-1, top_p=0, min_p=2, repetition_penalty=0, seed=-1, stop="a")  # type: ignore[arg-type]  # wrong on purpose
     assert str(error.value) == (
         "sampling: max_new_tokens=0 must be 1 or more; temperature=-1 must be 0 (the likeliest token) or more; "
         "top_k=-1 must be 0 (all tokens) or more; top_p=0 must be above 0, and 1 (all tokens) at most; "
@@ -78,7 +87,7 @@ def test_all_that_is_wrong_with_a_sampling_at_once() -> None:
     )
     with pytest.raises(ValueError, match=r"stop=\('a', ''\) must be a list of texts, none of them empty"):
         Sampling(stop=("a", ""))
-    assert Sampling(stop=["a"]).stop == ("a",)  # type: ignore[arg-type]
+    assert Sampling(stop=["a"]).stop == ("a",)  # type: ignore[arg-type]  # JSON has lists
 
 
 @pytest.mark.parametrize(
@@ -119,7 +128,7 @@ def test_the_ends_of_the_random_numbers_are_tokens_with_a_chance() -> None:
     logits = torch.tensor([[0.0, 5.0, -200.0, 4.0, -300.0]])
     for kind in ("plain", "filtered"):
         for uniform in (0.0, 1 - 2**-24, 1.0):
-            choice = choose(logits, torch.tensor([uniform]), Sampling(temperature=1.0).knobs(5), kind)  # type: ignore[arg-type]
+            choice = choose(logits, torch.tensor([uniform]), Sampling(temperature=1.0).knobs(5), kind)  # type: ignore[arg-type]  # a plain text
             assert int(choice.token) in (0, 1, 3)
 
 

@@ -23,7 +23,13 @@ from tpu_kit.generation.tree_search import SearchOptions, SearchResult, Thought,
 from tpu_kit.models.loading import load_base, load_tokenizer
 
 QUESTION = "Tom has 3 pens. Tom buys 4 and then loses 2. How many pens does Tom have now?"
-SMALL = {"max_thoughts": 2, "thought_tokens": 6, "answer_tokens": 4, "max_tokens": 120, "temperature": 1.0}
+SMALL: dict[str, Any] = {
+    "max_thoughts": 2,
+    "thought_tokens": 6,
+    "answer_tokens": 4,
+    "max_tokens": 120,
+    "temperature": 1.0,
+}
 
 
 class Counted(Generator):
@@ -35,7 +41,7 @@ class Counted(Generator):
     holds = True
     bytes = 0
 
-    def generate(  # type: ignore[override]
+    def generate(  # type: ignore[override]  # fewer parameters than the generator
         self, prompts: Sequence[Any], sampling: Sampling | None = None, n: int = 1, hold: bool = False
     ) -> list[Completion]:
         before = self.read
@@ -74,7 +80,7 @@ def every(node: Thought) -> list[Thought]:
 
 @pytest.mark.parametrize("strategy", ["beam", "best-first"])
 def test_the_tree(generator: Counted, tokenizer: Any, strategy: Any) -> None:
-    options = SearchOptions(strategy=strategy, **SMALL)  # type: ignore[arg-type]
+    options = SearchOptions(strategy=strategy, **SMALL)
     found = search(generator, tokenizer, QUESTION, options)
     assert generator.tokens >= found.tokens <= options.max_tokens
     nodes = every(found.root)
@@ -95,7 +101,7 @@ def test_the_tree(generator: Counted, tokenizer: Any, strategy: Any) -> None:
 
 
 def test_what_the_chains_of_a_level_have_in_common_is_read_once(generator: Counted, tokenizer: Any) -> None:
-    options = SearchOptions(**{**SMALL, "max_thoughts": 3, "max_tokens": 200})  # type: ignore[arg-type]
+    options = SearchOptions(**{**SMALL, "max_thoughts": 3, "max_tokens": 200})
     held = search(generator, tokenizer, QUESTION, options)
     levels = generator.reads[:-1]
     assert len(levels) == 3 and levels[0] > 0 and levels[1:] == [0, 0]
@@ -128,17 +134,17 @@ def test_a_users_score_decides_and_sees_the_steps(generator: Counted, tokenizer:
         seen.append((question, tuple(steps)))
         return float(sum(map(len, steps)))
 
-    found = search(generator, tokenizer, QUESTION, SearchOptions(score=longest, **SMALL))  # type: ignore[arg-type]
+    found = search(generator, tokenizer, QUESTION, SearchOptions(score=longest, **SMALL))
     ended = [node for node in every(found.root) if node.answer is not None]
     assert found.best.score == max(node.score for node in ended)
     assert {question for question, _ in seen} == {QUESTION}
     assert tuple(found.best.steps) in {steps for _, steps in seen}
     with pytest.raises(ValueError, match="scoring function gave nan; it must give a finite number"):
-        search(generator, tokenizer, QUESTION, SearchOptions(score=lambda *_: float("nan"), **SMALL))  # type: ignore[arg-type]
+        search(generator, tokenizer, QUESTION, SearchOptions(score=lambda *_: float("nan"), **SMALL))
 
 
 def test_self_evaluation_is_a_probability(generator: Counted, tokenizer: Any) -> None:
-    found = search(generator, tokenizer, QUESTION, SearchOptions(score="self-evaluation", **SMALL))  # type: ignore[arg-type]
+    found = search(generator, tokenizer, QUESTION, SearchOptions(score="self-evaluation", **SMALL))
     assert all(0 <= node.score <= 1 for node in every(found.root))
     judged = sum(len(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in ("yes", "no"))
     # Each step was judged; a level of one chain is generated as two alike, which count once.
@@ -150,20 +156,27 @@ def test_self_evaluation_is_a_probability(generator: Counted, tokenizer: Any) ->
 
 
 def test_budgets_end_the_search(generator: Counted, tokenizer: Any) -> None:
-    few = {**SMALL, "max_thoughts": 5}
-    found = search(generator, tokenizer, QUESTION, SearchOptions(**{**few, "max_tokens": 30}))  # type: ignore[arg-type]
+    few: dict[str, Any] = {**SMALL, "max_thoughts": 5}
+    found = search(generator, tokenizer, QUESTION, SearchOptions(**{**few, "max_tokens": 30}))
     assert (found.stopped, found.root.children[0].depth) == ("tokens", 1)
     assert found.tokens <= 30
     assert found.answer == found.best.answer
-    found = search(generator, tokenizer, QUESTION, SearchOptions(**{**few, "max_nodes": 5}))  # type: ignore[arg-type]
+    found = search(generator, tokenizer, QUESTION, SearchOptions(**{**few, "max_nodes": 5}))
     assert found.nodes <= 5
     assert found.stopped == "nodes"
 
 
 def test_the_budget_of_memory_is_kept(generator: Counted, tokenizer: Any) -> None:
     """A level that takes more is generated in parts, and one step's proposals are the least there is."""
-    wide = {**SMALL, "beam": 3, "thoughts_per_step": 4, "max_thoughts": 3, "thought_tokens": 3, "max_tokens": 400}
-    options = SearchOptions(**wide)  # type: ignore[arg-type]
+    wide: dict[str, Any] = {
+        **SMALL,
+        "beam": 3,
+        "thoughts_per_step": 4,
+        "max_thoughts": 3,
+        "thought_tokens": 3,
+        "max_tokens": 400,
+    }
+    options = SearchOptions(**wide)
     search(generator, tokenizer, QUESTION, options)
     assert max(prompts for prompts, _ in generator.calls) == 3
     one, three = generator.cache_bytes(1, 4), generator.cache_bytes(3, 4)
@@ -203,7 +216,7 @@ def test_the_drawn_tree_is_escaped_and_needs_nothing_else() -> None:
 
 def test_think_loads_the_model_itself(generator: Counted, tokenizer: Any) -> None:
     config = load_config(None, {"base_dtype": "fp32", "device_type": "cpu"})
-    options = SearchOptions(**SMALL)  # type: ignore[arg-type]
+    options = SearchOptions(**SMALL)
     assert str(think(config, QUESTION, options)) == str(search(generator, tokenizer, QUESTION, options))
 
 
@@ -241,8 +254,8 @@ def shortest(question: str, steps: Sequence[str]) -> float:
 
 
 def test_memory_efficient_changes_what_is_kept_and_nothing_else(generator: Counted, tokenizer: Any) -> None:
-    lean = search(generator, tokenizer, QUESTION, SearchOptions(**SMALL))  # type: ignore[arg-type]
-    full = search(generator, tokenizer, QUESTION, SearchOptions(memory_efficient=False, **SMALL))  # type: ignore[arg-type]
+    lean = search(generator, tokenizer, QUESTION, SearchOptions(**SMALL))
+    full = search(generator, tokenizer, QUESTION, SearchOptions(memory_efficient=False, **SMALL))
     assert str(lean) == str(full)
     assert all(node.tokens for node in every(full.root))
     assert any(not node.tokens for node in every(lean.root))

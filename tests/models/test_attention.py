@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
 from tests.support.child_processes import run_python
+from tests.support.tpu_program import ENVIRONMENT
 from tpu_kit.models import attention
 from tpu_kit.xla import pallas
 
@@ -342,17 +343,10 @@ def test_packed_with_a_kernel_each_token_has_the_loss_that_it_has_alone(kernel):
 FOR_THE_TPU_COMPILER = """
 import json, os
 import torch, torch_xla
-from jax._src import compiler
-from jax._src.interpreters import mlir
-from jax._src.lib.mlir import ir
-from jax.experimental import topologies
-from jaxlib import xla_client
+from tests.support.tpu_program import compile_graph
 from torch_xla.core.xla_builder import create_placeholder_tensor
 from tpu_kit.models import attention
 
-devices = topologies.get_topology_desc(
-    platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=[1, 1, 1]
-).devices
 found = []
 for shape in ((2, 4, 2, 200, 64), (1, 2, 1, 256, 96)):
     batch, heads, pairs, length, head_dim = shape
@@ -365,13 +359,7 @@ for shape in ((2, 4, 2, 200, 64), (1, 2, 1, 256, 96)):
         gradients = torch.autograd.grad(output, inputs, create_placeholder_tensor(output.shape, output.dtype))
         results = [output, *gradients]
         text = torch_xla._XLAC._get_xla_tensors_hlo(results)
-        proto = torch_xla._XLAC._get_xla_tensors_hlo_proto(results)
-    computation = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(proto))
-    with mlir.make_ir_context():
-        module = mlir.module_to_bytecode(ir.Module.parse(computation))
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
-    options.executable_build_options.exec_time_optimization_effort = -1.0
-    program = devices[0].client.compile(module, xla_client.DeviceList(tuple(devices)), options)
+        program = compile_graph(results)
     found.append([text.count("tpu_custom_call"), program.get_compiled_memory_stats().generated_code_size_in_bytes])
 print(json.dumps(found), flush=True)
 os._exit(0)  # libtpu hangs at times on its way out
@@ -380,11 +368,7 @@ os._exit(0)  # libtpu hangs at times on its way out
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 def test_the_tpu_compiler_accepts_the_kernel_forward_and_backward():
-    settings = {
-        "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1",
-        "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }  # fmt: skip
-    for calls, code_bytes in json.loads(run_python(FOR_THE_TPU_COMPILER, env=settings).stdout.splitlines()[-1]):
+    for calls, code_bytes in json.loads(run_python(FOR_THE_TPU_COMPILER, env=ENVIRONMENT).stdout.splitlines()[-1]):
         assert calls == 3  # forward, dq, dk and dv
         assert code_bytes > 0
 

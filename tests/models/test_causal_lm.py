@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from tests.support.child_processes import run_python
+from tests.support.tpu_program import ENVIRONMENT
 from tests.support.training_functions import OPTIM, control
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.distributed.backends import CpuRuntime
@@ -152,7 +153,7 @@ def test_family(family, implementation, monkeypatch):
     whole = original(input_ids=IDS, use_cache=False).logits
     model = adapt(copy.deepcopy(original), LORA, "fp32").train()
     monkeypatch.setattr(pallas, "flash_attention", kernel_stand_in)
-    monkeypatch.setattr(attention.splash_attention_module, "splash_attention", splash_stand_in)
+    monkeypatch.setattr(attention, "splash_kernel", splash_stand_in)
     use_attention(model, implementation, "tpu")
 
     # The adapters start as nothing, so hidden states and head must give transformers' own logits (its "eager" code),
@@ -511,18 +512,11 @@ def test_on_xla_a_step_is_one_graph_and_remat_computes_again():
 FOR_THE_TPU_COMPILER = """
 import json, os
 import torch, torch_xla
-from jax._src import compiler
-from jax._src.interpreters import mlir
-from jax._src.lib.mlir import ir
-from jax.experimental import topologies
-from jaxlib import xla_client
+from tests.support.tpu_program import compile_graph
 from transformers import LlamaConfig, LlamaForCausalLM
 from tpu_kit.config.loader import LoraConfig
 from tpu_kit.models.causal_lm import adapt, enable_remat, hidden_states, to_device, trainable_parameters
 
-devices = topologies.get_topology_desc(
-    platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=[1, 1, 1]
-).devices
 found = {}
 for layers, way in ((4, "none"), (4, "full"), (8, "full")):
     config = LlamaConfig(hidden_size=128, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=4,
@@ -535,13 +529,7 @@ for layers, way in ((4, "none"), (4, "full"), (8, "full")):
     ids = torch.zeros(8, 256, dtype=torch.int64).to(torch_xla.device())
     torch_xla.sync()
     hidden_states(model, {"input_ids": ids}).float().square().sum().backward()
-    proto = torch_xla._XLAC._get_xla_tensors_hlo_proto([p.grad for p in trainable_parameters(model).values()])
-    computation = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(proto))
-    with mlir.make_ir_context():
-        module = mlir.module_to_bytecode(ir.Module.parse(computation))
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
-    options.executable_build_options.exec_time_optimization_effort = -1.0
-    program = devices[0].client.compile(module, xla_client.DeviceList(tuple(devices)), options)
+    program = compile_graph([p.grad for p in trainable_parameters(model).values()])
     found[f"{layers} {way}"] = program.get_compiled_memory_stats().temp_size_in_bytes
 print(json.dumps(found), flush=True)
 os._exit(0)  # libtpu hangs at times on its way out
@@ -551,11 +539,7 @@ os._exit(0)  # libtpu hangs at times on its way out
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 def test_remat_saves_memory_by_the_tpu_compilers_own_account():
-    settings = {
-        "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1",
-        "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }  # fmt: skip
-    child = run_python(FOR_THE_TPU_COMPILER, env=settings, timeout=900)
+    child = run_python(FOR_THE_TPU_COMPILER, env=ENVIRONMENT, timeout=900)
     found = json.loads(child.stdout.splitlines()[-1])
     assert found["4 full"] < 0.6 * found["4 none"], found
     # Another four layers cost a few times their saved inputs, (8, 256, 128) in bf16, and not all that is inside them.

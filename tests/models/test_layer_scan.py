@@ -32,8 +32,7 @@ from tpu_kit.distributed.launch import launch
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import layer_scan
-from tpu_kit.models.activation_checkpointing import SeededDropout, keep_mask
-from tpu_kit.models.chunked_mlp import chunk_mlp, tiles_of
+from tpu_kit.models.activation_checkpointing import SeededDropout, chunk_mlp, keep_mask, tiles_of
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState, restore
 from tpu_kit.training.step import train_step
@@ -91,7 +90,7 @@ def built(name: str, lora: LoraConfig) -> torch.nn.Module:
 
 
 def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
-    decoder: torch.nn.Module = models._causal(model).get_decoder()
+    decoder: torch.nn.Module = models.base_model(model).get_decoder()
     return decoder
 
 

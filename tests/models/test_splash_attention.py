@@ -8,6 +8,7 @@ import json
 import pytest
 
 from tests.support.child_processes import run_python
+from tests.support.tpu_program import ENVIRONMENT
 
 needs_jax = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch_xla", "jax")), reason="needs torch_xla[pallas]"
@@ -17,11 +18,11 @@ needs_jax = pytest.mark.skipif(
 IN_INTERPRET_MODE = """
 import json
 import torch, torch_xla
-from tpu_kit.models import attention; from tpu_kit.models import splash_attention as splash
+from tpu_kit.models import attention
 
 device = torch_xla.device()
-kernel = splash.splash_attention
-splash.splash_attention = lambda *args: kernel(*args[:-1], args[-1]._replace(interpret=True))
+kernel = attention.splash_kernel
+attention.splash_kernel = lambda *args: kernel(*args[:-1], args[-1]._replace(interpret=True))
 layer = torch.nn.Module()
 errors = []
 for batch, heads, pairs, length, head_dim, window, cap in (
@@ -48,17 +49,10 @@ print(json.dumps(errors))
 FOR_THE_TPU_COMPILER = """
 import json, os
 import torch, torch_xla
-from jax._src import compiler
-from jax._src.interpreters import mlir
-from jax._src.lib.mlir import ir
-from jax.experimental import topologies
-from jaxlib import xla_client
+from tests.support.tpu_program import compile_graph
 from torch_xla.core.xla_builder import create_placeholder_tensor
 from tpu_kit.models import attention
 
-devices = topologies.get_topology_desc(
-    platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=[1, 1, 1]
-).devices
 found = []
 for batch, heads, pairs, length, head_dim, window, cap in (
     (1, 14, 2, 1024, 64, None, None), (1, 4, 2, 2048, 128, 512, None), (1, 4, 2, 1024, 256, 512, 50.0)
@@ -69,13 +63,7 @@ for batch, heads, pairs, length, head_dim, window, cap in (
     options = {"scaling": 0.1, "segment_ids": segments, "sliding_window": window, "softcap": cap}
     output, _ = attention.splash_attention(torch.nn.Module(), *inputs, None, **options)
     gradients = torch.autograd.grad(output, inputs, create_placeholder_tensor(output.shape, output.dtype))
-    proto = torch_xla._XLAC._get_xla_tensors_hlo_proto([output, *gradients])
-    computation = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(proto))
-    with mlir.make_ir_context():
-        module = mlir.module_to_bytecode(ir.Module.parse(computation))
-    settings = compiler.get_compile_options(num_replicas=1, num_partitions=1)
-    settings.executable_build_options.exec_time_optimization_effort = -1.0
-    program = devices[0].client.compile(module, xla_client.DeviceList(tuple(devices)), settings)
+    program = compile_graph([output, *gradients])
     text = program.hlo_modules()[0].to_string()
     found.append(text.count("tpu_custom_call"))
 print(json.dumps(found), flush=True)
@@ -92,11 +80,7 @@ def test_the_kernel_gives_the_numbers_of_the_reference_forward_and_backward() ->
 @needs_jax
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 def test_the_tpu_compiler_takes_it_with_windows_soft_caps_and_head_sizes() -> None:
-    settings = {
-        "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1",
-        "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }  # fmt: skip
-    for calls in json.loads(run_python(FOR_THE_TPU_COMPILER, env=settings).stdout.splitlines()[-1]):
+    for calls in json.loads(run_python(FOR_THE_TPU_COMPILER, env=ENVIRONMENT).stdout.splitlines()[-1]):
         assert calls == 2  # forward, and all of the backward
 
 

@@ -310,7 +310,7 @@ def test_eight_billion_parameters_are_traced_in_six_gib(tmp_path: Path) -> None:
     code = (
         "import sys, resource; from tpu_kit.config.loader import load_config; "
         "from tpu_kit.planning.trace import trace_step; "
-        "from tpu_kit.xla.tpu_compiler import fingerprint; "
+        "from tpu_kit.xla.program import fingerprint; "
         "program = trace_step(load_config(None, ['model.name=' + sys.argv[1]]), 1); fingerprint(program); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(program.donated), flush=True); "
         "import os; os._exit(0)"
@@ -328,7 +328,7 @@ def test_a_program_is_the_same_wherever_the_kit_lies(tiny: Path, tmp_path: Path)
     """A kernel carries the lines of code that it comes from, which would be another hash in another folder."""
     code = (
         "import os, sys; from tpu_kit.config.loader import load_config; from tpu_kit.planning.trace import trace_step; "
-        "from tpu_kit.xla.tpu_compiler import fingerprint; "
+        "from tpu_kit.xla.program import fingerprint; "
         "print(fingerprint(trace_step(load_config(None, ['model.name=' + sys.argv[1], 'max_length=256']), 1)), "
         "sys.modules['tpu_kit'].__file__, flush=True); os._exit(0)"
     )

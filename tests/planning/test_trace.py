@@ -21,7 +21,7 @@ TRACED = """
 import gc, json, os, re, sys
 import torch_xla
 from jaxlib import xla_client
-from tpu_kit.xla.tpu_compiler import fingerprint
+from tpu_kit.xla.program import fingerprint
 from tpu_kit.config.loader import load_config
 from tpu_kit.planning.trace import trace_step
 

@@ -552,7 +552,7 @@ def test_rows_in_memory(configure: Configure) -> None:
     from_file = configure("file", max_steps=3)
     assert sft.train(from_file).metrics["loss"] == result.metrics["loss"]
     with pytest.raises(ValueError, match=r"the data must be a datasets.Dataset, not list"):
-        sft.train(config, [{"prompt": "a", "completion": "b"}])  # type: ignore[arg-type]
+        sft.train(config, [{"prompt": "a", "completion": "b"}])  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tpu_kit.hardware.slices import find_topology
 from tpu_kit.models import attention
 from tpu_kit.planning import trace
 from tpu_kit.xla import program
-from tpu_kit.xla.tpu_compiler import compile_program
+from tpu_kit.xla.program import compile_program
 
 BLOCK = 16
 

@@ -25,7 +25,7 @@ TILE = 8  # tokens of an MLP's tile: the passes have 16
 def scanned(dropout: float = 0.0, tile: int | None = TILE, keeps: bool = False) -> torch.nn.Module:
     """The tiny model of the training functions with its two layers as a loop."""
     model = tiny(dropout)
-    layer_scan.stack(models._causal(model).get_decoder(), tile, keeps)
+    layer_scan.stack(models.base_model(model).get_decoder(), tile, keeps)
     return model
 
 

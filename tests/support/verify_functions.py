@@ -13,7 +13,7 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.diagnostics import doctor, smoke_test
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.models import attention, splash_attention
+from tpu_kit.models import attention
 
 
 def _short(*names: str) -> None:
@@ -29,27 +29,27 @@ def lost_sum(config: TrainConfig) -> Any:
 
 def wrong_mask(config: TrainConfig) -> Any:
     """A splash kernel that sees no boundaries between documents; and a flash kernel that works."""
-    right = splash_attention.splash_attention
+    right = attention.splash_kernel
 
     def wrong(query: Any, key: Any, value: Any, segments: torch.Tensor, settings: Any) -> torch.Tensor:
         return right(query, key, value, torch.ones_like(segments), settings)
 
     _short("segments")
-    splash_attention.splash_attention = wrong
+    attention.splash_kernel = wrong
     attention.flash_attention = attention.sdpa_attention
     return smoke_test.compare_kernel(config)
 
 
 def wrong_gradient(config: TrainConfig) -> Any:
     """A splash kernel whose output is right, and whose gradients are not."""
-    right = splash_attention.splash_attention
+    right = attention.splash_kernel
 
     def wrong(query: torch.Tensor, *rest: Any) -> torch.Tensor:
         output = right(query, *rest)
         return 1.1 * output - 0.1 * output.detach()
 
     _short("segments")
-    splash_attention.splash_attention = wrong
+    attention.splash_kernel = wrong
     return smoke_test.compare_kernel(config)
 
 

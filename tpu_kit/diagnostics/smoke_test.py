@@ -21,7 +21,7 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import load_here
-from tpu_kit.models import attention, splash_attention
+from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.loading import read_config
 from tpu_kit.planning.trace import empty_model
@@ -113,7 +113,7 @@ def _kernel(kernel: str, case: Case, rt: Runtime) -> Attend:
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
         if kernel == "splash":
-            return splash_attention.splash_attention(query * case.head_dim**-0.5, key, value, segments, settings)
+            return attention.splash_kernel(query * case.head_dim**-0.5, key, value, segments, settings)
         output, _ = attention.flash_attention(torch.nn.Module(), query, key, value, None, segment_ids=segments)
         return output.transpose(1, 2)
 

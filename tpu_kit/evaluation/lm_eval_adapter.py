@@ -16,7 +16,7 @@ from typing import Any
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import GenerationRequest, answer
-from tpu_kit.models import rotary
+from tpu_kit.models import causal_lm as models
 from tpu_kit.models.loading import load_tokenizer, read_config
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given wins
@@ -60,7 +60,7 @@ class Requests:
         self._config, self._adapter, self._batch_size, self._truncate = config, adapter_dir, batch_size, truncate
         self._tokenizer = load_tokenizer(config.model)
         settings = read_config(config.model)
-        positions = rotary.positions(settings.get_text_config()) if settings else None
+        positions = models.max_positions(settings.get_text_config()) if settings else None
         self._positions = positions or config.data.max_length
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:

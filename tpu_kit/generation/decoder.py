@@ -1,12 +1,11 @@
 """Prefill, decode steps and scores of a batch of token ids on one device.
 
-On XLA each is one program of fixed shape: a prefill and a score for each width that batches are padded to, and one
-program for `block` decode steps, which changes the cache in place. Elsewhere the same functions run eagerly, and the
-cache is as long as the batch needs.
+On XLA each is a program of fixed shape: a prefill and a score for each width to which batches are padded, and one
+program for `block` decode steps, which changes the cache in place. Elsewhere the same functions run eagerly, with a
+cache as long as the batch needs.
 
-On XLA the prefill takes all of a prompt but its last token, and the first decode step takes that token: so a prefill
-needs no output head and no sampling, and only the decode program chooses tokens. Elsewhere a step costs more than a
-program, so the prefill is the first step as well.
+On XLA the prefill processes a prompt without its last token, which the first decode step processes, so that only the
+decode program has an output head and sampling. Elsewhere the prefill also makes the first step.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation import kv_cache
 from tpu_kit.generation.kv_cache import Buffers, Held, Recorder, Slots
-from tpu_kit.generation.sampling import ENDED, START, Kind, choose
+from tpu_kit.generation.prompts import ENDED, START
+from tpu_kit.generation.sampling import Kind
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models import rotary
 from tpu_kit.models.causal_lm import output_embedding
-from tpu_kit.xla.traced_function import Traced, replace_contents, write_slot
+from tpu_kit.xla.scan import Traced, replace_contents, write_slot
 
 _NARROWEST = 64  # width; the others are twice the one before
-_AT_ONCE = 64  # positions of a row whose logits exist at a time
+_SCORE_CHUNK = 64  # positions of a row whose logits exist at a time
 _COMPUTE = "_tpu_kit_compute_dtype"
 
 
@@ -38,7 +37,7 @@ class Batch:
 
     Attributes:
         ids: (B, P) int64, the prompts without their last token, padded at the end.
-        lengths: (B,) int64, their lengths, 0 or more.
+        lengths: (B,) int64, lengths without the last token.
         last: (B,) int64, the last tokens.
     """
 
@@ -48,7 +47,7 @@ class Batch:
 
     @property
     def full(self) -> bool:
-        """Whether no prompt is shorter than the batch is wide."""
+        """Whether all prompts are as long as the batch is wide."""
         return bool((self.lengths == self.ids.shape[1]).all())
 
 
@@ -61,7 +60,7 @@ def widths_to(most: int) -> list[int]:
 
 
 def fitting(length: int, widths: Sequence[int]) -> int:
-    """Returns the first width that holds `length` tokens; if none does, the last one, doubled until it does."""
+    """Returns the first width of at least `length`; if there is none, the last one doubled as often as needed."""
     width = next((width for width in widths if width >= length), widths[-1])
     while width < length:
         width *= 2
@@ -69,7 +68,7 @@ def fitting(length: int, widths: Sequence[int]) -> int:
 
 
 def filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads rows with zeros: token ids (count, width) int64, and the lengths of the rows (count,) int64."""
+    """Pads rows with zeros; returns token ids (count, width) int64 and the lengths of the rows (count,) int64."""
     ids, lengths = torch.zeros(count, width, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
     for place, row in enumerate(rows):
         ids[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
@@ -77,23 +76,77 @@ def filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch
     return ids, lengths
 
 
+class Choice(NamedTuple):
+    """Token ids (B,) int64, and their log-probabilities (B,) fp32 by the model's own logits."""
+
+    token: torch.Tensor
+    logprob: torch.Tensor
+
+
+def choose(
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    knobs: torch.Tensor,
+    kind: Kind,
+    occurred: torch.Tensor | None = None,
+) -> Choice:
+    """Chooses a token for each row, on the device.
+
+    The options are inputs of the program, not constants in it, so that another temperature compiles nothing.
+
+    Args:
+        logits: (B, V) fp32.
+        uniform: (B,) fp32 random numbers in [0, 1).
+        knobs: (5,) as `Sampling.knobs` returns them.
+        kind: `Sampling.kind`; each has its own program.
+        occurred: (B, V) fp32, 1 where a token occurred already; None without a repetition penalty.
+    """
+    temperature, top_k, top_p, min_p, penalty = knobs.unbind()
+    scores = logits
+    if occurred is not None:
+        scores = torch.where(occurred > 0, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    if kind == "greedy":
+        token = scores.argmax(-1)
+    elif kind == "plain":
+        token = _draw(torch.softmax(scores / temperature, -1), uniform)
+    else:
+        ordered, ids = torch.sort(scores / temperature, dim=-1, descending=True)
+        rank = torch.arange(ordered.shape[-1], device=logits.device)
+        least = torch.finfo(torch.float32).min
+        chances = torch.softmax(torch.where(rank < top_k, ordered, torch.full_like(ordered, least)), -1)
+        before = chances.cumsum(-1) - chances
+        kept = (before < top_p) & (chances >= min_p * chances.amax(-1, keepdim=True)) & (rank < top_k)
+        token = ids.gather(-1, _draw(chances * kept, uniform).unsqueeze(-1)).squeeze(-1)
+    chosen = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    return Choice(token, chosen - torch.logsumexp(logits, -1))
+
+
+def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Returns the index at which the cumulative sum of `weights` (B, V) passes the share `uniform` of the whole."""
+    sums = weights.cumsum(-1)
+    index = (sums <= uniform.unsqueeze(-1) * sums[:, -1:]).sum(-1)
+    # Rounding may give an index past the last positive weight.
+    last = torch.where(weights > 0, torch.arange(weights.shape[-1], device=weights.device), 0).amax(-1)
+    return torch.minimum(index, last)
+
+
 @dataclass
 class State:
-    """What one block of decode steps passes to the next, on the device: see `Decoder._step`."""
+    """The tensors that one block of decode steps passes to the next, on the device; see `Decoder._step`."""
 
     width: int
     done: int  # steps
     carried: list[torch.Tensor]
     constant: list[torch.Tensor]
     full: bool
-    logits: torch.Tensor | None = None  # of the first step, if the prefill took it
+    logits: torch.Tensor | None = None  # of the first step, if the prefill made it
 
 
 class Decoder:
-    """Prefill, decode and score programs of a model on its device; to be called within `ready()`.
+    """The prefill, decode and score programs of a model on its device; call its methods within `ready()`.
 
     Args:
-        model: a causal language model of transformers, or PEFT's around one, on the runtime's device.
+        model: a causal language model of transformers or PEFT, on the runtime's device.
         rt: the replica.
         block: decode steps between two reads of the device.
         slots: the length of the cache on XLA.
@@ -101,11 +154,11 @@ class Decoder:
 
     def __init__(self, model: torch.nn.Module, rt: Runtime, block: int, slots: int) -> None:
         self._model, self._rt, self.block, self._slots = model, rt, block, slots
-        self._causal = kv_cache.causal(model)
-        # In a model that the kit trains, matrix products run in another dtype than its weights have: see causal_lm.py.
+        self._causal = models.base_model(model)
+        # The matrix products of a trained model may have another dtype than its weights; see causal_lm.py.
         self._dtype: torch.dtype = getattr(model, _COMPUTE, None) or self._causal.dtype
         self._programs: dict[Any, Traced] = {}
-        self._prompt_cache: Buffers | None = None  # of the last shape: only one is kept
+        self._prompt_cache: Buffers | None = None  # only that of the last shape is kept
         self._sample_cache: Buffers | None = None
         self._first_logits: torch.Tensor | None = None
         self.element_bytes = self._dtype.itemsize
@@ -114,14 +167,14 @@ class Decoder:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Makes the model attend over the cache, in evaluation mode and without gradients; restores it at the end."""
+        """Makes the model use the cache, in evaluation mode and without gradients, while it is open."""
         own, training = self._causal.config._attn_implementation, self._model.training
         self._causal.set_attn_implementation(kv_cache.CACHED)
         self._model.eval()
         kind, mixed = self._rt.local_device.type, self._dtype == torch.bfloat16 and hasattr(self._model, _COMPUTE)
         compute = torch.autocast(kind, self._dtype, cache_enabled=False) if mixed else contextlib.nullcontext()
         try:
-            with torch.no_grad(), compute, rotary.fixed(self._causal):
+            with torch.no_grad(), compute, models.fixed_rotary(self._causal):
                 yield
         finally:
             self._causal.set_attn_implementation(own)
@@ -130,7 +183,7 @@ class Decoder:
     # ------------------------------------------------------------------------------------------------------- prefill
 
     def prefill(self, batch: Batch, samples: int, steps: int) -> Buffers:
-        """Fills a cache with the prompts, one row for each sample, and room for `steps` more tokens."""
+        """Fills a cache with the prompts, one row for each sample, with room for `steps` more tokens."""
         rows, width = batch.ids.shape
         if self._rt.is_xla:
             assert width + steps <= self._slots, (width, steps, self._slots)
@@ -183,7 +236,7 @@ class Decoder:
         return copies
 
     def go_on(self, held: Held, places: Sequence[int], width: int, count: int, samples: int, steps: int) -> Buffers:
-        """Fills a cache from the cache of an earlier batch, in place of a prefill.
+        """Fills a cache from the cache of an earlier batch, instead of a prefill.
 
         Args:
             held: the earlier batch.
@@ -191,7 +244,7 @@ class Decoder:
             width: P of the new batch.
             count: prompts of the new batch, padding included.
             samples: of each prompt.
-            steps: the number of tokens to leave room for.
+            steps: number of further tokens.
         """
         rows, source = self.send(list(held.source(places, count, self._slots if self._rt.is_xla else width)))
         if not self._rt.is_xla:
@@ -219,9 +272,9 @@ class Decoder:
             batch: the prompts.
             samples: of each prompt.
             ended: whether each row is padding.
-            uniforms: (steps, rows) as `Sampling.uniforms` gives them.
-            knobs: as `Sampling.knobs` gives them.
-            table: as `sampling.stop_table` gives it, flat; on the device.
+            uniforms: (steps, rows), from `Sampling.uniforms`.
+            knobs: from `Sampling.knobs`.
+            table: from `prompts.stop_table`, flat, on the device.
             occurred: (rows, V) fp32 for the repetition penalty.
         """
         width = batch.ids.shape[1]
@@ -236,8 +289,8 @@ class Decoder:
         """Runs a block of steps.
 
         Returns:
-            (2, steps, B) fp32 on the host: token ids, -1 after the end of a row; and their log-probabilities. On XLA
-            the steps are always `block`. Elsewhere fewer come back once all rows have ended, seen on the CPU at once.
+            (2, steps, B) fp32 on the host: token ids, -1 after the end of a row, and their log-probabilities. On XLA
+            there are always `block` steps. On the CPU there are fewer once all rows have ended.
         """
         if self._rt.is_xla:
             return self._decode_program(kind, state, cache)
@@ -269,7 +322,7 @@ class Decoder:
         del found
         state.done += self.block
         self._rt.sync()
-        # (block, 2, B) from the device: the one read of the block.
+        # (block, 2, B), the only read of the device in the block.
         return self._rt.to_host([output])[0].transpose(0, 1)
 
     def _step(
@@ -280,15 +333,15 @@ class Decoder:
         cache: Buffers,
         at: State | None,
     ) -> list[torch.Tensor]:
-        """One token for every row: the carried tensors, changed, and (2, B) fp32 for the host.
+        """Generates one token for every row; returns the new carried tensors, and (2, B) fp32 for the host.
 
         Args:
-            kind: how to choose.
+            kind: of the sampling.
             carried: the last tokens (B,) int64, states of the stop test (B,) int64, the number of this step (1,) int64
-                and, with a repetition penalty, what occurred (B, V) fp32.
+                and, with a repetition penalty, the tokens that occurred (B, V) fp32.
             constant: lengths (B,), width (1,), uniforms (T, B), knobs (5,), stop table (states * V,).
-            cache: changed, unless the host has the logits of this step.
-            at: the `State` where the host may use its numbers; None in a program for all lengths.
+            cache: changed, unless the logits of this step are known.
+            at: the `State` whose numbers the host may use; None in a program for all lengths.
         """
         token, state, step, *occurred = carried
         lengths, width, uniforms, knobs, table = constant
@@ -319,14 +372,14 @@ class Decoder:
     # --------------------------------------------------------------------------------------------------------- score
 
     def score(self, ids: torch.Tensor) -> torch.Tensor:
-        """How likely each token of rows is, without all of their logits in memory at a time.
+        """Computes the log-probabilities of the tokens of rows, with the logits of a chunk of positions at a time.
 
         Args:
             ids: (B, W) int64, padded at the end.
 
         Returns:
-            (2, B, W - 1) fp32 on the host: the log-probability, in nats, of tokens 1 to W - 1 after those before them,
-            and 1 where it is the likeliest.
+            (2, B, W - 1) fp32 on the host: the log-probabilities of tokens 1 to W - 1, in nats, and 1 for a token that
+            is the likeliest.
 
         Raises:
             ValueError: the output head is not a plain linear layer.
@@ -340,7 +393,7 @@ class Decoder:
         return self._rt.to_host([found])[0][:, :, :-1]
 
     def _scores(self, ids: torch.Tensor) -> torch.Tensor:
-        """As in `score`, (2, B, W) on the device; the last place has no meaning."""
+        """Returns the result of `score` on the device, (2, B, W); the last position has no meaning."""
         head = output_embedding(self._model)
         positions = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
         output = self._causal.get_decoder()(
@@ -348,10 +401,10 @@ class Decoder:
         )
         wanted = torch.cat([ids[:, 1:], ids[:, :1]], 1)
         parts = []
-        for hidden, targets in zip(output.last_hidden_state.split(_AT_ONCE, 1), wanted.split(_AT_ONCE, 1), strict=True):
-            logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float() * head.scale
-            if head.softcap is not None:
-                logits = torch.tanh(logits / head.softcap) * head.softcap
+        for hidden, targets in zip(
+            output.last_hidden_state.split(_SCORE_CHUNK, 1), wanted.split(_SCORE_CHUNK, 1), strict=True
+        ):
+            logits = head.logits(hidden)
             chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
             likeliest = (logits.argmax(-1) == targets).float()
             parts.append(torch.stack([chosen - torch.logsumexp(logits, -1), likeliest]))
@@ -360,7 +413,7 @@ class Decoder:
     # ---------------------------------------------------------------------------------------------------- the device
 
     def _with(self, cache: Recorder | Slots) -> dict[str, Any]:
-        """Arguments with which transformers' layers use the cache and pass it to `kv_cache.cached_attention`."""
+        """Returns the arguments with which transformers' layers use the cache and `kv_cache.cached_attention`."""
         return {"past_key_values": cache, "use_cache": True, "cache": cache, "device_type": self._rt.device_type}
 
     @property
@@ -374,7 +427,7 @@ class Decoder:
         if have is not None and have.keys[0].shape[0] == rows:
             return have
         shape = self._shape(rows, self._slots)
-        # A tensor for each: one that is sent several times would be one buffer for all layers.
+        # A tensor for each layer: sent several times, one tensor would be one buffer for all layers.
         return Buffers(*(self.send([torch.zeros(shape, dtype=self._dtype) for _ in self._layers]) for _ in "kv"))
 
     def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

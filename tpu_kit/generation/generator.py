@@ -3,9 +3,9 @@
     generator = Generator(model, tokenizer, runtime, max_prompt=512, max_new_tokens=256)
     replies = generator.generate(["2 + 3 = "], Sampling(temperature=0.7, top_p=0.9), n=4)
 
-The prompts are sorted by length and go in batches of one size, each as wide as the nearest of a few widths. On XLA
-that makes one prefill program for each width and one decode program, whatever the lengths are; the host reads the
-device once in `block` tokens of the whole batch.
+The prompts are sorted by length and divided into batches of one size, padded to one of a few widths. On XLA there is
+one prefill program for each width and one decode program. The host reads the device once for `block` tokens of the
+whole batch.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from tpu_kit.config.loader import DataConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.decoder import Batch, Decoder, filled, fitting, widths_to
-from tpu_kit.generation.kv_cache import Held, cache_bytes_per_token, causal
-from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, Row
+from tpu_kit.generation.kv_cache import Held, cache_bytes_per_token
+from tpu_kit.generation.prompts import ENDED, Completion, Prompt, PromptCodec, Row
 from tpu_kit.generation.reference_check import check_generation
-from tpu_kit.generation.sampling import ENDED, START, Sampling
+from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models import rotary
 
-_RATED = 4096  # tokens of a batch whose likelihoods are asked for, at most
+_RATED_TOKENS = 4096  # at most in a batch of `Generator.rate`
 
 _votes: dict[int, bool] = {}  # of the replicas of XLA:CPU, which are threads of one process
 
 
 class Rating(NamedTuple):
-    """How likely the tokens of a row are, from the second on.
+    """The likelihood of the tokens of a row, from the second on.
 
     Attributes:
-        logprobs: their log-probabilities after those before them, in nats.
-        likeliest: whether each was the likeliest.
+        logprobs: log-probabilities given the earlier tokens, in nats.
+        likeliest: whether each token is the likeliest.
     """
 
     logprobs: list[float]
@@ -48,23 +47,22 @@ class Generator:
     """Generates with one model on one device.
 
     Args:
-        model: a causal language model, PEFT's around one included, on the runtime's device.
-        tokenizer: its tokenizer, a fast one.
-        rt: the replica; the calling one's by default.
-        max_prompt: the most tokens of a prompt.
-        max_new_tokens: the most that `Sampling.max_new_tokens` may ask for. With max_prompt it sets the length of the
-            cache on XLA.
-        batch_size: rows of a batch; a single prompt goes by itself.
+        model: a causal language model of transformers or PEFT, on the runtime's device.
+        tokenizer: its fast tokenizer.
+        rt: the replica; by default the current one.
+        max_prompt: limit of the tokens of a prompt.
+        max_new_tokens: limit of `Sampling.max_new_tokens`; with max_prompt it gives the length of the cache on XLA.
+        batch_size: rows of a batch; a single prompt has a batch of its own size.
         block: tokens of a row between two reads of the device.
         data: the tags of the reasoning, and the system prompt.
-        widths: the widths that prompts are padded to on XLA; by default 64, 128 and so on.
+        widths: widths to which prompts are padded on XLA; by default 64, 128 and so on.
 
     Attributes:
-        read: tokens of prompts that were read so far; those whose keys and values were in the cache do not count.
+        read: tokens of all prefilled prompts; prompts from the cache do not count.
 
     Raises:
-        ValueError: a size makes no sense, the tokenizer is not a fast one, or the model's architecture does not work
-            with the key/value cache.
+        ValueError: a size is below 1, the tokenizer is not a fast one, or the model's architecture does not work with
+            the key/value cache.
     """
 
     def __init__(
@@ -84,12 +82,12 @@ class Generator:
         if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
             raise ValueError(f"{', '.join(wrong)}: must be 1 or more")
         models.check_vocabulary(model, tokenizer)
-        settings = causal(model).config
+        settings = models.base_model(model).config
         check_generation(settings, trust_remote_code=hasattr(settings, "auto_map"))  # its code runs already
         self._rt, self._config = rt or runtime.current(), models.text_config(model)
         self._limits, self._batch_size = (max_prompt, max_new_tokens), batch_size
-        self._positions = rotary.positions(self._config) or math.inf
-        self._texts = PromptCodec(tokenizer, causal(model), data or DataConfig())
+        self._positions = models.max_positions(self._config) or math.inf
+        self._texts = PromptCodec(tokenizer, models.base_model(model), data or DataConfig())
         self._widths = sorted(widths) if widths else widths_to(max_prompt)
         if self._widths[-1] < max_prompt - 1:
             raise ValueError(f"widths={self._widths}: the last must be max_prompt={max_prompt} or more")
@@ -113,9 +111,9 @@ class Generator:
             prompts: texts, chats (lists of messages) or lists of token ids.
             sampling: greedy by default, with the Generator's max_new_tokens.
             n: samples of each prompt, from one prefill.
-            truncate: leave out the beginning of a prompt that is too long.
-            hold: keep the keys and values of the last batch until the next call. If the next call holds too, is one
-                batch, and each of its prompts is a prompt with its reply of this batch, it reads none of them again.
+            truncate: remove the beginning of a prompt that is too long.
+            hold: keep the keys and values of the last batch for the next call. That call needs no prefill if it holds
+                too, is one batch, and each of its prompts is a prompt of this batch with its reply.
 
         Returns:
             n completions for each prompt, those of a prompt one after the other.
@@ -127,10 +125,10 @@ class Generator:
         return [found[row, sample] for row in range(len(prompts)) for sample in range(n)]
 
     def cache_bytes(self, prompts: int, n: int = 1) -> int:
-        """Bytes of keys and values, at most, of a call of `generate` with so many prompts and samples that holds."""
+        """Returns the most bytes of keys and values of a call of `generate` with hold."""
         size = 1 if prompts == 1 else max(1, self._batch_size // n)
         rows, slots = size if self._rt.is_xla else min(size, prompts), self._widths[-1] + self._steps
-        # On XLA the prompts' cache and the samples' are buffers of their own; elsewhere there is the last batch's too.
+        # On XLA prompts and samples have separate buffers; elsewhere the buffers of the last batch exist, too.
         rows = rows * (n + (n > 1)) if self._rt.is_xla else 2 * rows * n
         return rows * slots * cache_bytes_per_token(self._config, self._decoder.element_bytes)
 
@@ -142,17 +140,24 @@ class Generator:
         truncate: bool = False,
         progress: Callable[[int], object] | None = None,
     ) -> dict[tuple[int, int], Completion]:
-        """Completes this replica's share of the prompts: (number of the prompt, number of the sample) -> completion.
+        """Completes this replica's share of the prompts; all replicas must call it with the same arguments.
 
-        Every replica must call it with the same arguments. After each block `progress` gets the number of the
-        completions that this replica has finished. The rest is as in `generate`.
+        Args:
+            prompts: as in `generate`.
+            sampling: as in `generate`.
+            n: as in `generate`.
+            truncate: as in `generate`.
+            progress: called after each block with the number of completions that this replica has finished.
+
+        Returns:
+            Completions by (number of the prompt, number of the sample).
         """
         return self._run(prompts, sampling, n, truncate, share=True, progress=progress)
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, truncate: bool = False) -> Iterator[str]:
-        """Completes one prompt; gives its text in pieces as they come, one for each block.
+        """Completes one prompt, and yields its text in pieces, one for each block.
 
-        To show it in a notebook or a terminal: `for piece in generator.stream(...): print(piece, end="", flush=True)`.
+        To print them: `for piece in generator.stream(...): print(piece, end="", flush=True)`.
         """
         sampling = sampling or Sampling(self._limits[1])
         (ids,) = self._encode([prompt], sampling, truncate)
@@ -168,17 +173,17 @@ class Generator:
     def score(
         self, prompts: Sequence[Prompt], continuations: Sequence[str | Sequence[int]]
     ) -> list[tuple[float, bool]]:
-        """How likely each continuation is after its prompt.
+        """Computes the likelihood of each continuation after its prompt.
 
         Args:
-            prompts: one for each continuation; an empty list of ids is refused.
+            prompts: one for each continuation, none of them empty.
             continuations: texts, or token ids.
 
         Returns:
-            For each the log-probability in nats, and whether greedy decoding would give it.
+            For each continuation its log-probability in nats, and whether greedy decoding would generate it.
 
         Raises:
-            ValueError: the numbers differ, a continuation is empty, or both together are too long.
+            ValueError: the numbers differ, a continuation is empty, or prompt and continuation are too long.
         """
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: there must be as many")
@@ -203,11 +208,11 @@ class Generator:
         return found
 
     def rate(self, rows: Sequence[Sequence[int]], share: bool = False) -> dict[int, Rating]:
-        """How likely the tokens of each row are, by number of the row.
+        """Computes the likelihood of the tokens of each row, by number of the row.
 
         Args:
             rows: token ids.
-            share: rate this replica's share alone; every replica must call it with the same rows.
+            share: rate only this replica's share; all replicas must call it with the same rows.
 
         Raises:
             ValueError: a row has fewer than two tokens, or more than the model has positions.
@@ -222,8 +227,8 @@ class Generator:
         with self._decoder.ready():
             while start < len(order):
                 width = self._width(len(rows[order[start]]))
-                size = 1 if len(rows) == 1 else max(1, min(self._batch_size, _RATED // width))
-                # Every replica takes part in every round, if only with a batch of nothing: see cpu_simulation.py.
+                size = 1 if len(rows) == 1 else max(1, min(self._batch_size, _RATED_TOKENS // width))
+                # On XLA every replica takes part in every round, also with an empty batch: see cpu_simulation.py.
                 mine = order[start : start + size * world][rank::world]
                 start += size * world
                 if not mine and not self._rt.is_xla:
@@ -284,7 +289,7 @@ class Generator:
         encoded = self._encode(prompts, sampling, truncate)
         rank, world = self._replica(share)
         size = 1 if len(encoded) == 1 else max(1, self._batch_size // n)
-        # The longest first: if memory runs out it does so at once. The replicas' batches of a round are alike.
+        # The longest first, so that memory runs out at the start. The replicas' batches of a round are alike.
         order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]), reverse=True)
         found: dict[tuple[int, int], Completion] = {}
         for start in range(0, len(order), size * world):
@@ -305,11 +310,11 @@ class Generator:
         return found
 
     def _replica(self, share: bool) -> tuple[int, int]:
-        """The rank and the number of the replicas that share the work."""
+        """Returns the rank of this replica among those that share the work, and their number."""
         return (self._rt.rank, self._rt.world_size) if share else (0, 1)
 
     def _in_step(self, world: int) -> bool:
-        """Whether the replicas must take the same number of steps: see cpu_simulation.py."""
+        """Whether the replicas must make the same number of steps: see cpu_simulation.py."""
         return world > 1 and self._rt.device_type == "xla-cpu"
 
     def _width(self, longest: int) -> int:
@@ -326,7 +331,7 @@ class Generator:
         world: int = 1,
         hold: bool = False,
     ) -> Iterator[list[Row]]:
-        """Generates for one batch; gives its rows, prompts x samples, as they are after each block."""
+        """Generates one batch, and yields its rows, prompts x samples, after each block."""
         size = size if self._rt.is_xla else len(prompts)
         ids, lengths = filled([prompt[:-1] for prompt in prompts], width, size)
         last = torch.tensor([prompt[-1] for prompt in prompts] + [0] * (size - len(prompts)))
@@ -334,7 +339,7 @@ class Generator:
         table = self._texts.table(sampling)
         if id(table) not in self._tables:  # `PromptCodec` keeps the tables themselves
             (self._tables[id(table)],) = self._decoder.send([table.flatten()])
-        rows = [Row(self._texts.opens_reasoning(prompt), state=START) for prompt in prompts for _ in range(n)]
+        rows = [Row(self._texts.opens_reasoning(prompt)) for prompt in prompts for _ in range(n)]
         fillers = size * n - len(rows)
         block = self._decoder.block
         steps = -(-sampling.max_new_tokens // block) * block
@@ -367,7 +372,7 @@ class Generator:
             self._held = Held(cache, whole, [len(prompts[place // n]) - 1 for place in range(len(rows))], width)
 
     def _any(self, mine: bool) -> bool:
-        """Whether it is so in any replica of XLA:CPU."""
+        """Whether `mine` is true in any replica of XLA:CPU."""
         _votes[self._rt.rank] = mine
         self._rt.barrier()
         found = any(_votes.values())
@@ -382,7 +387,7 @@ class Generator:
 
 
 def _extend(row: Row, output: torch.Tensor, table: Any, most: int) -> None:
-    """Adds a block's tokens to a row, up to its end; the device goes on to the end of the block."""
+    """Adds the tokens of a block to a row, up to the end of its reply."""
     tokens, logprobs = output.tolist()
     for token, logprob in zip(tokens, logprobs, strict=True):
         if row.state == ENDED or len(row.tokens) == most:

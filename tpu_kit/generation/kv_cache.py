@@ -1,9 +1,9 @@
 """The key/value cache of generation, and attention over it, for any model of transformers.
 
-Every prompt lies at the beginning of its row: key j of row i, j < n_i, is in slot j, and the slots up to P, the width
-of the batch, hold padding that nobody sees. Step t puts the key of every row into the same slot P + t, at position
-n_i + t. So one number says where all rows write, no row has nothing to see, and the mask follows from n, P and t,
-which are inputs of the program: one decode program serves every length.
+Prompts are at the beginning of their rows: key j of row i, j < n_i, is in slot j, and the slots up to P, the width of
+the batch, have padding that the mask hides. Step t writes the keys of all rows into slot P + t, at position n_i + t. So
+all rows write to the same slot, and the mask is a function of n, P and t, which are inputs of the program: one decode
+program serves all lengths.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Buffers(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """The length of the cache."""
+        """Length of the cache."""
         return self.keys[0].shape[2]
 
 
 @dataclass(frozen=True)
 class Held:
-    """The cache of a finished batch, so that a batch that continues its replies needs no prefill.
+    """The cache of a finished batch, which replaces the prefill of a batch that continues its replies.
 
     Attributes:
-        cache: the keys and values; nothing else may have used the buffers since.
-        rows: the tokens of each row, prompt and reply.
-        lengths: n of each row, the number of its prompt's keys.
+        cache: keys and values; nothing else may have used the buffers since.
+        rows: tokens of each row, prompt and reply.
+        lengths: n, the number of keys of each prompt.
         width: P.
     """
 
@@ -55,20 +55,22 @@ class Held:
         return None if None in found else [place for place in found if place is not None]
 
     def source(self, places: Sequence[int], count: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the keys of all but the last token of these rows are.
+        """Returns the places of the keys of all but the last token of some rows, for `gathered`.
 
         Returns:
-            (count,) int64, the rows, padded with the first; (count, slots) int64, for each slot the one to take.
+            (count,) int64, the rows, padded with the first; (count, slots) int64, the source of each slot.
         """
         rows = [*places, *[places[0]] * (count - len(places))]
         lengths = torch.tensor([self.lengths[row] for row in rows])[:, None]
         slot = torch.arange(slots)[None]
         taken = torch.where(slot < lengths, slot, self.width + slot - lengths)
-        return torch.tensor(rows), taken.clamp(max=self.cache.slots - 1)  # beyond the row's keys nobody looks
+        return torch.tensor(rows), taken.clamp(
+            max=self.cache.slots - 1
+        )  # the mask hides the slots after the row's keys
 
 
 def gathered(buffers: Buffers, rows: torch.Tensor, source: torch.Tensor) -> list[torch.Tensor]:
-    """Keys and values (B, heads, S, D) of each layer: slot `source[b, s]` of row `rows[b]`."""
+    """Gathers keys and values (B, heads, S, D) of each layer from slot `source[b, s]` of row `rows[b]`."""
     _, heads, slots, size = buffers.keys[0].shape
     head = torch.arange(heads, device=rows.device)
     index = (((rows[:, None] * heads + head) * slots)[:, :, None] + source[:, None]).flatten()
@@ -78,12 +80,12 @@ def gathered(buffers: Buffers, rows: torch.Tensor, source: torch.Tensor) -> list
 
 
 class Recorder:
-    """Takes the place of transformers' cache in the prefill: keeps the keys and values of the prompt.
+    """Replaces transformers' cache in the prefill, and records the keys and values of the prompt.
 
     Args:
-        lengths: (B,) int64, n, where the last column holds the token after each prompt, at position n; None if every
-            row is a prompt, padded at the end or not.
-        width: P, the columns before that one.
+        lengths: (B,) int64, n, if the last column has the last token of each prompt, at position n; None if each row is
+            a prompt with or without padding at its end.
+        width: P, the number of columns before the last.
     """
 
     def __init__(self, lengths: torch.Tensor | None = None, width: int = 0) -> None:
@@ -91,21 +93,21 @@ class Recorder:
         self._lengths, self._width = lengths, width
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
-        """What a layer of transformers calls; it attends to what is returned."""
+        """Stores keys and values and returns those to attend to; called by the layers of transformers."""
         assert layer == len(self.found.keys), "layers come in order"
         self.found.keys.append(key)
         self.found.values.append(value)
         return key, value
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """(B, 1, P + 1, P + 1) booleans: who sees whom; None where that is causal by column."""
+        """Returns the mask (B, 1, P + 1, P + 1), boolean; None if it is causal by column."""
         if self._lengths is None:
             return None
         lengths, column = self._lengths[:, None], torch.arange(self._width + 1, device=self._lengths.device)[None]
         last = column == self._width
         position = torch.where(last, lengths, column)
         real = (column < lengths) | last
-        # Padding sees itself, so that no row of the softmax is empty.
+        # Padding sees itself, because the softmax of an empty row is NaN.
         seen = (column[:, :, None] >= column[:, None, :]) & (real[:, None, :] | ~real[:, :, None])
         if window is not None:
             seen = seen & (position[:, :, None] - position[:, None, :] < window)
@@ -113,16 +115,16 @@ class Recorder:
 
 
 class Slots:
-    """Takes the place of transformers' cache in a decode step, and says who sees which slot.
+    """Replaces transformers' cache in a decode step, and makes the mask over its slots.
 
     Args:
-        buffers: the cache; its lists are changed to what `write` returns.
-        lengths: (B,) int64, n: the keys of each prompt.
+        buffers: the cache; `write` replaces the entries of its lists.
+        lengths: (B,) int64, n: the number of keys of each prompt.
         width: P, a tensor (1,) int64 or a number.
         step: t, likewise.
-        write: puts new keys (B, heads, 1, D) into slot P + t of a buffer and returns it, or its filled part.
-        filled: the slots that attention reads, where the host knows: P + t + 1. None = all, the others masked.
-        full: the host knows that every prompt fills its P slots.
+        write: writes new keys (B, heads, 1, D) into slot P + t of a buffer and returns it.
+        filled: P + t + 1, the number of slots to attend to, if the host knows it; None attends to all with a mask.
+        full: whether the host knows that every prompt fills its P slots.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class Slots:
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
-        """What a layer of transformers calls; it attends to what is returned."""
+        """Stores keys and values and returns those to attend to; called by the layers of transformers."""
         keys, values = self.buffers
         keys[layer] = self._write(keys[layer], key.to(keys[layer].dtype))
         values[layer] = self._write(values[layer], value.to(values[layer].dtype))
@@ -149,7 +151,7 @@ class Slots:
         return keys[layer][:, :, : self._filled], values[layer][:, :, : self._filled]
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """(B, 1, 1, slots) booleans: the slots that the new token sees; None if all. One for each window."""
+        """Returns the mask (B, 1, 1, slots) of the new token, boolean; None if it sees all slots. Cached by window."""
         if self._filled is not None and window is not None and window >= self._filled:
             window = None
         if window not in self._masks:
@@ -169,27 +171,21 @@ class Slots:
         return seen[:, None, None, :]
 
 
-def causal(model: torch.nn.Module) -> Any:
-    """The model of transformers, without PEFT's wrapper; LoRA layers stay inside it."""
-    wrapped: Any = model
-    return wrapped.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def cache_shape(config: Any, slots: int) -> tuple[int, int, int]:
-    """(key-value heads, slots, head size) of one row in one layer, from the text configuration of a model."""
+    """Returns (key-value heads, slots, head size) of one row in one layer, from a model's text configuration."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return getattr(config, "num_key_value_heads", None) or heads, slots, size
 
 
 def cache_bytes_per_token(config: Any, element_bytes: int) -> int:
-    """Bytes of keys and values that one token of one row takes, over all layers."""
+    """Returns the bytes of keys and values of one token of one row, in all layers."""
     heads, _, size = cache_shape(config, 1)
     return int(2 * config.num_hidden_layers * heads * size * element_bytes)
 
 
 def register() -> None:
-    """Makes "tpu_kit_cached" known to transformers. It has no mask function, so transformers makes and reads none."""
+    """Registers "tpu_kit_cached" in transformers, without a mask function, so that transformers makes no mask."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(CACHED, cached_attention)
@@ -202,36 +198,34 @@ def cached_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     cache: Recorder | Slots | None = None,
     device_type: str = "cpu",
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a prefill or of one decode step, as transformers calls it.
+    """Computes attention of a prefill or of one decode step (Q = 1); called by transformers.
 
     Args:
         module: the attention layer.
-        query: (B, heads, Q, D); Q is 1 in a decode step.
+        query: (B, heads, Q, D).
         key: (B, key-value heads, K, D).
         value: (B, key-value heads, K, D).
         attention_mask: None; transformers makes none for this function.
         scaling: factor on the scores, default 1 / sqrt(D).
-        dropout: not used; the model is in evaluation mode.
         sliding_window: number of keys a query sees, itself included.
         softcap: c in c * tanh(scores / c).
-        cache: of a decode step or a prefill; None means plain causal attention.
-        device_type: where it runs; on a TPU the prefill takes the flash kernel.
-        **kwargs: what else the model passes on.
+        cache: of a decode step or a prefill; None for plain causal attention.
+        device_type: of the model; on a TPU the prefill uses the flash kernel.
+        **kwargs: other arguments of the model; dropout is ignored in evaluation mode.
 
     Returns:
         (B, Q, heads, D) and None in place of the attention weights.
 
     Raises:
-        ValueError: the model passes an argument that this function does not know, or a mask of its own.
+        ValueError: the model passes an unknown argument, or a mask of its own.
     """
-    attention.refuse_unknown(kwargs)
+    attention.refuse_unknown({name: value for name, value in kwargs.items() if name != "dropout"})
     if attention_mask is not None:
         raise ValueError("the model makes an attention mask of its own, and the key/value cache does not apply it")
     if cache is None and query.shape[2] != key.shape[2]:
@@ -239,24 +233,32 @@ def cached_attention(
     batch, heads, length, size = query.shape
     mask = None if cache is None else cache.mask(sliding_window)
     if not isinstance(cache, Slots):
-        if mask is not None:  # it holds the window
+        if mask is not None:  # it includes the window
             return attention.sdpa_attention(module, query, key, value, mask, scaling, softcap=softcap)
         if device_type in ("cpu", "cuda") and softcap is None and (sliding_window is None or sliding_window >= length):
             output = F.scaled_dot_product_attention(
                 query.to(value.dtype), key.to(value.dtype), value, is_causal=True, scale=scaling, enable_gqa=True
             )
             return output.transpose(1, 2).contiguous(), None
-        # Padding comes after the prompt, so causal is enough: no prompt sees it.
+        # Padding follows the prompt, so a causal mask hides it.
         ones = torch.ones(batch, length, dtype=torch.int32, device=query.device)
         attend = attention.flash_attention if device_type == "tpu" else attention.sdpa_attention
         return attend(
-            module, query, key, value, None, scaling, sliding_window=sliding_window, softcap=softcap, segment_ids=ones
+            module,
+            query,
+            key,
+            value,
+            None,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            segment_ids=ones,
         )
-    # Queries of one key head become its query positions, so that the cache is not repeated for each query head.
+    # The query heads of a key head become query positions, which avoids repeating the cache for each query head.
     grouped = query.to(value.dtype).reshape(batch, key.shape[1], heads // key.shape[1], size)
     if softcap is None and device_type in ("cpu", "cuda"):
         output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-    else:  # on XLA the function above scales the whole cache, and not the query alone
+    else:  # on XLA the function above scales the whole cache instead of the query
         scores = torch.matmul(grouped * (size**-0.5 if scaling is None else scaling), key.transpose(2, 3))
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap

@@ -1,4 +1,4 @@
-"""The text side of generation: prompts to token ids, and tokens back to a text, its reasoning and its answer."""
+"""Encodes prompts as token ids, finds the end of a reply, and decodes replies into text, reasoning and answer."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.chat_encoding import Encoder, default_stop
 from tpu_kit.data.columns import Layout
-from tpu_kit.generation.sampling import Sampling, stop_table, token_bytes
+from tpu_kit.generation.sampling import Sampling
+
+START, ENDED = 0, 1  # states of the stop test (`stop_table`); no transition leaves ENDED
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
-"""A text, taken as it stands; the messages of a chat; or token ids."""
+"""A plain text, the messages of a chat, or token ids."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,10 @@ class Completion:
     """One reply.
 
     Attributes:
-        text: what the model wrote, without special tokens and without the stop string.
-        reasoning: the part between the tags; None if there is none.
-        answer: what follows the reasoning; empty if the reply ended within it.
-        tokens: the ids, with those that ended the reply.
+        text: the reply without special tokens and without the stop string.
+        reasoning: the text between the tags; None if there is none.
+        answer: the text after the reasoning; empty if the reply ended within the reasoning.
+        tokens: the ids, including those that ended the reply.
         finish_reason: "stop" (an end-of-turn token, a stop string) or "length".
         logprob: sum of the tokens' log-probabilities, in nats, by the model's own distribution.
     """
@@ -42,27 +45,27 @@ class Completion:
 
 @dataclass
 class Row:
-    """One reply while it grows.
+    """An unfinished reply.
 
     Attributes:
-        opened: the prompt ended with the opening tag of the reasoning.
-        tokens: so far.
+        opened: whether the prompt ended with the opening tag of the reasoning.
+        tokens: generated so far.
         state: of the stop test.
-        logprob: the sum so far.
+        logprob: sum of the tokens' log-probabilities.
     """
 
     opened: bool
     tokens: list[int] = field(default_factory=list)
-    state: int = 0
+    state: int = START
     logprob: float = 0.0
 
 
 class PromptCodec:
-    """A tokenizer, and what is known of it.
+    """Encodes prompts and decodes replies with a tokenizer.
 
     Args:
-        tokenizer: a fast one.
-        causal: the model of transformers that it belongs to.
+        tokenizer: a fast tokenizer.
+        causal: its model of transformers.
         data: the tags of the reasoning, and the system prompt.
     """
 
@@ -83,7 +86,7 @@ class PromptCodec:
         return token_bytes(self._tokenizer, self._tags)[: self._rows]
 
     def table(self, sampling: Sampling) -> torch.Tensor:
-        """The table of the stop test, (states, V) int32; made once for each set of stop strings."""
+        """Returns the table of the stop test, (states, V) int32; made once for each set of stop strings."""
         texts = (*sampling.stop, *([self._data.think_close] if sampling.stop_after_reasoning else []))
         if texts not in self._tables:
             ids = [id_ for id_ in self.stops if id_ < self._rows]
@@ -91,13 +94,13 @@ class PromptCodec:
         return self._tables[texts]
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt; a chat goes through the tokenizer's template.
+        """Returns the token ids of a prompt; the tokenizer's template renders a chat.
 
         Raises:
-            ValueError: there is nothing in it, there is no chat template, or it refuses the chat.
+            ValueError: the prompt is empty, there is no chat template, or the template refuses the chat.
         """
         if isinstance(prompt, str):
-            ids = list(self._tokenizer(prompt, verbose=False)["input_ids"])  # lengths are checked by the Generator
+            ids = list(self._tokenizer(prompt, verbose=False)["input_ids"])  # the Generator checks lengths
             if ids[-1:] == [self._tokenizer.eos_token_id]:
                 ids.pop()  # some tokenizers end every text
         elif prompt and isinstance(prompt[0], Mapping):
@@ -109,7 +112,7 @@ class PromptCodec:
         return ids
 
     def plain(self, text: str) -> list[int]:
-        """The token ids of a text that goes on from another."""
+        """Returns the token ids of a text that continues another, without special tokens."""
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _chat(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -132,7 +135,7 @@ class PromptCodec:
         return bool(tail.rstrip().endswith(self._data.think_open))
 
     def text(self, tokens: Iterable[int], sampling: Sampling) -> str:
-        """The text of tokens, without special ones, up to the first stop string."""
+        """Decodes tokens without special ones, up to the first stop string."""
         said = [token for token in tokens if token not in self._dropped]
         text: str = self._tokenizer.decode(said, clean_up_tokenization_spaces=False)
         found = [place for stop in sampling.stop if (place := text.find(stop)) >= 0]
@@ -142,8 +145,8 @@ class PromptCodec:
         return text[: min(found)] if found else text
 
     def settled(self, text: str, sampling: Sampling) -> str:
-        """The beginning of a growing text that no later token changes or takes back."""
-        text = text.rstrip("\ufffd")  # the first bytes of a character
+        """Returns the beginning of an unfinished text that later tokens cannot change."""
+        text = text.rstrip("\ufffd")  # an incomplete character
         held = max(
             (n for stop in sampling.stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
             default=0,
@@ -151,19 +154,19 @@ class PromptCodec:
         return text[: len(text) - held]
 
     def completion(self, row: Row, ended: bool, sampling: Sampling) -> Completion:
-        """A finished reply."""
+        """Makes the completion of a finished reply."""
         text = self.text(row.tokens, sampling)
         reasoning, answer = split_reasoning(text, self._data, row.opened)
         return Completion(text, reasoning, answer, tuple(row.tokens), "stop" if ended else "length", row.logprob)
 
 
 def split_reasoning(text: str, data: DataConfig, opened: bool = False) -> tuple[str | None, str]:
-    """Takes a reply apart into its reasoning, None if it has none, and its answer.
+    """Splits a reply into its reasoning, None if it has none, and its answer.
 
     Args:
         text: the reply.
         data: the tags.
-        opened: the prompt ended with the opening tag.
+        opened: whether the prompt ended with the opening tag.
     """
     head, close, answer = text.rpartition(data.think_close)
     if not close and not opened and data.think_open not in text:
@@ -175,21 +178,21 @@ def split_reasoning(text: str, data: DataConfig, opened: bool = False) -> tuple[
 
 
 def to_json(completions: Sequence[Completion]) -> str:
-    """Completions as a JSON list."""
+    """Writes completions as a JSON list."""
     return json.dumps([vars(completion) for completion in completions])
 
 
 def from_json(text: str) -> list[Completion]:
-    """What `to_json` wrote."""
+    """Reads the completions that `to_json` wrote."""
     return [Completion(**{**found, "tokens": tuple(found["tokens"])}) for found in json.loads(text)]
 
 
 def stop_ids(causal: Any, tokenizer: Any) -> set[int]:
-    """Return the ids that end an answer.
+    """Returns the ids that end an answer.
 
-    The chat template counts because many base models come with an instruct model's template: the training then teaches
-    an end-of-turn token that neither the generation config nor the tokenizer knows as the end. A tokenizer without one
-    counts as if it had the template that training gives it: the base model is asked in it, too.
+    They include the end-of-turn token of the chat template: many base models come with an instruct model's template,
+    whose token neither the generation config nor the tokenizer has as the end. A tokenizer without a template gets the
+    template of training, also for the base model.
     """
     named = causal.generation_config.eos_token_id
     ids = {*named} if isinstance(named, list) else {named}
@@ -201,3 +204,82 @@ def stop_ids(causal: Any, tokenizer: Any) -> set[int]:
     if stop:
         ids.add(tokenizer.convert_tokens_to_ids(stop))
     return ids - {None}
+
+
+# --------------------------------------------------------------------------------------------------------- stop test
+
+
+def stop_table(pieces: Sequence[bytes], ids: Iterable[int], texts: Iterable[str], rows: int) -> torch.Tensor:
+    """Builds the table of the stop test, with which one look-up for each token finds the end of a reply.
+
+    The states are those of an automaton over bytes (Aho and Corasick, CACM 18, 1975) that searches for all stop strings
+    at once. For each state and token the table has the state after the bytes of the token, so that it finds a stop
+    string however the tokens divide it.
+
+    Args:
+        pieces: the bytes of every token.
+        ids: tokens that end a reply.
+        texts: stop strings.
+        rows: of the model's output embedding; rows without a token end nothing.
+
+    Returns:
+        (states, rows) int32: the next state. The number of states is a power of two, 8 or more, so that most sets of
+        stop strings share a program.
+    """
+    follow = _automaton([text.encode() for text in texts])
+    states = follow.shape[0]
+    padded = max(8, 1 << (states - 1).bit_length())
+    lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+    order = np.argsort(-lengths, kind="stable")  # the longest first
+    longest = int(lengths.max(initial=0))
+    text = np.zeros((len(pieces), longest), dtype=np.uint8)
+    for row, token in enumerate(order):
+        text[row, : lengths[token]] = np.frombuffer(pieces[token], dtype=np.uint8)
+    now = np.repeat(np.arange(states, dtype=np.int32)[:, None], len(pieces), axis=1)
+    if states > 2:
+        for place in range(longest):
+            active = int(np.searchsorted(-lengths[order], -place))  # tokens longer than `place`
+            now[:, :active] = follow[now[:, :active], text[:active, place]]
+    table = np.full((padded, rows), START, dtype=np.int32)
+    table[:states, order] = now
+    table[:, list(ids)] = ENDED
+    table[ENDED] = ENDED
+    return torch.from_numpy(table)
+
+
+def _automaton(texts: list[bytes]) -> np.ndarray:
+    """Returns (states, 256) int32: the next state for each byte. A state is the longest suffix that begins a stop."""
+    prefixes = dict.fromkeys(text[:end] for text in texts for end in range(1, len(text) + 1))
+    states = {b"": START} | {prefix: number for number, prefix in enumerate(prefixes, ENDED + 1)}
+    follow = np.full((len(states) + 1, 256), START, dtype=np.int32)
+    follow[ENDED] = ENDED
+    for prefix, state in states.items():
+        for byte in set(b"".join(texts)):
+            read = prefix + bytes([byte])
+            longest = next(states[read[start:]] for start in range(len(read) + 1) if read[start:] in states)
+            follow[state, byte] = ENDED if read.endswith(tuple(texts)) else longest
+    return follow
+
+
+def token_bytes(tokenizer: Any, kept: Iterable[str] = ()) -> list[bytes]:
+    """Returns the bytes that each token of a fast tokenizer adds to a text: none for special tokens not in `kept`."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
+    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
+    by_bytes, kept = '"ByteLevel"' in decoder, set(kept)
+    added = tokenizer.added_tokens_decoder
+    pieces = []
+    for id_, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))):
+        if token is None:
+            piece = b""
+        elif id_ in added:
+            piece = b"" if added[id_].special and token not in kept else token.encode()
+        elif by_bytes:
+            piece = bytes(alphabet[character] for character in token if character in alphabet)
+        elif len(token) == 6 and token.startswith("<0x"):
+            piece = bytes.fromhex(token[3:5])
+        else:
+            piece = token.replace("\u2581", " ").encode()
+        pieces.append(piece)
+    return pieces

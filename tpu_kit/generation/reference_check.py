@@ -1,8 +1,8 @@
-"""Checks that the kit computes what transformers computes, for a model's architecture, before its weights are read.
+"""Checks for a model's architecture, before reading its weights, that the kit computes the same as transformers.
 
-A narrow copy of the model, made of its configuration alone, has few heads, few layers and random weights, and every
-kind of layer. It runs with the kit's attention on two documents packed into a row, and with transformers' eager
-attention on each document alone; and it generates with the kit's key/value cache. This takes seconds and finds
+It builds a narrow copy of the model from its configuration, with few heads, few layers of every kind and random
+weights. The copy runs with the kit's attention on two documents packed into a row, and with transformers' eager
+attention on each document alone; and it generates with the kit's key/value cache. This takes seconds. It finds
 arguments of attention that the kit does not implement, layers that carry a state from one document into the next, and
 caches of another layout.
 """
@@ -23,17 +23,17 @@ import torch
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.generation.decoder import Batch, Decoder, filled
-from tpu_kit.generation.sampling import START, Sampling
+from tpu_kit.generation.prompts import START
+from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.architecture import FAMILIES
 from tpu_kit.models.loading import brief, read_config
-from tpu_kit.models.rotary import check_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_TOLERANCE = 1e-3  # of the largest logit; in fp32 another order of summation changes 1e-7 to 1e-5 of it
+_TOLERANCE = 1e-3  # relative to the largest logit; in fp32 another order of summation changes 1e-7 to 1e-5 of it
 _DOCUMENTS, _ROW = (21, 13), 37  # tokens; each document is longer than a window of the copy
 _PROMPTS, _REPLY = (11, 4), 12  # tokens
 _OTHERS = f"Use a model of another family, such as {', '.join(FAMILIES)}"
@@ -47,18 +47,18 @@ def check_training(config: TrainConfig, device_type: str) -> None:
     """Checks that a model can be trained as transformers defines it; takes up to 5 s, and reads no weights.
 
     Args:
-        config: the run. A model whose configuration cannot be read passes: loading it explains why.
-        device_type: where it is to run; a TPU's kernels see the segment ids alone, not the mask.
+        config: the run. A model without a readable configuration passes: loading it explains why.
+        device_type: of the run; the kernels of a TPU get segment ids instead of a mask.
 
     Raises:
-        ValueError: the logits differ from those of transformers, for a document alone or for packed documents, or they
-            would in rows of data.max_length; or the run generates, and the model cannot.
+        ValueError: the logits differ from those of transformers, for a document alone, for packed documents or in rows
+            of data.max_length; or the run generates, and the model cannot.
     """
     given = read_config(config.model)
     if given is None:
         return
     family, trusted = f"{given.model_type} (model.name={config.model.name})", config.model.trust_remote_code
-    check_length(given.get_text_config(), config.data.max_length)
+    models.check_length(given.get_text_config(), config.data.max_length)
     alone, packed = _verdict("training", given, trusted)
     if alone:
         raise ValueError(f"{family} cannot be trained here: {alone}. {_OTHERS}")
@@ -79,7 +79,7 @@ def check_training(config: TrainConfig, device_type: str) -> None:
 
 
 def check_generation(config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
-    """Checks that a model generates with the kit's key/value cache what transformers gives without a cache.
+    """Checks that a model generates the same with the kit's key/value cache as transformers without a cache.
 
     Args:
         config: of the model.
@@ -97,7 +97,7 @@ def check_generation(config: PreTrainedConfig, trust_remote_code: bool = False) 
 
 
 def _verdict(what: Literal["training", "kernels", "generation"], config: PreTrainedConfig, trusted: bool) -> list[str]:
-    """What is wrong, an empty text for nothing; found once in a process for each configuration."""
+    """Returns descriptions of the problems, empty texts for none; cached in the process by configuration."""
     key = (what, f"{config.model_type} {settings_of(config)}")
     with _lock:
         if key not in _verdicts:
@@ -122,14 +122,14 @@ def _find(what: str, config: PreTrainedConfig, trusted: bool) -> list[str]:
 
 
 def _attention_of_kernels(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-    """Attention that knows what the kernels of a TPU know."""
+    """Computes attention from the inputs that the kernels of a TPU get."""
     if kwargs.get("segment_ids") is None:
         raise ValueError("the model does not pass its keyword arguments, the segment ids, on to its attention")
     return attention.sdpa_attention(module, query, key, value, None, **kwargs)
 
 
 def _compare_documents(model: PreTrainedModel, implementation: str) -> list[str]:
-    """Describes what is wrong with documents alone in their rows, and with packed ones; empty texts for nothing."""
+    """Describes the problem with documents alone in their rows, and with packed ones; empty texts for none."""
     documents = _ids(model, _DOCUMENTS)
     try:
         expected = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in documents]
@@ -154,7 +154,7 @@ def _compare_documents(model: PreTrainedModel, implementation: str) -> list[str]
 
 
 def _batch(rows: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Rows of documents, as `packing` makes them."""
+    """Makes rows of documents as `data.packing` does."""
     batch = {
         name: torch.zeros(len(rows), _ROW, dtype=torch.int64) for name in ("input_ids", "segment_ids", "position_ids")
     }
@@ -170,7 +170,7 @@ def _batch(rows: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def _compare_replies(model: PreTrainedModel) -> str:
-    """Describes what is wrong with greedy replies to two prompts of different lengths."""
+    """Describes the problem with greedy replies to two prompts of different lengths; an empty text for none."""
     prompts = [ids.tolist() for ids in _ids(model, _PROMPTS)]
     try:
         tokens, logprobs = _replies(model, prompts)
@@ -194,7 +194,7 @@ def _compare_replies(model: PreTrainedModel) -> str:
 
 
 def _replies(model: PreTrainedModel, prompts: list[list[int]]) -> Any:
-    """(2, reply, prompts): greedy tokens, and their log-probabilities."""
+    """Generates greedily; returns (2, reply, prompts): tokens and their log-probabilities."""
     count, width = len(prompts), max(map(len, prompts)) - 1
     decoder = Decoder(model, CpuRuntime(0, 1, torch.device("cpu")), _REPLY, width + _REPLY)
     ids, lengths = filled([prompt[:-1] for prompt in prompts], width, count)
@@ -214,7 +214,7 @@ def _ids(model: PreTrainedModel, lengths: tuple[int, ...]) -> list[torch.Tensor]
 
 
 def _share(differences: list[torch.Tensor], scale: list[torch.Tensor]) -> float:
-    """The largest difference as a share of the largest number; NaN if there is one."""
+    """Returns the largest difference relative to the largest number; NaN if there is a NaN."""
     largest, whole = (
         torch.cat([part.flatten().float().abs() for part in parts]).max() for parts in (differences, scale)
     )
@@ -228,15 +228,15 @@ def _told(error: Exception) -> str:
 # ------------------------------------------------------------------------------------------------------ the narrow copy
 
 WINDOW = 8
-"""Tokens that a windowed layer of the copy sees."""
+"""Window of the copy's layers, in tokens."""
 VOCABULARY = 128
 
-_EXPERT, _EXPERTS_KEPT = 32, 16  # the size within an expert, and their number
-_ALIGNED = 16  # of which products of many experts want the hidden size to be a multiple
-_LARGEST = 100_000_000  # parameters of a copy: 0.4 GB, filled in a second
+_EXPERT, _EXPERTS_KEPT = 32, 16  # the intermediate size of an expert, and the number of experts
+_ALIGNED = 16  # grouped products of experts need a hidden size that is a multiple of it
+_LARGEST = 100_000_000  # parameters of a copy: 0.4 GB, initialised in a second
 _LEAST_HIDDEN = 64
-# Sizes that belong to the hidden size and to the number of heads, so that all are divided by one number. The size of a
-# head, of a state and of a low rank stay as they are.
+# Sizes that are proportional to the hidden size or to the number of heads; all are divided by one number. The sizes of
+# a head, of a state and of a low rank do not change.
 _SCALED = re.compile(
     r"(hidden_size|hidden_dim|d_model|n_embd|n_embed|dim_model|embedding_size|lru_width|conv_dim|residual_dim"
     r"|.*intermediate_size|.*ffn.*(dim|size)|.*mlp_(dim|size)|n_inner|inner_dim|d_ff|dim_ff|block_(ff_)?dim|mamba_d_ssm"
@@ -251,7 +251,7 @@ def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> P
     """Builds the narrow copy of a language model.
 
     Args:
-        config: of the real model; of one that is part of a larger model, the language model's own is taken.
+        config: of the real model; of a larger model, its language model is copied.
         trust_remote_code: whether the model may run Python code of its own.
 
     Returns:
@@ -281,7 +281,7 @@ def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> P
 
 @contextlib.contextmanager
 def _noted(failures: list[str]) -> Iterator[None]:
-    """Notes what a model's own code raises: it may be anything, for sizes that do not fit together."""
+    """Records what a model's code raises: for sizes that do not fit together it may be anything."""
     try:
         yield
     except Exception as error:
@@ -289,7 +289,7 @@ def _noted(failures: list[str]) -> Iterator[None]:
 
 
 def layer_kinds(model: PreTrainedModel) -> list[Any]:
-    """A value for each layer of a decoder, equal for layers that compute the same with other weights."""
+    """Returns a value for each layer of a decoder, equal for layers that differ only in the values of weights."""
     depth = model.config.num_hidden_layers
     lists = [part for part in model.get_decoder().modules() if isinstance(part, torch.nn.ModuleList)]
     layers = next((part for part in lists if len(part) == depth), [()] * depth)
@@ -297,7 +297,7 @@ def layer_kinds(model: PreTrainedModel) -> list[Any]:
 
 
 def _kind(layer: torch.nn.Module) -> Any:
-    """The modules of a layer, and what they are told; of numbers, which may go on from layer to layer, the type."""
+    """Returns the modules of a layer and their settings; of numbers, which may count layers, only the type."""
 
     def told(value: object) -> str:
         return repr(value) if value is None or isinstance(value, (bool, str)) else type(value).__name__
@@ -309,7 +309,7 @@ def _kind(layer: torch.nn.Module) -> Any:
 
 
 def _divisors(config: PreTrainedConfig) -> list[int]:
-    """Numbers to divide the sizes by, the best first: two heads stay, or four in two groups."""
+    """Returns divisors of the sizes, the best first: two heads remain, or four in two groups."""
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     if not isinstance(hidden, int):
         return [1]
@@ -325,17 +325,19 @@ def _divisors(config: PreTrainedConfig) -> list[int]:
         return heads_stay, hidden // divisor % _ALIGNED == 0, divisor
 
     best = sorted(divisors, key=worth, reverse=True)
-    return list(dict.fromkeys([best[0], divisors[-1], *best[1:2]]))  # the narrowest is there for many large layers
+    return list(
+        dict.fromkeys([best[0], divisors[-1], *best[1:2]])
+    )  # the narrowest is for models with many large layers
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """The settings of a model's architecture."""
+    """Returns the settings of a model's architecture."""
     left_out = ("quantization_config", "dtype", "torch_dtype", "architectures", "_name_or_path", "transformers_version")
     return {name: value for name, value in config.to_dict().items() if name not in left_out}
 
 
 def _narrowed(config: PreTrainedConfig, divisor: int) -> dict[str, Any]:
-    """The settings with all layers, narrow ones."""
+    """Returns the settings with all layers and with divided sizes."""
     found = copy.deepcopy(settings_of(config))
     for name, value in found.items():
         if "token_id" in name or name in ("pad_index", "eos_index", "bos_index"):
@@ -362,7 +364,7 @@ def _narrowed(config: PreTrainedConfig, divisor: int) -> dict[str, Any]:
 
 
 def _cut(config: PreTrainedConfig, layers: list[int]) -> dict[str, Any]:
-    """The settings with these layers alone."""
+    """Returns the settings with these layers alone."""
     found, depth = copy.deepcopy(settings_of(config)), config.num_hidden_layers
     for name, value in found.items():
         if isinstance(value, (list, tuple)) and len(value) == depth:
@@ -381,7 +383,7 @@ def _token(value: Any) -> Any:
 
 
 def _selections(kinds: list[Any]) -> Iterator[list[int]]:
-    """Layers to keep: the first of each kind, two at least; or as many of the first as have all kinds; or all."""
+    """Yields layers to keep: the first of each kind, at least two; the shortest prefix with all kinds; all."""
     first = [place for place, kind in enumerate(kinds) if kind not in kinds[:place]]
     yield sorted({*first, *range(min(2, len(kinds)))}) if len(first) < 2 else first
     prefix = list(range(max(first[-1] + 1, min(2, len(kinds)))))
@@ -418,7 +420,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives each parameter random values of a size that makes attention sharp; a neutral one would hide its use."""
+    """Sets random parameters, large enough for sharp attention; neutral values could hide a difference."""
     generator = torch.Generator().manual_seed(1)
     embeddings = {id(model.get_input_embeddings().weight)}
     with torch.no_grad():

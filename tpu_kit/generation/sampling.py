@@ -1,149 +1,140 @@
-"""Choosing the next token, and seeing that a reply has ended, without leaving the device.
-
-The numbers of `Sampling` are inputs of the program, not constants in it, so another temperature compiles nothing. The
-random numbers come from the host, seeded for each sample by itself: what a prompt gets does not depend on the prompts
-beside it, on the batch or on the number of replicas.
-
-The stop test is one table look-up a token. An automaton over bytes (Aho and Corasick, CACM 18, 1975) follows all stop
-strings at once; its table says, for each of its states and each token of the vocabulary, in which state the bytes of
-that token leave it. So a stop string is found however the tokens cut it.
-"""
+"""Options of sampling and of the tree search; loads no torch, so that the command line reads them quickly."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import torch
+from tpu_kit.config.fields import knob
 
-from tpu_kit.generation.options import Kind, Sampling
+if TYPE_CHECKING:
+    import torch
 
-__all__ = ["ENDED", "START", "Choice", "Sampling", "choose", "stop_table", "token_bytes"]
-
-START, ENDED = 0, 1  # states of the automaton; from the second there is no way out
+Kind = Literal["greedy", "plain", "filtered"]
 
 
-class Choice(NamedTuple):
-    """What was chosen: token ids (B,) int64, and their log-probabilities (B,) fp32 by the model's own logits."""
+@dataclass(frozen=True)
+class Sampling:
+    """Options of sampling and of the end of a reply.
 
-    token: torch.Tensor
-    logprob: torch.Tensor
-
-
-def choose(
-    logits: torch.Tensor,
-    uniform: torch.Tensor,
-    knobs: torch.Tensor,
-    kind: Kind,
-    occurred: torch.Tensor | None = None,
-) -> Choice:
-    """Chooses a token for each row, on the device.
-
-    Args:
-        logits: (B, V) fp32.
-        uniform: (B,) fp32 random numbers in [0, 1).
-        knobs: (5,) as `Sampling.knobs` returns them.
-        kind: of `Sampling.kind`; it decides which program this is.
-        occurred: (B, V) fp32, 1 where a token occurred already; None if there is no penalty.
+    Raises:
+        ValueError: a value is out of range.
     """
-    temperature, top_k, top_p, min_p, penalty = knobs.unbind()
-    scores = logits
-    if occurred is not None:
-        scores = torch.where(occurred > 0, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-    if kind == "greedy":
-        token = scores.argmax(-1)
-    elif kind == "plain":
-        token = _draw(torch.softmax(scores / temperature, -1), uniform)
-    else:
-        ordered, ids = torch.sort(scores / temperature, dim=-1, descending=True)
-        rank = torch.arange(ordered.shape[-1], device=logits.device)
-        least = torch.finfo(torch.float32).min
-        chances = torch.softmax(torch.where(rank < top_k, ordered, torch.full_like(ordered, least)), -1)
-        before = chances.cumsum(-1) - chances
-        kept = (before < top_p) & (chances >= min_p * chances.amax(-1, keepdim=True)) & (rank < top_k)
-        token = ids.gather(-1, _draw(chances * kept, uniform).unsqueeze(-1)).squeeze(-1)
-    chosen = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-    return Choice(token, chosen - torch.logsumexp(logits, -1))
 
+    max_new_tokens: int = knob(256, "The most tokens of a reply, the one that ends it included.")
+    temperature: float = knob(
+        0.0, "0 takes the likeliest token; above, the logits are divided by it and a token is drawn."
+    )
+    top_k: int = knob(0, "Draw among this many likeliest tokens; 0 = all.")
+    top_p: float = knob(1.0, "Then among the fewest likeliest whose probabilities sum to it; 1 = all.")
+    min_p: float = knob(0.0, "Then among those at least this share as likely as the likeliest; 0 = all.")
+    # Keskar et al., arXiv:1909.05858.
+    repetition_penalty: float = knob(
+        1.0, "Divides the logit of a token that occurred, in prompt or reply; multiplies one below 0. 1 = none."
+    )
+    seed: int = knob(0, "Seed of the draws.")
+    stop: tuple[str, ...] = knob((), "A reply ends before the first of these texts.")
+    stop_after_reasoning: bool = knob(False, "End when the reasoning does.")
 
-def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The index in which a share `uniform` of the sum of `weights` (B, V) lies."""
-    sums = weights.cumsum(-1)
-    index = (sums <= uniform.unsqueeze(-1) * sums[:, -1:]).sum(-1)
-    # Rounding may put the last one past the end of what has any weight.
-    last = torch.where(weights > 0, torch.arange(weights.shape[-1], device=weights.device), 0).amax(-1)
-    return torch.minimum(index, last)
-
-
-def stop_table(pieces: Sequence[bytes], ids: Iterable[int], texts: Iterable[str], rows: int) -> torch.Tensor:
-    """Builds the table of the stop test.
-
-    Args:
-        pieces: the bytes of every token.
-        ids: tokens that end a reply by themselves.
-        texts: stop strings.
-        rows: of the model's output, of which those without a token end nothing.
-
-    Returns:
-        (states, rows) int32: the next state. States are padded to a power of two, 8 or more, so that most sets of stop
-        strings share a program.
-    """
-    follow = _automaton([text.encode() for text in texts])
-    states = follow.shape[0]
-    padded = max(8, 1 << (states - 1).bit_length())
-    lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
-    order = np.argsort(-lengths, kind="stable")  # tokens that still have bytes come first
-    longest = int(lengths.max(initial=0))
-    text = np.zeros((len(pieces), longest), dtype=np.uint8)
-    for row, token in enumerate(order):
-        text[row, : lengths[token]] = np.frombuffer(pieces[token], dtype=np.uint8)
-    now = np.repeat(np.arange(states, dtype=np.int32)[:, None], len(pieces), axis=1)
-    if states > 2:
-        for place in range(longest):
-            active = int(np.searchsorted(-lengths[order], -place))  # those longer than `place`
-            now[:, :active] = follow[now[:, :active], text[:active, place]]
-    table = np.full((padded, rows), START, dtype=np.int32)
-    table[:states, order] = now
-    table[:, list(ids)] = ENDED
-    table[ENDED] = ENDED
-    return torch.from_numpy(table)
-
-
-def _automaton(texts: list[bytes]) -> np.ndarray:
-    """(states, 256) int32: the next state for each byte. A state is the longest end of a text that begins a stop."""
-    prefixes = dict.fromkeys(text[:end] for text in texts for end in range(1, len(text) + 1))
-    states = {b"": START} | {prefix: number for number, prefix in enumerate(prefixes, ENDED + 1)}
-    follow = np.full((len(states) + 1, 256), START, dtype=np.int32)
-    follow[ENDED] = ENDED
-    for prefix, state in states.items():
-        for byte in set(b"".join(texts)):
-            read = prefix + bytes([byte])
-            longest = next(states[read[start:]] for start in range(len(read) + 1) if read[start:] in states)
-            follow[state, byte] = ENDED if read.endswith(tuple(texts)) else longest
-    return follow
-
-
-def token_bytes(tokenizer: Any, kept: Iterable[str] = ()) -> list[bytes]:
-    """The bytes that each token of a fast tokenizer adds to a text; special ones none, but for those in `kept`."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
-    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
-    by_bytes, kept = '"ByteLevel"' in decoder, set(kept)
-    added = tokenizer.added_tokens_decoder
-    pieces = []
-    for id_, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))):
-        if token is None:
-            piece = b""
-        elif id_ in added:
-            piece = b"" if added[id_].special and token not in kept else token.encode()
-        elif by_bytes:
-            piece = bytes(alphabet[character] for character in token if character in alphabet)
-        elif len(token) == 6 and token.startswith("<0x"):
-            piece = bytes.fromhex(token[3:5])
+    def __post_init__(self) -> None:
+        bounds = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
+            "temperature": (0 <= self.temperature < 1e4, "0 (the likeliest token) or more"),
+            "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0, and 1 (all tokens) at most"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 (all tokens) to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < 1e4, "above 0; 1 is none"),
+            "seed": (0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+        }
+        wrong = [f"{name}={getattr(self, name)} must be {text}" for name, (good, text) in bounds.items() if not good]
+        stop: object = self.stop
+        if not isinstance(stop, (tuple, list)) or not all(isinstance(text, str) and text for text in stop):
+            wrong.append(f"stop={stop!r} must be a list of texts, none of them empty")
         else:
-            piece = token.replace("\u2581", " ").encode()
-        pieces.append(piece)
-    return pieces
+            object.__setattr__(self, "stop", tuple(stop))
+        if wrong:
+            raise ValueError("sampling: " + "; ".join(wrong))
+
+    @property
+    def kind(self) -> Kind:
+        """The program that `decoder.choose` needs."""
+        if self.temperature == 0:
+            return "greedy"
+        return "plain" if self.top_k == 0 and self.top_p == 1 and self.min_p == 0 else "filtered"
+
+    def knobs(self, vocabulary: int) -> torch.Tensor:
+        """Returns (5,) fp32 for `decoder.choose`: temperature, top_k, top_p, min_p and repetition penalty."""
+        import torch
+
+        top_k = self.top_k or vocabulary
+        return torch.tensor([self.temperature or 1.0, top_k, self.top_p, self.min_p, self.repetition_penalty])
+
+    def uniforms(self, steps: int, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Draws numbers in [0, 1), (steps, rows) fp32; a row is (number of the prompt, number of its sample).
+
+        Each row has its own seed, so that a sample depends on neither the batch nor the number of replicas.
+        """
+        import numpy as np
+        import torch
+
+        if self.kind == "greedy":
+            return torch.zeros(steps, len(rows))
+        streams = (np.random.default_rng((self.seed, *row)) for row in rows)
+        return torch.from_numpy(np.stack([stream.random(steps, dtype=np.float32) for stream in streams], axis=1))
+
+
+Scorer = Callable[[str, Sequence[str]], float]
+"""A user's scoring function of the question and the steps so far; higher is better."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Options of the tree search.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    max_thoughts: int = knob(5, "The most steps of a chain; then the reasoning is closed and the answer is asked for.")
+    thoughts_per_step: int = knob(3, "Proposals for each next step.")
+    beam: int = knob(2, "Chains that are kept at each level, or followed at a time.")
+    strategy: Literal["beam", "best-first"] = knob(
+        "beam", "beam goes on from the best of each level, best-first from the best of the whole tree."
+    )
+    score: Literal["logprob", "self-evaluation"] | Scorer = knob(  # noqa: RUF009  `knob` makes a field
+        "logprob",
+        "logprob (mean log-probability of the chain's tokens), self-evaluation (how likely the model finds yes when "
+        "asked whether the steps are right), or a function: module:function on the command line.",
+    )
+    max_tokens: int = knob(1024, "Budget of generated tokens, answers and self-evaluation included; never exceeded.")
+    max_nodes: int = knob(64, "Budget of steps.")
+    max_memory_mib: float | None = knob(
+        None,
+        "Budget of keys and values in MiB, by Generator.cache_bytes; a level that takes more is generated in parts. "
+        "null = the generator's own bounds.",
+    )
+    thought_tokens: int = knob(32, "The most tokens of a step.")
+    answer_tokens: int = knob(16, "The most tokens of an answer.")
+    temperature: float = knob(0.7, "Temperature of the proposals.")
+    seed: int = knob(0, "Seed of the proposals.")
+    memory_efficient: bool = knob(
+        True, "Forget the tokens of steps that are not gone on from; their texts stay in the tree."
+    )
+
+    def __post_init__(self) -> None:
+        counts = ("max_thoughts", "thoughts_per_step", "beam", "max_tokens", "max_nodes", "thought_tokens")
+        wrong = [f"{name}={getattr(self, name)} must be 1 or more" for name in counts if getattr(self, name) < 1]
+        if self.strategy not in ("beam", "best-first"):
+            wrong.append(f"strategy={self.strategy} must be beam or best-first")
+        if not callable(self.score) and self.score not in ("logprob", "self-evaluation"):
+            wrong.append(f"score={self.score} must be logprob, self-evaluation or a function")
+        if self.max_memory_mib is not None and not self.max_memory_mib > 0:
+            wrong.append(f"max_memory_mib={self.max_memory_mib} must be above 0")
+        if self.answer_tokens < 1 or not self.temperature > 0:
+            wrong.append("answer_tokens must be 1 or more and temperature above 0, or all proposals would be the same")
+        least = self.thoughts_per_step * self.thought_tokens + self.answer_tokens
+        if self.max_tokens < least:
+            wrong.append(f"max_tokens={self.max_tokens} is less than one level may take: {least}")
+        if wrong:
+            raise ValueError("search: " + "; ".join(wrong))

@@ -1,10 +1,9 @@
-"""Loads a model in every replica, base or tuned, and lets it complete prompts and rate texts.
+"""Loads a base or tuned model in every replica, completes prompts and rates texts.
 
     from tpu_kit.generation.service import Sampling, generate
     replies = generate(config, [[{"role": "user", "content": "What is 2 + 3?"}]], Sampling(max_new_tokens=64))
 
-The replicas share the prompts, and the result does not depend on the number of replicas. Use `Generator` for a model
-that is loaded already.
+The replicas share the prompts; the result does not depend on their number. Use `Generator` for a loaded model.
 """
 
 from __future__ import annotations
@@ -31,12 +30,10 @@ from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.progress import follow_answers
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator, Rating
-from tpu_kit.generation.kv_cache import causal
 from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, from_json, to_json
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models import rotary
 from tpu_kit.models.loading import brief, load_base, load_frozen, load_tokenizer, read_config
 from tpu_kit.storage.object_store import at_hand
 
@@ -50,13 +47,13 @@ _SHOWN_DIFFERENCES = 5
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompts with one way to complete them.
+    """Prompts and the options of their completion.
 
     Attributes:
         prompts: texts, chats (lists of messages) or lists of token ids.
         sampling: how tokens are chosen.
         n: samples of each prompt.
-        truncate: leave out the beginning of a prompt that is too long.
+        truncate: remove the beginning of a prompt that is too long.
     """
 
     prompts: Sequence[Prompt]
@@ -66,7 +63,7 @@ class GenerationRequest:
 
 
 class Answers(NamedTuple):
-    """What a model answered.
+    """The result of `answer`.
 
     Attributes:
         completions: for each `GenerationRequest` n completions of each prompt, those of a prompt one after the other.
@@ -87,23 +84,23 @@ def generate(
     batch_size: int = 8,
     truncate: bool = False,
 ) -> list[Completion]:
-    """Loads the model in every replica of `config.launch`, which share the prompts.
+    """Loads the model in every replica of `config.launch`, and completes the prompts.
 
     Args:
-        config: the model, the tags of the reasoning, the system prompt and where it runs.
+        config: the model, the tags of the reasoning, the system prompt and the launch.
         prompts: texts, chats (lists of messages) or lists of token ids.
-        sampling: how; greedy by default.
+        sampling: greedy by default.
         n: samples of each prompt.
-        adapter_dir: what training wrote, a folder or gs://bucket/run/adapter; None for the base model.
+        adapter_dir: the adapter of a run, a folder or gs://bucket/run/adapter; None for the base model.
         batch_size: the most rows of a batch in each replica.
-        truncate: leave out the beginning of a prompt that is too long.
+        truncate: remove the beginning of a prompt that is too long.
 
     Returns:
-        n completions for each prompt, those of a prompt one after the other; the same for any number of replicas.
+        n completions for each prompt, those of a prompt one after the other.
 
     Raises:
-        ValueError: as in `Generator`; or the model cannot be read, or the adapter is missing, half-written or of
-            another model.
+        ValueError: see `Generator`; or the model cannot be read, or the adapter is missing, incomplete or of another
+            model.
         LaunchError: a replica failed.
     """
     ask = GenerationRequest(list(prompts), sampling or Sampling(), n, truncate)
@@ -118,10 +115,7 @@ def stream(
     adapter_dir: str | Path | None = None,
     truncate: bool = False,
 ) -> None:
-    """Prints the completion of one prompt as it comes, in a notebook or a terminal; on one replica.
-
-    The arguments and errors are those of `generate`.
-    """
+    """Prints the completion of one prompt while a replica generates it; see `generate` for arguments and errors."""
     one = replace(config, launch=replace(config.launch, num_replicas=1))
     arguments = {"prompt": prompt, "sampling": sampling or Sampling(), "truncate": truncate}
     launch_with_adapter(_stream_here, stream, one, adapter_dir, **arguments)
@@ -135,12 +129,12 @@ def _stream_here(config: TrainConfig, adapter: Path | None, prompt: Prompt, samp
     print(flush=True)
 
 
-_CHAT_TOKENS = 4096  # of a conversation and the next reply, where the model has so many positions
-_CHAT_BLOCK = 4  # tokens between two pieces that are printed
+_CHAT_TOKENS = 4096  # of a conversation and the next reply, if the model has as many positions
+_CHAT_BLOCK = 4  # tokens of a printed piece
 
 
 def chat(config: TrainConfig, sampling: Sampling, *, adapter_dir: str | Path | None = None) -> None:
-    """Talks with a model in the terminal of this process, on one replica, until /exit or the end of the input.
+    """Runs a chat with a model in the terminal of this process, on one replica, until /exit or the end of the input.
 
     Args:
         config: as in `generate`.
@@ -151,21 +145,21 @@ def chat(config: TrainConfig, sampling: Sampling, *, adapter_dir: str | Path | N
         ValueError: as in `generate`.
         LaunchError: the replica failed.
     """
-    # Who types may take an hour, in which the replica shows no sign of life.
+    # The replica makes no progress while the user types.
     one = replace(config, launch=replace(config.launch, num_replicas=1, hang_timeout=1e9))
     launch_with_adapter(_chat_here, chat, one, adapter_dir, sampling=sampling, terminal=os.ttyname(sys.stdin.fileno()))
 
 
 def _chat_here(config: TrainConfig, adapter: Path | None, sampling: Sampling, terminal: str) -> None:
     model, tokenizer = load_here(config, adapter, runtime.current())
-    limit = min(_CHAT_TOKENS, rotary.positions(models.text_config(model)) or _CHAT_TOKENS)
+    limit = min(_CHAT_TOKENS, models.max_positions(models.text_config(model)) or _CHAT_TOKENS)
     generator = Generator(
         model, tokenizer, max_prompt=max(1, limit - sampling.max_new_tokens), max_new_tokens=sampling.max_new_tokens,
         batch_size=1, block=_CHAT_BLOCK, data=config.data,
     )  # fmt: skip
     said: list[dict[str, str]] = []
     print("/exit or Ctrl-D ends.", flush=True)
-    # Not to become this process's own terminal: who types Ctrl-C ends the command.
+    # With O_NOCTTY the terminal stays the command's, so that Ctrl-C ends the command.
     with open(terminal, opener=lambda path, flags: os.open(path, flags | os.O_NOCTTY)) as typed:
         while True:
             print("\n> ", end="", flush=True)
@@ -179,14 +173,14 @@ def _chat_here(config: TrainConfig, adapter: Path | None, sampling: Sampling, te
 
 
 def _reply(generator: Generator, said: list[dict[str, str]], sampling: Sampling) -> str:
-    """Prints the reply to a conversation as it comes; leaves out turns at its beginning until it fits."""
+    """Prints the reply to a conversation, and removes turns at its beginning until it fits."""
     text = ""
     while True:
         try:
             for piece in generator.stream(said, sampling):
                 print(piece, end="", flush=True)
                 text += piece
-        except ValueError:  # it is too long; raised before the first piece
+        except ValueError:  # the conversation is too long; raised before the first piece
             if len(said) == 1:
                 raise
             del said[:2]
@@ -204,18 +198,17 @@ def answer(
     adapter_dir: str | Path | None = None,
     batch_size: int = 8,
 ) -> Answers:
-    """Loads the model in every replica of `config.launch`, which share the work.
+    """Loads the model in every replica of `config.launch`, completes prompts and rates rows.
 
     Args:
-        config: the model, the tags of the reasoning, the system prompt and where it runs.
-        asks: what to complete.
-        rows: of token ids, which `Generator.rate` rates.
-        adapter_dir: what training wrote, a folder or gs://bucket/run/adapter; None for the base model.
-        batch_size: the most rows of a batch in each replica.
+        config: as in `generate`.
+        asks: the prompts.
+        rows: token ids for `Generator.rate`.
+        adapter_dir: as in `generate`.
+        batch_size: as in `generate`.
 
     Raises:
-        ValueError: as in `Generator`; or the model cannot be read, or the adapter is missing, half-written
-            or of another model.
+        ValueError: as in `generate`.
         LaunchError: a replica failed.
     """
     for ask in asks:
@@ -253,7 +246,7 @@ def _answer_share(
     batch_size: int,
     folder: Path,
 ) -> None:
-    """Answers this replica's share, and writes it as JSON into the folder."""
+    """Computes this replica's share, and writes it as JSON into the folder."""
     rt = runtime.current()
     model, tokenizer = load_here(config, adapter, rt)
     mine = max((-(-len(ask.prompts) // rt.world_size) * ask.n for ask in asks), default=1)
@@ -268,7 +261,7 @@ def _answer_share(
         before = sum(len(keys) for keys, _ in completed)
         found = generator.share(
             ask.prompts, ask.sampling, ask.n, ask.truncate,
-            progress=lambda done, before=before: told.write_text(str(before + done)),  # type: ignore[misc]
+            progress=lambda done, before=before: told.write_text(str(before + done)),  # type: ignore[misc]  # mypy cannot infer the type of a lambda's default
         )  # fmt: skip
         completed.append((list(found), to_json(list(found.values()))))
     text = json.dumps({"asks": completed, "ratings": generator.rate(rows, share=True)})
@@ -282,13 +275,13 @@ def launch_with_adapter(
     adapter_dir: str | Path | None,
     **arguments: Any,
 ) -> Any:
-    """Launches `fn(config, adapter=..., **arguments)`, and copies an adapter from an object store for the replicas.
+    """Launches `fn(config, adapter=..., **arguments)`, after copying an adapter from an object store.
 
     Args:
         fn: a function of a module.
         public: the function whose name `launch` shows.
         config: the run.
-        adapter_dir: what training wrote; None for the base model.
+        adapter_dir: as in `generate`.
         **arguments: values that can be pickled.
     """
     with contextlib.nullcontext() if adapter_dir is None else at_hand(adapter_dir) as adapter:
@@ -305,10 +298,10 @@ def generator_for(
     batch_size: int,
     room: int = 0,
 ) -> Generator:
-    """A generator with room for the longest of the prompts, and `room` tokens more."""
-    texts = PromptCodec(tokenizer, causal(model), config.data)
+    """Makes a generator with room for the longest of the prompts and `room` more tokens."""
+    texts = PromptCodec(tokenizer, models.base_model(model), config.data)
     longest = max((len(texts.encode(prompt)) for prompt in prompts), default=1) + room
-    positions = rotary.positions(models.text_config(model)) or longest
+    positions = models.max_positions(models.text_config(model)) or longest
     return Generator(
         model, tokenizer, max_prompt=min(longest, positions), max_new_tokens=max_new_tokens, batch_size=batch_size,
         data=config.data,
@@ -320,7 +313,7 @@ _shared_lock = threading.Lock()
 
 
 def load_here(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
-    """The model on the replica's device, and its tokenizer; read once where replicas are threads of one process."""
+    """Loads the model on the replica's device, and its tokenizer; once where replicas are threads of one process."""
     if rt.device_type != "xla-cpu":
         model, tokenizer = _read(config, adapter, rt)
     else:
@@ -336,7 +329,7 @@ def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch
         check_generation(given, config.model.trust_remote_code)
     model = load_for_generation(config.model, adapter, "cuda" if rt.device_type == "cuda" else "cpu")
     if rt.device_type == "tpu" and config.model.base_dtype != "fp32":
-        model = model.to(torch.bfloat16)  # the fp32 of small models is for CPUs
+        model = model.to(torch.bfloat16)  # small models are loaded in fp32, for CPUs
     if rt.device_type == "cpu":
         arrange_for_few_rows(model)
     return model, load_tokenizer(config.model, adapter)
@@ -345,27 +338,29 @@ def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch
 def load_for_generation(
     config: ModelConfig, adapter_dir: str | Path | None = None, device: torch.device | str = "cpu"
 ) -> torch.nn.Module:
-    """Load a fresh copy of the model, in evaluation mode and with transformers' own attention.
+    """Loads a new copy of the model, in evaluation mode and with transformers' own attention.
 
     Args:
-        config: the base model. Its weights are rounded to `base_dtype`, int8 and int4 included, as in training; on
-            the CPU models of up to 1e9 parameters then compute in fp32, which is faster there.
-        adapter_dir: what training wrote: a PEFT adapter, or a whole model where lora.r = 0, which is then loaded in
-            place of the base. None for the base alone.
+        config: the base model. Its weights are rounded to `base_dtype`, int8 and int4 included, as in training. On the
+            CPU models of up to 1e9 parameters then compute in fp32, which is faster there.
+        adapter_dir: the result of a run: a PEFT adapter, or a whole model (lora.r = 0), which replaces the base. None
+            for the base model.
         device: the CPU or a CUDA device.
 
     Raises:
-        ValueError: the model cannot be read, or the adapter is missing, half-written or of another model.
+        ValueError: the model cannot be read, or the adapter is missing, incomplete or of another model.
     """
     folder, on_cpu = None if adapter_dir is None else Path(adapter_dir), torch.device(device).type == "cpu"
     whole = folder is not None and (folder / "config.json").is_file() and not (folder / ADAPTER_FILES[0]).is_file()
-    saved = None if folder is None or whole else _read_adapter(folder)  # first, as the base may take minutes to load
+    saved = (
+        None if folder is None or whole else _read_adapter(folder)
+    )  # before the base, which may take minutes to load
     if whole:
         config = replace(config, name=str(folder), revision=None, gguf_file=None)
     full = config.base_dtype == "fp32" or (whole and on_cpu)
     model: torch.nn.Module = load_base(config, torch.float32) if full else load_frozen(config)
     if folder is not None and saved is not None:
-        # Before any change of dtype: an initialisation that changed the base (PiSSA) is repeated here to the bit.
+        # Before any change of dtype: PEFT repeats an initialisation that changed the base (PiSSA) exactly.
         model = _with_adapter(model, folder, *saved, config.name)
     if on_cpu and sum(p.numel() for p in model.parameters()) <= _FP32_UP_TO:
         model = model.float()
@@ -373,13 +368,13 @@ def load_for_generation(
 
 
 def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
-    """Lay out a model's weights in the CPU's memory as a decode step reads them fastest; their values stay.
+    """Transposes weights in the CPU's memory for faster decode steps; their values do not change.
 
-    Where a layer has more outputs than inputs, a product with one or two rows takes two thirds of the time if the
-    weights of an input lie side by side, and one with more rows no longer than before (MKL, fp32, AMD EPYC). Not for
-    the head, which takes 1.2 times as long with 4 rows or more, and not for a model that is saved.
+    In a layer with more outputs than inputs, a product with one or two rows takes two thirds of the time if the weights
+    of an input are adjacent, and with more rows the same time as before (MKL, fp32, AMD EPYC). The head would take 1.2
+    times as long with 4 rows or more. Do not save the model afterwards.
     """
-    head = causal(model).get_output_embeddings()
+    head = models.base_model(model).get_output_embeddings()
     for part in model.modules():
         if not isinstance(part, torch.nn.Linear) or part is head or part.weight.dtype != torch.float32:
             continue
@@ -389,7 +384,7 @@ def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _read_adapter(folder: Path) -> tuple[Any, dict[str, list[int]]]:
-    """Return an adapter's settings, and name -> shape of its tensors from the head of their file."""
+    """Reads an adapter's settings, and the shapes of its tensors by name from the head of their file."""
     from peft import PeftConfig
     from safetensors import SafetensorError, safe_open
 
@@ -411,7 +406,7 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, list[int]]]:
         ) from error
     try:
         with safe_open(folder / ADAPTER_FILES[1], framework="pt") as file:
-            return settings, {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            return settings, {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  the file is no mapping
     except SafetensorError as error:
         raise ValueError(
             f"the adapter's file {folder / ADAPTER_FILES[1]} is damaged or half-written ({error}); give an earlier one"
@@ -426,7 +421,7 @@ def _with_adapter(
     refusal = f"the adapter in {folder} was trained on another base model than {name}"
     advice = f"set model.name to its own base (it says {settings.base_model_name_or_path})"
     try:
-        # What does not fit is passed over here, PEFT's pages of warnings too, and told below.
+        # PEFT ignores tensors that do not fit, with long warnings; the error below names them.
         with warnings.catch_warnings():
             for known in ("Some weights of .* were not initialized", "Found missing adapter keys"):
                 warnings.filterwarnings("ignore", known)

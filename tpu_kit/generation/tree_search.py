@@ -1,15 +1,15 @@
-"""Spends more tokens on a question: a tree of thoughts, or several answers that vote.
+"""Answers a question with more tokens: by a tree of thoughts, or by a vote of several answers.
 
     from tpu_kit.generation.tree_search import SearchOptions, think
     found = think(config, "Tom has 12 apples and gives 5 away. How many are left?", adapter_dir="runs/my-run/adapter")
     print(found)
 
 Tree of thoughts (Yao et al., arXiv:2305.10601) proposes several next steps of the reasoning, scores them, and continues
-from the most promising ones. A step is a line of the reasoning. The steps of a level are generated as one batch, with
-the programs that the generator has compiled already, and take the keys and values of their chains from the cache of the
-level before. Steps of earlier levels, to which best-first returns, and final answers read their chains again.
+from the best ones. A step is a line of the reasoning. The generator generates the steps of a level as one batch, and
+takes the keys and values of their chains from the cache of the previous level. Steps of earlier levels, to which
+best-first returns, and final answers need a prefill.
 
-Self-consistency (Wang et al., arXiv:2203.11171) draws several answers to a prompt and takes the most frequent one.
+Self-consistency (Wang et al., arXiv:2203.11171) draws several answers to a prompt and selects the most frequent one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from typing import Any, Literal
 from tpu_kit.config.loader import DataConfig, TrainConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.generation.generator import Generator
-from tpu_kit.generation.options import Scorer, SearchOptions
 from tpu_kit.generation.prompts import Completion, Prompt
-from tpu_kit.generation.sampling import Sampling
+from tpu_kit.generation.sampling import Sampling, Scorer, SearchOptions
 from tpu_kit.generation.service import generator_for, launch_with_adapter, load_here
 from tpu_kit.hardware.chips import MIB
 
@@ -39,17 +38,17 @@ _FRAME = 64  # tokens around a chain
 _VERDICTS = ("yes", "no")
 
 
-@dataclass(eq=False)  # a step is itself: its parent knows it, and it its parent
+@dataclass(eq=False)  # parents and children refer to each other
 class Thought:
-    """A step, or the root.
+    """A step of the reasoning, or the root of the tree.
 
     Attributes:
-        text: of the step; of the root the question.
-        score: of the chain up to here.
-        depth: steps up to here; 0 for the root.
-        done: the reasoning ended with this step.
-        answer: what the chain comes to, where it was asked.
-        children: its proposals.
+        text: of the step; the question for the root.
+        score: of the chain that ends here.
+        depth: number of steps of the chain.
+        done: whether the reasoning ended with this step.
+        answer: of the chain, if the model was asked for it.
+        children: the proposals for the next step.
     """
 
     text: str
@@ -65,27 +64,27 @@ class Thought:
 
     @property
     def chain(self) -> list[Thought]:
-        """The root, the steps after it and this one."""
+        """The steps from the root to this one."""
         return [*(self.parent.chain if self.parent else []), self]
 
     @property
     def steps(self) -> list[str]:
-        """The texts of the chain, the question left out."""
+        """The texts of the chain without the question."""
         return [step.text for step in self.chain[1:]]
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
         answer: of the best chain.
-        best: its last step.
-        root: the whole tree.
-        tokens: generated, the answers and what self-evaluation says included.
+        best: the last step of the best chain.
+        root: of the tree.
+        tokens: generated tokens, including answers and self-evaluation.
         nodes: steps in the tree.
-        stopped: "done" or the budget that ran out.
-        read: tokens of prompts that it read; those whose keys and values were in the cache do not count.
+        stopped: "done", or the exhausted budget.
+        read: tokens of all prefilled prompts.
     """
 
     answer: str
@@ -97,7 +96,7 @@ class SearchResult:
     read: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, such as JSON has; the tree as steps within steps."""
+        """Returns values for JSON, with the tree as nested steps."""
         path = {id(step) for step in self.best.chain}
 
         def plain(node: Thought) -> dict[str, Any]:
@@ -150,11 +149,11 @@ def search(
     """Answers a question by a tree of thoughts.
 
     Args:
-        generator: its `max_prompt` must hold the question and the longest chain, its `batch_size` is best beam x
-            thoughts_per_step, its `max_new_tokens` the larger of thought_tokens and answer_tokens.
-        tokenizer: the generator's.
-        question: as a user asks it; rendered by the chat template, if there is one.
-        options: how the tree grows.
+        generator: with `max_prompt` for the question and the longest chain, `batch_size` best beam x thoughts_per_step,
+            and `max_new_tokens` the larger of thought_tokens and answer_tokens.
+        tokenizer: of the generator.
+        question: as a user asks it; the chat template renders it, if there is one.
+        options: of the search.
         data: the tags of the reasoning and the system prompt, as in training.
 
     Raises:
@@ -174,13 +173,13 @@ def think(
     """Loads a model on one device, and answers a question by a tree of thoughts.
 
     Args:
-        config: the model, the tags of the reasoning, the system prompt and where it runs; by one replica.
+        config: as in `service.generate`; one replica runs.
         question: as a user asks it.
-        options: how the tree grows.
-        adapter_dir: what training wrote; None for the base model.
+        options: of the search.
+        adapter_dir: as in `service.generate`.
 
     Raises:
-        ValueError: as in `search`, or what `answer` raises.
+        ValueError: as in `search` and `service.generate`.
         LaunchError: the replica failed.
     """
     one = replace(config, launch=replace(config.launch, num_replicas=1))
@@ -192,7 +191,7 @@ def think(
 def _think_here(config: TrainConfig, adapter: Path | None, question: str, options: SearchOptions) -> SearchResult:
     model, tokenizer = load_here(config, adapter, runtime.current())
     most = max(options.thought_tokens, options.answer_tokens)
-    # The question's template, the tags, and what self-evaluation asks come to the longest chain.
+    # The longest chain, with room for the template of the question, the tags and the question of self-evaluation.
     room = options.max_thoughts * options.thought_tokens + _FRAME
     asked = [{"role": "user", "content": question}] if tokenizer.chat_template else question
     rows = options.beam * options.thoughts_per_step
@@ -208,7 +207,7 @@ class _Search:
         self._read = generator.read
         self._ended: list[Thought] = []
         self._judging = sum(len(self._ids(word)) for word in _VERDICTS) if options.score == "self-evaluation" else 0
-        # What a step that is gone on from takes at most, and the answers in the end.
+        # The most tokens of continuing one step.
         self._each = options.thoughts_per_step * (options.thought_tokens + self._judging)
         if options.max_tokens < self._each + options.answer_tokens:
             raise ValueError(
@@ -218,7 +217,7 @@ class _Search:
         self._together = self._fitting()
 
     def _fitting(self) -> int:
-        """How many steps can be gone on from at a time."""
+        """Returns the number of steps to continue in one batch, by the memory budget."""
         options, mib = self._options, self._options.max_memory_mib
         if mib is None:
             return options.beam
@@ -233,7 +232,7 @@ class _Search:
         return found
 
     def _opened(self, question: str) -> list[int]:
-        """The prompt up to the first step."""
+        """Returns the tokens of the prompt up to the first step."""
         if not self._tokenizer.chat_template:
             return self._ids(f"{question}\n{self._data.think_open}\n")
         system = [{"role": "system", "content": self._data.system_prompt}] if self._data.system_prompt else []
@@ -250,14 +249,14 @@ class _Search:
         frontier = [self.root]
         while frontier:
             chosen = sorted(frontier, key=lambda node: -node.score)[: self._options.beam]
-            # Each chain that is gone on from may need its answer asked for in the end.
+            # At the end each chain of the beam may need an answer.
             reserved = self._options.answer_tokens * self._options.beam
             able = [
                 max(0, self._options.max_tokens - self.tokens - reserved) // self._each,
                 max(0, self._options.max_nodes - self.nodes) // self._options.thoughts_per_step,
             ]
             if self.root in chosen and not able[0]:
-                able[0] = 1  # SearchOptions has made sure of it
+                able[0] = 1  # __init__ has checked the budget for one level
             chosen = chosen[: min(able)]
             if not chosen:
                 stopped = "tokens" if able[0] <= able[1] else "nodes"
@@ -276,7 +275,7 @@ class _Search:
         return self._answer(frontier, stopped)
 
     def _hopeful(self, frontier: Sequence[Thought]) -> bool:
-        """Whether an open chain is better than the worst of the ended ones that are kept."""
+        """Whether an open chain is better than the worst of the best ended chains."""
         kept = sorted((node.score for node in self._ended), reverse=True)[: self._options.beam]
         return any(node.score > kept[-1] for node in frontier)
 
@@ -297,7 +296,7 @@ class _Search:
             self.tokens += len(reply.tokens)
             text = reply.text.strip()
             if any(text == sibling.text for sibling in node.children):
-                continue  # a second time the same proposal
+                continue  # a duplicate proposal
             child = Thought(
                 text, depth=node.depth + 1, parent=node, tokens=(*node.tokens, *reply.tokens),
                 logprob=node.logprob + reply.logprob, length=node.length + len(reply.tokens),
@@ -313,12 +312,12 @@ class _Search:
     def _generate(
         self, prompts: list[list[int]], sampling: Sampling, n: int = 1, hold: bool = False
     ) -> list[Completion]:
-        """The generator gives a single prompt a batch, and so programs, of its own: here it goes as two alike."""
+        """Duplicates a single prompt, for which the generator would otherwise compile programs of another shape."""
         alone = len(prompts) == 1 and self._together > 1
         return self._generator.generate(prompts * (2 if alone else 1), sampling, n, hold=hold)[: len(prompts) * n]
 
     def _goes_on(self, reply: Completion) -> bool:
-        """Whether a step ended with its line, or for want of tokens, and not with the turn."""
+        """Whether a step ended with its line or with its token limit, not with the end of the turn."""
         return reply.finish_reason == "length" or "\n" in self._tokenizer.decode(list(reply.tokens[-1:]))
 
     def _scores(self, children: Sequence[Thought]) -> list[float]:
@@ -343,14 +342,14 @@ class _Search:
         return [{"role": "user", "content": asked}] if self._tokenizer.chat_template else f"{asked} Answer: "
 
     def _closing(self, node: Thought) -> list[int]:
-        """What closes a chain's reasoning, if it is open."""
+        """Returns the tokens that close a chain's reasoning, if it is open."""
         if self._data.think_close in node.text:
             return []
         within = "\n" not in self._tokenizer.decode(list(node.tokens[-1:]))
         return self._ids("\n" * within + f"{self._data.think_close}\n")
 
     def _forget(self, frontier: Sequence[Thought]) -> None:
-        """Drops the tokens of chains that cannot be the answer."""
+        """Drops the tokens of chains that cannot become the answer."""
         kept = sorted(self._ended, key=lambda node: -node.score)[: self._options.beam]
         needed = {id(node) for node in [*frontier, *kept]}
         waiting = [self.root]
@@ -361,7 +360,7 @@ class _Search:
                 node.tokens = ()
 
     def _answer(self, frontier: Sequence[Thought], stopped: Stopped) -> SearchResult:
-        """Asks the best chains for their answers, as one batch."""
+        """Generates the answers of the best chains as one batch."""
         chains = sorted(self._ended or frontier, key=lambda node: -node.score)[: self._options.beam]
         room = max(1, (self._options.max_tokens - self.tokens) // self._options.answer_tokens)
         chains = chains[:room]
@@ -378,13 +377,12 @@ class _Search:
 
 @dataclass(frozen=True)
 class Vote:
-    """What the samples of one prompt agree on.
+    """The vote of the samples of one prompt.
 
     Attributes:
-        answer: the one with the most votes; of equals the one whose samples are likelier together. None if no sample
-            came to an answer.
-        votes: answer to number of samples.
-        samples: all of them.
+        answer: with the most votes; of equals, the answer with the higher sum of probabilities. None without answers.
+        votes: number of samples for each answer.
+        samples: all samples.
     """
 
     answer: str | None
@@ -399,14 +397,14 @@ def self_consistency(
     sampling: Sampling | None = None,
     key: Callable[[str], str] = str.strip,
 ) -> list[Vote]:
-    """Draws n answers to each prompt and lets them vote.
+    """Draws n answers to each prompt and selects the most frequent one.
 
     Args:
         generator: with room for `sampling`.
-        prompts: as for `Generator.generate`.
-        n: samples of each.
-        sampling: how; with a temperature above 0.
-        key: what of an answer counts, such as its number; an empty one has no vote.
+        prompts: as in `Generator.generate`.
+        n: samples of each prompt.
+        sampling: with a temperature above 0.
+        key: maps an answer to the text that is compared, such as its number; an empty text has no vote.
 
     Raises:
         ValueError: the sampling is greedy, or n is less than 1.
@@ -419,7 +417,7 @@ def self_consistency(
 
 
 def vote(samples: Sequence[Completion], key: Callable[[str], str] = str.strip) -> Vote:
-    """Lets samples of one prompt vote; the arguments are those of `self_consistency`."""
+    """Counts the answers of samples of one prompt; `key` as in `self_consistency`."""
     votes: dict[str, int] = defaultdict(int)
     weight: dict[str, float] = defaultdict(float)
     for sample in samples:

@@ -1,16 +1,18 @@
-"""optim.remat=outputs: results of products and of attention are kept, what lies between them is computed again.
+"""Recomputing activations instead of keeping them: what a layer saves, MLPs over tiles, dropout that draws the same.
 
-That costs next to no FLOPs, as norms, rotary angles and activation functions are none. It keeps some 60 % of what
-remat=none does (Qwen2.5-0.5B). In a loop over layers the forward pass of a layer notes these results, in order, and the
-loop puts them out. The backward pass goes through the layer once more, and takes them where they would be computed: to
-differentiate a product its result is not needed, so nothing reads what is computed in its place, and XLA leaves it out.
+With optim.remat=outputs a layer keeps the results of matrix products and of attention, and recomputes the rest (norms,
+rotary angles, activation functions), which costs almost no FLOPs. It keeps about 60 % of the bytes of remat=none
+(Qwen2.5-0.5B). In a loop over layers the forward pass records these results, and the loop outputs them. The backward
+pass runs the layer again and replaces each product by its saved result. The gradient of a product does not need the
+product, so XLA removes its recomputation. For layers outside of a loop, torch's own selective checkpointing does this.
 
-Layers that are no loop, on other devices, are checkpointed by torch, whose own means for this is told what to keep.
+`chunk_mlp` runs an MLP over tiles of tokens, so that its (tokens, intermediate size) activations exist for one tile at
+a time. The backward pass recomputes each tile. In a layer that is recomputed anyway this costs nothing more, because
+the compiler removes the unused MLP of the recomputed forward pass.
 
-Dropout whose mask is a function of a seed and of the place, so that a recomputed layer draws the same.
-
-Inside a loop of XLA a generator with a state would draw the same in every turn, or other numbers in the backward loop.
-It also costs less there: a few integer operations, fused with the product, and no mask is kept for the backward pass.
+`SeededDropout` draws its mask from a seed and the position, so that a recomputed layer draws the same mask. A generator
+with a state would draw the same mask in every turn of an XLA loop, or another one in the backward pass. The mask costs
+a few integer operations, fused with the product, and is not saved.
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ from typing import Any
 
 import torch
 
+from tpu_kit.models import partition
+from tpu_kit.models.architecture import FEW_TILES
+from tpu_kit.xla.scan import Tensors, in_turn, scan
+from tpu_kit.xla.sharding import current_mesh
+
 _HIGH = 0x7FFFFFFF
 
 
@@ -30,7 +37,7 @@ class SeededDropout(torch.nn.Module):
 
     Args:
         p: probability of zero.
-        site: number of this dropout within the layer: two of one layer draw apart.
+        site: number of this dropout within the layer, so that two of one layer draw different masks.
     """
 
     seed: torch.Tensor
@@ -41,7 +48,7 @@ class SeededDropout(torch.nn.Module):
         self.register_buffer("seed", torch.zeros((), dtype=torch.int32), persistent=False)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Zeroes each value with probability `p` and scales the others; the identity in evaluation."""
+        """Zeroes each value with probability `p` and scales the others; does nothing in evaluation mode."""
         if not self.training:
             return values
         return _Dropout.apply(values, self.seed, self.p, self.site)
@@ -67,38 +74,38 @@ def _masked(values: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> to
 
 
 def keep_mask(shape: torch.Size, seed: torch.Tensor, p: float, site: int, device: torch.device) -> torch.Tensor:
-    """The mask: booleans, true with probability 1 - p, the same on every device for equal arguments.
+    """Makes the mask: booleans, true with probability 1 - p, equal on all devices for equal arguments.
 
-    A hash of row and column with the seed: the finaliser of Chris Wellons' lowbias32 (public domain), applied to each.
+    It hashes row, column and seed with the finaliser of Chris Wellons' lowbias32 (public domain).
     """
     columns = torch.arange(shape[-1], device=device, dtype=torch.int32)
     rows = torch.arange(shape.numel() // shape[-1], device=device, dtype=torch.int32)
-    # Odd constants keep seed, site and row from cancelling out. int32 wraps around, on XLA as on a CPU.
+    # Odd constants prevent seed, site and row from cancelling out. int32 wraps around, on XLA as on a CPU.
     rows = mix(rows * 0x3C6EF373 + mix(seed + (site + 1) * 0x1E3779B1))
     bits = mix(columns + rows[:, None]) & _HIGH
     return (bits >= int(p * (_HIGH + 1))).view(shape)
 
 
 def mix(values: torch.Tensor) -> torch.Tensor:
-    """A bijection of int32 in which every bit of the input stirs every bit of the output."""
+    """Maps int32 to int32 bijectively, such that each bit of the input affects each bit of the output."""
     values = (values ^ _shift(values, 16)) * 0x7FEB352D
     values = (values ^ _shift(values, 15)) * (0x846CA68B - (1 << 32))
     return values ^ _shift(values, 16)
 
 
 def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """A shift to the right that fills with zeros; that of int32 fills with the sign.
+    """Shifts to the right and fills with zeros instead of the sign.
 
-    On XLA `>>` is a division, which rounds towards zero, and the function with a number makes int64 of int32.
+    On XLA, `>>` is a division, which rounds towards zero, and a shift by a Python number returns int64.
     """
     return torch.bitwise_right_shift(values, torch.full_like(values, bits)) & ((1 << (32 - bits)) - 1)
 
 
-_LEAST_GAIN = 8  # of a product whose result is as many times wider than what is summed up, as LoRA's second one
+_CHEAP_RATIO = 8  # products whose result is this many times wider than their sum are cheap: LoRA's second product
 
 
 class _Tape:
-    """What a first pass keeps; or, if that is given, what a second one takes."""
+    """The results that a forward pass saves, or that a recomputation uses."""
 
     def __init__(self, kept: Sequence[torch.Tensor] | None = None) -> None:
         self.kept: list[torch.Tensor] = []
@@ -110,7 +117,7 @@ _tape: ContextVar[_Tape | None] = ContextVar("tape", default=None)
 
 @contextmanager
 def recording(wanted: bool) -> Iterator[list[torch.Tensor]]:
-    """While open, what is to be kept is added to the list that it gives; if it is wanted at all."""
+    """Yields a list to which `keep` and `once` add their results while it is open and `wanted`."""
     tape = _Tape()
     token = _tape.set(tape if wanted else None)
     try:
@@ -121,7 +128,7 @@ def recording(wanted: bool) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def replaying(kept: Sequence[torch.Tensor], wanted: bool) -> Iterator[None]:
-    """While open, the same pass takes what it kept in the place of what it would compute."""
+    """Makes `keep` and `once` return the recorded results while it is open and `wanted`."""
     token = _tape.set(_Tape(kept) if wanted else None)
     try:
         yield
@@ -130,13 +137,13 @@ def replaying(kept: Sequence[torch.Tensor], wanted: bool) -> Iterator[None]:
 
 
 def is_open() -> bool:
-    """Whether either is."""
+    """Whether a recording or a replay is open."""
     return _tape.get() is not None
 
 
 def keep(computed: torch.Tensor) -> torch.Tensor:
-    """A result to be kept: itself, or in a second pass the first one's, differentiated as the one computed now."""
-    # torch.compile cannot read the variable; what it compiles are no loops, which alone have tapes.
+    """Records a result; in a recomputation returns the recorded one, with the gradient of the result computed now."""
+    # torch.compile cannot read the variable. It compiles no loops, and only loops record.
     tape = None if torch.compiler.is_compiling() else _tape.get()
     if tape is None:
         return computed
@@ -148,7 +155,7 @@ def keep(computed: torch.Tensor) -> torch.Tensor:
 
 
 def once(count: int, compute: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """`count` results to be kept of what autograd does not see; a second pass does not compute them."""
+    """Records `count` results of a computation outside of autograd; a recomputation returns them without computing."""
     tape = _tape.get()
     if tape is None:
         return compute()
@@ -170,7 +177,7 @@ class _Known(torch.autograd.Function):
 
 
 def keep_products(layer: torch.nn.Module) -> None:
-    """Has what the linear modules of a layer give be kept. With an adapter about it, what both give together."""
+    """Makes a layer record the results of its linear modules; with an adapter, the sum of both."""
     for child in layer.children():
         if isinstance(child, torch.nn.Linear) or isinstance(getattr(child, "base_layer", None), torch.nn.Linear):
             child.register_forward_hook(_keep_output)
@@ -182,16 +189,16 @@ def _keep_output(module: torch.nn.Module, given: Any, output: torch.Tensor) -> t
     return keep(output)
 
 
-# ---------------------------------------------------------------------------------------------- layers that are no loop
+# -------------------------------------------------------------------------------------------- layers outside of a loop
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 _ATTENTION = "aten._scaled_dot_product_"  # of its kernels
 
 
 def contexts() -> Any:
-    """The `context_fn` of `torch.utils.checkpoint.checkpoint` that keeps the same.
+    """Makes the contexts that `torch.utils.checkpoint.checkpoint` needs to keep the same results.
 
-    Products of batches are attention's own scores where it has no kernel, which are large, and not kept.
+    Batched products are the scores of attention without a kernel: they are large and not kept.
     """
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -205,5 +212,135 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
     kept = name.startswith(_ATTENTION)
     if name in _PRODUCTS:
         first, second = args[-2:]
-        kept = second.shape[1] < _LEAST_GAIN * first.shape[1]
+        kept = second.shape[1] < _CHEAP_RATIO * first.shape[1]
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# ------------------------------------------------------------------------------------------------------ MLP over tiles
+
+
+def autocast_now(device_type: str) -> dict[str, Any]:
+    """Returns the arguments of `torch.autocast` for its present state, to restore it in a backward pass."""
+    return {
+        "device_type": device_type, "enabled": torch.is_autocast_enabled(device_type),
+        "dtype": torch.get_autocast_dtype(device_type), "cache_enabled": False,
+    }  # fmt: skip
+
+
+def chunk_mlp(mlp: torch.nn.Module, tokens: int) -> None:
+    """Makes an MLP, (B, S, H) to (B, S, H), run over tiles of up to `tokens` tokens; in place."""
+    mlp.__class__ = type(f"Tiled{type(mlp).__name__}", (_Tiled, type(mlp)), {})
+    mlp._tile_tokens = tokens  # type: ignore[assignment]  # mypy expects a tensor or a module
+
+
+def is_tiled(mlp: torch.nn.Module) -> bool:
+    """Whether `chunk_mlp` was applied to an MLP, whose gradients are then sums over tiles."""
+    return isinstance(mlp, _Tiled)
+
+
+def tiles_of(tokens: int, most: int) -> int:
+    """Returns the smallest number of equal tiles of at most `most` tokens."""
+    return next(count for count in range(-(-tokens // most), tokens + 1) if tokens % count == 0)
+
+
+class _Tiled(torch.nn.Module):
+    _tile_tokens: int
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mesh = current_mesh()
+        if mesh is None:
+            tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
+            count = tiles_of(tokens, self._tile_tokens)
+        else:  # each tile has tokens of every row, so that all devices work on it
+            count = tiles_of(hidden.shape[1], max(1, self._tile_tokens * mesh.batch_shards // hidden.shape[0]))
+        if count == 1:
+            return self.whole(hidden)
+        tiles = hidden.reshape(count, tokens // count, width) if mesh is None else partition.tiles(hidden, count)
+        tensors: dict[str, torch.Tensor] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        seeds = [f"{name}.seed" for name, part in self.named_modules() if isinstance(part, SeededDropout)]
+        inputs = [tiles]
+        if seeds and self.training:
+            numbers = torch.arange(count, device=hidden.device, dtype=torch.int32)
+            inputs.append(mix(tensors[seeds[0]] + numbers * 0x61C88647))
+        kept = {name: tensor for name, tensor in tensors.items() if name not in seeds}
+        tile = _Tile(self, list(kept), [name for name in kept if kept[name].requires_grad], seeds)
+        if torch.is_grad_enabled():
+            output: torch.Tensor = _OverTiles.apply(tile, len(inputs), *inputs, *kept.values())
+        else:
+            output = tile.forward(inputs, list(kept.values()))
+        return (output if mesh is None else output.transpose(0, 1)).reshape(hidden.shape)
+
+    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Runs the family's own forward pass."""
+        output: torch.Tensor = super().forward(hidden)
+        return output
+
+
+class _Whole(torch.nn.Module):
+    """Calls a tiled MLP without tiles, for `torch.func.functional_call`."""
+
+    def __init__(self, mlp: _Tiled) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.mlp.whole(hidden)
+
+
+class _Tile:
+    """The forward and backward loops over tiles; inputs are the tiles and, with dropout, a seed for each."""
+
+    def __init__(self, mlp: _Tiled, names: list[str], trained: list[str], seeds: list[str]) -> None:
+        self.mlp, self.names, self.trained, self.seeds = _Whole(mlp), names, trained, seeds
+
+    def forward(self, inputs: Tensors, tensors: Tensors) -> torch.Tensor:
+        def body(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+            return carry, [self._call(slices, dict(zip(self.names, carry, strict=True)))]
+
+        _, (output,) = scan(body, tensors, inputs)
+        return output
+
+    def backward(self, upstream: torch.Tensor, inputs: Tensors, tensors: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """Returns the gradients of the tiles, and those of the trained tensors, summed over the tiles."""
+        count = len(self.names)
+
+        def body(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+            named = dict(zip(self.names, carry[:count], strict=True))
+            with torch.enable_grad():
+                tile = slices[1].detach().requires_grad_()
+                trained = {name: named[name].detach().requires_grad_() for name in self.trained}
+                output = self._call([tile, *slices[2:]], {**named, **trained})
+                gradient, *found = torch.autograd.grad(output, [tile, *trained.values()], slices[0])
+            return [*carry[:count], *(a + b for a, b in zip(carry[count:], found, strict=True))], [gradient]
+
+        sums = [torch.zeros_like(tensors[self.names.index(name)]) for name in self.trained]
+        loop = in_turn if upstream.shape[0] <= FEW_TILES else scan
+        carry, (gradient,) = loop(body, [*tensors, *sums], [upstream, *inputs])
+        return gradient, carry[count:]
+
+    def _call(self, slices: Tensors, named: dict[str, torch.Tensor]) -> torch.Tensor:
+        named = named | {name: seed for seed in slices[1:] for name in self.seeds}
+        state = {f"mlp.{name}": tensor for name, tensor in named.items()}
+        output: torch.Tensor = torch.func.functional_call(self.mlp, state, (slices[0],), tie_weights=False)
+        return output
+
+
+class _OverTiles(torch.autograd.Function):
+    """Runs the loops and saves only the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, tile: _Tile, inputs: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.tile, ctx.inputs, ctx.autocast = tile, inputs, autocast_now(tensors[0].device.type)
+        ctx.save_for_backward(*tensors)
+        ctx.trained = [tensor.requires_grad for tensor in tensors[inputs:]]
+        return tile.forward(list(tensors[:inputs]), list(tensors[inputs:]))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, tensors = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        with torch.autocast(**ctx.autocast):
+            gradient, found = ctx.tile.backward(upstream, list(inputs), list(tensors))
+        sums = iter(found)
+        rest = [None] * (ctx.inputs - 1)
+        return None, None, gradient, *rest, *(next(sums) if trained else None for trained in ctx.trained)

@@ -1,10 +1,7 @@
-"""What a model is made of, read from its config.json alone: sizes, linear layers, which of them get adapters.
+"""The shapes of models, read from their config.json alone: sizes, linear layers, layers with adapters.
 
-One picture for all families, so that `memory` and `roofline` know none. No torch, no transformers, no weights.
-
-The shapes of some models of the hub, so that they are planned without a network, and before access is granted.
-
-assets/shapes.json has of each what its config.json says of sizes; no weights.
+It needs no torch, no transformers and no weights, so that planning is quick. assets/shapes.json has the sizes of some
+models of the hub, to plan them without a network, and before access is granted.
 """
 
 from __future__ import annotations
@@ -23,19 +20,19 @@ from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.hardware.host import ask_hub_once
 
 ALONE = 2**24
-"""Numbers of a trained tensor from which on it is updated by itself, not as part of a vector; see `training.optimizer`.
+"""Number of elements from which on a trained tensor is a group of its own in the update; see `training.optimizer`.
 64 MiB are more than a stack of adapters of rank 16, and less than a stack of a whole model's matrices."""
 
 
 MIRRORS = ("unsloth", "NousResearch")
-"""Organizations of the hub that copy models of others under the same names. Unsloth turns Phi into other families."""
+"""Organizations of the hub with copies of other models under the same names. Unsloth converts Phi to other families."""
 
 
 @cache
 def shipped_shapes() -> dict[str, dict[str, Any]]:
-    """The config.json of every model that is known here, by its name on the hub."""
+    """Returns the config.json of every model in assets/shapes.json, by its name on the hub."""
     found = json.loads((Path(__file__).parents[1] / "assets/shapes.json").read_text())
-    return {name: shape for names, shape in found.items() for name in names.split()}  # of models that share it
+    return {name: shape for names, shape in found.items() for name in names.split()}  # several models may share one
 
 
 @cache
@@ -44,12 +41,12 @@ def _mirrored() -> dict[str, dict[str, Any]]:
 
 
 def _copied(name: str) -> str:
-    """The part of a model's name that its copies share."""
+    """Returns the part of a model's name that its copies share."""
     return name.partition("/")[2].lower().removeprefix("meta-")
 
 
 def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
-    """The config.json of a model; None where it is not known here, a folder has that name, or a revision is wanted."""
+    """Returns the config.json of a model; None if it is unknown, a folder has its name, or config has a revision."""
     if model.revision is not None or Path(model.name).is_dir():
         return None
     if model.name.partition("/")[0] in MIRRORS:
@@ -58,13 +55,13 @@ def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def did_you_mean(name: str) -> str:
-    """A question for the known model whose name is nearest to a misspelled one; empty if none is near."""
+    """Returns a question with the known model whose name is closest to a misspelled one; empty if none is close."""
     names = {known.lower(): known for known in shipped_shapes()}
     return "".join(f" did you mean {names[guess]}?" for guess in closest(name, names, 0.8))
 
 
 def known_models() -> str:
-    """The names of `shipped_shapes` as text, a line for each organization."""
+    """Formats the names of `shipped_shapes`, with a line for each organization."""
     lines = []
     for owner, names in groupby(sorted(shipped_shapes(), key=str.lower), key=lambda name: name.partition("/")[0]):
         lines.append(f"{owner}/: {', '.join(name.partition('/')[2] for name in names)}")
@@ -72,31 +69,31 @@ def known_models() -> str:
 
 
 class UnknownFamilyError(ValueError):
-    """An architecture that the formula does not know; the compiler may."""
+    """The formula does not know the architecture; the TPU compiler may compile it."""
 
 
 FEW_TILES = 4
-"""Tiles of an MLP up to which its backward pass has no loop (`tiles`): a loop copies the weights that it carries, and
-of more tiles the program would grow."""
-_LONGEST = 12  # layers in a block that is repeated
+"""Tiles of an MLP up to which its backward pass is unrolled: a loop copies the weights that it carries, and with more
+tiles the program would grow."""
+_MAX_PERIOD = 12  # layers in a repeated block
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
 class Family:
-    """How an architecture is built, and what transformers puts in where its config.json is silent.
+    """The layers of an architecture, and transformers' defaults for values that its config.json may omit.
 
     Attributes:
-        linears: of a layer, "module: from -> to" in letters: H hidden, Q all query heads, K all key-value heads, I
-            intermediate size; a factor before a letter; "+b" where it has a bias.
+        linears: of a layer, "module: inputs outputs" in letters: H hidden, Q all query heads, K all key-value heads, I
+            intermediate size; "+b" for a bias.
         norms: of a layer, the lengths of its vectors: H, or D for the size of a head.
         last: vectors after the last layer.
-        kv_heads: key-value heads by default; None for as many as heads.
-        head_dim: by default; None for hidden_size / heads.
-        tied: whether input and output embedding are one by default.
-        positions: by default.
+        kv_heads: default of key-value heads; None for as many as heads.
+        head_dim: default; None for hidden_size / heads.
+        tied: default of tied input and output embeddings.
+        positions: default.
         head_bias: whether the output layer has a bias.
-        scans: whether `scan_layers=auto` makes a loop of its layers, which the tests compare with the unrolled layers.
+        scans: whether `scan_layers=auto` runs its layers as a loop; tests compare the loop with unrolled layers.
     """
 
     linears: str
@@ -137,11 +134,11 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def spans(keys: Sequence[Any]) -> list[tuple[int, int]]:
-    """Cuts a sequence into runs (period, turns) of equal blocks: each as long as can be, of the shortest block."""
+    """Divides a sequence into runs (period, turns) of equal blocks: each as long as possible, of the shortest block."""
     found, start = [], 0
     while start < len(keys):
         best = (1, 1)
-        for period in range(1, min(_LONGEST, len(keys) - start) + 1):
+        for period in range(1, min(_MAX_PERIOD, len(keys) - start) + 1):
             turns, block = 1, keys[start : start + period]
             while keys[start + turns * period : start + (turns + 1) * period] == block:
                 turns += 1
@@ -154,7 +151,7 @@ def spans(keys: Sequence[Any]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of a decoder layer: its path there, such as "self_attn.q_proj", and its shape."""
+    """A linear layer of a decoder layer: its path in the layer, such as "self_attn.q_proj", and its shape."""
 
     path: str
     inputs: int
@@ -163,13 +160,13 @@ class Linear:
 
     @property
     def parameters(self) -> int:
-        """Weight and bias."""
+        """Number of elements of weight and bias."""
         return self.outputs * (self.inputs + self.bias)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only model.
+    """The shape of a decoder-only model.
 
     Attributes:
         family: the model_type.
@@ -181,12 +178,12 @@ class Shape:
         kv_heads: key-value heads.
         head_dim: size of a head.
         tied: whether the output layer is the embedding.
-        positions: the longest sequence.
+        positions: longest sequence.
         linears: the linear layers of each decoder layer.
         norms: lengths of the other vectors of each layer.
-        last_norms: those after the last layer.
-        kinds: for each layer what it attends with ("full", "sliding"): layers of two kinds are no one loop.
-        softcap: whether scores are capped, for which sdpa makes them itself.
+        last_norms: lengths of the vectors after the last layer.
+        kinds: the attention of each layer ("full", "sliding"); layers of two kinds are not in one block of a loop.
+        softcap: whether attention caps its scores, which then exist in memory.
     """
 
     family: str
@@ -207,36 +204,36 @@ class Shape:
 
     @property
     def known(self) -> Family:
-        """The family's ways."""
+        """The family of the model."""
         return FAMILIES[self.family]
 
     @property
     def norm_follows(self) -> bool:
-        """Whether what attention and MLP give goes through a norm before it is added to the stream."""
+        """Whether the results of attention and MLP have a norm before the residual addition."""
         return self.norms.count(self.hidden) >= 4
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Parameters of one layer."""
+        """Number of parameters of one layer."""
         return sum(linear.parameters for linear in self.linears) + sum(self.norms)
 
     @cached_property
     def head_parameters(self) -> int:
-        """Parameters of the output layer where it is not the embedding, and its bias."""
+        """Number of parameters of an output layer that is not tied, and of its bias."""
         return (0 if self.tied else self.vocabulary * self.hidden) + (self.vocabulary if self.known.head_bias else 0)
 
     @property
     def parameters(self) -> int:
-        """All, a tied embedding counted once."""
+        """Number of all parameters; a tied embedding counts once."""
         embedding = self.vocabulary * self.hidden
         return embedding + self.head_parameters + self.layers * self.layer_parameters + sum(self.last_norms)
 
     def runs(self) -> list[tuple[int, int]]:
-        """(layers of a block, turns) of the loops that scanned layers become."""
+        """Returns (layers of a block, turns) of each loop over layers."""
         return spans(self.kinds)
 
     def adapted(self, lora: LoraConfig) -> list[tuple[Linear, int]]:
-        """The linear layers that get adapters, and in how many decoder layers.
+        """Returns the linear layers with adapters, and the number of decoder layers in which they have them.
 
         Raises:
             ValueError: a target matches nothing.
@@ -260,13 +257,13 @@ class Shape:
 
 
 def read_shape(model: ModelConfig) -> Shape:
-    """The shape of the model of a run.
+    """Reads the shape of the model of a run.
 
     Args:
-        model: a hub id, of which config.json alone is fetched, a folder with one, or "embedded".
+        model: a hub id, whose config.json is fetched, a folder with one, or "embedded".
 
     Raises:
-        ValueError: there is no config.json, it lacks what is needed, or the architecture is not among `FAMILIES`.
+        ValueError: there is no config.json, it lacks a needed value, or the architecture is not among `FAMILIES`.
     """
     name = f"model.name={model.name}"
     given = _read(model)

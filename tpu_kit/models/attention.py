@@ -1,17 +1,18 @@
-"""Attention that keeps packed documents apart, through transformers' `AttentionInterface`.
+"""Attention within the documents of a packed row, registered in transformers' `AttentionInterface`.
 
-Three implementations are registered. "tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for
-any device. "tpu_kit_splash" is the Pallas kernel in `splash`, for TPU. "tpu_kit_pallas" is the flash kernel of
-torch_xla, for TPU; where a layer needs what that kernel lacks (a soft cap on the scores, a sliding window shorter than
-the row) it takes the first one.
+"tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for any device. "tpu_kit_splash" is the
+splash kernel of JAX for TPU: it reads grouped key-value heads without repeating them, supports soft caps and windows
+and skips the blocks that these mask, and saves one number for each query, of which flash saves 256. "tpu_kit_pallas" is
+the flash kernel of torch_xla for TPU; layers with a soft cap or a window shorter than the row use "tpu_kit" instead.
 
-Neither ever reads a tensor on the host: the masks come from `segment_ids` on the device. Call `inputs` to get the
-arguments that make a transformers model do so (with position_ids alone it looks for packed documents by reading them).
+No implementation reads a tensor on the host: masks come from `segment_ids` on the device. `inputs` makes the arguments
+that a transformers model needs for that; from position_ids alone it would find packed documents by reading them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 import torch.nn.functional as F
 
 from tpu_kit.models import activation_checkpointing
-from tpu_kit.models import splash_attention as splash_attention_module
 from tpu_kit.xla import pallas
 from tpu_kit.xla.pallas import SplashSettings
 
@@ -27,42 +27,35 @@ SDPA = "tpu_kit"
 FLASH = "tpu_kit_pallas"  # with "flash" in the name transformers would look for a CUDA kernel on the hub
 SPLASH = "tpu_kit_splash"
 KERNELS = {"flash": FLASH, "splash": SPLASH}
-"""Of TPU, by the name that `model.attention` has for them."""
+"""The kernels for TPU, by their names in `model.attention`."""
 
-_NOT_READ = {
-    "position_ids": "the rotary embedding has used them; stock kernels look for packed documents in them",
-    "use_cache": "of the decoder",
-    "output_attentions": "no weights are returned, as by transformers' own sdpa",
-    "output_hidden_states": "of the decoder",
-    "output_router_logits": "of the decoder",
-    "num_items_in_batch": "of the loss",
-    "cu_seq_lens_q": "documents of a packed row, which the segment ids tell",
-    "cu_seq_lens_k": "documents of a packed row, which the segment ids tell",
-    "max_length_q": "documents of a packed row, which the segment ids tell",
-    "max_length_k": "documents of a packed row, which the segment ids tell",
-    "seq_idx": "documents of a packed row, which the segment ids tell",
-    "deterministic": "of the CUDA kernel's backward pass",
-}
-"""Arguments that models of transformers 5.15 and 5.23 pass to attention and that change no result here, and why."""
+_IGNORED = {
+    "position_ids",  # the rotary embedding has applied them
+    "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",  # options of the decoder
+    "num_items_in_batch",  # of the loss
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",  # documents, as in segment_ids
+    "deterministic",  # of CUDA kernels
+}  # fmt: skip
+"""Arguments that models of transformers 5.15 and 5.23 pass to attention and that do not change its result."""
 
 _lowering_for_tpu = False
 
 
 def register() -> None:
-    """Makes the implementations known to transformers; calling it again changes nothing."""
+    """Registers the implementations in transformers; a second call does nothing."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(SDPA, sdpa_attention)
     AttentionInterface.register(FLASH, flash_attention)
     AttentionInterface.register(SPLASH, splash_attention)
-    # Without a mask function transformers drops a padding mask without a word.
+    # Without a mask function transformers silently drops a padding mask.
     for name in (SDPA, FLASH, SPLASH):
         AttentionMaskInterface.register(name, _mask_without_host_read)
 
 
 def choose(attention: str, device_type: str) -> str:
-    """Picks the registered implementation for a device.
+    """Selects the registered implementation for a device.
 
     Args:
         attention: "auto", "splash", "flash" or "sdpa".
@@ -72,7 +65,7 @@ def choose(attention: str, device_type: str) -> str:
         The registered name.
 
     Raises:
-        ValueError: if a TPU kernel is asked of a device that has no TPU and nothing is being lowered for one.
+        ValueError: the name is unknown, or it is a TPU kernel and the device is no TPU.
     """
     has_kernel = device_type == "tpu" or _lowering_for_tpu
     if attention == "auto":
@@ -90,15 +83,15 @@ def choose(attention: str, device_type: str) -> str:
 
 
 def inputs(implementation: str, segment_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Makes the keyword arguments that give a transformers model its mask, once for all layers.
+    """Makes the keyword arguments that pass the mask to a transformers model, once for all layers.
 
     Args:
         implementation: a registered name.
         segment_ids: (B, S) integers, the number of the document of each token; 0 = padding.
 
     Returns:
-        attention_mask and segment_ids. A 4-D attention_mask goes through transformers untouched and unread: the boolean
-        block-diagonal mask (B, 1, S, S) for sdpa; a view of the segment ids (B, 1, 1, S) for a kernel, unused there.
+        attention_mask and segment_ids. transformers neither changes nor reads a 4-D attention_mask: for sdpa it is the
+        boolean block-diagonal mask (B, 1, S, S), for a kernel an unused view of the segment ids (B, 1, 1, S).
     """
     if implementation in KERNELS.values():
         return {"attention_mask": segment_ids[:, None, None, :], "segment_ids": segment_ids}
@@ -106,9 +99,9 @@ def inputs(implementation: str, segment_ids: torch.Tensor) -> dict[str, torch.Te
 
 
 def block_diagonal_mask(segment_ids: torch.Tensor) -> torch.Tensor:
-    """Says which token sees which: those before it in its own document.
+    """Makes the mask in which each token sees itself and the earlier tokens of its document.
 
-    Padding (segment 0) sees padding, so that no row is fully masked: softmax over nothing is NaN.
+    Padding (segment 0) sees padding, because the softmax of a fully masked row is NaN.
 
     Args:
         segment_ids: (B, S) integers.
@@ -134,21 +127,21 @@ def sdpa_attention(
     segment_ids: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention with an explicit mask, as transformers calls it.
+    """Computes attention with an explicit mask; called by transformers.
 
     Args:
         module: the attention layer.
         query: (B, heads, Q, D).
         key: (B, key-value heads, K, D).
         value: (B, key-value heads, K, D).
-        attention_mask: (B, 1, Q, K), boolean or additive, or None for causal within `segment_ids`.
+        attention_mask: (B, 1, Q, K), boolean or additive; None for causal attention within `segment_ids`.
         scaling: factor on the scores, default 1 / sqrt(D).
         dropout: must be 0 while training.
         sliding_window: number of keys a query sees, itself included. Applied only if Q = K: with a cache the slot of a
-            key is not its position, and the caller's mask has to hold the window.
+            key is not its position, so the caller's mask must contain the window.
         softcap: c in c * tanh(scores / c), before the mask.
-        segment_ids: (B, S) documents, read only if there is no mask.
-        **kwargs: what else the model passes on.
+        segment_ids: (B, S) documents, used only without a mask.
+        **kwargs: other arguments of the model.
 
     Returns:
         (B, Q, heads, D) and None in place of the attention weights.
@@ -199,89 +192,115 @@ def _and_window(mask: torch.Tensor, window: int) -> torch.Tensor:
     return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, torch.finfo(mask.dtype).min)
 
 
-def flash_attention(
+def _kernel_attention(
+    kernel: str,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     segment_ids: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The Pallas flash kernel, as transformers calls it; arguments and result as in `sdpa_attention`.
+    """Computes attention with a kernel for TPU; called by transformers. See `sdpa_attention`, which it falls back to.
 
-    Without `segment_ids` (generation, a plain forward), with a soft cap or with a window shorter than the row it is
-    `sdpa_attention`.
+    It falls back without `segment_ids` (generation, a plain forward pass), and with FLASH also for a soft cap and for a
+    window shorter than the row.
     """
-    length, head_dim = query.shape[2], query.shape[3]
-    windowed = sliding_window is not None and sliding_window < length
-    if segment_ids is None or length != key.shape[2] or windowed or softcap is not None:
+    length, heads = query.shape[2], query.shape[1]
+    window = sliding_window if sliding_window is not None and sliding_window < length else None
+    unsupported = kernel == FLASH and (window is not None or softcap is not None)
+    if segment_ids is None or length != key.shape[2] or unsupported:
+        options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, **kwargs}
         mask = None if segment_ids is not None else _own_mask(attention_mask)
-        return sdpa_attention(
-            module, query, key, value, mask, scaling, dropout, sliding_window, softcap, segment_ids, **kwargs
-        )
+        return sdpa_attention(module, query, key, value, mask, segment_ids=segment_ids, **options)
+    _refuse_dropout(module, kwargs.pop("dropout", 0.0))
     refuse_unknown(kwargs)
-    _refuse_dropout(module, dropout)
     query, key = _as_value(query, key, value)
-    scaling = head_dim**-0.5 if scaling is None else scaling
-    heads = query.shape[1]
-    padding = padded_length(length) - length
-    query, key, value = (
-        F.pad(states, (0, 0, 0, padding)) if padding else states
-        for states in (query, _repeat_heads(key, heads), _repeat_heads(value, heads))
-    )
-    segments = F.pad(segment_ids, (0, padding)) if padding else segment_ids
-    output = pallas.flash_attention(query, key, value, segments.to(torch.int32), scaling)
-    return output[:, :, :length].transpose(1, 2).contiguous(), None
-
-
-def splash_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    segment_ids: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """The Pallas kernel of `splash`, as transformers calls it; arguments and result as in `sdpa_attention`.
-
-    Without `segment_ids` (generation, a plain forward) it is `sdpa_attention`.
-    """
-    length, head_dim = query.shape[2], query.shape[3]
-    if segment_ids is None or length != key.shape[2]:
-        mask = None if segment_ids is not None else _own_mask(attention_mask)
-        return sdpa_attention(
-            module, query, key, value, mask, scaling, dropout, sliding_window, softcap, segment_ids, **kwargs
-        )
-    refuse_unknown(kwargs)
-    _refuse_dropout(module, dropout)
-    query, key = _as_value(query, key, value)
-    query = query * (head_dim**-0.5 if scaling is None else scaling)
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    if kernel == FLASH:
+        key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
+    else:
+        query = query * scaling
     padding = padded_length(length) - length
     query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
-    segments = F.pad(segment_ids, (0, padding)) if padding else segment_ids
-    window = sliding_window if sliding_window is not None and sliding_window < length else None
-    settings = SplashSettings(window, softcap)
-    output = splash_attention_module.splash_attention(query, key, value, segments.to(torch.int32), settings)
+    segments = (F.pad(segment_ids, (0, padding)) if padding else segment_ids).to(torch.int32)
+    if kernel == FLASH:
+        output = pallas.flash_attention(query, key, value, segments, scaling)
+    else:
+        output = splash_kernel(query, key, value, segments, SplashSettings(window, softcap))
     return output[:, :, :length].transpose(1, 2).contiguous(), None
+
+
+flash_attention = functools.partial(_kernel_attention, FLASH)
+splash_attention = functools.partial(_kernel_attention, SPLASH)
+
+
+def splash_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment_ids: torch.Tensor, settings: SplashSettings
+) -> torch.Tensor:
+    """Computes causal attention within segments with JAX's splash kernel.
+
+    Args:
+        query: (B, heads, S, D) on XLA, scaled; S is 128, 256, 512 or a multiple of 1024.
+        key: (B, key-value heads, S, D).
+        value: (B, key-value heads, S, D).
+        segment_ids: (B, S) int32.
+        settings: of the kernel.
+
+    Returns:
+        (B, heads, S, D).
+    """
+    output: torch.Tensor = _Splash.apply(query, key, value, segment_ids, settings)
+    return output
+
+
+class _Splash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segment_ids: torch.Tensor,
+        settings: SplashSettings,
+    ) -> torch.Tensor:
+        output, log_sums = _splash_forward(settings, query, key, value, segment_ids)
+        ctx.settings = settings
+        ctx.save_for_backward(query, key, value, segment_ids, output, log_sums)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = pallas.splash_backward(ctx.settings, *ctx.saved_tensors, upstream.to(ctx.saved_tensors[0].dtype))
+        return (*gradients, None, None)
+
+
+def _splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the forward kernel; with remat=outputs the recomputation takes the results of the first forward pass."""
+    if not activation_checkpointing.is_open():
+        output, log_sums = pallas.splash_forward(settings, *tensors)
+        return output, log_sums
+
+    def compute() -> list[torch.Tensor]:
+        output, log_sums = pallas.splash_forward(settings, *tensors)
+        return [output.transpose(1, 2).flatten(2), log_sums]  # a head of 64 would be padded to 128 lanes
+
+    dense, log_sums = activation_checkpointing.once(2, compute)
+    return dense.unflatten(2, (tensors[0].shape[1], -1)).transpose(1, 2), log_sums
 
 
 def padded_length(length: int) -> int:
-    """Rounds a row up to what all blocks of the kernel divide: 128, 256, 512 or a multiple of 1024 tokens."""
+    """Rounds a length up to 128, 256, 512 or a multiple of 1024, which the kernel's blocks divide."""
     return next((block for block in (128, 256, 512) if length <= block), -(-length // 1024) * 1024)
 
 
 def _as_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Casts to the dtype of the value: under autocast with fp32 weights the rotary embedding makes the others fp32."""
+    """Casts query and key to the value's dtype: with autocast and fp32 weights the rotary embedding returns fp32."""
     return query.to(value.dtype), key.to(value.dtype)
 
 
@@ -294,22 +313,22 @@ def _repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _own_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask of a call without segment ids; not the view of them that `inputs` gives to kernels."""
+    """Checks that the mask of a call without segment ids is not the view of them that `inputs` makes for kernels."""
     if attention_mask is not None and not (attention_mask.is_floating_point() or attention_mask.dtype == torch.bool):
         raise ValueError("the model does not pass its keyword arguments, the segment ids, on to its attention")
     return attention_mask
 
 
 def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
-    """Makes sure that no argument of a model's attention is passed over that would change the result.
+    """Refuses arguments of a model's attention that change its result and are not implemented here.
 
     Raises:
-        ValueError: there is one; its text names it.
+        ValueError: there is one; the text names it.
     """
     unknown = [
         f"{name}={value}" if isinstance(value, bool) else name
         for name, value in kwargs.items()
-        if value is not None and name not in _NOT_READ and not (name == "is_causal" and value is True)
+        if value is not None and name not in _IGNORED and not (name == "is_causal" and value is True)
     ]
     if unknown:
         raise ValueError(
@@ -325,7 +344,7 @@ def _refuse_dropout(module: torch.nn.Module, dropout: float) -> None:
 
 
 def _mask_without_host_read(**kwargs: Any) -> torch.Tensor:
-    """The boolean mask of transformers, always built: the shortcut that leaves it out reads the padding mask."""
+    """Makes the boolean mask of transformers in all cases: the check whether it can be omitted reads the device."""
     from transformers.masking_utils import sdpa_mask
 
     return sdpa_mask(**{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
@@ -333,10 +352,7 @@ def _mask_without_host_read(**kwargs: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def lowering_for_tpu() -> Iterator[None]:
-    """While open, a process on XLA:CPU traces the flash kernel into a program for the TPU compiler.
-
-    The program cannot run on the CPU.
-    """
+    """Lets a process on XLA:CPU trace the kernels into a program for the TPU compiler, which cannot run on the CPU."""
     global _lowering_for_tpu
     _lowering_for_tpu = True
     try:

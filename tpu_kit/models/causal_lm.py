@@ -1,11 +1,10 @@
-"""The model to train: a pretrained base, LoRA on top, and what the training step asks of it.
+"""The model to train: a pretrained base with LoRA, its forward pass, its output head, and its trained weights as files.
 
-Precision. With LoRA the frozen base is stored in `base_dtype` (of int8 and int4 `quantize` tells) and the adapters in
-fp32. In full fine-tuning (lora.r = 0) every weight is stored in fp32, because an update of relative size 1e-3 or less
-is lost when it is added to a bf16 weight (8 bits of mantissa). Matrix products run in bf16 unless base_dtype=fp32, by
-autocast around the forward pass. Autocast matters for LoRA too: PEFT alone converts the activations to fp32 in front of
-every adapter (for a v5e the compiler then reports 9 % more HBM traffic and 6 % more cycles; 2 layers of Qwen2.5-0.5B,
-4 x 1024 tokens, r = 16).
+Precision: with LoRA the frozen base is stored in `base_dtype` (int8 and int4: see `quantization`), and the adapters in
+fp32. In full fine-tuning (lora.r = 0) all weights are stored in fp32, because a bf16 weight (8 bits of mantissa) loses
+an update of relative size 1e-3 or less. Autocast runs matrix products in bf16 unless base_dtype=fp32. LoRA needs
+autocast, too: without it PEFT converts the activations to fp32 before every adapter, and the compiler for a v5e reports
+9 % more HBM traffic and 6 % more cycles (2 layers of Qwen2.5-0.5B, 4 x 1024 tokens, r = 16).
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tpu_kit.models import activation_checkpointing, attention, partition, rotary
+from tpu_kit.models import activation_checkpointing, attention, partition
 from tpu_kit.models.architecture import FAMILIES
 from tpu_kit.models.layer_scan import stacked_prefixes
 from tpu_kit.models.loading import load_base, load_frozen
-from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported: it goes with load_model
+from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported beside load_model
 from tpu_kit.models.quantization import QuantizedLinear
 from tpu_kit.storage import atomic
 from tpu_kit.xla.sharding import current_mesh
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from tpu_kit.config.loader import LoraConfig, ModelConfig, TrainConfig
 
-# PEFT asks transformers by an old name; nobody who trains can do anything about it.
+# PEFT uses a deprecated name of transformers; users cannot change that.
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
@@ -45,16 +44,21 @@ _FAMILIES = (*FAMILIES, "gemma3")
 
 
 class OutputHead(NamedTuple):
-    """What turns the last hidden state into logits: softcap(scale * (hidden @ weight.T + bias))."""
+    """The output layer of a model, whose logits are softcap(scale * (hidden @ weight.T + bias))."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     softcap: float | None
     scale: float
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Computes the logits (..., V), fp32, of last hidden states (..., H)."""
+        found = torch.nn.functional.linear(hidden, self.weight, self.bias).float() * self.scale
+        return found if self.softcap is None else torch.tanh(found / self.softcap) * self.softcap
+
 
 class ParameterCount(NamedTuple):
-    """Numbers of scalars, tied weights counted once; and what the frozen ones among them are, if they are integers."""
+    """Numbers of parameters, tied weights counted once, and a note about quantised ones."""
 
     trainable: int
     total: int
@@ -81,18 +85,18 @@ def load_model(config: ModelConfig, lora: LoraConfig, seed: int = 0) -> torch.nn
     """
     base = load_frozen(config) if lora.r else load_base(config, torch.float32)
     model = adapt(base, lora, config.base_dtype, seed)
-    if _causal(model).config.model_type not in _FAMILIES:
+    if base_model(model).config.model_type not in _FAMILIES:
         check_head(model)
     return model.train()
 
 
 def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int = 0) -> torch.nn.Module:
-    """Turns a causal language model, of any origin and on any device, into the one that is trained.
+    """Makes a causal language model trainable; it may come from anywhere and be on any device.
 
     Args:
-        model: the base model, stored as the module's text says.
+        model: the base model, stored in the dtypes of the module's docstring.
         lora: the adapters, or r = 0.
-        base_dtype: "bf16" or "fp32": what the matrix products run in.
+        base_dtype: "fp32" runs matrix products in fp32, others in bf16.
         seed: of the adapters' initial values.
 
     Returns:
@@ -103,12 +107,13 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
     """
     attention.register()
     model.set_attn_implementation(attention.SDPA)
-    rotary.fix(model)
+    fix_rotary(model)
     adapted: torch.nn.Module = model.requires_grad_(True)
-    if not lora.r and (beside := _beside_the_text(model)):
+    others = _linears_outside_text(model)
+    if not lora.r and others:
         raise ValueError(
-            f"lora.r=0 trains all weights, and {type(model).__name__} has some that text does not reach, as "
-            f"{beside[0]}: train adapters (lora.r=16), which are put on its language model alone"
+            f"lora.r=0 trains all weights, and {type(model).__name__} has some that text does not use, such as "
+            f"{others[0]}: train adapters (lora.r=16), which only its language model gets"
         )
     if lora.r:
         from peft import LoraConfig as PeftLoraConfig
@@ -119,7 +124,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules=_targets(model, lora.targets),
-            exclude_modules=_beside_the_text(model) or None,
+            exclude_modules=others or None,
             use_rslora=lora.rslora,
             use_dora=lora.dora,
             init_lora_weights=True if lora.init == "default" else lora.init,
@@ -129,22 +134,21 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
             torch.manual_seed(seed)
             adapted = get_peft_model(model, settings, autocast_adapter_dtype=True)
         if lora.init in ("olora", "pissa"):
-            # These take what the adapters start with out of the base weights. `adapter` needs it to save for the base
-            # model as it is.
+            # These subtract the initial adapters from the base weights; `adapter_tensors` needs them.
             start = {name: value.detach().clone() for name, value in trainable_parameters(adapted).items()}
-            adapted._tpu_kit_start = start  # type: ignore[assignment]
-    adapted._tpu_kit_compute_dtype = _DTYPES[base_dtype]  # type: ignore[assignment]
+            adapted._tpu_kit_start = start  # type: ignore[assignment]  # mypy expects a tensor or a module
+    adapted._tpu_kit_compute_dtype = _DTYPES[base_dtype]  # type: ignore[assignment]  # mypy expects a tensor or a module
     return adapted
 
 
-def _beside_the_text(model: PreTrainedModel) -> list[str]:
-    """The linear layers that are no part of the language model: those for images, for instance."""
+def _linears_outside_text(model: PreTrainedModel) -> list[str]:
+    """Returns the names of linear layers outside of the language model, such as those for images."""
     text = {*model.get_decoder().modules(), model.get_output_embeddings()}
     return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part not in text]
 
 
 def _targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
-    """Checks the LoRA targets against the modules that are there."""
+    """Checks that the LoRA targets match modules of the model, and none of its embeddings."""
     if targets == "all-linear":
         return targets
     wanted = [targets] if isinstance(targets, str) else list(targets)
@@ -168,54 +172,52 @@ def _targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> str | li
     return wanted
 
 
-def _causal(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model, without PEFT's wrapper; LoRA layers stay inside it."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+def base_model(model: torch.nn.Module) -> PreTrainedModel:
+    """Returns the transformers model without PEFT's wrapper; it contains the LoRA layers."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # of PEFT
 
 
 def text_config(model: torch.nn.Module) -> Any:
-    """The configuration of the language model, also where it is part of a larger one."""
-    return _causal(model).config.get_text_config()
+    """Returns the configuration of the language model, also of one within a larger model."""
+    return base_model(model).config.get_text_config()
 
 
 def use_attention(model: torch.nn.Module, choice: str, device_type: str) -> str:
-    """Sets the attention for the device the model will run on and returns its registered name (`attention.choose`)."""
+    """Sets the attention for the device on which the model will run, and returns its registered name."""
     implementation = attention.choose(choice, device_type)
-    _causal(model).set_attn_implementation(implementation)
+    base_model(model).set_attn_implementation(implementation)
     return implementation
 
 
 def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Module:
     """Moves the model, in place, and ties its embeddings again.
 
-    A move to XLA makes new parameters one by one: tied ones become two, silently, with gradients that go apart.
+    A move to XLA makes a new parameter for each module, so tied embeddings silently become two parameters.
     """
     if current_mesh() is not None and torch.device(device).type == "xla":
         return partition.to_mesh(model, stacked_prefixes(model))
     model.to(device)
-    causal = _causal(model)
-    if text_config(causal).tie_word_embeddings:
-        causal.tie_weights()
-        head = causal.get_output_embeddings()
-        assert head.weight is causal.get_input_embeddings().weight, (
-            "tied embeddings came apart on the way to the device"
-        )
+    base = base_model(model)
+    if text_config(base).tie_word_embeddings:
+        base.tie_weights()
+        head = base.get_output_embeddings()
+        assert head.weight is base.get_input_embeddings().weight, "tied embeddings became two on the device"
     return model
 
 
 def enable_remat(model: torch.nn.Module, device_type: str, keeps: bool = False) -> None:
-    """Makes every layer forget its activations and compute them again in the backward pass.
+    """Makes every layer recompute its activations in the backward pass.
 
-    On XLA this must be torch_xla's own checkpoint: it puts a barrier between the first computation and the second,
-    without which the compiler finds both equal, merges them and saves nothing.
+    On XLA this needs torch_xla's own checkpoint function, which separates the first computation from the second by a
+    barrier. Without it the compiler merges both and saves no memory.
 
     Args:
         model: as `load_model` returns it.
         device_type: "tpu", "xla-cpu", "cuda" or "cpu".
-        keeps: whether the results of products and of attention are kept, on "cuda" or "cpu" (see `remat`).
+        keeps: on "cuda" or "cpu", keep the results of products and of attention; see `activation_checkpointing`.
     """
-    causal = _causal(model)
-    # A random state is worth saving only where something draws from it.
+    base = base_model(model)
+    # The random state must be saved only if dropout draws from it.
     draws = any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in model.modules())
     if device_type in _XLA:
         from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
@@ -227,13 +229,13 @@ def enable_remat(model: torch.nn.Module, device_type: str, keeps: bool = False) 
         function = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
         if keeps:
             function = functools.partial(function, context_fn=activation_checkpointing.contexts)
-    causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
-    # A reentrant checkpoint passes no gradient on if none of its inputs wants one; under LoRA the embedding is frozen.
-    causal.enable_input_require_grads()
+    base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+    # A reentrant checkpoint needs an input that requires a gradient; with LoRA the embedding is frozen.
+    base.enable_input_require_grads()
 
 
 def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Runs the model up to its output head, so that the logits can be made in chunks.
+    """Runs the model up to its output head, so that the loss can compute the logits in chunks.
 
     Args:
         model: as `load_model` returns it, moved to the batch's device.
@@ -243,85 +245,83 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
     Returns:
         (B, S, H) last hidden states in the compute dtype, after the final norm.
     """
-    causal = _causal(model)
+    base = base_model(model)
     ids = batch["input_ids"]
     segment_ids = batch.get("segment_ids")
     if segment_ids is None:
         segment_ids = torch.ones_like(ids)
-    masks = attention.inputs(causal.config._attn_implementation, segment_ids)
+    masks = attention.inputs(base.config._attn_implementation, segment_ids)
     dtype = compute_dtype(model)
     with _autocast(ids.device.type, dtype):
-        output = causal.get_decoder()(input_ids=ids, position_ids=batch.get("position_ids"), use_cache=False, **masks)
+        output = base.get_decoder()(input_ids=ids, position_ids=batch.get("position_ids"), use_cache=False, **masks)
     return partition.by_rows(output.last_hidden_state.to(dtype))
 
 
 def compute_dtype(model: torch.nn.Module) -> torch.dtype:
-    """The dtype of the matrix products of a model that `load_model` or `adapt` returned."""
-    return model._tpu_kit_compute_dtype  # type: ignore[return-value]
+    """Returns the dtype of matrix products of a model from `load_model` or `adapt`."""
+    return model._tpu_kit_compute_dtype  # type: ignore[return-value]  # mypy expects a tensor or a module
 
 
 def _autocast(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
     if dtype == torch.float32:
         return contextlib.nullcontext()
-    # The cache of cast weights is shared by all threads: with replicas as threads a hit would depend on timing, and the
-    # replicas' graphs would differ.
+    # All threads share the cache of cast weights. With replicas as threads a hit would depend on timing, and the graphs
+    # of the replicas would differ.
     return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
 
 
 def output_embedding(model: torch.nn.Module) -> OutputHead:
-    """Gives the output head for `loss.chunked_nll`.
+    """Returns the output head, for `loss.chunked_nll`.
 
     Raises:
         ValueError: if the head is not a plain linear layer (LoRA on it, for instance).
     """
-    causal = _causal(model)
-    head = causal.get_output_embeddings()
+    base = base_model(model)
+    head = base.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         raise ValueError(
             f"the output head is a {type(head).__name__}, and the chunked loss needs a plain linear layer: take "
             "lm_head out of lora.targets"
         )
-    config = text_config(causal)
+    config = text_config(base)
     # Cohere multiplies its logits, Granite divides them; Gemma caps them.
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return OutputHead(head.weight, head.bias, getattr(config, "final_logit_softcapping", None), float(scale))
 
 
 def logits(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Computes the logits (B, S, V) that the chunked loss takes, all at once; the arguments are `hidden_states`'s."""
-    head, hidden = output_embedding(model), hidden_states(model, batch)
-    found = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.scale
-    return found if head.softcap is None else torch.tanh(found / head.softcap) * head.softcap
+    """Computes all logits (B, S, V), fp32, as the chunked loss does; for the arguments see `hidden_states`."""
+    return output_embedding(model).logits(hidden_states(model, batch))
 
 
 def check_head(model: torch.nn.Module) -> None:
     """Compares the logits made from `hidden_states` and `output_embedding` with the model's own, on a few tokens.
 
     Raises:
-        ValueError: if they differ: the family does something to its logits that this module does not know.
+        ValueError: they differ, because the family changes its logits in an unknown way.
     """
-    causal = _causal(model)
+    base = base_model(model)
     training = model.training
     model.eval()
     ids = torch.arange(1, 9, device=output_embedding(model).weight.device)[None]
     with torch.no_grad(), _autocast(ids.device.type, compute_dtype(model)):
         ours = logits(model, {"input_ids": ids})
-        own = causal(input_ids=ids, use_cache=False).logits
+        own = base(input_ids=ids, use_cache=False).logits
     model.train(training)
     if not torch.allclose(ours.float(), own.float(), rtol=0.02, atol=0.02 * float(own.abs().max())):
         raise ValueError(
-            f"{type(causal).__name__} changes its logits in a way that the chunked loss does not know, so its loss "
+            f"{type(base).__name__} changes its logits in a way that the chunked loss does not know, so its loss "
             f"would be wrong. Known families: {', '.join(_FAMILIES)}"
         )
 
 
 def check_vocabulary(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Makes sure that every id of the tokenizer has an embedding (XLA clamps an id out of range without a word).
+    """Checks that every id of the tokenizer has an embedding; XLA silently clamps an id out of range.
 
     Raises:
         ValueError: if the tokenizer has more ids than the model has rows.
     """
-    rows, ids = _causal(model).get_input_embeddings().weight.shape[0], len(tokenizer)
+    rows, ids = base_model(model).get_input_embeddings().weight.shape[0], len(tokenizer)
     if ids > rows:
         raise ValueError(
             f"the tokenizer has {ids} ids and the model only {rows} embeddings: they do not belong together. Load both "
@@ -330,12 +330,12 @@ def check_vocabulary(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase)
 
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Names and parameters that are trained, in the model's order; a tied weight appears once."""
+    """Returns the trained parameters by name, in the model's order; a tied weight appears once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Counts the parameters; one line to print, which also names quantised layers that no adapter goes with."""
+    """Counts the parameters, and notes quantised layers without an adapter."""
     parts = {name: part for name, part in model.named_modules() if isinstance(part, QuantizedLinear)}
     count, about = sum(part.count for part in parts.values()), ""
     if parts:
@@ -347,6 +347,80 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
         total=count + sum(parameter.numel() for parameter in model.parameters()),
         quantized=about,
     )
+
+
+# ----------------------------------------------------------------------------------------------------- rotary embedding
+
+# transformers changes the rotary frequencies of a whole batch with its longest position: beyond a certain length
+# "longrope" (Phi-3) uses its long factors and "dynamic" another base. A document would depend on its neighbours, and
+# the host would read the device in every step. Up to `max_positions` the frequencies are constant.
+
+
+def max_positions(config: Any) -> int | None:
+    """Returns the length up to which the rotary frequencies are constant; None if the model has no limit.
+
+    Args:
+        config: the text configuration of a model.
+    """
+    settings = getattr(config, "rope_parameters", None) or {}
+    ropes = [one for one in (settings, *settings.values()) if isinstance(one, dict)]  # one, or one for each layer type
+    limits = [
+        rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        for rope in ropes
+        if rope.get("rope_type") == "longrope"
+    ]
+    limits.append(getattr(config, "max_position_embeddings", None))
+    return min((limit for limit in limits if limit), default=None)
+
+
+def check_length(config: Any, max_length: int) -> None:
+    """Checks that the rotary frequencies are constant in rows of `max_length` tokens.
+
+    Raises:
+        ValueError: they are not.
+    """
+    most, limit = getattr(config, "max_position_embeddings", None), max_positions(config)
+    if most is not None and limit is not None and limit < max_length <= most:
+        raise ValueError(
+            f"data.max_length={max_length}: {config.model_type} with longrope changes the rotary frequencies of a "
+            f"whole batch when one row has more than {limit} tokens, so a document would depend on its neighbours; "
+            f"set data.max_length={limit} or less"
+        )
+
+
+def fix_rotary(model: torch.nn.Module) -> None:
+    """Makes the rotary frequencies of a model constant, in place."""
+    for part in _dynamic_ropes(model):
+        kind: Any = part.rope_type
+        part.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"  # type: ignore[assignment]  # no tensor
+        for name, frequencies in list(part.named_buffers(recurse=False)):
+            if name.endswith("original_inv_freq"):
+                setattr(part, name.replace("original_", ""), frequencies.clone())
+
+
+@contextlib.contextmanager
+def fixed_rotary(model: torch.nn.Module) -> Iterator[None]:
+    """Makes the rotary frequencies of a model constant while it is open."""
+    before = [(part, part.rope_type, dict(part.named_buffers(recurse=False))) for part in _dynamic_ropes(model)]
+    fix_rotary(model)
+    try:
+        yield
+    finally:
+        for part, kind, buffers in before:
+            part.rope_type = kind
+            for name, buffer in buffers.items():
+                setattr(part, name, buffer)
+
+
+def _dynamic_ropes(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns the rotary embeddings with frequencies that change."""
+    found = []
+    for part in model.modules():
+        kind: Any = getattr(part, "rope_type", None)
+        kinds = kind.values() if isinstance(kind, dict) else [kind]
+        if any(isinstance(one, str) and ("dynamic" in one or one == "longrope") for one in kinds):
+            found.append(part)
+    return found
 
 
 # --------------------------------------------------------------------------------------------- trained weights as files
@@ -414,7 +488,7 @@ def save_adapter(
             settings = json.dumps(adapter_settings(model, config), indent=2, sort_keys=True)
             (part / "adapter_config.json").write_text(settings)
         else:
-            whole = _causal(model)
+            whole = base_model(model)
             whole.config.save_pretrained(part)
             if whole.generation_config is not None:
                 whole.generation_config.save_pretrained(part)

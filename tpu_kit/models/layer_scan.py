@@ -1,18 +1,13 @@
-"""Stacking the weights of a decoder's layers, so that they run as loops (`layers`); and taking stacks apart again.
+"""Runs the layers of a decoder as loops over stacked weights, and recomputes each layer in the backward pass.
 
-It happens on the host before the model's move to its device. Saved files know layers only, never stacks.
+An unrolled program has the operations of all layers: it compiles for minutes, and needs memory for several layers. A
+loop has the operations of one layer, forward and backward. The weights are stacked, (G, ...) for G turns, on the host
+before the model's move to its device, because stacking within the step would copy them. Saved files have no stacks.
 
-A decoder's layers as loops over stacked weights, each layer computed again in the backward pass.
-
-Unrolled, a program has every layer's operations: it compiles for minutes, and the compiler keeps alive what it likes.
-As a loop it has one layer's, forward and backward, and memory for one layer's work. The weights are stacked on the host
-beforehand, (G, ...) for G turns; stacked within the step they would be copied there.
-
-`stack` puts `ScannedLayers` in the place of the model's list of layers and leaves all else to the model's own code:
-embedding, masks, rotary angles, the final norm. When the decoder goes through its layers, the stand-ins note what each
-would be called with, and the last of them runs the loops. So any family works whose decoder does nothing between layers
-and whose layers repeat, in blocks of one (Llama, Qwen, Mistral, Phi) or several (Gemma 2: a local and a global one;
-Gemma 3: five and one).
+`stack` replaces the model's list of layers by `ScannedLayers`; embedding, masks, rotary angles and the final norm stay
+the model's own code. When the decoder iterates over its layers, placeholders record the arguments of each call, and the
+last one runs the loops. This works for families whose decoder computes nothing between layers and whose layers repeat
+in blocks of one (Llama, Qwen, Mistral, Phi) or several (Gemma 2: a local and a global layer; Gemma 3: five and one).
 """
 
 from __future__ import annotations
@@ -27,72 +22,52 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.config.loader import OptimConfig
 from tpu_kit.models import activation_checkpointing, architecture, attention, partition
-from tpu_kit.models.activation_checkpointing import SeededDropout, mix
-from tpu_kit.models.chunked_mlp import autocast_now, chunk_mlp, is_tiled
+from tpu_kit.models.activation_checkpointing import SeededDropout, autocast_now, chunk_mlp, is_tiled, mix
 from tpu_kit.xla.scan import Tensors, after, scan
 
 
 def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, without the seeds of dropout."""
+    """Returns parameters and buffers by name, without the seeds of dropout."""
     seeds = {f"{name}.seed" for name, part in layer.named_modules() if isinstance(part, SeededDropout)}
     found: dict[str, torch.Tensor] = dict(layer.named_parameters())
     return found | {name: tensor for name, tensor in layer.named_buffers() if name not in seeds}
 
 
 class CannotScanError(ValueError):
-    """Why a model's layers cannot run as a loop."""
+    """The layers of a model cannot run as a loop; the text says why."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a decoder calls a layer with, besides the hidden states."""
+    """The arguments with which a decoder calls a layer, without the hidden states."""
 
     tensors: Tensors
-    others: tuple[Any, ...]  # arguments that are no tensors, None in the place of those that are
-    there: tuple[bool, ...]  # where the tensors are
+    others: tuple[Any, ...]  # the other arguments, with None in place of tensors
+    is_tensor: tuple[bool, ...]
     spec: Any
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Takes arguments apart."""
+        """Separates tensors from other arguments."""
         leaves, spec = tree_flatten((args, kwargs))
-        there = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        others = tuple(None if is_tensor else leaf for leaf, is_tensor in zip(leaves, there, strict=True))
-        return cls([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], others, there, spec)
+        others = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        return cls([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], others, is_tensor, spec)
 
     def key(self) -> Any:
-        """Equal for calls with the very same tensors and equal other arguments."""
+        """Returns a key that is equal for calls with the same tensors and equal other arguments."""
         return [id(tensor) for tensor in self.tensors], self.others, self.spec
 
-    def withtensors_of(self, tensors: Tensors) -> Any:
-        """The arguments (args, kwargs) with these tensors in the place of its own."""
+    def with_tensors(self, tensors: Tensors) -> Any:
+        """Returns the arguments (args, kwargs) with other tensors."""
         rest = iter(tensors)
-        leaves = [next(rest) if there else other for other, there in zip(self.others, self.there, strict=True)]
-        return tree_unflatten(leaves, self.spec)
-
-
-class _Visitors:
-    """What the decoder iterates over in place of its layers: notes the calls, then hands them over."""
-
-    def __init__(self, count: int, run: Callable[[torch.Tensor, list[Call]], torch.Tensor]) -> None:
-        self.count, self.run = count, run
-
-    def __iter__(self) -> Iterator[Callable[..., torch.Tensor]]:
-        calls: list[Call] = []
-        first: list[torch.Tensor] = []
-
-        def visit(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            first.append(hidden)
-            if hidden is not first[0]:
-                raise CannotScanError("its decoder changes the hidden states between two layers")
-            calls.append(Call.of(args, kwargs))
-            return hidden if len(calls) < self.count else self.run(hidden, calls)
-
-        return iter([visit] * self.count)
+        return tree_unflatten(
+            [next(rest) if here else other for other, here in zip(self.others, self.is_tensor, strict=True)], self.spec
+        )
 
 
 class ScannedLayers(torch.nn.Module):
-    """Stands in for a decoder's list of layers; see `stack`."""
+    """Replaces a decoder's list of layers; see `stack`."""
 
     def __init__(self, runs: list[Run]) -> None:
         super().__init__()
@@ -102,14 +77,25 @@ class ScannedLayers(torch.nn.Module):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: slice) -> _Visitors:
+    def __getitem__(self, index: slice) -> list[Callable[..., torch.Tensor]]:
         assert isinstance(index, slice) and range(self.count)[index] == range(self.count), (
             f"layers {index} of {self.count}: they run all or none"
         )
-        return _Visitors(self.count, self._run)
+        return list(self)
 
     def __iter__(self) -> Iterator[Callable[..., torch.Tensor]]:
-        return iter(self[:])
+        """Iterates over placeholders that record their calls; the last one runs the layers."""
+        calls: list[Call] = []
+        first: list[torch.Tensor] = []
+
+        def visit(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            first.append(hidden)
+            if hidden is not first[0]:
+                raise CannotScanError("its decoder changes the hidden states between two layers")
+            calls.append(Call.of(args, kwargs))
+            return hidden if len(calls) < self.count else self._run(hidden, calls)
+
+        return iter([visit] * self.count)
 
     def _run(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
         start = 0
@@ -120,7 +106,7 @@ class ScannedLayers(torch.nn.Module):
         return hidden
 
     def places(self) -> dict[str, list[str]]:
-        """For the beginning of each stack's name, those of its slices in a list of layers, relative to this module."""
+        """Returns, for the prefix of each stack's name, the prefixes of its slices' names in a list of layers."""
         found, start = {}, 0
         for number, run in enumerate(self.in_order):
             end = start + run.period * run.turns
@@ -132,17 +118,17 @@ class ScannedLayers(torch.nn.Module):
 
 
 class Run(torch.nn.Module):
-    """Layers that repeat: `turns` times a block of `period` layers, whose weights are (turns, ...) each."""
+    """A block of `period` layers that repeats `turns` times, with weights (turns, ...)."""
 
     def __init__(self, layers: list[torch.nn.Module], turns: int, keeps: bool = False) -> None:
-        """Takes the layers of one block, their weights stacked, their dropouts seeded; `keeps` is of `remat`."""
+        """Takes the layers of one block, with stacked weights and seeded dropouts; `keeps` as in `stack`."""
         super().__init__()
         self.turns, self.period, self.keeps = turns, len(layers), keeps
         self.layers = torch.nn.ModuleList(layers)
         self.draws = any(isinstance(part, SeededDropout) for part in self.modules())
 
     def forward(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
-        """The hidden states after all its layers; `calls` are what the decoder calls each with."""
+        """Returns the hidden states after all layers; `calls` has the arguments of each."""
         for index, call in enumerate(calls):
             assert call.key() == calls[index % self.period].key(), "layers of one run are called alike"
         calls = calls[: self.period]
@@ -151,12 +137,8 @@ class Run(torch.nn.Module):
         constants = [tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in constants]
         inputs = [tensor for layer in self.layers for tensor in tensors_of(layer).values()]
         if self.draws and self.training:
-            inputs.append(
-                mix(
-                    _draw(hidden.device)
-                    + torch.arange(self.turns, device=hidden.device, dtype=torch.int32) * 0x61C88647
-                )
-            )
+            turns = torch.arange(self.turns, device=hidden.device, dtype=torch.int32)
+            inputs.append(mix(_draw(hidden.device) + turns * 0x61C88647))
         if torch.is_grad_enabled():
             output: torch.Tensor = _Scanned.apply(block, len(constants), hidden, *constants, *inputs)
             return output
@@ -165,17 +147,17 @@ class Run(torch.nn.Module):
 
 
 def _draw(device: torch.device) -> torch.Tensor:
-    """One number of the device's generator a pass: it goes on from step to step, and differs between replicas."""
+    """Draws a number from the device's generator, so that masks differ between steps and between replicas."""
     return torch.randint(0, 2**31 - 1, (), device=device, dtype=torch.int32)
 
 
 class _Block:
-    """One turn of a loop, forward and backward: functions of a carry (states or gradient, constants) and of slices."""
+    """The bodies of the forward and backward loops: functions of a carry (states or gradient, constants) and slices."""
 
     def __init__(self, layers: torch.nn.ModuleList, calls: list[Call], constants: Tensors, keeps: bool) -> None:
         places = {id(tensor): place for place, tensor in enumerate(constants)}
         self.layers, self.calls, self.keeps = layers, calls, keeps
-        self.kept: list[int] = []  # results that each layer keeps, known after a forward pass
+        self.kept: list[int] = []  # number of results that each layer saves, known after a forward pass
         self.places = [[places[id(tensor)] for tensor in call.tensors] for call in calls]
         self.names = [list(tensors_of(layer)) for layer in layers]
         self.trained = [[n for n, tensor in tensors_of(layer).items() if tensor.requires_grad] for layer in layers]
@@ -184,7 +166,7 @@ class _Block:
         self.cast = [_cast_once(layer) for layer in layers]
 
     def forward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-        """The hidden states after the block; those before each of its layers, and what these keep."""
+        """Returns the hidden states after the block; outputs those before each layer, and the saved results."""
         hidden, before, kept = carry[0], [], []
         for index, tensors in enumerate(self._by_layer(slices)):
             before.append(hidden)
@@ -195,12 +177,13 @@ class _Block:
         return [hidden, *carry[1:]], [*before, *(tensor for found in kept for tensor in found)]
 
     def backward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-        """The gradient before the block, and those of the trained tensors; each layer is computed again.
+        """Returns the gradient before the block; outputs those of the trained tensors.
 
-        But not before the one after it is done: nothing else keeps XLA from having all of a block's at a time.
+        It recomputes each layer after the backward pass of the next layer has ended. Otherwise XLA might recompute all
+        layers of the block at once.
         """
         gradient, count, rest = carry[0], len(self.layers), iter(slices)
-        before, gradients = [next(rest) for _ in self.layers], [[]] * count  # type: ignore[var-annotated]
+        before, gradients = [next(rest) for _ in self.layers], [[]] * count  # type: ignore[var-annotated]  # lists of tensors
         kept = [[next(rest) for _ in range(number)] for number in self.kept]
         done: Tensors = []
         for index, tensors in reversed(list(enumerate(self._by_layer(list(rest))))):
@@ -217,10 +200,10 @@ class _Block:
         return [gradient, *carry[1:]], [part for found in gradients for part in found]
 
     def _leaf(self, index: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A trained tensor to differentiate by.
+        """Makes a leaf of a trained tensor.
 
-        Autocast has an adapter's gradient computed in its own dtype and then turned into fp32: here the loop keeps it
-        as it is computed, in half the memory for all layers, and it is turned after the loop.
+        With autocast the gradient of an adapter is computed in bf16. The loop stacks it in bf16, in half the memory,
+        and `_Scanned` converts it to fp32 after the loop.
         """
         kind = tensor.device.type
         if name in self.cast[index] and torch.is_autocast_enabled(kind):
@@ -228,7 +211,7 @@ class _Block:
         return tensor.detach().requires_grad_()
 
     def _by_layer(self, slices: Tensors) -> list[dict[str, torch.Tensor]]:
-        """The slices by layer and name; the last one seeds all dropouts, each by its own site."""
+        """Returns the slices by layer and name; the last slice, if there is one more, seeds all dropouts."""
         rest = iter(slices)
         found = [{name: next(rest) for name in names} for names in self.names]
         for seed in rest:
@@ -240,12 +223,12 @@ class _Block:
         self, index: int, hidden: torch.Tensor, constants: Tensors, tensors: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         given = [constants[place] for place in self.places[index]]
-        given = [tensor.bool() if own.dtype == torch.bool else tensor  # a loop's carry knows no booleans
+        given = [tensor.bool() if own.dtype == torch.bool else tensor  # a carry has no booleans
                  for tensor, own in zip(given, self.calls[index].tensors, strict=True)]  # fmt: skip
-        args, kwargs = self.calls[index].withtensors_of(given)
         kind = hidden.device.type
         product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         tensors, hidden = partition.gather_layer(tensors, product), partition.by_rows(hidden)
+        args, kwargs = self.calls[index].with_tensors(given)
         output = torch.func.functional_call(self.layers[index], tensors, (hidden, *args), kwargs, tie_weights=False)
         if not isinstance(output, torch.Tensor):
             raise CannotScanError("its layers return more than the hidden states")
@@ -255,7 +238,7 @@ class _Block:
 
 
 def _cast_once(layer: torch.nn.Module) -> set[str]:
-    """The matrices of adapters that autocast turns into its dtype, for one product: DoRA has two, and tiles add up."""
+    """Returns the adapters' weights whose gradient is of one bf16 product: not of DoRA, nor summed over tiles."""
     sums = [f"{name}." for name, part in layer.named_modules() if is_tiled(part)]
     if any("lora_magnitude" in name for name, _ in layer.named_parameters()):
         return set()
@@ -267,7 +250,7 @@ def _cast_once(layer: torch.nn.Module) -> set[str]:
 
 
 class _Scanned(torch.autograd.Function):
-    """The loop over a run's blocks; keeps what `_Block.forward` gives, and loops back from the last to the first."""
+    """Loops over the blocks of a run, saves the outputs of `_Block.forward`, and loops backward."""
 
     @staticmethod
     def forward(ctx: Any, block: _Block, constants: int, hidden: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -294,24 +277,24 @@ class _Scanned(torch.autograd.Function):
 
 
 FAMILIES = tuple(name for name, family in architecture.FAMILIES.items() if family.scans)
-"""model_type of the families whose loop the tests compare with the unrolled layers."""
+"""model_type of the families for which tests compare the loop with unrolled layers."""
 
 
 def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> str | None:
-    """Makes a decoder run its layers as loops where `optim.scan_layers` wants it: "auto" does on TPU.
+    """Makes a decoder run its layers as loops, depending on `optim.scan_layers`; "auto" does on TPU.
 
     Args:
-        decoder: as `stack` takes it.
+        decoder: see `stack`.
         optim: scan_layers, remat and mlp_tile.
-        device_type: what the model is to run on.
+        device_type: of the run.
 
     Returns:
-        None if they are loops now; else why they are not, "" where nothing had spoken for it.
+        None if the layers are loops now; else the reason, "" if a loop was not requested.
 
     Raises:
-        ValueError: they were to be, and cannot.
+        ValueError: optim.scan_layers=on, and the layers cannot run as a loop.
     """
-    keeps = optim.remat == "outputs"  # on XLA a loop alone can
+    keeps = optim.remat == "outputs"  # on XLA only in a loop
     loops = device_type == "tpu" or (keeps and device_type == "xla-cpu")
     if optim.scan_layers == "off" or (optim.scan_layers == "auto" and not loops):
         return ""
@@ -332,19 +315,19 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> str | Non
 
 
 def stack(decoder: Any, tile: int | None = None, keeps: bool = False) -> ScannedLayers:
-    """Makes a decoder run its layers as loops, in place; the layers' weights are stacked on the host, name by name.
+    """Makes a decoder run its layers as loops, in place, and stacks their weights on the host.
 
     Args:
-        decoder: a transformers decoder with the segment-aware attention, before its move to a device, with adapters if
-            there are to be any. On the meta device nothing is computed.
-        tile: tokens that go through an MLP at a time; None for all.
-        keeps: whether results of products and attention are kept (`remat`); the MLP's are, so tiles would save nothing.
+        decoder: a transformers decoder with the kit's attention and its adapters, before its move to a device; also on
+            the meta device.
+        tile: tokens of a tile of an MLP; None for all tokens.
+        keeps: save the results of products and attention (optim.remat=outputs).
 
     Returns:
-        What is now `decoder.layers`.
+        The new `decoder.layers`.
 
     Raises:
-        CannotScanError: its layers cannot run as a loop; the decoder is as it was.
+        CannotScanError: its layers cannot run as a loop; the decoder is unchanged.
     """
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
@@ -370,15 +353,9 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False) -> Scanned
 
 
 def _calls(decoder: Any, count: int) -> list[Call]:
-    """What the decoder calls each of its layers with, seen on a row of two tokens."""
-    found: list[Call] = []
-
-    def note(hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
-        found.extend(calls)
-        return hidden
-
+    """Records the arguments with which the decoder calls each layer, on a row of two tokens."""
     layers, config = decoder.layers, decoder.config
-    decoder._modules["layers"] = _Probe(count, note)
+    decoder._modules["layers"] = probe = _Probe(count)
     ones = torch.ones(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
     try:
         with torch.no_grad():
@@ -386,24 +363,26 @@ def _calls(decoder: Any, count: int) -> list[Call]:
             decoder(input_ids=ones, position_ids=ones, use_cache=False, **masks)
     finally:
         decoder._modules["layers"] = layers
-    if len(found) != count:
+    if len(probe.calls) != count:
         raise CannotScanError("its decoder does not go through its layers one by one")
-    return found
+    return probe.calls
 
 
 class _Probe(ScannedLayers):
-    """Stand-ins for layers that only note how they are called."""
+    """Placeholders for layers that only record their calls."""
 
-    def __init__(self, count: int, note: Callable[[torch.Tensor, list[Call]], torch.Tensor]) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__([])
-        self.count, self.note = count, note
+        self.count = count
+        self.calls: list[Call] = []
 
     def _run(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
-        return self.note(hidden, calls)
+        self.calls += calls
+        return hidden
 
 
 def _signature(layer: torch.nn.Module) -> Any:
-    """Equal for layers that compute the same with other weights."""
+    """Returns a key that is equal for layers that differ only in the values of their weights."""
     modules = [
         (name, type(part), {key: value for key, value in vars(part).items() if key != "layer_idx" and _plain(value)})
         for name, part in layer.named_modules()
@@ -419,20 +398,25 @@ def _plain(value: object) -> bool:
 
 
 def _run(blocks: list[list[torch.nn.Module]], keeps: bool) -> Run:
-    """Makes a run of equal blocks; those after the first are emptied as their weights are stacked."""
+    """Makes a run of equal blocks; moves the weights of all blocks into the first."""
     for offset, layer in enumerate(blocks[0]):
         _stack_into(layer, [block[offset] for block in blocks[1:]])
-    _seed_dropouts(torch.nn.ModuleList(blocks[0]))
+    layers = torch.nn.ModuleList(blocks[0])
+    dropouts = [(name, one) for name, one in layers.named_modules() if isinstance(one, torch.nn.Dropout) and one.p > 0]
+    for site, (name, dropout) in enumerate(dropouts):
+        owner, _, leaf = name.rpartition(".")
+        setattr(layers.get_submodule(owner), leaf, SeededDropout(dropout.p, site))
     if keeps:
-        activation_checkpointing.keep_products(torch.nn.ModuleList(blocks[0]))
+        activation_checkpointing.keep_products(layers)
     return Run(blocks[0], len(blocks), keeps)
 
 
 def _stack_into(layer: torch.nn.Module, others: list[torch.nn.Module]) -> None:
-    """Replaces each tensor of a layer by the stack of all layers', (G, ...); the others lose theirs.
+    """Replaces each tensor of a layer by the stack, (G, ...), of all layers' tensors, and frees those.
 
-    One by one, and each is let go as it is copied: the host never holds a stack and all that it is made of.
+    It frees each tensor after its copy, so that the host never has both the stack and all its parts.
     """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
     for name in list(tensors_of(layer)):
         owner, _, leaf = name.rpartition(".")
         modules = [each.get_submodule(owner) for each in (layer, *others)]
@@ -441,25 +425,11 @@ def _stack_into(layer: torch.nn.Module, others: list[torch.nn.Module]) -> None:
         for place, module in enumerate(modules):
             stacked[place] = getattr(module, leaf).detach()
             setattr(module, leaf, None)
-        _give_back()
+        if trim is not None:
+            trim(0)  # glibc does not return pieces below 32 MiB to the system by itself
         if isinstance(first, torch.nn.Parameter):
             stacked = torch.nn.Parameter(stacked, requires_grad=first.requires_grad)
         setattr(modules[0], leaf, stacked)
-
-
-def _give_back() -> None:
-    """Gives freed memory back to the system: glibc keeps that of pieces below 32 MiB, which all layers together are."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-    if trim is not None:
-        trim(0)
-
-
-def _seed_dropouts(layers: torch.nn.ModuleList) -> None:
-    """Puts `SeededDropout` in the place of each dropout that draws."""
-    found = [(name, part) for name, part in layers.named_modules() if isinstance(part, torch.nn.Dropout) and part.p > 0]
-    for site, (name, part) in enumerate(found):
-        owner, _, leaf = name.rpartition(".")
-        setattr(layers.get_submodule(owner), leaf, SeededDropout(part.p, site))
 
 
 # --------------------------------------------------------------------------------------------- names of the parameters
@@ -485,11 +455,11 @@ def stacked_prefixes(model: torch.nn.Module) -> list[str]:
 
 
 def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by the names that parameters have without stacks: views of the stacks' slices, and the others.
+    """Splits stacks into views of their slices, under the names that the parameters have without stacks.
 
     Args:
-        stacks: as `stacked_names` gives them.
-        named: by names of the model's parameters, (G, ...) those of stacks.
+        stacks: as `stacked_names` returns them.
+        named: tensors by names of the model's parameters, (G, ...) for stacks.
     """
     found: dict[str, torch.Tensor] = {}
     for name, tensor in named.items():
@@ -498,5 +468,5 @@ def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]
 
 
 def restacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The tensor of one of the model's parameters, from those that `unstacked` gave."""
+    """Makes the tensor of one of the model's parameters from the result of `unstacked`."""
     return torch.stack([named[one] for one in stacks[name]]) if name in stacks else named[name]

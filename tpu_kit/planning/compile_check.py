@@ -170,7 +170,7 @@ CACHE = Path("~/.cache/tpu_kit/compiled")
 _NEEDED = ("torch_xla", "jax", "jaxlib", "libtpu")
 # The modules that run the compiler and read its answer.
 _READERS = (
-    "tpu_kit.planning.compile_check", "tpu_kit.xla.tpu_compiler", "tpu_kit.xla.hlo", "tpu_kit.xla.hlo_memory",
+    "tpu_kit.planning.compile_check", "tpu_kit.xla.program", "tpu_kit.xla.hlo", "tpu_kit.xla.hlo_memory",
 )  # fmt: skip
 _VERSIONS = ("torch", "torch_xla", "transformers", "peft", "jax", "jaxlib")
 # No request to the metadata server, no lock on the chips, no log files; torch_xla on the CPU, one thread; and kernels
@@ -365,7 +365,7 @@ def main() -> None:
 def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
     from tpu_kit.config.loader import from_dict
     from tpu_kit.planning.trace import trace_step
-    from tpu_kit.xla.tpu_compiler import compile_program, fingerprint
+    from tpu_kit.xla.program import compile_program, fingerprint
 
     show("tracing")
     start = time.monotonic()

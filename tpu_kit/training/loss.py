@@ -1,9 +1,9 @@
-"""Linear + cross-entropy over chunks of tokens, so that the logits of a whole batch never exist.
+"""Linear layer and cross-entropy over chunks of tokens, without the logits of a whole batch.
 
-For T tokens, hidden size H and a vocabulary of V the logits would be T x V floats (4 x 1024 tokens of Qwen2.5: 2.3 GiB
-in fp32, several times over in a backward pass). Here the forward pass visits `chunk` tokens at a time and computes the
-gradient of the loss there and then: with respect to the logits it is softmax(logits) - target. What outlives a chunk is
-one number and a (chunk, H) gradient, and nothing is computed twice.
+For T tokens and a vocabulary of V the logits are T x V floats (2.3 GiB in fp32 for 4 x 1024 tokens of Qwen2.5), and a
+backward pass needs several of them. Here the forward pass processes `chunk` tokens at a time and computes the gradient
+at once: with respect to the logits it is softmax(logits) - target. Of a chunk only one number and a (chunk, H) gradient
+remain, and nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tpu_kit.models import partition
-from tpu_kit.models.chunked_mlp import tiles_of
+from tpu_kit.models.activation_checkpointing import tiles_of
 from tpu_kit.xla.scan import Tensors, scan
 from tpu_kit.xla.sharding import constrain
 
@@ -23,7 +23,7 @@ IGNORE = -100
 
 
 class _Head(NamedTuple):
-    """What happens between the linear layer and the loss."""
+    """The operations between the linear layer and the loss."""
 
     softcap: float | None
     scale: float
@@ -31,7 +31,7 @@ class _Head(NamedTuple):
 
 
 def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Gives each position the label of the next token of its own document.
+    """Moves labels to the previous position, within each document.
 
     Args:
         labels: (B, S) integer labels, unshifted, `IGNORE` where a token carries no loss.
@@ -75,7 +75,7 @@ def chunked_nll(
     bias: torch.Tensor | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums the negative log-likelihood of `labels` without ever holding more than `chunk` x V logits.
+    """Sums the negative log-likelihood of `labels` with at most `chunk` x V logits in memory.
 
     The matrix products run in the dtype of `hidden`; the softmax, the sum and the accumulated gradient of the weight
     are fp32. Gradients flow to `hidden`, and to `weight` and `bias` where they require it. Differentiable once.
@@ -108,7 +108,7 @@ def chunked_nll(
     chunk = min(chunk, hidden.shape[0])  # a batch smaller than a chunk needs no padding
     count = (labels != IGNORE).sum().float()
     head = _Head(softcap, logit_scale, label_smoothing)
-    # Under no_grad a Function still sees inputs that require gradients: evaluation must not pay for them.
+    # Under no_grad inputs of a Function may still require gradients, which evaluation must not compute.
     wanted = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
@@ -121,17 +121,17 @@ def chunked_nll(
 def _chunk_nll(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, head: _Head, grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss of one chunk (fp32 scalar) and, if `grad`, its gradient (chunk, V) at the linear layer's output."""
     # On a mesh each device has the logits of all tokens of its data group, for its part of the vocabulary.
     hidden = constrain(hidden, ("data", None))
     logits = constrain(F.linear(hidden, weight, bias), ("data", ("model", "fsdp"))).float()
+    """Returns the loss of a chunk (fp32 scalar), and if `grad` its gradient (chunk, V) at the linear layer's output."""
     if head.scale != 1.0:
         logits = logits * head.scale
     if head.softcap is not None:
         capped = torch.tanh(logits / head.softcap)
         logits = capped * head.softcap
     log_p = F.log_softmax(logits, dim=-1)
-    # A comparison rather than a gather or scatter: XLA fuses it into the loop over the vocabulary.
+    # XLA fuses a comparison into the loop over the vocabulary, unlike a gather or scatter.
     is_label = torch.arange(log_p.shape[-1], device=labels.device) == labels[:, None]
     carries = (labels != IGNORE)[:, None]
     uniform = head.smoothing / log_p.shape[-1]
@@ -148,7 +148,7 @@ def _chunk_nll(
 
 
 class _ChunkedNLL(torch.autograd.Function):
-    """The sum of the loss over chunks; gradients are made in the forward pass and scaled in the backward pass."""
+    """Sums the loss over chunks; computes gradients in the forward pass and scales them in the backward pass."""
 
     @staticmethod
     def forward(
@@ -165,8 +165,8 @@ class _ChunkedNLL(torch.autograd.Function):
         compute_weight = weight.to(hidden.dtype)
         compute_bias = None if bias is None else bias.to(hidden.dtype)
 
-        # One carry for the loop and the scan: [loss, weight, bias?, weight gradient?, bias gradient?]. The weight rides
-        # along because a scan sees no variable from outside.
+        # The carry: [loss, weight, bias?, weight gradient?, bias gradient?]. It has the weight because the body of a
+        # scan must not use outer tensors.
         carry = [torch.zeros((), device=hidden.device), compute_weight]
         carry += [compute_bias] if compute_bias is not None else []
         first_gradient = len(carry)
@@ -188,8 +188,8 @@ class _ChunkedNLL(torch.autograd.Function):
 
         chunks = hidden.shape[0] // chunk
         inputs = [hidden.detach().reshape(chunks, chunk, -1), labels.reshape(chunks, chunk)]
-        # Unrolled, the chunks would all be in memory at once. What the compiler reports for a v5e (4096 tokens, H 896,
-        # V 151936, bf16, chunk 512): 149 MiB of temporaries as a loop, 1191 unrolled, 1187 for the plain loss.
+        # Unrolled, all chunks would be in memory at once. The compiler for a v5e reports (4096 tokens, H 896, V 151936,
+        # bf16, chunk 512) 149 MiB of temporaries as a loop, 1191 unrolled, and 1187 for the plain loss.
         carry, outputs = scan(body, carry, inputs)
 
         gradients = carry[first_gradient:]
@@ -203,7 +203,7 @@ class _ChunkedNLL(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # In fp32: one over the number of tokens, rounded to bf16, would scale every gradient wrongly.
+        # In fp32, as bf16 would round the factor 1 / tokens.
         gradients = (
             None if saved is None else (saved.float() * upstream).to(saved.dtype) for saved in ctx.saved_tensors
         )

@@ -1,13 +1,12 @@
-"""The optimizers: functions of fp32 tensors, which XLA compiles into the training step.
+"""Optimizers as functions of fp32 tensors, which XLA compiles into the training step.
 
-Those of PyTorch cannot be used there: their step count is a number of the host, so that each step (Adafactor), or one
-late step (AdamW, where the bias correction becomes exactly 1), is a program of its own. 8-bit ones need CUDA.
+PyTorch's optimizers keep the step count on the host, so each step (Adafactor) or one late step (AdamW, when the bias
+correction becomes exactly 1) would be a program of its own. Its 8-bit ones need CUDA.
 
-How what is trained lies for the update: small tensors one behind another in a vector, a large one as it is.
-
-A step over hundreds of adapter matrices is then a few operations to trace, and its gradients are few tensors to reduce.
-A large tensor gains nothing from it and would be copied into the vector and out of it: of a whole model that is trained
-two more copies of all gradients, as a TPU lays rows out in tiles that a vector does not have.
+For the update, small parameters are joined in one vector, and each large one keeps its shape. A step over hundreds of
+adapter matrices then has few operations to trace and few gradients to reduce. A large parameter gains nothing from it:
+copying it into the vector and back would need two more copies of all gradients of a whole model, because a TPU stores
+rows in tiles, and a vector has no rows.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from tpu_kit.xla.sharding import current_mesh
 
 @dataclass(frozen=True)
 class Slot:
-    """How a parameter, or a tensor of its shape, lies in a vector: `laid`, its rows padded to whole blocks.
+    """The layout of a parameter, or of a tensor of its shape, in a vector: rows padded to whole blocks.
 
     Attributes:
-        shape: of the parameter, (G, ...) if it is a stack.
-        names: of the parameters in it: one for each layer of a stack, else its own.
+        shape: of the parameter, (G, ...) of a stack.
+        names: of the layers' parameters in a stack; else its own name.
         stacked: whether it is a stack of layers' parameters.
-        turned: whether its last two axes change places in the vector; see `_turned`.
+        turned: whether its last two axes are swapped in the vector; see `_turned`.
         block: numbers in a block; rows are padded to a multiple of it.
     """
 
@@ -45,40 +44,40 @@ class Slot:
 
     @property
     def matrix(self) -> bool:
-        """Whether it is a matrix or a stack of them; a stack of vectors has two axes and is none."""
+        """Whether it is a matrix or a stack of matrices, but not a stack of vectors."""
         return len(self.shape) - self.stacked > 1
 
     @property
     def laid(self) -> torch.Size:
-        """The shape in which it lies, without padding; a row of one number for a scalar, or for each of a stack."""
+        """Its shape in the vector, without padding; scalars and stacks of scalars get rows of one number."""
         if self.turned:
             return torch.Size([*self.shape[:-2], self.shape[-1], self.shape[-2]])
         return self.shape if len(self.shape) > self.stacked else torch.Size([*self.shape, 1])
 
     @property
     def blocked(self) -> torch.Size:
-        """The same, with the blocks of a row in place of its numbers; the last block of a row may be padded."""
+        """The shape `laid` with blocks instead of numbers in a row."""
         return torch.Size([*self.laid[:-1], -(-self.laid[-1] // self.block)])
 
     @property
     def size(self) -> int:
-        """Numbers in the vector, with padding."""
+        """Number of elements in the vector, padding included."""
         return self.blocked.numel() * self.block
 
     def lay(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A vector (`size`,) of a tensor in the parameter's shape."""
+        """Makes a vector (`size`,) of a tensor in the parameter's shape."""
         laid = tensor.mT if self.turned else tensor.reshape(self.laid)
         more = self.blocked[-1] * self.block - self.laid[-1]
         return (torch.nn.functional.pad(laid, (0, more)) if more else laid).reshape(-1)
 
     def take(self, vector: torch.Tensor) -> torch.Tensor:
-        """What `lay` was given."""
+        """Inverts `lay`."""
         if self.size > self.laid.numel():
             vector = vector.view(*self.laid[:-1], -1)[..., : self.laid[-1]]
         return vector.reshape(self.laid).mT if self.turned else vector.reshape(self.shape)
 
     def seeds(self) -> torch.Tensor:
-        """A number for each block, int32, from the layer's name and the place in its parameter: stacked or not."""
+        """Returns an int32 seed for each block, from the layer's name and the position, independent of stacking."""
         names = torch.tensor([zlib.crc32(name.encode()) - (1 << 31) for name in self.names], dtype=torch.int32)
         places = torch.arange(self.blocked.numel() // len(names), dtype=torch.int32)
         return mix(mix(places) + mix(names)[:, None]).reshape(-1)
@@ -86,10 +85,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are updated as one.
+    """Parameters that are updated as one tensor.
 
     Attributes:
-        slots: for each parameter, by name, how it lies.
+        slots: the layouts of the parameters, by name.
         alone: whether it is a single parameter in its own shape.
     """
 
@@ -97,11 +96,11 @@ class Group:
     alone: bool
 
     def join(self, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Of tensors like the parameters: their values as one tensor."""
+        """Joins tensors in the parameters' shapes into one tensor."""
         return named[next(iter(self.slots))] if self.alone else self.lay(named)
 
     def split(self, joined: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of such a tensor, by name and in the parameters' shapes."""
+        """Inverts `join`."""
         if self.alone:
             return dict.fromkeys(self.slots, joined)
         parts = joined.split([slot.size for slot in self.slots.values()])
@@ -109,42 +108,42 @@ class Group:
 
     @property
     def shape(self) -> torch.Size:
-        """Of what `join` gives."""
+        """The shape of the result of `join`."""
         slots = list(self.slots.values())
         return slots[0].shape if self.alone else torch.Size([sum(slot.size for slot in slots)])
 
     def part(self, turns: int) -> Group:
-        """The group of one of `turns` equal parts of a single parameter, as `scan.rewrite` takes it apart."""
+        """Returns the group of one of `turns` equal parts of a single parameter, for `scan.rewrite`."""
         ((name, slot),) = self.slots.items()
         shape = torch.Size([slot.shape[0] // turns, *slot.shape[1:]])
         names = slot.names[: shape[0]] if slot.stacked else slot.names
         return Group({name: replace(slot, shape=shape, names=names)}, self.alone)
 
     def lay(self, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A vector of tensors like the parameters, also of a single one."""
+        """Joins tensors in the parameters' shapes into a vector, also a single one."""
         return torch.cat([slot.lay(named[name]) for name, slot in self.slots.items()])
 
     def turns(self, block: int) -> int:
-        """In how many parts it is updated: a stack that is quantised layer by layer, all else at once.
+        """Returns the number of parts of the update: one for each layer of a stack with 8-bit moments, else 1.
 
-        The blocks of a matrix lie otherwise in a TPU's memory than the matrix: gradient, direction, and both moments in
-        fp32 would be there once more, of every layer.
+        Blocks have another layout in a TPU's memory than a matrix, so that gradient, direction and both moments exist
+        once more in fp32: of one layer instead of all layers.
         """
         slot = next(iter(self.slots.values()))
         return slot.shape[0] if self.alone and slot.stacked and block > 1 else 1
 
     def seeds(self) -> torch.Tensor:
-        """A number for each block, int32; see `Slot.seeds`."""
+        """Returns an int32 seed for each block; see `Slot.seeds`."""
         return torch.cat([slot.seeds() for slot in self.slots.values()])
 
 
 def group(parameters: Mapping[str, torch.Tensor], stacks: Mapping[str, Sequence[str]], block: int = 1) -> list[Group]:
-    """The parameters in groups: the small ones, if there are any, then each large one.
+    """Groups the parameters: the small ones together, if there are any, then each large one.
 
     Args:
-        parameters: by name, all that are trained.
-        stacks: of each that is a stack of layers' parameters, the names that these have without it.
-        block: numbers in a block of the optimizer; see `optimizer.Optimizer`.
+        parameters: all trained parameters by name.
+        stacks: for each stack of layers' parameters, the names of its slices.
+        block: of the optimizer; see `Optimizer`.
     """
     slots = {}
     for name, parameter in parameters.items():
@@ -162,9 +161,10 @@ def group(parameters: Mapping[str, torch.Tensor], stacks: Mapping[str, Sequence[
 
 
 def _turned(matrix: torch.Tensor) -> bool:
-    """Whether a matrix lies the other way round in a vector: if its rows are short and its columns long.
+    """Whether to swap the axes of a matrix in a vector: if its rows are short and its columns long.
 
-    Between a vector and (8192, 16) a TPU goes by way of rows of 128, eight times the memory; (16, 8192) is a copy.
+    A TPU converts between a vector and (8192, 16) through rows of 128, which takes eight times the memory. For
+    (16, 8192) it copies.
     """
     return matrix.shape[-1] < 128 <= matrix.shape[-2]
 
@@ -175,13 +175,13 @@ Named = dict[str, Moments]  # by name of the parameter, and what it is
 
 @dataclass(frozen=True)
 class Part:
-    """What one parameter has of a group's moment.
+    """The part of a group's moment that belongs to one parameter.
 
     Attributes:
-        moment: the group's.
-        size: numbers of it.
-        lay: a vector of them, from the tensor that is stored.
-        take: that tensor, from the vector.
+        moment: name of the group's moment.
+        size: number of elements.
+        lay: makes a vector of the stored tensor.
+        take: inverts `lay`.
     """
 
     moment: str
@@ -192,18 +192,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an optimizer remembers, and what it makes of a gradient.
+    """The moments of an optimizer, and its update.
 
-    On the device a moment is one tensor for a group of parameters. Stored, it is a tensor for each parameter, in an
-    order of axes that is the parameter's, so that a slice of a stack's is what the layer alone would have.
+    On the device a moment is one tensor for each group. A checkpoint has one for each parameter, with the parameter's
+    order of axes, so that a slice of a stack's moment equals the moment of the layer's parameter.
 
     Attributes:
-        start: from a group, the moments before the first update: CPU tensors of zeros.
-        direction: from the gradient (as of `Group.join`), the moments, the number of updates applied with this one,
-            (), the configuration, the group and, of one that draws, `Group.seeds`: the change for a learning rate of 1,
-            to be subtracted, in the gradient's shape, and the moments after it.
-        parts: what is stored of a parameter, by name.
-        block: numbers that share a scale; rows are padded to a multiple of it in a group's vector.
+        start: makes the moments of a group before the first update: CPU tensors of zeros.
+        direction: takes the joined gradient, the moments, the number of applied updates including this one, (), the
+            configuration, the group and, for an optimizer that draws, `Group.seeds`. Returns the value to subtract for
+            a learning rate of 1, in the gradient's shape, and the new moments.
+        parts: the stored tensors of a parameter, by name.
+        block: number of elements that share a scale; the rows of a group's vector are padded to a multiple of it.
     """
 
     start: Callable[[Group], Moments]
@@ -214,7 +214,7 @@ class Optimizer:
     block: int = 1
 
     def split(self, moments: Moments, group: Group) -> Named:
-        """The moments of a group as they are stored."""
+        """Splits the moments of a group into the stored tensors."""
         found: Named = {name: {} for name in group.slots}
         rest = {name: tensor.reshape(-1) for name, tensor in moments.items()}
         for name, slot in group.slots.items():
@@ -224,7 +224,7 @@ class Optimizer:
         return found
 
     def join(self, stored: Mapping[str, Mapping[str, torch.Tensor]], group: Group) -> Moments:
-        """What `split` was given."""
+        """Inverts `split`."""
         found = self.start(group)
         laid: dict[str, list[torch.Tensor]] = {moment: [tensor.reshape(-1)[:0]] for moment, tensor in found.items()}
         for name, slot in group.slots.items():
@@ -234,7 +234,7 @@ class Optimizer:
 
 
 def _correction(beta: float, applied: torch.Tensor) -> torch.Tensor:
-    """1 - beta ** applied, on the device: computed on the host it would be a constant, and be 1.0 one day."""
+    """Computes 1 - beta ** applied on the device: on the host it would be a constant, at some step exactly 1.0."""
     return -torch.expm1(applied * math.log(beta)) if beta else torch.ones_like(applied)
 
 
@@ -252,7 +252,7 @@ def _adamw_parts(slot: Slot) -> dict[str, Part]:
 def _adamw(
     gradient: torch.Tensor, moments: Moments, applied: torch.Tensor, optim: OptimConfig, *_: object
 ) -> tuple[torch.Tensor, Moments]:
-    """Loshchilov and Hutter, arXiv:1711.05101; the decay of weights is the step's."""
+    """Computes AdamW (Loshchilov and Hutter, arXiv:1711.05101) without the weight decay, which the step applies."""
     first = optim.beta1 * moments["first"] + (1 - optim.beta1) * gradient
     second = optim.beta2 * moments["second"] + (1 - optim.beta2) * gradient * gradient
     root = torch.sqrt(second / _correction(optim.beta2, applied))
@@ -264,16 +264,16 @@ def _adamw(
 
 @dataclass(frozen=True)
 class _Code:
-    """How the numbers of a block are coded: share of the largest = (code / levels) ** power, with their sign.
+    """The code of the values of a block: |value| / scale = (code / levels) ** power, with the value's sign.
 
-    Codes next to each other are `power` / code apart, relative to the number. A gradient of a hundredth of the block's
-    largest has a first moment on a grid of 10 %, a second one of 10 %, a root of that of 5 %.
+    Adjacent codes differ by `power` / code, relative to the value. For a gradient of 1 % of the block's largest, that
+    is 10 % in the first moment, 10 % in the second, and 5 % in the root of the second.
 
     Attributes:
         dtype: of the codes.
         levels: the largest code.
         power: a power of 2.
-        least: the smallest code of what is not zero.
+        least: the smallest code of a value other than zero.
     """
 
     dtype: torch.dtype
@@ -282,10 +282,10 @@ class _Code:
     least: int
 
     def encode(self, values: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales, (B, 1), of fp32 blocks (B, 256).
+        """Returns codes and scales, (B, 1), of fp32 blocks (B, 256).
 
-        Rounded up where `draws`, (B, 256) in [0, 1), is less than the way to the next code: the expectation of what
-        is decoded is the value. Rounded to the nearest, a change of less than half a step would never add up.
+        Stochastic rounding by `draws`, (B, 256) in [0, 1), so that the expectation of the decoded value is the value.
+        With rounding to the nearest code, changes of less than half a step would be lost.
         """
         size = values.abs()
         scale = size.amax(1, keepdim=True)
@@ -299,7 +299,7 @@ class _Code:
         return (torch.sign(values) * codes).to(self.dtype), scale
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The fp32 values of codes."""
+        """Returns the fp32 values of codes."""
         values = codes.to(torch.float32)
         return torch.sign(values) * self._share(values) * scale
 
@@ -311,7 +311,7 @@ class _Code:
 
 
 _BLOCK = 256
-# A second moment of zero would let eps alone divide, so it keeps a code; a first one may end.
+# With a second moment of zero the update would be divided by eps alone, so its smallest code is 1.
 _CODES = {"first": _Code(torch.int8, 127, 4, 0), "second": _Code(torch.uint8, 255, 8, 1)}
 
 
@@ -346,10 +346,11 @@ def _adamw8bit(
     group: Group,
     seeds: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Moments]:
-    """AdamW whose moments are 8-bit between updates, in blocks of 256 of a row with a scale each.
+    """Computes AdamW with 8-bit moments, in blocks of 256 values of a row with a scale each.
 
-    After Dettmers et al., arXiv:2110.02861, with a code that needs no table and stochastic rounding: at beta2=0.999 the
-    second moment changes by 0.1 % an update. What is drawn depends on the update, the layer's name and the place in it.
+    After Dettmers et al., arXiv:2110.02861, with a code that needs no table, and stochastic rounding, because the
+    second moment changes by 0.1 % per update at beta2=0.999. The random numbers depend on the update, the layer's name
+    and the position.
     """
     assert seeds is not None
     before = {name: code.decode(moments[f"{name}_code"], moments[f"{name}_scale"]) for name, code in _CODES.items()}
@@ -369,7 +370,7 @@ def _adamw8bit(
 
 
 def encode_adamw(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], group: Group) -> Moments:
-    """The moments of `adamw8bit`, rounded to the nearest codes, from AdamW's: fp32, by name, like the parameters."""
+    """Encodes AdamW's moments (fp32 tensors by name, in the parameters' shapes) as those of adamw8bit."""
     found = {}
     for (name, code), values in zip(_CODES.items(), (first, second), strict=True):
         laid = group.lay(values).view(-1, _BLOCK)
@@ -402,11 +403,10 @@ def _adafactor_parts(slot: Slot) -> dict[str, Part]:
 def _adafactor(
     gradient: torch.Tensor, moments: Moments, applied: torch.Tensor, _: OptimConfig, group: Group, *__: object
 ) -> tuple[torch.Tensor, Moments]:
-    """Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5, with a learning rate from outside and no momentum.
+    """Computes Adafactor (Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5) with a given learning rate.
 
-    The second moment of a matrix is the product of its means over columns and over rows; of a stack of matrices, for
-    each of them. The decay is 1 - t ** -0.8, and a direction of a root mean square above 1 is scaled down to it: that
-    of each matrix, and of each vector of a stack.
+    It has no momentum. The second moment of each matrix is factored into means over columns and over rows. The decay is
+    1 - t ** -0.8. A direction with a root mean square above 1, of each matrix or vector, is scaled down to 1.
     """
     decay = 1 - applied.clamp(min=1) ** -0.8
     slots = list(group.slots.values())

@@ -1,15 +1,12 @@
-"""Which checkpoint a run goes on from, and whether it may.
+"""Selects the checkpoint that a run continues from, checks that it may, and reads checkpoints of format 2.
 
-Reads checkpoints of format 2, whose tensors were vectors of many parameters, as those of today's format.
-
-All that is known of that format is here, and depends on nothing that may change: in which order the parameters lay,
-how a matrix lay, which parameters shared a vector of moments, and how these were coded.
+The second part has all knowledge of format 2, in which each tensor was a vector of many parameters:
 
 - parameters, average, best: one vector each, of all trained parameters in the model's order.
-- stacked: how many of them were stacks of layers' parameters, (G, ...); 0 where layers were not scanned.
-- first.0, second.1, ...: a moment, by the number of the group. The first group was a vector of the parameters of less
-  than 2**24 numbers, if there were any; then each larger one was a group by itself, in its own shape.
-- applied, usual, streak, window: as today.
+- stacked: number of parameters that were stacks of layers' parameters, (G, ...); 0 without a loop over layers.
+- first.0, second.1, ...: moments, by number of the group. The first group was a vector of all parameters with less than
+  2**24 numbers, if there were any; each larger parameter was a group of its own, in its own shape.
+- applied, usual, streak, window: as in the present format.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.manifest import FORMAT, Checkpoint, DamagedError
 from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, migrate, plain
 from tpu_kit.distributed.runtime import device_memory_budget
+from tpu_kit.models.architecture import spans
 from tpu_kit.models.causal_lm import trainable_parameters
 from tpu_kit.training.optimizer import OPTIMIZERS, encode_adamw, group
 from tpu_kit.training.state import sections
@@ -36,186 +34,18 @@ Tensors = dict[str, torch.Tensor]
 
 _ALONE = 2**24
 _SCALARS = ("applied", "usual", "streak", "window")
-_LONGEST = 12  # layers in a block that repeats
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    """One that was trained.
-
-    Attributes:
-        names: those of the layers' parameters that were stacked in it; else its own.
-        shape: (G, ...) of a stack.
-        stacked: whether it was one.
-    """
-
-    names: list[str]
-    shape: tuple[int, ...]
-    stacked: bool
-
-    @property
-    def matrix(self) -> bool:
-        return len(self.shape) - self.stacked > 1
-
-    @property
-    def turned(self) -> bool:
-        """Whether it lay the other way round in a vector."""
-        return len(self.shape) > 1 and self.shape[-1] < 128 <= self.shape[-2]
-
-    def laid(self) -> tuple[int, ...]:
-        """How it lay in a vector."""
-        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.turned else self.shape
-
-    def take(self, part: torch.Tensor) -> torch.Tensor:
-        """What lay in a vector, in the parameter's shape."""
-        return part.view(self.laid()).mT if self.turned else part.view(self.shape)
-
-    def layers(self, tensor: torch.Tensor) -> Tensors:
-        """Its tensor, or one whose first axis is its own, by the names of the layers' parameters."""
-        return dict(zip(self.names, tensor.unbind() if self.stacked else [tensor], strict=True))
-
-
-def convert(saved: Mapping[str, torch.Tensor], model: Any, optimizer: str) -> Tensors:
-    """The tensors of a checkpoint of format 2 as `TrainState.to_host` has them.
-
-    The moments of adamw8bit are decoded: moments/first and moments/second are fp32, as those of adamw.
-
-    Args:
-        saved: those of training.safetensors.
-        model: the model that was trained, its layers not stacked.
-        optimizer: of the run.
-
-    Raises:
-        ValueError: they are of another model.
-    """
-    count = int(saved["stacked"]) if "stacked" in saved else 0
-    parameters = list(_stacked(model) if count else _parameters(model.named_parameters()))
-    sizes = [prod(one.shape) for one in parameters]
-    if sum(sizes) != len(saved["parameters"]) or sum(one.stacked for one in parameters) != count:
-        raise ValueError(
-            f"the checkpoint's weights do not fit this model: it has {len(saved['parameters']):,} numbers in "
-            f"{count} stacks of layers, and the model {sum(sizes):,} in {sum(one.stacked for one in parameters)}. Use "
-            "the model and the version of transformers that it was trained with (state.json in the checkpoint names it)"
-        )
-    found: Tensors = {name: saved[name] for name in _SCALARS}
-    for section in ("parameters", "average", "best"):
-        if section in saved:
-            for one, part in zip(parameters, saved[section].split(sizes), strict=True):
-                found |= {f"{section}/{name}": tensor for name, tensor in one.layers(one.take(part)).items()}
-    small = [one for one in parameters if prod(one.shape) < _ALONE]
-    groups = ([small] if small else []) + [[one] for one in parameters if prod(one.shape) >= _ALONE]
-    for number, parts in enumerate(groups):
-        alone = prod(parts[0].shape) >= _ALONE
-        moments = {name.partition(".")[0]: part for name, part in saved.items() if name.endswith(f".{number}")}
-        read = _adafactor if optimizer == "adafactor" else _adam
-        for one, kinds in zip(parts, read(moments, parts, alone), strict=True):
-            for kind, tensor in kinds.items():
-                found |= {f"moments/{kind}/{name}": part for name, part in one.layers(tensor).items()}
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------------- moments
-
-
-def _adam(moments: Tensors, group: list[_Parameter], alone: bool) -> Iterator[Tensors]:
-    if "root_second" in moments:  # adamw8bit
-        count = sum(prod(one.shape) for one in group)
-        root = _decoded(moments, "root_second")[:count]
-        moments = {"first": _decoded(moments, "first")[:count], "second": root * root}
-    sizes = [prod(one.shape) for one in group]
-    parts = {kind: moment.flatten().split(sizes) for kind, moment in moments.items()}
-    for place, one in enumerate(group):
-        yield {kind: part[place].view(one.shape) if alone else one.take(part[place]) for kind, part in parts.items()}
-
-
-def _decoded(moments: Tensors, name: str) -> torch.Tensor:
-    """Blocks of 256 values with a scale each, coded as sign and root of the share of the largest, in 127 levels."""
-    codes = moments[name].to(torch.float32)
-    return (codes * codes.abs() * (moments[f"{name}_scale"] / 127**2)).flatten()
-
-
-def _adafactor(moments: Tensors, group: list[_Parameter], alone: bool) -> Iterator[Tensors]:
-    """The means of a matrix's squares over its columns and over its rows, as it lay; of the others each square."""
-    used = dict.fromkeys(moments, 0)
-
-    def take(kind: str, shape: Sequence[int]) -> torch.Tensor:
-        start, used[kind] = used[kind], used[kind] + prod(shape)
-        return moments[kind][start : used[kind]].view(*shape)
-
-    for one in group:
-        if not one.matrix:
-            yield {"second": one.take(take("vectors", [prod(one.shape)]))}
-            continue
-        laid = one.shape if alone else one.laid()
-        rows, columns = take("rows", laid[:-1]), take("columns", (*laid[:-2], laid[-1]))
-        turned = one.turned and not alone
-        yield {"rows": columns, "columns": rows} if turned else {"rows": rows, "columns": columns}
-
-
-# --------------------------------------------------------------------------------------------------------------- order
-
-
-def _parameters(named: Iterator[tuple[str, torch.nn.Parameter]]) -> Iterator[_Parameter]:
-    return (_Parameter([name], tuple(one.shape), False) for name, one in named if one.requires_grad)
-
-
-def _stacked(model: Any) -> Iterator[_Parameter]:
-    """The trained parameters in their order when layers were stacked: the stacks of each run in place of layers."""
-    decoder = model.get_decoder()
-    start = next(f"{name}." for name, part in model.named_modules() if part is decoder.layers)
-    placed = False
-    for name, parameter in model.named_parameters():
-        if not name.startswith(start):
-            yield from _parameters(iter([(name, parameter)]))
-        elif not placed:
-            placed = True
-            yield from _runs(decoder, start)
-
-
-def _runs(decoder: Any, start: str) -> Iterator[_Parameter]:
-    layers = list(decoder.layers)
-    kinds = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
-    keys = [
-        (kind, [(name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters()])
-        for kind, layer in zip(kinds, layers, strict=True)
-    ]
-    first = 0
-    for period, turns in _spans(keys):
-        end = first + period * turns
-        for offset in range(first, first + period):
-            for name, one in layers[offset].named_parameters():
-                if one.requires_grad:
-                    names = [f"{start}{place}.{name}" for place in range(offset, end, period)]
-                    yield _Parameter(names, (turns, *one.shape), True)
-        first = end
-
-
-def _spans(keys: list[Any]) -> list[tuple[int, int]]:
-    """Cuts a list into runs (period, turns) of equal blocks: each as long as can be, of the shortest block."""
-    spans, start = [], 0
-    while start < len(keys):
-        best = (1, 1)
-        for period in range(1, min(_LONGEST, len(keys) - start) + 1):
-            turns, block = 1, keys[start : start + period]
-            while keys[start + turns * period : start + (turns + 1) * period] == block:
-                turns += 1
-            if turns > 1 and period * turns > best[0] * best[1]:
-                best = (period, turns)
-        spans.append(best)
-        start += best[0] * best[1]
-    return spans
 
 
 def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Checkpoint | None:
-    """The checkpoint to go on from, or None to start anew.
+    """Returns the checkpoint to continue from, or None to start a new run.
 
     Args:
-        config: its `checkpoint.resume` says whether.
-        owned: the folder, for the process that writes there: it reads all, and sets what is damaged, or not wanted,
-            aside. The others come after it.
+        config: the run, with `checkpoint.resume`.
+        owned: the manager in the process that writes checkpoints, which moves damaged and unwanted ones aside; None in
+            the other processes, which call this function later.
 
     Raises:
-        ValueError: resume=must, and there is none.
+        ValueError: checkpoint.resume=must, and there is no checkpoint.
     """
     if config.checkpoint.resume == "never":
         if owned is not None:
@@ -232,24 +62,24 @@ def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Che
 
 
 def keep_held_out(config: TrainConfig) -> TrainConfig:
-    """The run with the `data.eval_rows` of the checkpoint that it goes on from, where its own is left open."""
+    """Sets `data.eval_rows`, if it is null, to the value of the run whose checkpoint this run continues from."""
     if config.data.eval_rows is not None or config.checkpoint.resume == "never":
         return config
     try:
         found = scan(config.checkpoints_place)[0]
         before = migrate(found[-1].document("config"))[0].get("data.eval_rows") if found else None
-    except (OSError, DamagedError):  # which the run itself will say
+    except (OSError, DamagedError):  # the run itself reports it
         return config
     return replace(config, data=replace(config.data, eval_rows=before))
 
 
 def refuse_early(config: TrainConfig) -> None:
-    """Refuses a run whose configuration is not that of the checkpoint it would go on from; before anything is written.
+    """Refuses a run whose configuration differs from its checkpoint's, before the run writes anything.
 
-    Only `check_resume` knows the data. What cannot be read is left to it, too.
+    `check_resume` also compares the data, and reports unreadable checkpoints.
 
     Raises:
-        ValueError: as `check_resume`.
+        ValueError: see `check_resume`.
     """
     if config.checkpoint.resume == "never":
         return
@@ -261,7 +91,7 @@ def refuse_early(config: TrainConfig) -> None:
     except (OSError, DamagedError):
         return
     if problems:
-        with contextlib.suppress(ValueError):  # of a batch that is "auto" or does not divide
+        with contextlib.suppress(ValueError):  # batch_size is "auto", or the batch does not divide
             room = device_memory_budget(config)
             if room is not None:
                 problems += _other_rows(state, batch_arithmetic(config, room.replicas).global_batch_size)
@@ -271,18 +101,18 @@ def refuse_early(config: TrainConfig) -> None:
 def check_resume(
     found: Checkpoint, config: TrainConfig, global_batch: int, fingerprint: str, total: int, quiet: bool
 ) -> None:
-    """Makes sure that the run is the one that wrote the checkpoint; prints what differs and does no harm.
+    """Checks that the run may continue from the checkpoint; prints harmless differences.
 
     Args:
         found: the checkpoint.
-        config: the run that wants to go on.
+        config: the run.
         global_batch: its rows per update.
         fingerprint: of its data.
         total: its updates.
         quiet: print nothing.
 
     Raises:
-        ValueError: something differs that makes it another run, all of it named; or it is to end before the checkpoint.
+        ValueError: the run differs from the checkpoint's (the text names all differences), or ends before it.
     """
     state, stored = found.document("state"), found.document("config")
     problems = [*_other_parameters(stored, config), *_other_rows(state, global_batch)]
@@ -300,21 +130,21 @@ def check_resume(
 
 
 def training_tensors(found: Checkpoint, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of training.safetensors, as `TrainState.to_host` has them.
+    """Reads training.safetensors as the tensors of `TrainState.to_host`.
 
     Args:
-        found: the checkpoint, of any format that can be read.
-        model: of the run, as it was loaded: its layers are not stacked.
+        found: the checkpoint, of any readable format.
+        model: of the run, without stacks.
 
     Raises:
-        ValueError: they are of another model; or as `Checkpoint.tensors`.
+        ValueError: the tensors do not fit the model; or see `Checkpoint.tensors`.
     """
     saved = found.tensors("training")
     if found.format == FORMAT:
         return saved
     optimizer = migrate(found.document("config"))[0]["optim.optimizer"]
     tensors = convert(saved, model, optimizer)
-    if optimizer == "adamw8bit":  # in other blocks since then
+    if optimizer == "adamw8bit":  # format 2 had other blocks
         stored, kept = sections(tensors), OPTIMIZERS[optimizer]
         for one in group(trainable_parameters(model), {}, kept.block):
             moments = encode_adamw(stored["moments/first"], stored["moments/second"], one)
@@ -341,7 +171,7 @@ def _refuse(found: Checkpoint, problems: list[str]) -> None:
 
 
 def _too_short(found: Checkpoint, config: TrainConfig, total: int) -> str:
-    """What to do where a run has made more updates than it is asked for now."""
+    """Explains that a checkpoint has more updates than the run."""
     name = "optim.max_steps" if config.optim.max_steps is not None else "optim.epochs"
     text = (
         f"{found.path} has {found.step} updates, and {name}={config[name]} asks for {total}: the run is past its end. "
@@ -353,11 +183,157 @@ def _too_short(found: Checkpoint, config: TrainConfig, total: int) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what trains, for the checkpoint."""
+    """Returns the versions of the installed packages that train, for the checkpoint."""
     found = {}
     for name in ("tpu_kit", "torch", "torch_xla", "transformers", "peft"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
+
+
+# --------------------------------------------------------------------------------------------- checkpoints of format 2
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A trained parameter of format 2.
+
+    Attributes:
+        names: of the layers' parameters in a stack; else its own name.
+        shape: (G, ...) of a stack.
+        stacked: whether it was a stack.
+    """
+
+    names: list[str]
+    shape: tuple[int, ...]
+    stacked: bool
+
+    @property
+    def matrix(self) -> bool:
+        return len(self.shape) - self.stacked > 1
+
+    @property
+    def turned(self) -> bool:
+        """Whether its last two axes were swapped in a vector."""
+        return len(self.shape) > 1 and self.shape[-1] < 128 <= self.shape[-2]
+
+    def laid(self) -> tuple[int, ...]:
+        """Returns its shape in a vector."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.turned else self.shape
+
+    def take(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns a part of a vector in the parameter's shape."""
+        return part.view(self.laid()).mT if self.turned else part.view(self.shape)
+
+    def layers(self, tensor: torch.Tensor) -> Tensors:
+        """Splits a tensor of a stack by the names of the layers' parameters."""
+        return dict(zip(self.names, tensor.unbind() if self.stacked else [tensor], strict=True))
+
+
+def convert(saved: Mapping[str, torch.Tensor], model: Any, optimizer: str) -> Tensors:
+    """Converts the tensors of a checkpoint of format 2 to those of `TrainState.to_host`.
+
+    It decodes the moments of adamw8bit to fp32, as moments/first and moments/second.
+
+    Args:
+        saved: the tensors of training.safetensors.
+        model: the trained model, without stacks.
+        optimizer: of the run.
+
+    Raises:
+        ValueError: the tensors do not fit the model.
+    """
+    count = int(saved["stacked"]) if "stacked" in saved else 0
+    parameters = list(_stacked(model) if count else _parameters(model.named_parameters()))
+    sizes = [prod(one.shape) for one in parameters]
+    if sum(sizes) != len(saved["parameters"]) or sum(one.stacked for one in parameters) != count:
+        raise ValueError(
+            f"the checkpoint's weights do not fit this model: it has {len(saved['parameters']):,} numbers in "
+            f"{count} stacks of layers, and the model {sum(sizes):,} in {sum(one.stacked for one in parameters)}. Use "
+            "the model of the run, and the version of transformers that state.json in the checkpoint names"
+        )
+    found: Tensors = {name: saved[name] for name in _SCALARS}
+    for section in ("parameters", "average", "best"):
+        if section in saved:
+            for one, part in zip(parameters, saved[section].split(sizes), strict=True):
+                found |= {f"{section}/{name}": tensor for name, tensor in one.layers(one.take(part)).items()}
+    small = [one for one in parameters if prod(one.shape) < _ALONE]
+    groups = ([small] if small else []) + [[one] for one in parameters if prod(one.shape) >= _ALONE]
+    for number, parts in enumerate(groups):
+        alone = prod(parts[0].shape) >= _ALONE
+        moments = {name.partition(".")[0]: part for name, part in saved.items() if name.endswith(f".{number}")}
+        read = _adafactor if optimizer == "adafactor" else _adam
+        for one, kinds in zip(parts, read(moments, parts, alone), strict=True):
+            for kind, tensor in kinds.items():
+                found |= {f"moments/{kind}/{name}": part for name, part in one.layers(tensor).items()}
+    return found
+
+
+def _adam(moments: Tensors, group: list[_Parameter], alone: bool) -> Iterator[Tensors]:
+    if "root_second" in moments:  # adamw8bit
+        count = sum(prod(one.shape) for one in group)
+        root = _decoded(moments, "root_second")[:count]
+        moments = {"first": _decoded(moments, "first")[:count], "second": root * root}
+    sizes = [prod(one.shape) for one in group]
+    parts = {kind: moment.flatten().split(sizes) for kind, moment in moments.items()}
+    for place, one in enumerate(group):
+        yield {kind: part[place].view(one.shape) if alone else one.take(part[place]) for kind, part in parts.items()}
+
+
+def _decoded(moments: Tensors, name: str) -> torch.Tensor:
+    """Decodes blocks of 256 values with a scale each: 127 levels of the root of value / scale, with its sign."""
+    codes = moments[name].to(torch.float32)
+    return (codes * codes.abs() * (moments[f"{name}_scale"] / 127**2)).flatten()
+
+
+def _adafactor(moments: Tensors, group: list[_Parameter], alone: bool) -> Iterator[Tensors]:
+    """Splits Adafactor's moments: means of squares over columns and over rows for matrices, squares for vectors."""
+    used = dict.fromkeys(moments, 0)
+
+    def take(kind: str, shape: Sequence[int]) -> torch.Tensor:
+        start, used[kind] = used[kind], used[kind] + prod(shape)
+        return moments[kind][start : used[kind]].view(*shape)
+
+    for one in group:
+        if not one.matrix:
+            yield {"second": one.take(take("vectors", [prod(one.shape)]))}
+            continue
+        laid = one.shape if alone else one.laid()
+        rows, columns = take("rows", laid[:-1]), take("columns", (*laid[:-2], laid[-1]))
+        turned = one.turned and not alone
+        yield {"rows": columns, "columns": rows} if turned else {"rows": rows, "columns": columns}
+
+
+def _parameters(named: Iterator[tuple[str, torch.nn.Parameter]]) -> Iterator[_Parameter]:
+    return (_Parameter([name], tuple(one.shape), False) for name, one in named if one.requires_grad)
+
+
+def _stacked(model: Any) -> Iterator[_Parameter]:
+    """Yields the trained parameters in the model's order, with the stacks of each run in place of the layers."""
+    decoder = model.get_decoder()
+    start = next(f"{name}." for name, part in model.named_modules() if part is decoder.layers)
+    placed = False
+    for name, parameter in model.named_parameters():
+        if not name.startswith(start):
+            yield from _parameters(iter([(name, parameter)]))
+        elif not placed:
+            placed = True
+            yield from _runs(decoder, start)
+
+
+def _runs(decoder: Any, start: str) -> Iterator[_Parameter]:
+    layers = list(decoder.layers)
+    kinds = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
+    keys = [
+        (kind, [(name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters()])
+        for kind, layer in zip(kinds, layers, strict=True)
+    ]
+    first = 0
+    for period, turns in spans(keys):
+        end = first + period * turns
+        for offset in range(first, first + period):
+            for name, one in layers[offset].named_parameters():
+                if one.requires_grad:
+                    names = [f"{start}{place}.{name}" for place in range(offset, end, period)]
+                    yield _Parameter(names, (turns, *one.shape), True)
+        first = end

@@ -48,7 +48,7 @@ def place(
         loops = rt.device_type == "tpu" or (keeps and rt.is_xla)
         unrolled: str | None = "tracking.eval_generate_rows generates with them" if loops else ""
     else:
-        unrolled = scan_layers(model.get_decoder(), config.optim, rt.device_type)  # type: ignore[operator]
+        unrolled = scan_layers(model.get_decoder(), config.optim, rt.device_type)  # type: ignore[operator]  # of transformers
     if unrolled is not None and keeps and rt.is_xla:
         unrolled = f"{unrolled or 'optim.scan_layers=off'}; without a loop remat=outputs is remat=full"
     if unrolled and rt.rank == 0:
@@ -59,7 +59,7 @@ def place(
         restore(model, saved)
     models.to_device(model, rt.local_device)
     if rt.device_type == "cuda" and config.launch.torch_compile and unrolled is not None:
-        for layer in model.get_decoder().layers:  # type: ignore[operator]
+        for layer in model.get_decoder().layers:  # type: ignore[operator]  # of transformers
             layer.compile(dynamic=False)
     return TrainState(model, rt.local_device, config.optim, saved, extra_sums)
 

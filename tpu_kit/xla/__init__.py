@@ -1,5 +1,5 @@
-"""Private interfaces of torch_xla: scan, traced functions, and readers of compiled programs.
+"""Private interfaces of torch_xla and JAX: loops, traced functions, kernels, the TPU compiler, compiled programs.
 
-Offers `scan.scan`, `traced_function`, `hlo` (costs, loops, collectives) and `hlo_memory` (live buffers).
+Offers `scan.scan`, `scan.Traced`, `program` (the compiler), `hlo` (costs, loops) and `hlo_memory` (live buffers).
 Must not know what is computed.
 """

@@ -1,9 +1,7 @@
-"""What a step costs by the TPU compiler's text: FLOPs and bytes, loop bodies counted as often as they run.
+"""Reads the text of a program that the TPU compiler has compiled: loops and their trips, collectives, FLOPs, bytes.
 
-Reading the TPU compiler's text of a compiled program: its loops with their trips, its collectives.
-
-The text is XLA's own (`HloModule.to_string()`): computations of instructions, `%name = shape opcode(operands), ...`, in
-the order in which they run.
+The text is XLA's `HloModule.to_string()`: computations of instructions, `%name = shape opcode(operands), ...`, in
+execution order.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from functools import cache, cached_property
 from typing import Any
 
 MOST_TRIPS = 1_000_000
-"""A loop is followed so far; nothing in a training step comes near."""
+"""Limit for counting the trips of a loop, far above those of a training step."""
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64,
          "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "f8e5m2": 8, "f8e4m3fn": 8}  # fmt: skip
@@ -28,14 +26,14 @@ _SAME = {"copy", "bitcast", "bitcast-convert", "convert", "reshape", "opt-barrie
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """A line of a computation.
 
     Attributes:
-        name: its name, without the percent sign.
-        shape: the text of its result's shape, layout included.
+        name: without the percent sign.
+        shape: text of the result's shape, layout included.
         opcode: for example "fusion".
-        operands: names of the instructions it takes; for "parameter" its number, for "constant" the value.
-        rest: the text after the operands: attributes, metadata.
+        operands: names of instructions; for "parameter" its number, for "constant" the value.
+        rest: text after the operands: attributes and metadata.
         root: whether it is the computation's result.
     """
 
@@ -47,13 +45,13 @@ class Instruction:
     root: bool
 
     def attribute(self, name: str) -> str | None:
-        """A computation or number that the attributes name, such as "body" or "index"."""
+        """Returns the computation or number of an attribute such as "body" or "index"."""
         found = re.search(rf"(?:^|[ ,{{]){name}=%?([\w.\-]+)", self.rest)
         return found[1] if found else None
 
     @property
     def called(self) -> list[str]:
-        """Computations that run when this does."""
+        """The computations that this instruction runs."""
         found = re.findall(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)", self.rest)
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
         return found + (re.findall(r"%?([\w.\-]+)", branches[1]) if branches else [])
@@ -63,8 +61,8 @@ class Module:
     """A compiled program.
 
     Attributes:
-        computations: the instructions of each, in the order in which they run.
-        entry: the name of the one that is the program.
+        computations: the instructions of each computation by its name, in execution order.
+        entry: name of the computation that is the program.
     """
 
     def __init__(self, text: str) -> None:
@@ -85,19 +83,19 @@ class Module:
         assert self.entry, "no ENTRY in the compiled text"
 
     def root(self, computation: str) -> Instruction:
-        """The result of a computation."""
+        """Returns the result of a computation."""
         return next(one for one in reversed(self.computations[computation]) if one.root)
 
     def by_name(self, computation: str) -> dict[str, Instruction]:
-        """Its instructions by name."""
-        return self._indexed.setdefault(computation, {one.name: one for one in self.computations[computation]})
+        """Returns the instructions of a computation by name."""
+        return self._by_name[computation]
 
     @cached_property
-    def _indexed(self) -> dict[str, dict[str, Instruction]]:
-        return {}
+    def _by_name(self) -> dict[str, dict[str, Instruction]]:
+        return {name: {one.name: one for one in inside} for name, inside in self.computations.items()}
 
     def part(self, computation: str) -> str:
-        """A module of which `computation` is the program."""
+        """Returns the text of a module whose program is `computation`."""
         needed, queue = dict.fromkeys([computation]), [computation]
         while queue:
             for one in self.computations[queue.pop()]:
@@ -108,7 +106,7 @@ class Module:
         return f"HloModule part\n\n{others}\n\nENTRY {self._texts[computation]}\n"
 
     def loops(self, computation: str) -> Iterator[tuple[Instruction, str, str]]:
-        """While loops that run in a computation, or in what it calls: (loop, its body, the computation it is in)."""
+        """Yields the while loops of a computation and of those it calls: (loop, its body, the computation it is in)."""
         for one in self.computations[computation]:
             if one.opcode == "while":
                 body = one.attribute("body")
@@ -119,7 +117,7 @@ class Module:
                     yield from self.loops(name)
 
     def trips(self) -> dict[str, int | None]:
-        """How often each loop turns, by the loop's name; None where that cannot be told from the text."""
+        """Returns the number of trips of each loop by its name; None where the text does not determine it."""
         found: dict[str, int | None] = {}
         queue = [self.entry]
         while queue:
@@ -129,7 +127,7 @@ class Module:
         return found
 
     def _trips(self, loop: Instruction, where: str) -> int | None:
-        """Follows the loop's counters: the compiler splits a 64-bit one in two, so no pattern would do."""
+        """Evaluates the loop's counters. No pattern finds them, as the compiler splits a 64-bit counter in two."""
         condition, body = loop.attribute("condition"), loop.attribute("body")
         assert condition is not None and body is not None
         state = _Scalars(self, where, None).value(loop.operands[0])
@@ -143,7 +141,7 @@ class Module:
         return None
 
     def weights(self) -> dict[str, int]:
-        """How often each computation runs, of those that are not part of a fusion; an unknown loop counts as one."""
+        """Returns how often each computation outside of fusions runs; an unknown loop counts as one trip."""
         trips, found = self.trips(), {self.entry: 1}
         queue = [self.entry]
         while queue:
@@ -157,7 +155,7 @@ class Module:
         return found
 
     def collectives(self) -> list[dict[str, Any]]:
-        """Per kind: how many run in a step, and the bytes of their results."""
+        """Returns, for each kind of collective, how many run in a step and the bytes of their results."""
         found: dict[str, list[int]] = {}
         for name, times in self.weights().items():
             for one in self.computations[name]:
@@ -165,7 +163,7 @@ class Module:
                 if kind not in _COLLECTIVES:
                     continue
                 arrays = _ARRAY.findall(one.shape)
-                # The start of most collectives returns what it was given, too.
+                # The start of these collectives also returns its operand.
                 given = len(arrays) > 1 and one.opcode in ("all-gather-start", "collective-permute-start")
                 sizes = [logical_bytes(array[0], array[1]) for array in (arrays[1:2] if given else arrays)]
                 count, total = found.setdefault(kind, [0, 0])
@@ -186,7 +184,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` closes."""
+    """Returns the position of the parenthesis that closes the one at `start`."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
         depth += 1 if found[0] == "(" else -1
@@ -196,15 +194,15 @@ def _closing(text: str, start: int) -> int:
 
 
 def logical_bytes(dtype: str, dimensions: str) -> int:
-    """Bytes of an array without padding; of a token or other opaque thing 0."""
+    """Returns the bytes of an array without padding; 0 for tokens and other opaque types."""
     return math.prod(int(size) for size in dimensions.split(",") if size) * _BITS.get(dtype, 0) // 8
 
 
 def padded_bytes(shape: str) -> int:
-    """Bytes of an array in HBM, tiles filled up: `bf16[4,100]{1,0:T(8,128)(2,1)}` takes 8 x 128 x 2.
+    """Returns the bytes of an array in HBM, padded to tiles: 8 x 128 x 2 for `bf16[4,100]{1,0:T(8,128)(2,1)}`.
 
     Returns:
-        0 where it is not in HBM: the layout says S(1) for on-chip memory, S(2) and up for others.
+        0 if the array is not in HBM: the layout has S(1) for on-chip memory, and S(2) and above for others.
     """
     found = _ARRAY.match(shape)
     if found is None or found[1] not in _BITS:
@@ -216,7 +214,9 @@ def padded_bytes(shape: str) -> int:
         return 0
     sizes = [int(size) for size in dimensions.split(",") if size]
     if order:
-        sizes = [sizes[int(place)] for place in reversed(order.split(","))]  # the order is from the minor-most on
+        sizes = [
+            sizes[int(place)] for place in reversed(order.split(","))
+        ]  # the order begins with the minor-most dimension
     tile = re.search(r"T\(([\d,]+)\)", layout)
     if tile:
         sides = [int(side) for side in tile[1].split(",")]
@@ -227,7 +227,7 @@ def padded_bytes(shape: str) -> int:
 
 
 class _Scalars:
-    """The integers of a computation, as far as they follow from its arguments. What does not is None."""
+    """Evaluates the integers of a computation from its arguments; None for values that depend on others."""
 
     def __init__(self, module: Module, computation: str, arguments: list[Any] | None) -> None:
         self.module, self.computation, self.arguments = module, computation, arguments
@@ -291,9 +291,9 @@ def _wrap(value: int | None, dtype: str) -> int | None:
     return value - 2**bits if dtype.startswith("s") and value >= 2 ** (bits - 1) else value
 
 
-_SHAPE_TEXT = re.compile(r"\w+\[[\d,]*\](?:\{[^{}]*\})?")
-# Nothing moves, or it is counted where it moves: at the start of a copy, in the body of a loop.
-_STILL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional",
+SHAPE = re.compile(r"\w+\[[\d,]*\](?:\{[^{}]*\})?")
+# Instructions that move no bytes, or whose bytes count elsewhere: at the start of a copy, in the body of a loop.
+_MOVES_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional",
           "opt-barrier", "after-all", "partition-id", "replica-id", "add-dependency"}  # fmt: skip
 _READS_PART = {"dynamic-slice", "slice", "gather"}
 
@@ -306,17 +306,17 @@ class Cost:
     bytes: float
 
     def plus(self, other: Cost, times: float) -> Cost:
-        """This and `times` the other."""
+        """Returns the sum of this and `times` the other."""
         return Cost(self.flops + times * other.flops, self.bytes + times * other.bytes)
 
 
 def count_trips(module: Module, analyse: Callable[[str], dict[str, float]]) -> tuple[Cost, Cost]:
-    """The cost of a step, with loop bodies counted as often as they run, and with each counted once.
+    """Returns the cost of a step with all trips of its loops, and its cost with one trip of each.
 
     Args:
         module: the program.
-        analyse: XLA's cost analysis of a module's text: "flops" and "bytes accessed", loop bodies counted once, kernels
-            without FLOPs.
+        analyse: XLA's cost analysis of a module's text: "flops" and "bytes accessed", with one trip of each loop and
+            without the FLOPs of kernels.
     """
     trips = module.trips()
 
@@ -336,7 +336,7 @@ def count_trips(module: Module, analyse: Callable[[str], dict[str, float]]) -> t
 
 
 def _kernel_flops(module: Module, computation: str) -> float:
-    """What the kernels of a computation say of themselves; loop bodies counted once."""
+    """Sums the kernels' own estimates of FLOPs in a computation, with one trip of each loop."""
     total = 0.0
     for one in module.computations[computation]:
         estimate = re.search(r'"cost_estimate":(\{[^}]*\})', one.rest) if one.opcode == "custom-call" else None
@@ -347,11 +347,11 @@ def _kernel_flops(module: Module, computation: str) -> float:
 
 
 def splash_flops(module: Module) -> float:
-    """FLOPs of all splash kernels of a step, which say nothing of themselves, by formula.
+    """Computes the FLOPs of all splash kernels of a step by formula, as they have no estimate of their own.
 
     A block of Bq queries and Bk keys takes 2 Bq Bk D FLOPs for each matrix product: two forward (scores, output), five
-    backward (scores again, and the gradients of weights, query, key and value). The kernel's first operand says how
-    many blocks there are: a causal mask leaves i + 1 of row i, and a window at most the width of the grid.
+    backward (scores again, and the gradients of weights, query, key and value). The shape of the kernel's first operand
+    gives the number of blocks: a causal mask leaves i + 1 blocks in row i, a window at most the width of the grid.
     """
     return sum(
         times * _splash(one)
@@ -371,25 +371,25 @@ def _splash(one: Instruction) -> float:
     queries = re.search(r"(?:bf16|f32)\[([\d,]+)\]", given[1])
     assert queries, one.name
     (_, *grid), (*rows, heads, _, size) = arrays[0], [int(size) for size in queries[1].split(",")]
-    batch = math.prod(rows)  # a single row has no axis
+    batch = math.prod(rows)  # a batch of one row has no axis
     visited = sum(min(row + 1, *grid) for row in range(max(grid)))
     return (4 if forward else 10) * batch * heads * visited * int(block[1]) * int(block[2]) * size
 
 
 def hbm_bytes(module: Module) -> float:
-    """Bytes that a step's instructions read from HBM and write to it, tiles filled up.
+    """Computes the bytes that a step reads from HBM and writes to it, padded to tiles.
 
-    An operand or result that the compiler keeps in on-chip memory is none of them, though cost analyses count it; of
-    what is only sliced or gathered the part is counted, and of what is updated in place the update.
+    Unlike XLA's cost analysis it excludes operands and results in on-chip memory. Of a sliced or gathered operand it
+    counts the part, and of a buffer updated in place the update.
     """
     return sum(
         times * _moved(module, name, one) for name, times in module.weights().items()
-        for one in module.computations[name] if one.opcode not in _STILL and not one.opcode.endswith("-done")
+        for one in module.computations[name] if one.opcode not in _MOVES_NOTHING and not one.opcode.endswith("-done")
     )  # fmt: skip
 
 
 def _moved(module: Module, computation: str, one: Instruction) -> int:
-    shapes = _SHAPE_TEXT.findall(one.shape)
+    shapes = SHAPE.findall(one.shape)
     if one.opcode in ("copy-start", "slice-start"):  # (to, from, context) and (from, to, context)
         to = shapes[0 if one.opcode == "copy-start" else 1]
         return _size(to) * sum(padded_bytes(shape) > 0 for shape in shapes[:2])
@@ -409,16 +409,16 @@ def _moved(module: Module, computation: str, one: Instruction) -> int:
 
 
 def _bytes(shape: str) -> int:
-    return sum(padded_bytes(part) for part in _SHAPE_TEXT.findall(shape))
+    return sum(padded_bytes(part) for part in SHAPE.findall(shape))
 
 
 def _size(shape: str) -> int:
-    """Padded bytes, wherever it lies."""
+    """Returns the padded bytes in any memory space."""
     return _bytes(re.sub(r"S\(\d+\)", "", shape))
 
 
 def _read(module: Module, fused: str, number: int) -> float:
-    """How many bytes of its parameter a fused computation reads at most; infinity for all."""
+    """Returns the most bytes that a fused computation reads of a parameter; infinity for all of them."""
     inside = module.computations[fused]
     aliases = {one.name for one in inside if one.opcode == "parameter" and one.operands[0] == str(number)}
     total = 0.0
@@ -438,7 +438,7 @@ def _read(module: Module, fused: str, number: int) -> float:
 
 
 def _written(module: Module, fused: str) -> list[float]:
-    """How many bytes of each of its results a fused computation writes at most; infinity for all."""
+    """Returns the most bytes that a fused computation writes of each result; infinity for all of them."""
     names, root = module.by_name(fused), module.root(fused)
     found: list[float] = []
     for name in root.operands if root.opcode == "tuple" else [root.name]:
@@ -453,6 +453,8 @@ def _written(module: Module, fused: str) -> list[float]:
             found += inner if one.root else inner[index : index + 1]
         else:
             update = one.opcode == "dynamic-update-slice"
-            parts = len(_SHAPE_TEXT.findall(one.shape)) if one.root else 1  # a reduction of several arrays has several
+            parts = (
+                len(SHAPE.findall(one.shape)) if one.root else 1
+            )  # a reduction of several arrays has several results
             found += [_size(names[one.operands[1]].shape) if update else math.inf] * parts
     return found

@@ -1,4 +1,4 @@
-"""What lies in a TPU's memory when most does: from the compiled program's schedule, or from an out-of-memory text."""
+"""The largest buffers at peak memory, from the schedule of a compiled program or from an out-of-memory text."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tpu_kit.xla.hlo import Instruction, Module, padded_bytes
+from tpu_kit.xla.hlo import SHAPE, Instruction, Module, padded_bytes
 
-MOST_BUFFERS = 20  # temporaries and outputs; as many as the compiler lists when memory runs out
+MOST_BUFFERS = 20  # temporaries and outputs; the compiler's out-of-memory text has as many
 MOST_ARGUMENTS = 5
 
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([BKMGT])"
 _METADATA = re.compile(r'(op_name|source_file|source_line)="?([^" }]*)')
-# Results that are (a part of) an operand's memory, all of which the first operand holds.
+# Instructions whose result is in the memory of the first operand.
 _VIEWS = {"bitcast", "opt-barrier", "while", "dynamic-update-slice", "all-reduce", "copy-done", "reshape"}
 
 Value = Any
-"""A buffer's name, None for what is no temporary in HBM, or a list of these for a tuple."""
+"""The name of a buffer, None for a value that is no temporary in HBM, or a list of these for a tuple."""
 
 
 class _Peak:
-    """The live buffers of one computation, instruction by instruction."""
+    """Tracks the live buffers of one computation, instruction by instruction."""
 
     def __init__(self, module: Module, computation: str, elsewhere: set[str]) -> None:
         self.module, self.instructions = module, module.computations[computation]
@@ -37,7 +37,7 @@ class _Peak:
             self.values[one.name] = self._value(one)
             last |= dict.fromkeys(_leaves(self.values[one.name]), place)
         self.last = last
-        # What a loop carries on, or the program returns, lies where its predecessor lay: no memory of this computation.
+        # The new carry of a loop, and donated outputs of the program, use the memory of their predecessors.
         for name in elsewhere:
             self.sizes[name] = 0
 
@@ -58,7 +58,7 @@ class _Peak:
         if one.opcode in _VIEWS:
             return operands[0]
         if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
-            # ((operands), result, context): what it was given comes first.
+            # ((operands), result, context)
             return [operands, next((name for name in self._new(one)[len(operands) :] if name), None), None]
         new = self._new(one)
         for place, operand in self._in_place(one):
@@ -69,7 +69,7 @@ class _Peak:
 
     def _new(self, one: Instruction) -> list[Value]:
         made: list[Value] = []
-        for number, shape in enumerate(_split(one.shape)):
+        for number, shape in enumerate(SHAPE.findall(one.shape)):
             size = padded_bytes(shape)
             name = f"{one.name}.{number}" if one.shape.startswith("(") else one.name
             made.append(name if size else None)
@@ -78,7 +78,7 @@ class _Peak:
         return made
 
     def _in_place(self, one: Instruction) -> list[tuple[int, int]]:
-        """(number of the result, number of the operand) where one is written over the other."""
+        """Returns (number of the result, number of the operand) of results that overwrite an operand."""
         listed = re.search(r"output_to_operand_aliasing=\{(.*?\})\}", one.rest)
         if listed:
             pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\d*\}", listed[1])
@@ -102,7 +102,7 @@ class _Peak:
         return found
 
     def at_most(self) -> tuple[int, list[tuple[int, str, Instruction]]]:
-        """The largest sum of live buffers, and those: (bytes, name, instruction that makes it)."""
+        """Returns the largest sum of live buffers, and the buffers: (bytes, name, instruction that makes it)."""
         ending: dict[int, list[str]] = {}
         for name, place in self.last.items():
             ending.setdefault(place, []).append(name)
@@ -135,15 +135,15 @@ class _Peak:
 
 
 def at_peak(module: Module, arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]]]:
-    """The largest buffers when most memory is taken.
+    """Finds the largest buffers at peak memory.
 
-    The compiler does not tell what it put where; this follows the schedule in its text, in which each instruction's
-    result lives from the instruction to its last use. That the results of two instructions may share memory in other
-    ways (an operand that ends is written over) is not followed, so the sum is an estimate.
+    The compiler does not report its allocation. This follows the schedule in its text: a result lives from its
+    instruction to its last use. It ignores other sharing of memory (a result may overwrite an operand that ends), so
+    the sum is an estimate.
 
     Args:
         module: the program.
-        arguments: a name for each of its parameters, as `program.Program.arguments`.
+        arguments: the names of its parameters, as in `program.Program.arguments`.
 
     Returns:
         The estimated bytes of temporaries at the peak, and the buffers, largest first: bytes, shape, kind
@@ -173,24 +173,19 @@ def at_peak(module: Module, arguments: Sequence[str]) -> tuple[int, list[dict[st
 
 
 def where(metadata: str) -> dict[str, str]:
-    """The operation and the source line that XLA's metadata name, without the machine's folders; "" where not known."""
+    """Returns operation and source line from XLA's metadata, without the folders of the machine; "" if unknown."""
     named = dict(_METADATA.findall(metadata))
     file = re.sub(r"^.*/site-packages/|^.*/(?=tpu_kit/)", "", named.get("source_file", ""))
     line = named.get("source_line", "")
-    # Numbers tell scopes of one name apart; what comes after jit( is the inside of a kernel.
+    # Numbers distinguish scopes of one name; "/jit(" begins the inside of a kernel.
     operation = re.sub(r"\.\d+(?=/|$)", "", named.get("op_name", "")).partition("/jit(")[0]
-    if "xla__scan" in operation:  # torch_xla mixes up the lines of what runs in a loop
+    if "xla__scan" in operation:  # torch_xla reports wrong lines for the body of a loop
         file = ""
     return {"operation": operation, "source": f"{file}:{line}" if file else ""}
 
 
-def _split(shape: str) -> list[str]:
-    """The arrays of a shape; of a tuple, its leaves."""
-    return re.findall(r"\w+\[[\d,]*\](?:\{[^{}]*\})?", shape)
-
-
 def _shape_of(name: str, one: Instruction) -> str:
-    parts = _split(one.shape)
+    parts = SHAPE.findall(one.shape)
     return parts[int(name.rsplit(".", 1)[1])] if one.shape.startswith("(") else parts[0]
 
 
@@ -205,11 +200,11 @@ def _leaves(value: Value) -> list[str]:
 
 
 def parse_out_of_memory(text: str) -> dict[str, Any] | None:
-    """What an out-of-memory text of the TPU compiler says; None for another error.
+    """Reads an out-of-memory text of the TPU compiler; returns None for another error.
 
     Returns:
-        used_bytes, limit_bytes; reserved_bytes, program_bytes, argument_bytes (None where the text has none); and
-        largest_buffers as `at_peak` has them. Sizes are as rounded by the text, of 1 % or better.
+        used_bytes and limit_bytes; reserved_bytes, program_bytes and argument_bytes (None where the text has none); and
+        largest_buffers as in `at_peak`. The text rounds sizes to 1 % or better.
     """
     single = re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\)", text)
     if single:

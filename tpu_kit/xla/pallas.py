@@ -1,7 +1,7 @@
-"""Pallas kernels of JAX in the program that torch_xla traces, lowered for TPU in any process.
+"""Pallas kernels of JAX in a program that torch_xla traces, lowered for TPU in any process.
 
-Holds what is private of both: the backward pass of JAX's splash kernel, the format in which kernels are written, and
-torch_xla's way from a computation of JAX to one of its own.
+It uses private interfaces of both: the backward pass of JAX's splash kernel, the format of kernels, and torch_xla's
+conversion of a JAX computation.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tpu_kit.config.mesh import BATCH, Mesh, Spec
 from tpu_kit.hardware.compatibility import find_pairing, installed_version
 from tpu_kit.xla.sharding import current_mesh, sharded_kernel
 
-_LARGEST_BLOCK = 1024  # of 2048 the compiler says that a v5e's vector memory overflows at head size 128
+_LARGEST_BLOCK = 1024  # with 2048 the vector memory of a v5e overflows at head size 128
 
 
 class SplashSettings(NamedTuple):
-    """What, beside shapes, makes one kernel another.
+    """Static settings of the splash kernel.
 
     Attributes:
         window: number of keys a query sees, itself included; None for all before it.
         softcap: c in c * tanh(scores / c), or None.
-        interpret: run by Pallas' interpreter on a CPU, for the tests.
+        interpret: run in Pallas' interpreter on a CPU, for tests.
     """
 
     window: int | None = None
@@ -35,16 +35,16 @@ class SplashSettings(NamedTuple):
 
 
 def splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Runs the splash kernel on query, key, value and segment ids; for shapes see `models.splash_attention`.
+    """Runs the splash kernel on query, key, value and segment ids; for shapes see `attention.splash_kernel`.
 
     Returns:
-        The output, and (B, heads, S) fp32 logs of the sums of exponents, which the backward pass takes.
+        The output, and (B, heads, S) fp32 logs of the sums of exponentials for the backward pass.
     """
     return _call(_forward, settings, *tensors)
 
 
 def splash_backward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Runs the kernel's backward pass on what the forward pass took and gave, and the output's gradient.
+    """Runs the backward pass on inputs and results of the forward pass, and the gradient of the output.
 
     Returns:
         The gradients of query, key and value.
@@ -53,7 +53,7 @@ def splash_backward(settings: SplashSettings, *tensors: torch.Tensor) -> list[to
 
 
 def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings) -> Any:
-    """The kernel object of JAX: masks in blocks, made once for a shape."""
+    """Makes JAX's kernel object for a shape, with its mask in blocks."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -72,7 +72,7 @@ def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings) ->
 
 
 def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, segment_ids: Any) -> tuple[Any, Any]:
-    """In JAX: the output, and (B, heads, S) fp32 logs of the sums of exponents."""
+    """Computes in JAX the output, and (B, heads, S) fp32 logs of the sums of exponentials."""
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
@@ -82,7 +82,7 @@ def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, segment
 
 
 def _backward(settings: SplashSettings, *arrays: Any) -> Any:
-    """In JAX: the gradients of query, key and value. Taken by `jax.vjp`, it would run the forward kernel again."""
+    """Computes in JAX the gradients of query, key and value; `jax.vjp` would run the forward kernel again."""
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
@@ -99,7 +99,7 @@ def _backward(settings: SplashSettings, *arrays: Any) -> Any:
     return jax.vmap(one_row)(*arrays)
 
 
-# The arguments of the kernel's backward pass that are no arrays, in its order.
+# Static arguments of the kernel's backward pass, in its order.
 _STATIC = (
     "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function",
     "attn_logits_soft_cap", "interpret",
@@ -107,7 +107,7 @@ _STATIC = (
 
 
 def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Calls a function of JAX in the program of its tensors; lowered for TPU anywhere: torch_xla's way needs a mesh."""
+    """Adds a JAX function to the program of its tensors, lowered for TPU; torch_xla's own function needs a mesh."""
     import torch_xla
     from torch_xla._internal.jax_workarounds import requires_jax
 
@@ -135,18 +135,18 @@ def _lowered(
 
 
 def lower(traced: Any, platform: str) -> Any:
-    """Lowers what JAX has traced, with its kernels, for "tpu" or "cpu" in a process that may have neither."""
-    import jax.experimental.pallas.tpu  # noqa: F401  registers the rules of lowering for TPU
+    """Lowers a trace of JAX with its kernels for "tpu" or "cpu", also in a process without a TPU."""
+    import jax.experimental.pallas.tpu  # noqa: F401  the import registers the lowering rules for TPU
     from jax._src.interpreters.mlir import LoweringParameters
 
-    # As for export: of the other serialisation a compiler says "Unsupported version: expected <= 7 but got 8".
+    # The compiler refuses kernels that are not serialised for export: "Unsupported version: expected <= 7 but got 8".
     with _kernel_format():
         return traced.lower(lowering_platforms=(platform,), _private_parameters=LoweringParameters(for_export=True))
 
 
 @contextlib.contextmanager
 def _kernel_format() -> Iterator[None]:
-    """Lets JAX write kernels as the installed libtpu reads them, where that is older than JAX supposes."""
+    """Makes JAX write kernels in a format for the installed libtpu, if that is older than JAX expects."""
     from jax._src import tpu_custom_call
 
     pairing = find_pairing(installed_version)
@@ -164,11 +164,11 @@ def _kernel_format() -> Iterator[None]:
 def flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment_ids: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Causal flash attention within segments, (B, heads, S, D) each: one TPU custom call forward, two backward."""
+    """Computes causal flash attention within segments, (B, heads, S, D) each, with kernels for TPU."""
     from torch_xla._internal.jax_workarounds import requires_jax
     from torch_xla.experimental import custom_kernel
 
-    custom_kernel.trace_pallas = requires_jax(_trace_pallas)  # the backward pass takes it, too
+    custom_kernel.trace_pallas = requires_jax(_trace_pallas)  # also for the backward pass
     return custom_kernel.flash_attention(
         query, key, value, causal=True, q_segment_ids=segment_ids, kv_segment_ids=segment_ids, sm_scale=scaling
     )
@@ -185,7 +185,7 @@ def _trace_pallas(
     use_cache: bool = False,
     **kwargs: Any,
 ) -> tuple[Any, list[torch.Tensor]]:
-    """In place of torch_xla's function: lowers a kernel for TPU from any process, in the format that libtpu reads."""
+    """Replaces torch_xla's function: lowers a kernel for TPU in any process, in the format of the installed libtpu."""
     import jax
     import torch_xla.experimental.custom_kernel as custom_kernel
 

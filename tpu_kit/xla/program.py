@@ -1,8 +1,13 @@
-"""The program that torch_xla has traced: its inputs, which of them it replaces, and its HLO."""
+"""Programs that torch_xla traces, and their compilation for a TPU that the machine need not have.
+
+The compiler is the compile-only client of libtpu, called through jaxlib.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +15,12 @@ from typing import Any
 import torch
 
 from tpu_kit.config.mesh import Mesh, Spec
+from tpu_kit.xla import hlo, hlo_memory
 from tpu_kit.xla.sharding import current_mesh, hlo_sharding
+
+# Products of sharded weights as gathers and one product: as loops over the shards a step compiles for minutes.
+_SPMD_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+LOW_EFFORT = -1.0  # of XLA's exec_time_optimization_effort, whose default is 0
 
 
 @dataclass(frozen=True)
@@ -19,12 +29,12 @@ class Program:
 
     Attributes:
         hlo: the serialised HLO module.
-        donated: numbers of the parameters whose buffers the step replaces. torch_xla gives these to the compiler when
-            the step is cut ("buffer donors"), so that the new values are written over the old ones.
-        arguments: for each parameter of the program the tensor it is, "" for numbers that the step itself holds.
-        argument_bytes: their sizes together, without the padding of the TPU's tiles.
         mesh: the devices that run it together; None for one device, or replicas of it.
         shardings: of each parameter, in HLO's form; empty without a mesh.
+        donated: numbers of the parameters whose buffers the step replaces. torch_xla passes them to the compiler as
+            "buffer donors", so that new values overwrite old ones.
+        arguments: for each parameter of the program the name of its tensor; "" for constants of the step.
+        argument_bytes: sum of their sizes, without the padding of the TPU's tiles.
     """
 
     hlo: bytes
@@ -36,7 +46,7 @@ class Program:
 
 
 def device() -> torch.device:
-    """The XLA device of this process."""
+    """Returns the XLA device of this process."""
     import torch_xla
 
     found: torch.device = torch_xla.device()
@@ -44,15 +54,15 @@ def device() -> torch.device:
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the XLA device that has a shape and no bytes."""
+    """Makes a tensor on the XLA device that has a shape but no memory."""
     from torch_xla.core.xla_builder import create_placeholder_tensor
 
-    placeholder: torch.Tensor = create_placeholder_tensor(shape, dtype)
-    return placeholder
+    found: torch.Tensor = create_placeholder_tensor(shape, dtype)
+    return found
 
 
 def tensor_number(tensor: torch.Tensor) -> int:
-    """torch_xla's number of a tensor, by which it finds out at the cut what has replaced what."""
+    """Returns the number by which torch_xla finds the buffers that a step replaces."""
     import torch_xla
 
     number: int = torch_xla._XLAC._xla_get_tensor_id(tensor)
@@ -60,7 +70,7 @@ def tensor_number(tensor: torch.Tensor) -> int:
 
 
 def is_input(tensor: torch.Tensor, number: int) -> bool:
-    """Whether a tensor is what it was when it had this number: not changed in place since."""
+    """Whether a tensor has not been changed in place since it had this number."""
     import torch_xla
 
     if tensor_number(tensor) != number:
@@ -75,11 +85,11 @@ def lower(
     names: dict[int, str],
     specs: Mapping[str, Spec] | None = None,
 ) -> Program:
-    """Lowers what computes `outputs`, as torch_xla does where it cuts.
+    """Lowers the graph of `outputs` as torch_xla does when it cuts the graph.
 
     Args:
-        outputs: all that is alive after the step, and has been computed in it.
-        replaced: numbers of the tensors whose buffers new values take.
+        outputs: all tensors that the step computes and that are alive after it.
+        replaced: numbers of the tensors whose buffers get new values.
         names: of the inputs, by number.
         specs: by name of the input, on a mesh; those that are left out are whole on each device.
     """
@@ -88,7 +98,7 @@ def lower(
     xla = torch_xla._XLAC
     outputs.sort(key=tensor_number)  # as torch_xla orders them at a cut
     numbers, tensors = xla._get_tensors_xla_device_data_node(outputs)
-    hlo = xla._get_xla_tensors_hlo_proto(outputs)
+    lowered = xla._get_xla_tensors_hlo_proto(outputs)
     arguments = tuple(names.get(number, "") for number in numbers)
     mesh = current_mesh()
     shardings: tuple[str, ...] = ()
@@ -101,7 +111,7 @@ def lower(
     return Program(
         mesh=mesh,
         shardings=shardings,
-        hlo=hlo,
+        hlo=lowered,
         donated=tuple(place for place, number in enumerate(numbers) if number in replaced),
         arguments=arguments,
         argument_bytes=sum(tensor.nbytes for tensor in tensors),
@@ -109,14 +119,14 @@ def lower(
 
 
 def name_operations(model: torch.nn.Module) -> None:
-    """Lets the operations of the forward pass carry the path of their module; the program itself stays the same.
+    """Adds the path of their module to the metadata of forward operations; the program stays the same.
 
-    Those of the backward pass have no name but the operation's, except where a layer is computed again.
+    Operations of the backward pass get it only where a layer is recomputed.
     """
     import torch_xla
 
     push = torch_xla._XLAC.profiler.scope_pusher
-    open_scopes: list[Any] = []  # a scope lasts as long as what `push` returns
+    open_scopes: list[Any] = []  # a scope ends when the object that `push` returned is deleted
 
     def enter(name: str, *_: Any) -> None:
         open_scopes.append(push(name))
@@ -126,8 +136,136 @@ def name_operations(model: torch.nn.Module) -> None:
 
     for path, module in model.named_modules():
         parent, _, name = path.rpartition(".")
-        if name.isdigit():  # a list of layers is not called itself
+        if name.isdigit():  # a list of layers has no forward pass
             name = f"{parent.rpartition('.')[2]}-{name}"
         if name:
             module.register_forward_pre_hook(functools.partial(enter, name))
             module.register_forward_hook(leave)
+
+
+# ----------------------------------------------------------------------------------------------------- TPU compiler
+
+
+def fingerprint(program: Program) -> str:
+    """Hashes the program and its donated buffers, without names and source lines."""
+    from jaxlib import xla_client
+
+    module = xla_client._xla.HloModule.from_serialized_hlo_module_proto(program.hlo)
+    options = xla_client._xla.HloPrintOptions()
+    options.print_metadata, options.print_large_constants = False, True
+    text = module.to_string(options) + repr(program.donated)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]:
+    """Compiles for the topology of `request` and returns the fields of `compile_check.Compiled`.
+
+    Raises:
+        ValueError: the compiler refuses the program for another reason than memory, or does not know the topology.
+    """
+    import numpy as np
+    from jax._src import compiler
+    from jaxlib import xla_client
+
+    count = request["num_replicas"]
+    devices = _devices(request["topology"])[:count]
+    if program.mesh is None:
+        options = compiler.get_compile_options(
+            num_replicas=count, num_partitions=1, device_assignment=np.arange(count).reshape(count, 1)
+        )
+    else:
+        options = compiler.get_compile_options(
+            num_replicas=1, num_partitions=count, device_assignment=np.arange(count).reshape(1, count),
+            use_spmd_partitioning=True, env_options_overrides=_SPMD_OPTIONS,
+        )  # fmt: skip
+        options.executable_build_options.allow_spmd_sharding_propagation_to_output = [True]
+    options.executable_build_options.use_shardy_partitioner = False
+    if request["effort"] == "low":
+        options.executable_build_options.exec_time_optimization_effort = LOW_EFFORT
+    module = _stablehlo(program)
+    start = time.monotonic()
+    try:
+        done = devices[0].client.compile(module, xla_client.DeviceList(tuple(devices)), options)
+    except Exception as error:
+        text = str(error)
+        memory = hlo_memory.parse_out_of_memory(text)
+        if memory is None:
+            raise ValueError(f"the TPU compiler refuses the program: {text[:2000]}") from error
+        return {
+            "compile_seconds": time.monotonic() - start,
+            "argument_bytes": program.argument_bytes // (count if program.mesh else 1),
+            "out_of_memory": memory,
+            "out_of_memory_text": text,
+        }
+    seconds = time.monotonic() - start
+    stats = done.get_compiled_memory_stats()
+    compiled = hlo.Module(done.hlo_modules()[0].to_string())
+    cost = done.cost_analysis()
+    return {
+        "compile_seconds": seconds,
+        "argument_bytes": stats.argument_size_in_bytes,
+        "output_bytes": stats.output_size_in_bytes,
+        "aliased_bytes": stats.alias_size_in_bytes,
+        "temporary_bytes": stats.temp_size_in_bytes,
+        "peak_bytes": stats.peak_memory_in_bytes,
+        "code_bytes": stats.generated_code_size_in_bytes,
+        **_costs(compiled, cost[0] if isinstance(cost, list) else cost),
+        "collectives": compiled.collectives(),
+        "largest_buffers": hlo_memory.at_peak(compiled, program.arguments)[1],
+    }
+
+
+def _devices(topology: dict[str, Any]) -> Any:
+    from jax.experimental import topologies
+
+    config = {"chip_config_name": topology["chip_config_name"]} if topology["chip_config_name"] else {}
+    bounds = list(topology["chips_per_host_bounds"])
+    description = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology["name"], chips_per_host_bounds=bounds, **config
+    )
+    return description.devices
+
+
+def _stablehlo(program: Program) -> bytes:
+    """Converts the program for the client, and marks its donated parameters."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+    from jaxlib import xla_client
+
+    computation = xla_client.XlaComputation(program.hlo)
+    with mlir.make_ir_context():
+        module = ir.Module.parse(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
+        main = next(operation for operation in module.body.operations if operation.name.value == "main")
+        attributes = [{named.name: named.attr for named in argument} for argument in main.arg_attrs]
+        assert len(attributes) == len(program.arguments), (len(attributes), len(program.arguments))
+        for number, sharding in enumerate(program.shardings):
+            attributes[number]["mhlo.sharding"] = ir.StringAttr.get(sharding)
+        for number in program.donated:
+            attributes[number]["jax.buffer_donor"] = ir.BoolAttr.get(True)
+        main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(named) for named in attributes])
+        bytecode: bytes = mlir.module_to_bytecode(module)
+        return bytecode
+
+
+def _costs(module: hlo.Module, once: dict[str, float]) -> dict[str, Any]:
+    """Computes FLOPs and bytes of a step, with all trips of its loops; the compiler's analysis counts one trip.
+
+    XLA's generic cost analysis gives the cost of one trip. It agrees with the TPU's on FLOPs, except for kernels, whose
+    own estimate is added. It disagrees on bytes, as it ignores tiles, so only the ratio of its bytes is used.
+    """
+    from jaxlib import xla_client
+
+    client = xla_client.make_cpu_client()
+
+    def analyse(text: str) -> dict[str, float]:
+        parsed = xla_client._xla.hlo_module_from_text(text)
+        cost: dict[str, float] = xla_client._xla.hlo_module_cost_analysis(client, parsed)
+        return cost
+
+    total, single = hlo.count_trips(module, analyse)
+    return {
+        "flops": once["flops"] + total.flops - single.flops + hlo.splash_flops(module),
+        "bytes_accessed": once["bytes accessed"] * total.bytes / single.bytes,
+        "hbm_bytes": hlo.hbm_bytes(module),
+        "loop_trips": module.trips(),
+    }

@@ -1,8 +1,14 @@
-"""One body run over the leading dimension of its inputs: a while loop of the program on XLA, else one of Python."""
+"""Loops in a program of XLA, and functions that are traced once and then called as one operation.
+
+`scan` and `rewrite` are while loops of the program on XLA, and Python loops elsewhere. `Traced` keeps the trace of a
+function: torch_xla traces a function anew in each call, which for 16 decode steps of a 30-layer model takes longer than
+the steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,27 +16,28 @@ import torch
 
 Tensors = list[torch.Tensor]
 Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
+_tracing = threading.Lock()  # replicas of XLA:CPU are threads
 
 
 def scan(body: Body, carry: Tensors, inputs: Tensors, *, reverse: bool = False) -> tuple[Tensors, Tensors]:
-    """Runs `body` for each slice of `inputs`, without gradients of its own.
+    """Runs `body` for each slice of `inputs`, without autograd.
 
-    On XLA the body sees tensors that hold nothing, and is traced once. What it needs from outside comes in the carry:
-    of a computed tensor that it merely refers to, it would do the computation again in every turn.
+    On XLA the body is traced once, with tensors without values. The carry must contain all tensors that it needs: the
+    loop would repeat the computation of other tensors in every turn.
 
     Args:
-        body: from the carry and the slices of one turn, the next carry, alike in shapes and dtypes, and what the turn
-            puts out.
-        carry: what it starts with; no booleans, which the loop does not take.
+        body: takes the carry and the slices of one turn, and returns the next carry, of equal shapes and dtypes, and
+            the outputs of the turn.
+        carry: at the start; no booleans, which the loop does not support.
         inputs: (N, ...) each, one or more.
-        reverse: from the last slice to the first; outputs stay in the place of their inputs.
+        reverse: from the last slice to the first; outputs are in the order of the inputs.
 
     Returns:
         The last carry, and the outputs stacked, (N, ...) each.
     """
     turns = inputs[0].shape[0]
     if inputs[0].device.type == "xla" and turns > 1:
-        # The public `scan` traces the body through AOTAutograd at every step for a backward pass that is not wanted.
+        # The public `scan` traces the body through AOTAutograd in every step, for a backward pass that is not needed.
         from torch_xla.experimental.scan import _scan_impl_flat
 
         return _scan_impl_flat(body, carry, inputs, reverse=reverse)
@@ -44,9 +51,9 @@ def scan(body: Body, carry: Tensors, inputs: Tensors, *, reverse: bool = False) 
 
 
 def in_turn(body: Body, carry: Tensors, inputs: Tensors) -> tuple[Tensors, Tensors]:
-    """`scan` for a few turns, unrolled: on XLA no turn begins before all of the one before it is done.
+    """Runs `scan` unrolled, for a few turns; on XLA each turn begins after the previous one has ended.
 
-    Of what a loop carries the compiler makes copies: of an MLP's weights, three matrices. Unrolled it makes none.
+    The compiler copies the carry of a loop, such as the three matrices of an MLP; unrolled it copies nothing.
     """
     outputs: list[Tensors] = []
     done: Tensors = []
@@ -59,7 +66,7 @@ def in_turn(body: Body, carry: Tensors, inputs: Tensors) -> tuple[Tensors, Tenso
 
 
 def after(done: Tensors, tensors: Tensors) -> Tensors:
-    """The same tensors, which on XLA are not there before all of `done` is; elsewhere things happen in order."""
+    """Returns the tensors, which on XLA then depend on all of `done`; other devices compute in order anyway."""
     if not done or tensors[0].device.type != "xla":
         return tensors
     import torch_xla.core.xla_model as xm
@@ -76,14 +83,14 @@ def rewrite(
     constants: Tensors,
     turns: int,
 ) -> None:
-    """Gives `state` new values, part after part: on XLA in its own memory, and with the work of one part at a time.
+    """Replaces the values of `state` part by part: on XLA in place, with temporary memory for one part.
 
     Args:
-        body: from parts of `state` and of `inputs`, and the constants, the new part of each tensor of `state`.
-        state: tensors to change; of each a part is as many of its rows as there are for a turn.
-        inputs: tensors to read, in parts too.
-        constants: whatever else the body needs; no booleans, if there are several turns.
-        turns: number of parts, of which the first dimension of each tensor is a multiple.
+        body: takes parts of `state` and of `inputs`, and the constants; returns the new parts of `state`.
+        state: tensors to change; the first dimension is divided into parts.
+        inputs: tensors to read, divided likewise.
+        constants: other tensors; no booleans if there are several turns.
+        turns: number of parts; divides the first dimension of each tensor.
     """
 
     def parts(tensors: Tensors, take: Callable[[torch.Tensor, int], torch.Tensor]) -> Tensors:
@@ -108,7 +115,7 @@ def rewrite(
     else:
         for number in range(turns):
             before, given = (
-                parts(tensors, lambda one, rows: one[number * rows : (number + 1) * rows])  # noqa: B023
+                parts(tensors, lambda one, rows: one[number * rows : (number + 1) * rows])  # noqa: B023  called at once
                 for tensors in (state, inputs)
             )
             for old, new in zip(before, body(before, given, constants), strict=True):
@@ -120,7 +127,7 @@ def rewrite(
 
 @cache
 def _parts() -> tuple[Any, Any]:
-    """Reads a part of a tensor, and writes one: what torch_xla makes of an index that is a tensor works in no place."""
+    """Returns operations that read and write a part of a tensor in place, which torch_xla's indexing cannot do."""
     import torch_xla.core.xla_builder as xb
     import torch_xla.core.xla_op_registry as registry
 
@@ -135,3 +142,152 @@ def _parts() -> tuple[Any, Any]:
         return tensor.dynamic_update_slice(part, start(tensor, place, part.shape().sizes[0]))
 
     return registry.register("tpu_kit_take_part", take), registry.register("tpu_kit_put_part", put)
+
+
+class Traced:
+    """A function on an XLA device, traced once as a computation.
+
+    Weights are inputs of the computation by reference, so a call uses their present values.
+
+    Args:
+        name: of the computation.
+        fn: takes tensors and returns new ones; it must not change them in place. With `steps` it takes the carried
+            tensors first, and returns their new values and then the tensors to stack.
+        example: tensors of the shapes and dtypes of the calls.
+        weights: other tensors that `fn` uses, such as a model's parameters and buffers.
+        steps: number of turns of a loop over `fn` on the device; None runs it once.
+        carried: number of tensors that each step passes to the next; the others are constant.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Sequence[torch.Tensor]],
+        example: Sequence[torch.Tensor],
+        weights: Iterable[torch.Tensor],
+        steps: int | None = None,
+        carried: int = 0,
+    ) -> None:
+        import torch_xla
+        import torch_xla.core.xla_builder as xb
+
+        self._name = f"tpu_kit::{name}"
+        with torch.no_grad(), _tracing:
+            fakes = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in example]
+            # XLA removes the product with 1. An output must not be an input itself.
+            outputs = list(fn(*(fake * 1 for fake in fakes)))
+            context: Any = torch_xla._XLAC.lowering.LoweringContext(name)
+            context.set_name_string(name)
+            context.build(outputs)
+            body = xb.computation_from_module_proto(name, context.hlo())
+            # For each parameter of the body the place of its tensor: among the example's, then those held here.
+            places = {context.tensor_parameter_id(fake): place for place, fake in enumerate(fakes)}
+            places.pop(-1, None)  # of unused tensors
+            mapping = context.device_parameter_id_tensor_mapping()
+            held = {number: tensor for number, tensor in mapping.items() if number not in places}
+            for weight in weights:  # the tensor itself, not its value at the trace
+                if (number := context.tensor_parameter_id(weight)) in held:
+                    held[number] = weight
+            self._held = list(held.values())
+            places |= {number: len(example) + index for index, number in enumerate(held)}
+            self._extra: list[torch.Size] = []
+            if steps is None:
+                self._order = [places[number] for number in range(len(places))]
+                self._computation = body
+                return
+            self._order = list(range(len(example) + len(held)))
+            stacked = outputs[carried:]
+            self._extra = [torch.Size((steps, *output.shape)) for output in stacked]
+            self._computation = _loop(
+                name, body, [places[number] for number in range(len(places))], [*fakes, *self._held], stacked, steps,
+                carried,
+            )  # fmt: skip
+        self._results = (*range(1, 1 + carried), *range(1 + len(self._order), 1 + len(self._order) + len(stacked)))
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Adds the computation to the graph; with `steps` returns the carried tensors, then the stacked ones."""
+        import torch_xla
+
+        everything = [*tensors, *self._held]
+        inputs = [everything[place] for place in self._order]
+        call: Any = torch_xla._XLAC._xla_user_computation
+        if not self._extra:
+            found: list[torch.Tensor] = call(self._name, inputs, self._computation)
+            return found
+        device = tensors[0].device
+        zeros = [torch.zeros(size, dtype=torch.float32, device=device) for size in self._extra]
+        first = torch.zeros((), dtype=torch.int64, device=device)
+        found = call(self._name, [first, *inputs, *zeros], self._computation)
+        return [found[index] for index in self._results]
+
+
+def _loop(
+    name: str,
+    body: Any,
+    order: list[int],
+    inputs: Tensors,
+    stacked: Tensors,
+    steps: int,
+    carried: int,
+) -> Any:
+    """Builds a while loop of `steps` calls of `body`; its parameters are the counter, inputs and stacked outputs."""
+    import torch_xla.core.xla_builder as xb
+
+    builder = xb.create_builder(name)
+    shapes = [xb.Shape.create(xb.Type.S64, ())]
+    shapes += [xb.tensor_shape(tensor) for tensor in inputs]
+    shapes += [xb.Shape.create(xb.Type.F32, (steps, *tensor.shape)) for tensor in stacked]
+    parameters = [xb.mkparam(builder, number, shape) for number, shape in enumerate(shapes)]
+    end = 1 + len(inputs)
+
+    def more(count: Any, *_: Any) -> Any:
+        return count < xb.Op.scalar(count.builder(), steps, dtype=xb.Type.S64)
+
+    def step(count: Any, *state: Any) -> Any:
+        values, filled = list(state[: end - 1]), list(state[end - 1 :])
+        result = xb.Op.call(body, [values[place] for place in order])
+        values[:carried] = [result.get_tuple_element(index) for index in range(carried)]
+        zero = xb.Op.scalar(count.builder(), 0, dtype=xb.Type.S64)
+        for index, tensor in enumerate(stacked):
+            new = result.get_tuple_element(carried + index).broadcast((1,))
+            filled[index] = filled[index].dynamic_update_slice(new, [count, *[zero] * tensor.ndim])
+        one = xb.Op.scalar(count.builder(), 1, dtype=xb.Type.S64)
+        return (count + one, *values, *filled)
+
+    return xb.Op.mkwhile(parameters, more, step).build(name)
+
+
+def write_slot(buffer: torch.Tensor, new: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """Returns `buffer` with `new` written from index `slot` of axis 2 on; XLA does this in place.
+
+    torch_xla lowers `index_copy` to a scatter, which a TPU cannot do in place.
+
+    Args:
+        buffer: (B, heads, S, D).
+        new: (B, heads, n, D), of the same dtype.
+        slot: (1,) int64.
+    """
+    found: torch.Tensor = _slot_writer()(buffer, new, slot)
+    return found
+
+
+@cache
+def _slot_writer() -> Any:
+    import torch_xla.core.xla_builder as xb
+    import torch_xla.core.xla_op_registry as registry
+
+    def lower(buffer: Any, new: Any, slot: Any) -> Any:
+        zero = xb.Op.scalar(slot.builder(), 0, dtype=xb.Type.S64)
+        return buffer.dynamic_update_slice(new, [zero, zero, slot.reshape(()), zero])
+
+    return registry.register("tpu_kit_write_slot", lower)
+
+
+def replace_contents(buffers: Sequence[torch.Tensor], found: list[torch.Tensor]) -> None:
+    """Copies new contents into buffers, in place on XLA, and clears the list `found`.
+
+    Tensors that are alive when the graph is cut are outputs with memory of their own.
+    """
+    for buffer, new in zip(buffers, found, strict=True):
+        buffer.copy_(new)
+    found.clear()
