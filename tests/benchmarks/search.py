@@ -11,6 +11,7 @@ takes what it takes: more tokens do not change it. On the CPU, with plain PyTorc
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import load_for_generation
-from tpu_kit.generation.tree_search import SearchOptions, search, vote
+from tpu_kit.generation.tree_search import SearchOptions, search
 from tpu_kit.models.loading import load_tokenizer
 
 LONGEST = 80  # tokens of an answer with its steps
@@ -48,7 +49,12 @@ def within(samples: Sequence[Completion], budget: int) -> tuple[str, int]:
             break
         chosen.append(sample)
         tokens += len(sample.tokens)
-    return vote(chosen).answer or "", tokens
+    weights: dict[str, tuple[int, float]] = {}  # of equally frequent answers the likelier one
+    for sample in chosen:
+        if said := sample.answer.strip():
+            votes, share = weights.get(said, (0, 0.0))
+            weights[said] = votes + 1, share + math.exp(sample.logprob)
+    return max(weights, key=lambda said: weights[said], default=""), tokens
 
 
 def measure(run_dir: Path, count: int, budget: int) -> dict[str, Any]:

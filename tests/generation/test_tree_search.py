@@ -19,7 +19,7 @@ from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.tree_search import SearchOptions, SearchResult, Thought, search, self_consistency, think
+from tpu_kit.generation.tree_search import SearchOptions, SearchResult, Thought, search, think
 from tpu_kit.models.loading import load_base, load_tokenizer
 
 QUESTION = "Tom has 3 pens. Tom buys 4 and then loses 2. How many pens does Tom have now?"
@@ -275,27 +275,6 @@ def test_memory_efficient_changes_what_is_kept_and_nothing_else(generator: Count
 def test_options_out_of_range(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         SearchOptions(**options)
-
-
-def test_votes(generator: Counted, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    chats: list[Any] = [[{"role": "user", "content": QUESTION}], "1 + 1 ="]
-    sampling = Sampling(8, temperature=0.7, seed=3)
-    first, second = self_consistency(generator, chats, 5, sampling)
-    assert generator.calls == [(2, 5)]
-    assert len(first.samples) == len(second.samples) == 5
-    assert sum(first.votes.values()) <= 5
-    assert first.answer is None or first.votes[first.answer] == max(first.votes.values())
-
-    def reply(answer: str, logprob: float) -> Completion:
-        return Completion(answer, None, answer, (1,), "stop", logprob)
-
-    said = [reply("7 ", -3.0), reply("8", -1.0), reply("7", -3.0), reply("8", -2.0), reply("", -0.1)]
-    monkeypatch.setattr(generator, "generate", lambda *_: said)
-    (vote,) = self_consistency(generator, ["?"], 5)
-    assert (vote.answer, dict(vote.votes)) == ("8", {"7": 2, "8": 2})  # of equals the likelier
-    for n, temperature in ((0, 0.7), (3, 0.0)):
-        with pytest.raises(ValueError, match=f"n={n} must be 1 or more, and temperature={temperature} above 0"):
-            self_consistency(generator, ["?"], n, Sampling(temperature=temperature))
 
 
 def test_a_search_compiles_nothing_that_an_earlier_one_did_not() -> None:

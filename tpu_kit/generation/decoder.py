@@ -158,7 +158,7 @@ class Decoder:
         # The matrix products of a trained model may have another dtype than its weights; see causal_lm.py.
         self._dtype: torch.dtype = getattr(model, _COMPUTE, None) or self._causal.dtype
         self._programs: dict[Any, Traced] = {}
-        self._prompt_cache: Buffers | None = None  # only that of the last shape is kept
+        self._prompt_cache: Buffers | None = None  # of the last shape
         self._sample_cache: Buffers | None = None
         self._first_logits: torch.Tensor | None = None
         self.element_bytes = self._dtype.itemsize

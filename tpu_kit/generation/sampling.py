@@ -22,7 +22,7 @@ class Sampling:
         ValueError: a value is out of range.
     """
 
-    max_new_tokens: int = knob(256, "The most tokens of a reply, the one that ends it included.")
+    max_new_tokens: int = knob(256, "The most tokens of a reply, its end token included.")
     temperature: float = knob(
         0.0, "0 takes the likeliest token; above, the logits are divided by it and a token is drawn."
     )
@@ -100,7 +100,7 @@ class SearchOptions:
     thoughts_per_step: int = knob(3, "Proposals for each next step.")
     beam: int = knob(2, "Chains that are kept at each level, or followed at a time.")
     strategy: Literal["beam", "best-first"] = knob(
-        "beam", "beam goes on from the best of each level, best-first from the best of the whole tree."
+        "beam", "beam continues the best of each level, best-first the best of the whole tree."
     )
     score: Literal["logprob", "self-evaluation"] | Scorer = knob(  # noqa: RUF009  `knob` makes a field
         "logprob",
@@ -119,7 +119,7 @@ class SearchOptions:
     temperature: float = knob(0.7, "Temperature of the proposals.")
     seed: int = knob(0, "Seed of the proposals.")
     memory_efficient: bool = knob(
-        True, "Forget the tokens of steps that are not gone on from; their texts stay in the tree."
+        True, "Drop the tokens of steps that the search does not continue; their texts stay in the tree."
     )
 
     def __post_init__(self) -> None:

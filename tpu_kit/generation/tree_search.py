@@ -1,4 +1,4 @@
-"""Answers a question with more tokens: by a tree of thoughts, or by a vote of several answers.
+"""Answers a question by a tree of thoughts, which spends more tokens on it.
 
     from tpu_kit.generation.tree_search import SearchOptions, think
     found = think(config, "Tom has 12 apples and gives 5 away. How many are left?", adapter_dir="runs/my-run/adapter")
@@ -8,16 +8,13 @@ Tree of thoughts (Yao et al., arXiv:2305.10601) proposes several next steps of t
 from the best ones. A step is a line of the reasoning. The generator generates the steps of a level as one batch, and
 takes the keys and values of their chains from the cache of the previous level. Steps of earlier levels, to which
 best-first returns, and final answers need a prefill.
-
-Self-consistency (Wang et al., arXiv:2203.11171) draws several answers to a prompt and selects the most frequent one.
 """
 
 from __future__ import annotations
 
 import html
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +27,7 @@ from tpu_kit.generation.sampling import Sampling, Scorer, SearchOptions
 from tpu_kit.generation.service import generator_for, launch_with_adapter, load_here
 from tpu_kit.hardware.chips import MIB
 
-__all__ = ["Scorer", "SearchOptions", "SearchResult", "Thought", "Vote", "search", "self_consistency", "think"]
+__all__ = ["Scorer", "SearchOptions", "SearchResult", "Thought", "search", "think"]
 
 Stopped = Literal["done", "tokens", "nodes"]
 
@@ -373,56 +370,3 @@ class _Search:
         assert best.answer is not None
         read = self._generator.read - self._read
         return SearchResult(best.answer, best, self.root, self.tokens, self.nodes, stopped, read)
-
-
-@dataclass(frozen=True)
-class Vote:
-    """The vote of the samples of one prompt.
-
-    Attributes:
-        answer: with the most votes; of equals, the answer with the higher sum of probabilities. None without answers.
-        votes: number of samples for each answer.
-        samples: all samples.
-    """
-
-    answer: str | None
-    votes: Mapping[str, int]
-    samples: tuple[Completion, ...]
-
-
-def self_consistency(
-    generator: Generator,
-    prompts: Sequence[Prompt],
-    n: int = 5,
-    sampling: Sampling | None = None,
-    key: Callable[[str], str] = str.strip,
-) -> list[Vote]:
-    """Draws n answers to each prompt and selects the most frequent one.
-
-    Args:
-        generator: with room for `sampling`.
-        prompts: as in `Generator.generate`.
-        n: samples of each prompt.
-        sampling: with a temperature above 0.
-        key: maps an answer to the text that is compared, such as its number; an empty text has no vote.
-
-    Raises:
-        ValueError: the sampling is greedy, or n is less than 1.
-    """
-    sampling = sampling or Sampling(temperature=0.7)
-    if n < 1 or not sampling.temperature > 0:
-        raise ValueError(f"self-consistency: n={n} must be 1 or more, and temperature={sampling.temperature} above 0")
-    replies = generator.generate(prompts, sampling, n)
-    return [vote(replies[start : start + n], key) for start in range(0, len(replies), n)]
-
-
-def vote(samples: Sequence[Completion], key: Callable[[str], str] = str.strip) -> Vote:
-    """Counts the answers of samples of one prompt; `key` as in `self_consistency`."""
-    votes: dict[str, int] = defaultdict(int)
-    weight: dict[str, float] = defaultdict(float)
-    for sample in samples:
-        if answer := key(sample.answer):
-            votes[answer] += 1
-            weight[answer] += math.exp(sample.logprob)
-    best = max(votes, key=lambda answer: (votes[answer], weight[answer]), default=None)
-    return Vote(best, dict(votes), tuple(samples))

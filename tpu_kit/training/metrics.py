@@ -285,7 +285,7 @@ class Tracker:
     """Writes the metrics of a run, on rank 0 alone, and shows the progress bar on stderr.
 
     Each record of `<output_dir>/metrics.jsonl` has `kind` ("train" or "eval") and `step`. A value that is not finite is
-    null there, and `nonfinite` keeps what it was, as in ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
+    null, and `nonfinite` has its text, as in ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
 
     Args:
         config: the run's configuration, given to W&B with the run.

@@ -170,7 +170,7 @@ def _turned(matrix: torch.Tensor) -> bool:
 
 
 Moments = dict[str, torch.Tensor]
-Named = dict[str, Moments]  # by name of the parameter, and what it is
+Named = dict[str, Moments]  # by name of the parameter, then by name of its stored tensor
 
 
 @dataclass(frozen=True)
