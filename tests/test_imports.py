@@ -27,7 +27,7 @@ MOST_MODULES, MOST_LINES = 14, 600  # of a room, of a module
 # notebook's kernel never holds the TPU that the launched processes need.
 XLA_STACK = ("torch_xla", "jax", "jaxlib", "libtpu")
 XLA_MODULES = {
-    "distributed.cpu_simulation", "distributed.backends", "distributed.worker", "models.causal_lm",
+    "distributed.cpu_simulation", "distributed.backends", "distributed.mesh", "distributed.worker", "models.causal_lm",
     "xla.pallas", "xla.program", "xla.scan", "xla.sharding",
 }  # fmt: skip
 
@@ -194,7 +194,7 @@ def test_private_names_of_the_xla_stack_are_used_in_two_rooms() -> None:
         private += [
             ast.unparse(node) for node in nodes if re.match(r"(torch_xla|jax|xla_client)\._", ast.unparse(node))
         ]
-        if private and not name.startswith(("xla.", "distributed.cpu_simulation")):
+        if private and not name.startswith(("xla.", "distributed.cpu_simulation", "distributed.mesh")):
             wrong.append((name, private))
     assert not wrong
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tpu_kit.config.mesh import BATCH, Mesh, Spec
+from tpu_kit.distributed.mesh import put, read
 from tpu_kit.distributed.runtime import DeviceType, Runtime
 
 
@@ -177,18 +178,15 @@ class MeshRuntime(_XlaRuntime):
 
     def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Sends each device its rows, of tensors with two dimensions; all else is sent whole to each."""
-        from tpu_kit.xla import sharding
 
         def spec(tensor: torch.Tensor) -> Spec:
             return (BATCH, None) if tensor.ndim == 2 else (None,) * tensor.ndim
 
-        return [{name: sharding.put(one, spec(one)) for name, one in batch.items()} for batch in batches]
+        return [{name: put(one, spec(one)) for name, one in batch.items()} for batch in batches]
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Joins the shards on the host; see `Runtime.to_host`."""
-        from tpu_kit.xla import sharding
-
-        return [sharding.read(tensor.detach()) for tensor in tensors]
+        return [read(tensor.detach()) for tensor in tensors]
 
     def barrier(self) -> None:
         """Returns at once: there is one process."""

@@ -128,9 +128,9 @@ def _mesh_process(address: str, key: bytes, flag: str, payload: bytes, backend: 
         import torch_xla
 
         from tpu_kit.distributed.backends import MeshRuntime
-        from tpu_kit.xla import sharding
+        from tpu_kit.distributed.mesh import start
 
-        sharding.start(mesh)
+        start(mesh)
         return MeshRuntime(backend.device_type, mesh, torch_xla.device())
 
     status = 0

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
+from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.models import partition
 from tpu_kit.models.architecture import FEW_TILES
 from tpu_kit.xla.scan import Tensors, in_turn, scan
-from tpu_kit.xla.sharding import current_mesh
 
 _HIGH = 0x7FFFFFFF
 

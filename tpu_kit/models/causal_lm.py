@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.models import activation_checkpointing, attention, partition
 from tpu_kit.models.architecture import FAMILIES
 from tpu_kit.models.layer_scan import stacked_prefixes
@@ -27,7 +28,6 @@ from tpu_kit.models.loading import load_base, load_frozen
 from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported beside load_model
 from tpu_kit.models.quantization import QuantizedLinear
 from tpu_kit.storage import atomic
-from tpu_kit.xla.sharding import current_mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

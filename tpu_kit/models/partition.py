@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from tpu_kit.config.mesh import BATCH, Mesh, Spec
-from tpu_kit.xla.sharding import constrain, current_mesh, put
+from tpu_kit.distributed.mesh import current_mesh, put
+from tpu_kit.xla.sharding import constrain
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1")
 _ROW = ("o_proj", "down_proj", "dense", "fc2")

@@ -19,6 +19,7 @@ import torch
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import BATCH, resolve_mesh
 from tpu_kit.distributed.backends import TpuRuntime
+from tpu_kit.distributed.mesh import use_mesh
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.quantization import Scheme, replace_layers
@@ -27,7 +28,6 @@ from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import place, train_step
 from tpu_kit.xla import program
 from tpu_kit.xla.program import Program, is_input, lower, name_operations, placeholder, tensor_number
-from tpu_kit.xla.sharding import use_mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from tpu_kit.config.loader import OptimConfig
+from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.models import causal_lm as models
 from tpu_kit.training.loss import chunked_nll, rows_in_chunks, shift_labels
-from tpu_kit.xla.sharding import current_mesh
 
 
 class Sums(NamedTuple):

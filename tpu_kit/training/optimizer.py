@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tpu_kit.config.loader import OptimConfig
+from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.models.activation_checkpointing import mix
 from tpu_kit.models.architecture import ALONE
-from tpu_kit.xla.sharding import current_mesh
 
 
 @dataclass(frozen=True)

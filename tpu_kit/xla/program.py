@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from tpu_kit.config.mesh import Mesh, Spec
+from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.xla import hlo, hlo_memory
-from tpu_kit.xla.sharding import current_mesh, hlo_sharding
+from tpu_kit.xla.sharding import hlo_sharding
 
 # Products of sharded weights as gathers and one product: as loops over the shards a step compiles for minutes.
 _SPMD_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
