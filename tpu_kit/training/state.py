@@ -12,6 +12,7 @@ import torch
 
 from tpu_kit.config.loader import OptimConfig
 from tpu_kit.config.mesh import Spec
+from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import partition
@@ -66,7 +67,7 @@ class TrainState:
         self.parameters = models.trainable_parameters(model)
         wrong = [name for name, parameter in self.parameters.items() if parameter.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
-        self.stacks, self.tied = stacked_names(model), partition.is_tied(model)
+        self.stacks, self.tied = stacked_names(model), current_mesh() is not None and partition.is_tied(model)
         self.optimizer = OPTIMIZERS[optim.optimizer]
         self.groups = group(self.parameters, self.stacks, self.optimizer.block)
         # Zeros made on XLA would be constants of the first program, and the second step would compile again.
