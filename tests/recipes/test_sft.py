@@ -15,11 +15,10 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests.support import training_functions
 from tests.support.child_processes import run_python
-from tpu_kit.assets import embedded
 from tpu_kit.checkpointing import manager
 from tpu_kit.checkpointing.local_store import FolderStore
 from tpu_kit.config.loader import TrainConfig, load_config
@@ -38,31 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
 Configure = Callable[..., TrainConfig]
-ROWS, LENGTH = 48, 96
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers with the embedded tokenizer, and rows whose answers differ much in length."""
-    folder = tmp_path_factory.mktemp("world")
-    load = load_config(None, {"model.name": "embedded"})
-    tokenizer = load_tokenizer(load.model)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
-            )
-        )  # fmt: skip
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    lines = [
-        {"prompt": f"{row['question']}\n", "completion": row["answer"] if number % 2 else row["reasoning"]}
-        for number, row in enumerate(embedded.cot_rows("train", ROWS + 8))
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
+LENGTH = 96
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ class MeshRuntime(_XlaRuntime):
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Joins the shards on the host; see `Runtime.to_host`."""
-        return [read(tensor.detach()) for tensor in tensors]
+        return read([tensor.detach() for tensor in tensors])
 
     def barrier(self) -> None:
         """Returns at once: there is one process."""

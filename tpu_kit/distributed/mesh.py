@@ -65,19 +65,32 @@ def put(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
     return found
 
 
-def read(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor of the devices, on the CPU; nothing is compiled."""
+def read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies whole tensors of the devices to the CPU; nothing is compiled.
+
+    Of a sharded tensor all programs that were started are awaited; of another one the program that computes it.
+    """
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    sharded = ["devices=" in torch_xla._XLAC._get_xla_sharding_spec(tensor) for tensor in tensors]
+    if any(sharded):
+        xm.wait_device_ops()
+    return [_joined(one) if parts else one.cpu() for one, parts in zip(tensors, sharded, strict=True)]
+
+
+def _joined(tensor: torch.Tensor) -> torch.Tensor:
     import torch_xla
 
     shards = torch_xla._XLAC._get_local_shards([tensor])[0]
     places = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])[0]
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    seen = set()
+    done = set()
     for (shard, _), (_, box) in zip(shards, places, strict=True):
-        if (key := repr(box)) not in seen:
-            seen.add(key)
+        if (place := repr(box)) not in done:
+            done.add(place)
             part = whole if box is Ellipsis else whole[tuple(box)]
-            part.copy_(shard[tuple(map(slice, part.shape))])
+            part.copy_(shard[tuple(map(slice, part.shape))])  # without the padding of a shard
     return whole
 
 

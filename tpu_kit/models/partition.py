@@ -12,7 +12,7 @@ by which the product itself is split. Rules that worked, and why, are in the roo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -221,13 +221,7 @@ def is_tied(model: torch.nn.Module) -> bool:
     return head is not None and head.weight is causal.get_input_embeddings().weight
 
 
-def check_shape(mesh: Mesh, heads: int, kv_heads: int, sizes: Mapping[str, int]) -> Sequence[str]:
-    """What of a model's sizes a mesh does not divide, a text for each, with the numbers."""
-    problems = []
-    for name, count in {"attention heads": heads, "key-value heads": kv_heads}.items():
-        if count % mesh.model:
-            problems.append(f"{count} {name} do not divide by model={mesh.model}")
-    for name, size in sizes.items():
-        if size % (mesh.fsdp * mesh.model):
-            problems.append(f"{name} {size} does not divide by {mesh.fsdp * mesh.model} (fsdp x model)")
-    return problems
+def check_heads(mesh: Mesh, heads: int, kv_heads: int) -> list[str]:
+    """Returns the problems of a model axis that does not divide the attention heads, with the numbers."""
+    counts = {"attention heads": heads, "key-value heads": kv_heads}
+    return [f"{n} {name} do not divide by model={mesh.model}" for name, n in counts.items() if n % mesh.model]

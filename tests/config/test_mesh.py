@@ -1,0 +1,87 @@
+"""How users write a mesh, and what is refused, with the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpu_kit.config.fields import ConfigError
+from tpu_kit.config.loader import load_config
+from tpu_kit.config.mesh import Mesh, environment_mesh, resolve_mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "mesh"),
+    [
+        ("fsdp=8", 8, Mesh(1, 8, 1)),
+        ("data=2, fsdp=-1", 8, Mesh(2, 4, 1)),
+        ("model=4,fsdp=16", 64, Mesh(1, 16, 4)),
+        ("data=-1", 4, Mesh(4, 1, 1)),
+    ],
+)
+def test_a_mesh_is_read(text: str, devices: int, mesh: Mesh) -> None:
+    assert resolve_mesh(text, devices) == mesh
+    assert resolve_mesh(str(mesh), devices) == mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("fsdp=3", "launch.mesh=fsdp=3 is a mesh of 3 devices, and there are 8; use fsdp=8, or data=2,fsdp=4"),
+        ("data=3,fsdp=-1", "3 does not divide the 8 devices, so nothing is left for -1; use fsdp=8"),
+    ],
+)
+def test_a_mesh_of_another_number_of_devices(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match="devices") as error:
+        resolve_mesh(text, 8)
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"mesh": "tensor=8"}, "has 'tensor=8', and is made of data=N, fsdp=N, model=N"),
+        ({"mesh": "fsdp"}, "has 'fsdp', and is made of"),
+        ({"mesh": "fsdp=2,fsdp=4"}, "names fsdp twice"),
+        ({"mesh": "fsdp=0"}, "gives fsdp the size '0'; use 1 or more, or -1"),
+        ({"mesh": "fsdp=-1,data=-1"}, "has -1 twice"),
+        ({"mesh": "fsdp=8", "num_replicas": 8}, "has its own number of devices; remove launch.num_replicas"),
+        ({"mesh": "fsdp=8", "device_type": "cuda"}, "needs XLA, and launch.device_type=cuda"),
+        ({"mesh": "fsdp=4,model=2", "base_dtype": "int4"}, "splits columns that int4 keeps two in a byte"),
+        ({"mesh": "fsdp=8", "optimizer": "adamw8bit"}, "would not shard the blocks of optim.optimizer=adamw8bit"),
+        ({"mesh": "fsdp=8", "remat": "none"}, "needs layers that run as a loop"),
+    ],
+)
+def test_what_a_mesh_cannot_be_with(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, changes)
+    assert error.value.problems[0].startswith("launch.mesh: ")
+    assert problem in error.value.problems[0]
+
+
+def test_yaml_may_give_a_mapping(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("launch:\n  mesh: {data: 2, fsdp: -1}\n")
+    config = load_config(tmp_path / "run.yaml")
+    assert config.launch.mesh == "data=2,fsdp=-1"
+    (tmp_path / "again.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+def test_the_variables_of_published_guides() -> None:
+    both = {"TPU_MESH_CONFIG": "4,4,2", "TPU_AXIS_NAMES": "data,model,fsdp"}
+    assert environment_mesh(both) == "data=4,model=4,fsdp=2"
+    assert environment_mesh({}) is None
+    with pytest.raises(ValueError, match="both are needed, with a size for each name"):
+        environment_mesh({"TPU_MESH_CONFIG": "4,4"})
+    with pytest.raises(ValueError, match="TPU_AXIS_NAMES=data,tensor: the mesh has 'tensor=2'"):
+        environment_mesh({"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,tensor"})
+
+
+def test_devices_are_numbered_with_the_last_axis_fastest() -> None:
+    mesh = Mesh(2, 2, 2)
+    assert mesh.coordinates(0) == {"data": 0, "fsdp": 0, "model": 0}
+    assert mesh.coordinates(5) == {"data": 1, "fsdp": 0, "model": 1}
+    assert mesh.shard_shape((("model", "fsdp"), None), (8, 3)) == (2, 3)
+    assert mesh.fitted((("model", "fsdp"), "data"), (6, 4)) == (None, "data")

@@ -1,0 +1,125 @@
+"""Training over a mesh of virtual devices equals training on one device, and resumes bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.recipes import sft
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_xla"),
+    pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed"),
+]
+STEPS = 6
+MESHES = ("data=8", "fsdp=8", "model=2,fsdp=4", "data=2,fsdp=2,model=2")
+
+
+def run(world: Path, folder: Path, mesh: str | None, **changes: Any) -> TrainConfig:
+    """Eight rows an update in two passes, with all that a step has: clipping, average, packing, decay, tiles."""
+    shards = {None: 1, "model=2,fsdp=4": 4, "data=2,fsdp=2,model=2": 4, "fsdp=4": 4}.get(mesh, 8)
+    settings = {
+        "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4, "source": str(world / "rows.jsonl"),
+        "max_length": 96, "eval_rows": 8, "max_steps": STEPS, "learning_rate": 1e-2, "loss_chunk": 48, "mlp_tile": 96,
+        "global_batch_size": 16, "batch_size": 8 // shards, "ema_decay": 0.9, "weight_decay": 0.01, "remat": "full",
+        "scan_layers": "on", "save_steps": 1, "checkpoint.keep": STEPS, "logging_steps": 1, "max_grad_norm": 0.5,
+        "output_dir": str(folder), "device_type": "xla-cpu", "mesh": mesh,
+        **({"num_replicas": 1} if mesh is None else {}), **changes,
+    }  # fmt: skip
+    config = load_config(None, settings)
+    assert sft.train(config).status == "finished"
+    return config
+
+
+def losses(config: TrainConfig) -> torch.Tensor:
+    lines = map(json.loads, (config.output_path / "metrics.jsonl").read_text().splitlines())
+    return torch.tensor([line["loss"] for line in lines if line["kind"] == "train"])
+
+
+def saved(config: TrainConfig, step: int) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds for resuming."""
+    (folder,) = (config.output_path / "checkpoints").glob(f"*{step:08}*")
+    return {name: tensor for file in folder.glob("training.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def single(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], TrainConfig]:
+    made: list[TrainConfig] = []
+
+    def get() -> TrainConfig:
+        if not made:
+            made.append(run(world, tmp_path_factory.mktemp("single"), None))
+        return made[0]
+
+    return get
+
+
+def check_equal(mine: TrainConfig, reference: TrainConfig) -> None:
+    torch.testing.assert_close(losses(mine), losses(reference), rtol=0, atol=1e-5)
+    first, wanted = saved(mine, 1), saved(reference, 1)
+    moments = [name for name in wanted if name.startswith("moments/first/")]
+    assert moments, sorted(wanted)
+    for name in moments:  # a tenth of the clipped gradient
+        torch.testing.assert_close(first[name], wanted[name], rtol=0, atol=1e-5 * float(wanted[name].abs().max()))
+    last, wanted = saved(mine, STEPS), saved(reference, STEPS)
+    assert last.keys() == wanted.keys()
+    for name in [name for name in wanted if name.startswith(("parameters/", "average/"))]:
+        start = saved(reference, 1)[name]
+        apart, moved = (last[name] - wanted[name]).norm(), (wanted[name] - start).norm()
+        assert apart <= 1e-3 * moved + 1e-7, (name, float(apart), float(moved))
+
+
+def test_a_mesh_trains_like_one_device_and_resumes_bit_for_bit(
+    world: Path, tmp_path: Path, single: Callable[[], TrainConfig], capfd: pytest.CaptureFixture[str]
+) -> None:
+    mesh = MESHES[-1]
+    whole = run(world, tmp_path / "whole", mesh)
+    check_equal(whole, single())
+    assert "a mesh of 8 devices, data=2,fsdp=2,model=2" in capfd.readouterr().err
+    lines = [json.loads(line) for line in (whole.output_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert len({line["compiles"] for line in steps[1:]}) == 1, "a step after the second compiled"
+    assert all(line["host_syncs_per_step"] == 0 for line in steps)
+
+    again = tmp_path / "again"
+    again.mkdir()
+    shutil.copytree(whole.output_path / "checkpoints", again / "checkpoints")
+    for folder in (again / "checkpoints").iterdir():
+        if folder.is_dir() and not folder.name.endswith(f"{3:08}"):
+            shutil.rmtree(folder)
+    resumed = run(world, again, mesh)
+    before, after = saved(whole, STEPS), saved(resumed, STEPS)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES[:-1])
+def test_other_meshes_train_like_one_device(
+    world: Path, tmp_path: Path, single: Callable[[], TrainConfig], mesh: str
+) -> None:
+    check_equal(run(world, tmp_path / "mesh", mesh), single())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_device_is_gone_on_from_on_a_mesh(
+    world: Path, tmp_path: Path, single: Callable[[], TrainConfig]
+) -> None:
+    reference = single()
+    shutil.copytree(reference.output_path / "checkpoints", tmp_path / "checkpoints")
+    for folder in (tmp_path / "checkpoints").iterdir():
+        if folder.is_dir() and not folder.name.endswith(f"{3:08}"):
+            shutil.rmtree(folder)
+    resumed = run(world, tmp_path, "fsdp=4")
+    last, wanted = saved(resumed, STEPS), saved(reference, STEPS)
+    for name in [name for name in wanted if name.startswith("parameters/")]:
+        torch.testing.assert_close(last[name], wanted[name], rtol=0, atol=1e-5)
