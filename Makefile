@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 # Replicas that `make train` and `make train-real` rehearse with; of the real model fewer, see "cannot cover" in tests/README.md.
 REPLICAS ?= 4
 REAL_REPLICAS ?= 2
+# A mesh over which `make train` shards the model in place of replicas, such as fsdp=4.
+MESH ?=
 # Processes that share the quick tests, a file each. More than two want a core each: replicas wait for one another.
 WORKERS ?= 2
 # Another index for torch's wheels: make TORCH_INDEX=https://... test
@@ -32,7 +34,8 @@ install: $(VENV)/installed
 
 train: export PJRT_DEVICE := CPU
 train: $(VENV)/installed
-	@$(BIN)/python -m tpu_kit notebooks notebooks/4-train-cot-sft.ipynb num_replicas=$(REPLICAS) eval_rows=100 generate_rows=100
+	@$(BIN)/python -m tpu_kit notebooks notebooks/4-train-cot-sft.ipynb eval_rows=100 generate_rows=100 \
+		$(if $(MESH),mesh=$(MESH),num_replicas=$(REPLICAS))
 
 notebooks: export PJRT_DEVICE := CPU
 notebooks: $(VENV)/installed

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 AXES = ("data", "fsdp", "model")
 BATCH = ("data", "fsdp")
 """The axes over which rows are sharded."""
@@ -63,6 +65,11 @@ class Mesh:
         for name, size in reversed(self.sizes.items()):
             device, found[name] = divmod(device, size)
         return {name: found[name] for name in AXES}
+
+    def layout(self) -> str:
+        """The numbers of the devices by axis, such as "[[0, 1], [2, 3]] by data, fsdp"."""
+        used = [name for name in AXES if self.sizes[name] > 1] or ["fsdp"]
+        return f"{np.arange(self.size).reshape([self.sizes[name] for name in used]).tolist()} by {', '.join(used)}"
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1) or "fsdp=1"

@@ -18,11 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from tpu_kit.config.fields import ConfigError
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.chips import MIB, NO_KERNELS
 from tpu_kit.hardware.slices import TargetSlice, find_slice
 from tpu_kit.models.architecture import Shape, UnknownFamilyError, read_shape
+from tpu_kit.models.partition import check_heads
 from tpu_kit.planning.compile_check import Compiled, Effort
 from tpu_kit.planning.cost import StepTime, TimePlan, Work, step_time, time_plan, work
 from tpu_kit.planning.memory_estimate import RESERVE, Advice, Inference, advise, estimate, inference, largest, reserve
@@ -227,6 +230,13 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
             raise
         shape = None
     rows = Rows(None) if config.optim.max_steps else count_rows(config)
+    if config.launch.mesh is not None:
+        if not exact:
+            raise ValueError(
+                f"launch.mesh={config.launch.mesh}: the formula is for replicas, and only the TPU compiler knows the "
+                "memory of a mesh; add --exact, or exact=True"
+            )
+        return [on_mesh(config, where, shape, rows) for where in places]
     if shape is None:
         return [by_compiler_alone(config, where, rows) for where in places]
     found = [by_formula(config, shape, where, rows) for where in places]
@@ -463,6 +473,45 @@ def by_compiler_alone(config: TrainConfig, where: TargetSlice, rows: Rows) -> Pl
     compiled = _compile(config, where, "full")
     found = Plan(where, config, (), False, 0, {}, "compiler", None, None, None, None, note="; ".join(notes))
     return _with(found, compiled, None, rows)
+
+
+def on_mesh(config: TrainConfig, where: TargetSlice, shape: Shape | None, rows: Rows) -> Plan:
+    """Makes the plan of a model that is sharded over the devices of a slice, for the given batch size.
+
+    Raises:
+        CompilerUnavailable: the compiler cannot run here.
+        ConfigError: the batch size is not given, or the mesh does not divide the attention heads.
+        ValueError: the mesh is of another number of devices.
+    """
+    mesh = check_mesh(config, where.replicas, shape)
+    compiled = _compile(config, where, "full")
+    shared = replace(where, replicas=mesh.batch_shards)
+    found = Plan(shared, config, (), False, 0, {}, "compiler", None, None, None, None, note=f"mesh {mesh}")
+    found = _with(found, compiled, None, rows)
+    if found.time is None or not where.chip.ici_bandwidth:
+        return found
+    moved = sum(one.bytes for one in compiled.collectives)
+    seconds = moved / (where.chip.ici_bandwidth / 2)  # published for both directions
+    note = f"{found.note}; collectives of {moved / 1e9:.1f} GB a chip, {seconds:.2f} s of ICI, partly hidden"
+    return replace(found, note=note)
+
+
+def check_mesh(config: TrainConfig, devices: int, shape: Shape | None) -> Mesh:
+    """Returns the run's mesh on so many devices.
+
+    Raises:
+        ConfigError: the batch size is not given, or the mesh does not divide the attention heads.
+        ValueError: the mesh is of another number of devices.
+    """
+    assert config.launch.mesh is not None
+    mesh = resolve_mesh(config.launch.mesh, devices)
+    problems = check_heads(mesh, shape.heads, shape.kv_heads) if shape else []
+    problems = [f"launch.mesh: {mesh}: {one}; use a smaller model axis, and fsdp for the rest" for one in problems]
+    if config.optim.batch_size == "auto":
+        problems.append(f'optim.batch_size: "auto" is not chosen for launch.mesh={mesh}; give the rows of a shard')
+    if problems:
+        raise ConfigError(problems)
+    return mesh
 
 
 def _compile(config: TrainConfig, where: TargetSlice, effort: Effort) -> Compiled:

@@ -5,6 +5,7 @@ The predictions are by formula. What the formula does not know is reported, and 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 from tpu_kit.checkpointing.manager import scan
@@ -17,7 +18,7 @@ from tpu_kit.hardware.slices import find_slice
 from tpu_kit.models.architecture import Shape, read_shape
 from tpu_kit.planning.cost import StepTime, host_rate, step_time, work
 from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
-from tpu_kit.planning.planner import LEAST_UPDATES, Rows, best_batch, check_passes, count_rows
+from tpu_kit.planning.planner import LEAST_UPDATES, Rows, best_batch, check_mesh, check_passes, count_rows
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,12 @@ def _sharded(config: TrainConfig, exact: bool, at: Machine | None, rows: int | N
     """As `check_before_launch`, for a mesh: the formula is for replicas, so only the compiler can tell what fits."""
     backend = detect(config.launch, at)
     assert backend.mesh is not None
-    mesh = backend.mesh
-    if config.optim.batch_size == "auto":
-        raise ConfigError(
-            [f'optim.batch_size: "auto" is not chosen for launch.mesh={mesh}; give the rows of a shard, such as 1']
-        )
+    shape = None
+    with contextlib.suppress(ValueError):  # of a family that only the model itself knows
+        shape = read_shape(config.model)
+    mesh = check_mesh(config, backend.mesh.size, shape)
     config, notes = _filled_batch(config, mesh.batch_shards, rows)
-    notes.append(f"launch.mesh={mesh}: {mesh.size} devices, rows divided by {mesh.batch_shards}")
+    notes.append(f"launch.mesh={mesh}: rows divided by {mesh.batch_shards}; devices {mesh.layout()}")
     where = find_slice((at or Machine()).tpus()[0], mesh.size) if backend.device_type == "tpu" else None
     if not exact:
         notes.append("memory not known by formula for a mesh; exact=true asks the TPU compiler")
