@@ -423,9 +423,8 @@ def _mesh_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if config.optim.optimizer == "adamw8bit":
         text = "would not shard the blocks of optim.optimizer=adamw8bit; use adafactor or adamw"
         yield "launch.mesh optim.optimizer", text
-    if config.optim.remat == "none" or config.optim.scan_layers == "off":
-        text = "needs layers that run as a loop; remove optim.scan_layers=off, and use optim.remat=full or outputs"
-        yield "launch.mesh optim.scan_layers optim.remat", text
+    if config.optim.scan_layers == "off":
+        yield "launch.mesh optim.scan_layers", "needs layers that run as a loop; remove optim.scan_layers=off"
     if config.tracking.eval_generate_rows:
         text = "has no generation while it trains; set tracking.eval_generate_rows=0"
         yield "launch.mesh tracking.eval_generate_rows", text

@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.config.loader import OptimConfig
+from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.models import activation_checkpointing, architecture, attention, partition
 from tpu_kit.models.activation_checkpointing import SeededDropout, autocast_now, chunk_mlp, is_tiled, mix
 from tpu_kit.xla.scan import Tensors, after, scan
@@ -281,7 +282,7 @@ FAMILIES = tuple(name for name, family in architecture.FAMILIES.items() if famil
 
 
 def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> str | None:
-    """Makes a decoder run its layers as loops, depending on `optim.scan_layers`; "auto" does on TPU.
+    """Makes a decoder run its layers as loops, depending on `optim.scan_layers`; "auto" does on TPU and on a mesh.
 
     Args:
         decoder: see `stack`.
@@ -292,13 +293,14 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> str | Non
         None if the layers are loops now; else the reason, "" if a loop was not requested.
 
     Raises:
-        ValueError: optim.scan_layers=on, and the layers cannot run as a loop.
+        ValueError: optim.scan_layers=on, or there is a mesh, and the layers cannot run as a loop.
     """
     keeps = optim.remat == "outputs"  # on XLA only in a loop
     loops = device_type == "tpu" or (keeps and device_type == "xla-cpu")
-    if optim.scan_layers == "off" or (optim.scan_layers == "auto" and not loops):
+    wanted = optim.scan_layers if current_mesh() is None else "on"  # the loop shards the weights of each layer
+    if wanted == "off" or (wanted == "auto" and not loops):
         return ""
-    if optim.scan_layers == "auto":
+    if wanted == "auto":
         if optim.remat == "none":
             return f"optim.remat={optim.remat} keeps what a loop would compute again"
         if (family := decoder.config.model_type) not in FAMILIES:
@@ -306,11 +308,12 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> str | Non
     try:
         stack(decoder, None if keeps else optim.mlp_tile, keeps)
     except CannotScanError as error:
-        if optim.scan_layers == "auto":
+        if wanted == "auto":
             return str(error)
-        raise ValueError(
-            f"optim.scan_layers=on, but {type(decoder).__name__} cannot: {error}; set it to off"
-        ) from error
+        asked, fix = ("optim.scan_layers=on", "set it to off")
+        if current_mesh() is not None:
+            asked, fix = ("launch.mesh needs layers that run as a loop", "remove launch.mesh")
+        raise ValueError(f"{asked}, but {type(decoder).__name__} cannot: {error}; {fix}") from error
     return None
 
 

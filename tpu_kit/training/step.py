@@ -13,6 +13,7 @@ from functools import partial, reduce
 import torch
 
 from tpu_kit.config.loader import OptimConfig, TrainConfig
+from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_scan import scan_layers
@@ -53,6 +54,8 @@ def place(
         unrolled = f"{unrolled or 'optim.scan_layers=off'}; without a loop remat=outputs is remat=full"
     if unrolled and rt.rank == 0:
         print(f"layers           unrolled: {unrolled}", flush=True)
+    if current_mesh() is not None and config.optim.remat == "none":
+        print("layers           recomputed: on a mesh optim.remat=none is optim.remat=full", flush=True)
     if unrolled is not None and config.optim.remat != "none":
         models.enable_remat(model, rt.device_type, keeps)
     if saved:
