@@ -113,6 +113,8 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "backends.TpuRuntime.barrier": (1, NEVER, "the barrier by `xm.rendezvous`"),
     "backends.TpuRuntime.local_rank": (1, NEVER, "a replica's number on its host"),
     "backends.TpuRuntime.memory": (1, NEVER, "the memory that the runtime reports"),
+    "preflight._sharded": (2, RECORDED, "test_preflight"),
+    "runtime._mesh": (3, RECORDED, "test_runtime"),
     "runtime._choose": (4, RECORDED, "test_runtime"),
     "runtime._require": (3, RECORDED, "test_runtime"),
     "layer_scan.scan_layers": (1, COMPILER, "test_compile_check"),

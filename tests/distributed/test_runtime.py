@@ -10,6 +10,7 @@ import pytest
 from tests.support import replica_functions
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import LaunchConfig, load_config
+from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.runtime import detect
@@ -118,6 +119,22 @@ def test_what_cannot_be_had(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         detect(launch_config, machine(tmp_path, tpus, environ, xla))
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_mesh_is_of_the_devices_that_are_there(tmp_path: Path) -> None:
+    tpus = machine(tmp_path / "tpu", tpus=8)
+    found = detect(LaunchConfig(mesh="data=2,fsdp=-1"), tpus)
+    assert (found.device_type, found.mesh) == ("tpu", Mesh(data=2, fsdp=4))
+    assert str(found).startswith("device_type=tpu, a mesh of 8 devices, data=2,fsdp=4: ")
+    with pytest.raises(ValueError, match="a mesh of 4 devices, and there are 8; use fsdp=8, or data=2,fsdp=4"):
+        detect(LaunchConfig(mesh="fsdp=4"), tpus)
+    rehearsal = detect(LaunchConfig(device_type="xla-cpu", mesh="fsdp=3"), machine(tmp_path / "none"))
+    assert rehearsal.mesh == Mesh(fsdp=3)
+    rest = detect(LaunchConfig(device_type="xla-cpu", mesh="fsdp=-1"), machine(tmp_path / "none"))
+    assert rest.mesh == Mesh(fsdp=4)
+    with pytest.raises(ValueError, match=r"launch\.mesh=fsdp=2 needs XLA, and the launch runs on cpu"):
+        detect(LaunchConfig(mesh="fsdp=2"), machine(tmp_path / "none"))
 
 
 def test_the_loud_line() -> None:

@@ -160,7 +160,21 @@ def test_the_sweep_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_settings_and_modules_named_in_the_text_exist(path: Path) -> None:
     known = {one.partition("=")[0].strip() for one in re.findall(r"`(\w+ ?= ?[^`]*)`", prose(TEXTS[path]))}
-    known -= {"dtype", "key", "score", "prompt", "adapter", "format", "fused", "config_file", "nprocs", "kit_source"}
+    known -= {
+        "data",
+        "fsdp",
+        "model",
+        "dtype",
+        "key",
+        "score",
+        "prompt",
+        "adapter",
+        "format",
+        "fused",
+        "config_file",
+        "nprocs",
+        "kit_source",
+    }
     leaves = {one.leaf for one in parameters().values()}
     strange = {name for name in known if name not in leaves and not name.isupper()}
     assert not strange, strange

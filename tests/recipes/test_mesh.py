@@ -31,8 +31,8 @@ def run(world: Path, folder: Path, mesh: str | None, **changes: Any) -> TrainCon
         "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4, "source": str(world / "rows.jsonl"),
         "max_length": 96, "eval_rows": 8, "max_steps": STEPS, "learning_rate": 1e-2, "loss_chunk": 48, "mlp_tile": 96,
         "global_batch_size": 16, "batch_size": 8 // shards, "ema_decay": 0.9, "weight_decay": 0.01, "remat": "full",
-        "scan_layers": "auto" if mesh else "on", "save_steps": 1, "checkpoint.keep": STEPS, "logging_steps": 1, "max_grad_norm": 0.5,
-        "output_dir": str(folder), "device_type": "xla-cpu", "mesh": mesh,
+        "scan_layers": "auto" if mesh else "on", "save_steps": 1, "checkpoint.keep": STEPS, "logging_steps": 1,
+        "max_grad_norm": 0.5, "output_dir": str(folder), "device_type": "xla-cpu", "mesh": mesh,
         **({"num_replicas": 1} if mesh is None else {}), **changes,
     }  # fmt: skip
     config = load_config(None, settings)
