@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.models import partition
 from tpu_kit.models.activation_checkpointing import tiles_of
 from tpu_kit.xla.scan import Tensors, scan
@@ -55,12 +56,14 @@ def rows_in_chunks(hidden: torch.Tensor, labels: torch.Tensor, chunk: int) -> tu
     Args:
         hidden: (B, S, H) last hidden states.
         labels: (B, S), already shifted.
-        chunk: tokens of a row in a chunk; S is divided into equal parts of at most so many.
+        chunk: tokens of a device's rows in a chunk; S is divided into equal parts.
 
     Returns:
         (S / c, B * c, H) hidden states, (S / c, B * c) labels, and B * c.
     """
-    parts = tiles_of(hidden.shape[1], chunk)
+    mesh = current_mesh()
+    rows = hidden.shape[0] // mesh.batch_shards if mesh else hidden.shape[0]
+    parts = tiles_of(hidden.shape[1], max(1, chunk // rows))
     states, targets = (partition.tiles(tensor, parts).flatten(1, 2) for tensor in (hidden, labels))
     return states, targets, targets.shape[1]
 
