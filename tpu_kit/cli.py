@@ -1,7 +1,8 @@
-"""The command line: `python -m tpu_kit COMMAND [files] [--flags] [key=value ...]`, a `@command` function for each.
+"""The command line: `python -m tpu_kit COMMAND [files] [--flags] [key=value ...]`.
 
-argparse reads files and flags. A `key=value` sets a field of the command's own dataclasses, or else a parameter of the
-run's configuration. A command imports its modules when it runs, so help and refusals do not load torch.
+Each command is a `@command` function. argparse reads files and flags. A `key=value` sets a field of the command's own
+dataclasses, or else a parameter of the run's configuration. A command imports its modules when it runs, so help and
+error messages do not load torch.
 """
 
 from __future__ import annotations

@@ -78,12 +78,12 @@ def section(printed: str) -> str:
 Memory of a device in GiB, as `python -m tpu_kit plan` computes it and as libtpu 0.0.21 reports it after compiling the
 same step. `python -m tests.benchmarks.formula` prints this table, and `make test-slow` compiles the steps again.
 
-Configurations marked "held out" were chosen before they were compiled, and were not used to develop the formula. The
-formula had missed other held-out configurations by up to -12 % (Gemma 3 in int4; 8-bit AdamW; LoRA on SmolLM2, Qwen3
-and TinyLlama); these were then used to correct it. It had missed full fine-tuning of Qwen2.5-1.5B with 8-bit AdamW
-(v4, two rows) by 18.5 %: the update directions of all layers existed at the same time, and the step took 23.03 GiB.
-The optimizer now updates stacked weights layer by layer, the step takes 18.65 GiB, and it was used to correct the
-formula, too.
+Configurations marked "held out" were chosen before they were compiled, and were not used to develop the formula. For
+earlier held-out configurations (Gemma 3 in int4; 8-bit AdamW; LoRA on SmolLM2, Qwen3 and TinyLlama), the error was up
+to -12 %. They were then used to correct the formula, and are no longer marked. For full fine-tuning of Qwen2.5-1.5B
+with 8-bit AdamW (v4, two rows), the error was 18.5 %: the update directions of all layers existed at the same time, and
+the step took 23.03 GiB. The optimizer now updates stacked weights layer by layer, and the step takes 18.65 GiB. This
+configuration was also used to correct the formula.
 
 <details><summary>{summary}</summary>
 

@@ -1,5 +1,5 @@
 """The embedded model, its word problems, and the shapes of known models; nothing here needs a download.
 
 Offers `embedded` (the model, its tokenizer and its rows). `tests/support/make_embedded.py` trains the model.
-Must not know any other room.
+Must not import any other folder of tpu_kit.
 """

@@ -4,7 +4,7 @@
   step-00000400/
     3f9a1c07b2de/            the files of one attempt to save it, with a unique name
       adapter_model.safetensors, state.json, ...
-    manifest.0.json          the marker: see manifest.py; names that folder; created only if there is none
+    manifest.0.json          the marker (see manifest.py); it names the folder above; created only if absent
     manifest.1.json          the same step, saved again: the larger number counts, and the other is deleted
     manifest.0.json.corrupt  set aside by `CheckpointManager.newest`
   writer-00000000.json       see `Lease`

@@ -1,4 +1,4 @@
-"""Stores checkpoints in a folder of this machine: each is written beside its place, then renamed.
+"""Stores checkpoints in a folder of this machine: each is written to a temporary folder next to it, then renamed.
 
 <output_dir>/checkpoints/
   step-00000400/             a complete checkpoint; only its manifest counts, not its name

@@ -1,4 +1,8 @@
-"""A device mesh: named axes over which batches and weights are sharded, and how users write one."""
+"""A device mesh: named axes over which batches and weights are sharded, and how users write one.
+
+This module refuses texts that are no mesh, and sizes that are not the number of devices. `schema.conflicts` refuses
+settings that a mesh does not support, and `partition.check_heads` a model axis that does not divide the heads.
+"""
 
 from __future__ import annotations
 

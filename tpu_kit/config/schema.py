@@ -1,6 +1,6 @@
 """Declares every parameter of a run with its type, default, bounds and meaning, and the rules across parameters.
 
-loader.py reads the values; other modules import the sections from there.
+loader.py reads the values; other modules import the sections from loader.py.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ The mask comes from the tokenizer's own chat template: from its `{% generation %
 conversation up to each assistant turn, which must be the beginning of the whole rendering. Token ids are never compared
 with the padding id: in many tokenizers it is also the end-of-turn token.
 
-Many templates drop reasoning: all of it, the reasoning of earlier turns, or the keys of a message beside its content.
-Reasoning that carries loss is kept in one of three ways, always after the prompt of inference: another form of the
-message (tags in its content, `reasoning_content`); one document for each reply whose reasoning the next turn removes;
-the reply appended to the template's prompt.
+Many templates drop reasoning: all of it, that of earlier turns, or all keys of a message except its content. Reasoning
+that carries loss is kept in one of three ways: the message gets another form (tags in its content, or
+`reasoning_content`); each reply whose reasoning the next turn removes becomes a document; or the reply is appended to
+the template's prompt. In each way it follows the same prompt as at inference.
 """
 
 import json

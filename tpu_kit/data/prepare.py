@@ -1,4 +1,4 @@
-"""Prepares the data of a run: loads rows, holds out, tokenises, checks, packs and reports.
+"""Prepares the data of a run: loads rows, splits off held-out rows, tokenises, checks, packs and reports.
 
 The result of `prepare` depends on its arguments alone, and a checkpoint keeps its `fingerprint`. `prepare_once` runs it
 in one process of a host. The other replicas memory-map the arrays that it writes, so the host holds them once.

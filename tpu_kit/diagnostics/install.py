@@ -1,4 +1,6 @@
-"""Installs the kit's packages with one command of pip or uv, and checks that they pair. Needs nothing but Python.
+"""Installs the kit's packages with one command of pip or uv, and checks that their versions match.
+
+It needs nothing but Python.
 
     from tpu_kit.diagnostics import install
     install.ensure(kit_source)

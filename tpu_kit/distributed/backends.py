@@ -1,7 +1,7 @@
 """What a replica does on its device: the implementations of `runtime.Runtime`, one for each kind of device.
 
 On PyTorch's own devices tensors are computed at once, and torch.distributed connects the processes. On torch_xla's
-devices tensors are lazy, and a cut of the graph runs it as one program.
+devices tensors are lazy, and `sync` runs the recorded graph as one program.
 """
 
 from __future__ import annotations

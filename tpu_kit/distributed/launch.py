@@ -7,13 +7,13 @@
          |                                                             |
          +-- text of rank 0 (stdout, stderr), a socket of messages ----+
 
-Any end of the caller ends the launcher and all replicas. One CPU replica runs inline: there is no device to keep free.
-preemption.py has what ends a launch early, and how a training loop then saves first.
+If the calling process ends for any reason, the launcher and all replicas end. One CPU replica runs in the calling
+process: there is no device to keep free. preemption.py stops a launch early, after the training loop has saved.
 
-This module is the calling process's side: it starts the launcher, passes its text on, and judges how it ends. Every
-replica is connected to it (worker.py lists the messages), and the launcher reports each process that dies. Whether the
-replicas still work is read from /proc, so that a replica that holds the GIL in a long compile need not answer; and from
-the steps that they start, because a replica can also compute for ever.
+This module runs in the calling process: it starts the launcher, prints its text, and decides from its end whether the
+launch succeeded. Every replica is connected to it (worker.py lists the messages), and the launcher reports each process
+that dies. To see whether the replicas still work, this module reads /proc, because a replica that holds the GIL in a
+long compile cannot answer, and the steps that they start, because a replica can also compute for ever.
 """
 
 from __future__ import annotations

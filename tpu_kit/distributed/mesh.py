@@ -1,4 +1,4 @@
-"""The mesh of a process that drives several devices: its start, and tensors on their way there and back.
+"""Starts the mesh of a process that drives several devices, and copies tensors to its devices and back.
 
 `put` gives each device its shard of a tensor, `read` joins the shards. Both take torch_xla's private functions for
 shards: the public ones compile a program, or hold the whole tensor on the device.

@@ -1,8 +1,8 @@
 """Chooses the backend, states the memory of each replica, and defines the interface of a replica.
 
-`detect` and `device_memory_budget` look at the machine from the calling process and initialise no device. In a
-replica, `current()` is what the training step talks to: its rank, its device, cutting the lazy graph, the one
-collective, and reading the device. The classes that implement it are in `backends`.
+`detect` and `device_memory_budget` look at the machine from the calling process and initialise no device. In a replica,
+`current()` is what the training step talks to: its rank, its device, running the lazy graph, the one collective, and
+reading the device. The classes that implement it are in `backends`.
 """
 
 from __future__ import annotations

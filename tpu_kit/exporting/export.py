@@ -5,7 +5,7 @@
 
 Every export is written to a temporary place, read again in a new process, compared with the tuned model on real
 prompts, and moved to its folder only if it is the same model. Weights are merged in fp32 and rounded last: merging in
-bf16 loses differences that are small beside the weights, as those of LoRA are.
+bf16 loses differences that are small compared with the weights, such as those of LoRA.
 """
 
 from __future__ import annotations

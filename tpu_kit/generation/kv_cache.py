@@ -1,8 +1,9 @@
 """The key/value cache of generation, and attention over it, for any model of transformers.
 
-Prompts are at the beginning of their rows: key j of row i, j < n_i, is in slot j, and the slots up to P, the width of
-the batch, have padding that the mask hides. Step t writes the keys of all rows into slot P + t, at position n_i + t. So
-all rows write to the same slot, and the mask is a function of n, P and t, which are inputs of the program: one decode
+The keys and values of a layer are two tensors (B, key-value heads, slots, head size); see `Buffers`. A slot holds one
+token. Row i has a prompt of n_i tokens, padded on the right to the width P of the batch: key j < n_i is in slot j, and
+the mask hides the other slots up to P. Step t writes the keys of all rows into slot P + t, at position n_i + t. So all
+rows write to the same slot, and the mask is a function of n, P and t, which are inputs of the program: one decode
 program serves all lengths.
 """
 

@@ -1,4 +1,4 @@
-"""Answers a question by a tree of thoughts, which spends more tokens on it.
+"""Answers a question with a tree of thoughts, which generates more tokens than a single reply.
 
     from tpu_kit.generation.tree_search import SearchOptions, think
     found = think(config, "Tom has 12 apples and gives 5 away. How many are left?", adapter_dir="runs/my-run/adapter")
@@ -6,8 +6,8 @@
 
 Tree of thoughts (Yao et al., arXiv:2305.10601) proposes several next steps of the reasoning, scores them, and continues
 from the best ones. A step is a line of the reasoning. The generator generates the steps of a level as one batch, and
-takes the keys and values of their chains from the cache of the previous level. Steps of earlier levels, to which
-best-first returns, and final answers need a prefill.
+takes the keys and values of the steps before them from the cache of the previous level. Final answers need a prefill,
+and so do steps of earlier levels, to which best-first search returns.
 """
 
 from __future__ import annotations

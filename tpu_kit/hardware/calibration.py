@@ -1,7 +1,8 @@
-"""Keeps the measurements of `verify` on this machine, for each kind of device, for `plan` and `train`.
+"""Stores the measurements that `verify` made on this machine, by kind of device; `plan` and `train` use them.
 
-They are a JSON file in the user's cache. Ratios correct predictions; `auto` does not take a kernel or a loop that
-failed. Results of other versions of torch_xla, libtpu or the kit are not used.
+A JSON file in the user's cache holds them. Ratios of measured to predicted values correct predictions. If the splash
+kernel failed, `Calibration.apply` changes attention=auto to flash or sdpa; if the loop over layers failed, it changes
+scan_layers=auto to off. Results of other versions of torch_xla, libtpu or tpu_kit are ignored.
 """
 
 from __future__ import annotations

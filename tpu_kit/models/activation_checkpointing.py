@@ -1,4 +1,4 @@
-"""Recomputing activations instead of keeping them: what a layer saves, MLPs over tiles, dropout that draws the same.
+"""Recomputing activations instead of keeping them: what a layer saves, MLPs over tiles, dropout with a repeatable mask.
 
 With optim.remat=outputs a layer keeps the results of matrix products and of attention, and recomputes the rest (norms,
 rotary angles, activation functions), which costs almost no FLOPs. It keeps about 60 % of the bytes of remat=none
@@ -11,8 +11,8 @@ a time. The backward pass recomputes each tile. In a layer that is recomputed an
 the compiler removes the unused MLP of the recomputed forward pass.
 
 `SeededDropout` draws its mask from a seed and the position, so that a recomputed layer draws the same mask. A generator
-with a state would draw the same mask in every turn of an XLA loop, or another one in the backward pass. The mask costs
-a few integer operations, fused with the product, and is not saved.
+with a state would draw the same mask in every iteration of an XLA loop, or another mask in the backward pass. The mask
+costs a few integer operations, fused with the product, and is not saved.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Attention within the documents of a packed row, registered in transformers' `AttentionInterface`.
 
 "tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for any device. "tpu_kit_splash" is the
-splash kernel of JAX for TPU: it reads grouped key-value heads without repeating them, supports soft caps and windows
-and skips the blocks that these mask, and saves one number for each query, of which flash saves 256. "tpu_kit_pallas" is
-the flash kernel of torch_xla for TPU; layers with a soft cap or a window shorter than the row use "tpu_kit" instead.
+splash kernel of JAX for TPU. It reads grouped key-value heads without repeating them, supports soft caps and windows,
+and skips the blocks that the mask hides. For the backward pass it saves one number for each query; flash saves 256.
+"tpu_kit_pallas" is the flash kernel of torch_xla for TPU. Both kernels fall back to "tpu_kit" in a call without
+`segment_ids`, and flash also for layers with a soft cap or a window shorter than the row (`_kernel_attention`).
 
-No implementation reads a tensor on the host: masks come from `segment_ids` on the device. `inputs` makes the arguments
-that a transformers model needs for that; from position_ids alone it would find packed documents by reading them.
+No implementation reads a tensor on the host: masks are computed from `segment_ids` on the device. `inputs` makes the
+arguments for this. Given `position_ids` alone, transformers would read them on the host to find packed documents.
 """
 
 from __future__ import annotations

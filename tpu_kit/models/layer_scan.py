@@ -1,13 +1,14 @@
 """Runs the layers of a decoder as loops over stacked weights, and recomputes each layer in the backward pass.
 
 An unrolled program has the operations of all layers: it compiles for minutes, and needs memory for several layers. A
-loop has the operations of one layer, forward and backward. The weights are stacked, (G, ...) for G turns, on the host
-before the model's move to its device, because stacking within the step would copy them. Saved files have no stacks.
+loop has the operations of one layer, forward and backward. The weights are stacked, (G, ...) for G iterations, on the
+host before the model moves to its device, because stacking within the step would copy them. Saved files have no stacks.
 
 `stack` replaces the model's list of layers by `ScannedLayers`; embedding, masks, rotary angles and the final norm stay
 the model's own code. When the decoder iterates over its layers, placeholders record the arguments of each call, and the
 last one runs the loops. This works for families whose decoder computes nothing between layers and whose layers repeat
-in blocks of one (Llama, Qwen, Mistral, Phi) or several (Gemma 2: a local and a global layer; Gemma 3: five and one).
+in blocks of one (Llama, Qwen, Mistral, Phi) or several (Gemma 2: a local and a global layer; Gemma 3: five local layers
+and a global one).
 """
 
 from __future__ import annotations

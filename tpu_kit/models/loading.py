@@ -1,12 +1,11 @@
-"""Loading a base model straight into integers, and keeping these on disk for the next time.
+"""Loads a base model and its tokenizer from a folder, the hub, a GGUF file or the embedded model.
 
-transformers reads the files, tensor by tensor; each weight is rounded when it comes and then let go. So the host needs
-memory for the quantised model and one tensor, not for the model that was saved. (What transformers has of a file mapped
-in memory is the page cache's, which the system takes back when it needs it.)
+With base_dtype int8 or int4, weights are quantized while transformers reads them, tensor by tensor, and each original
+tensor is freed. So the host needs memory for the quantized model and one tensor, not for the original model. (Files
+that transformers maps into memory are in the page cache, which the system frees when it needs memory.) The quantized
+weights are cached on disk.
 
-Reading a model and its tokenizer: from a folder, the hub, a GGUF file, or the embedded one.
-
-Whatever goes wrong becomes a `ValueError` that says what to do next; transformers' own texts run over pages.
+Every error becomes a `ValueError` that says what to do next, because transformers' own messages are long.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     *q_proj*weight, gate, up, ...    ((model, fsdp), None)           (model, None)
     *o_proj*weight, *down_proj*...   (fsdp, model)                   (None, model)
 
-Specs are of a single layer's tensor; a stack of layers has one more dimension in front, which stays whole. "fsdp" is
-where a tensor is stored in shards and gathered when its layer runs; what stays when it is gathered is the model axis,
-by which the product itself is split. Rules that worked, and why, are in the room's README.
+A spec is for the tensor of a single layer; a stack of layers has one more dimension in front, which is not sharded. A
+tensor is stored in shards over "fsdp" and "model". When its layer runs, it is gathered over "fsdp" and stays sharded
+over "model", which shards the matrix product itself. tpu_kit/models/README.md has the reason for each rule.
 """
 
 from __future__ import annotations

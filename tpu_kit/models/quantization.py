@@ -1,9 +1,9 @@
 """Linear layers whose frozen weights are stored as integers: int8 with a scale for each output, or int4 in groups.
 
 An 8B model in bf16 does not fit a chip of 16 GB; in int8 or int4 it does, with adapters to train on top. TPUs multiply
-bf16, so a layer turns its integers into bf16 within the step, in the forward pass and again in the backward pass: what
-autograd keeps is the integers and the scales, which are there anyway. PyTorch's own int4 does not exist on XLA, and
-torch_xla's quantised linear layer passes no gradient on.
+bf16, so a layer converts its integers to bf16 in the forward pass and again in the backward pass. Autograd keeps only
+the integers and the scales, which exist anyway. PyTorch's own int4 does not exist on XLA, and torch_xla's quantized
+linear layer does not propagate gradients.
 
 Storage of a weight W of (O, I), as buffers of a `QuantizedLinear`:
 
@@ -14,11 +14,12 @@ Storage of a weight W of (O, I), as buffers of a `QuantizedLinear`:
            scale   bf16 (2, I / G, O) a step and an offset for the inputs j with the same j // G; W is about
                                       value * step + offset
 
-So a byte and 2 / I more for a weight in int8, and 1/2 + 4 / G in int4. How int4 lies is for the TPU compiler. With
-neighbours in a byte it takes many times the memory, or never ends. With the inputs along the lanes, 128 of them, a
-group is no part of a tile, unless the groups come in eights: all layers' integers are then copied into another layout
-(5.8 GiB of Qwen3-14B's). GGUF files of 4 bits have groups of 32 with offsets, too: in groups of 32 they lose next to
-nothing. Embeddings, norms, biases and the output head stay as they are.
+G is the group size. A weight takes 1 + 2 / I bytes in int8, and 1/2 + 4 / G bytes in int4. The layout of int4 is chosen
+for the TPU compiler. If a byte holds adjacent inputs, the compiler takes many times the memory or never ends. If the
+inputs are the last dimension, which the TPU stores in tiles of 128 lanes, a group is not a whole part of a tile. Then,
+unless the number of groups is a multiple of 8, the integers of all layers are copied into another layout (5.8 GiB for
+Qwen3-14B). GGUF files of 4 bits also have groups of 32 with offsets, so groups of 32 lose almost nothing of them.
+Embeddings, norms, biases and the output head are not quantized.
 """
 
 from __future__ import annotations

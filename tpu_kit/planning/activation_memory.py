@@ -1,18 +1,21 @@
 """Derives the temporaries of a training step on a TPU: which tensors are alive at each moment, and their bytes.
 
-Letters: T = B S tokens in a pass, H hidden size, I intermediate size, V vocabulary, L layers, n and m query and
-key-value heads of size d (padded: D), P trained parameters, c bytes of the compute dtype. The lifetimes were read from
-the buffers that `compile_check.compile_step` lists, and from libtpu's own allocations (libtpu 0.0.21);
+`PeakActivationModel.moments` lists the moments that can be the peak, and `reported` selects the largest.
+
+Letters: T = B S tokens (batch size, length) in a pass, H hidden size, I intermediate size, V vocabulary, L layers, n
+and m query and key-value heads of size d (padded: D), P trained parameters, c bytes of the compute dtype. The lifetimes
+were read from the buffers that `compile_check.compile_step` lists, and from libtpu's own allocations (libtpu 0.0.21);
 tests/recorded_memory.json has the compiler's figures.
 
-The compiler reports as temporaries the heap plus the fragmentation, which it computes as the heap less the most bytes
-that it saw alive. It does not see a buffer that a loop receives and changes (the saved inputs of layers, gradients)
-until the iteration that writes it, nor after the loop. So if "heap" is the most that is alive at a moment, and "seen"
-the most that is alive without the buffers of loops, the report is 2 heap - seen. For Qwen2.5-0.5B, 4 rows of 1024, the
-text of a failed allocation confirms it: a heap of 328.8 MiB, of which 187.1 are seen (168 are saved inputs),
-"fragmentation 141.8M", and 470.6 would be reported. XLA's buffer assignment (`debug_options.xla_dump_to`) has the place
-and the lifetime of each buffer: for SmolLM2-360M in full, 8 rows, a heap of 3266.4 MiB, 2060 seen, and 4472.3 reported.
-So the true peak is lower; a step fits by the reported figure, and this module predicts that one.
+The compiler reports more temporaries than a step needs. Let "heap" be the largest number of bytes that are alive at one
+moment, and "seen" the largest number that the compiler counts as alive. It does not count a buffer that a loop receives
+and changes (the saved inputs of layers, gradients) before the iteration that writes it, nor after the loop. It reports
+temporaries = heap + fragmentation, with fragmentation = heap - seen, so temporaries = 2 heap - seen. Two observations
+confirm this. For Qwen2.5-0.5B, 4 rows of 1024, the text of a failed allocation has a heap of 328.8 MiB, of which 187.1
+are seen (168 are saved inputs), and "fragmentation 141.8M"; the report would be 470.6. For full fine-tuning of
+SmolLM2-360M, 8 rows, XLA's buffer assignment (`debug_options.xla_dump_to`) has the place and the lifetime of each
+buffer: the heap is 3266.4 MiB, 2060 are seen, and 4472.3 are reported. So the true peak is lower. The planner decides
+by the reported figure whether a step fits, so this module predicts that figure.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     print(compiled, compiled.total_bytes, compiled.fits)
 
 libtpu has a compile-only client, reached through jaxlib, that compiles for a TPU that is not there. The step is traced
-without weights and compiled in a process of its own, `python -m tpu_kit.planning.compile_check`: the caller's process
-must stay free of torch_xla, and a compile can only be stopped by ending its process. That process opens no chip and
-takes no lock, so it may run beside a training. The compiler's answers are kept on disk.
+without weights and compiled in a child process, `python -m tpu_kit.planning.compile_check`: the caller's process must
+not import torch_xla, and a compile can only be stopped by ending its process. The child process opens no chip and takes
+no lock, so it may run at the same time as a training run. The compiler's answers are kept on disk.
 """
 
 from __future__ import annotations

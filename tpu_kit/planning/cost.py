@@ -3,7 +3,7 @@
 The time of a step is a roofline: its floating point operations and its HBM traffic, against the chip's peaks. Nothing
 here was timed on a TPU. The counts agree with the compiler's (tests/planning/test_planner.py); the efficiencies are
 named assumptions, good enough to rank settings and for the order of magnitude. Where the compiler was run, its counts
-replace these. Prices, and the free slices of notebook services, are in `chips`.
+replace those of the formula. Prices, and the free slices of notebook services, are in `chips`.
 """
 
 from __future__ import annotations

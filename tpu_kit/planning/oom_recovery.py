@@ -1,6 +1,7 @@
 """Proposes the next setting that fits when memory runs out.
 
-The proposed settings do the same training: the rows of an update stay, so that the run resumes from its checkpoint.
+The proposed settings keep the rows of each update. So they do the same training, and the run resumes from its
+checkpoint.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
     for found in plan(config, ["v5e", "v6e"]):
         print(found)
 
-Memory (`memory_estimate.estimate`) and time (`cost`) are computed by formula; with `exact` the real TPU compiler
-compiles the pick, and another setting if that does not fit. A batch size or remat that the user set is kept; what was
-left open is chosen: of the settings that leave a reserve, the one with most tokens a second.
+`memory_estimate.estimate` and `cost` compute memory and time by formula. A batch size or remat that the user set is
+kept. For those that the user left open, the planner selects the setting with the most tokens per second among those
+that leave a reserve of memory. With `exact`, the TPU compiler compiles the selected setting, and another one if that
+does not fit.
 """
 
 from __future__ import annotations

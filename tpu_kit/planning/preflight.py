@@ -1,6 +1,6 @@
 """Chooses the batch of `auto` and predicts memory and time of a run before `train` launches it.
 
-The predictions are by formula. What the formula does not know is reported, and stops no run.
+The predictions come from the formula. If it does not cover a configuration, a message says so and the run starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows as a table: as plain text, and as HTML that survives where a frontend strips styles and scripts."""
+"""Formats rows as a table: as plain text, and as HTML that stays readable if a frontend removes styles and scripts."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The model is built from its config.json on PyTorch's "meta" device and prepared by the functions that training uses.
 Then every tensor is replaced by a placeholder of torch_xla, which has a shape and no bytes, and `step.train_step` runs
-once. So an 8B model is traced in the memory that Python and its libraries take.
+once. So tracing an 8B model takes little more memory than Python and its libraries.
 
 It needs a process of its own, with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDUCE=1: see `compile_check`. Operations that
 torch_xla lowers differently for a TPU are lowered for the CPU here; in the step these are only the kernels, which

@@ -1,5 +1,5 @@
-"""What a user starts, each readable in one sitting.
+"""Training recipes that a user starts; each is one short module.
 
 Offers `sft.train`.
-Must not be imported by the rooms that it uses.
+Must not be imported by the folders that it uses.
 """

@@ -1,4 +1,4 @@
-"""Writes files and folders atomically: each is written beside its place and renamed."""
+"""Writes files and folders atomically: each is written to a temporary path next to it, then renamed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Reads and writes files in an object store by URL (gs://bucket/folder).
 
 gs:// uses gcsfs; other schemes use their own fsspec package and are not tested. gcsfs finds the credentials:
-Application Default Credentials, or the machine's service account on Google Cloud.
+Application Default Credentials, or the machine's service account on Google Cloud. gcsfs repeats failed requests;
+`ObjectFolder.put` also repeats a failed upload once.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 For T tokens and a vocabulary of V the logits are T x V floats (2.3 GiB in fp32 for 4 x 1024 tokens of Qwen2.5), and a
 backward pass needs several of them. Here the forward pass processes `chunk` tokens at a time and computes the gradient
-at once: with respect to the logits it is softmax(logits) - target. Of a chunk only one number and a (chunk, H) gradient
-remain, and nothing is computed twice.
+at once: with respect to the logits it is softmax(logits) - target. Each chunk leaves one number and a (chunk, H)
+gradient, and nothing is computed twice.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Optimizers as functions of fp32 tensors, which XLA compiles into the training step.
 
-PyTorch's optimizers keep the step count on the host, so each step (Adafactor) or one late step (AdamW, when the bias
-correction becomes exactly 1) would be a program of its own. Its 8-bit ones need CUDA.
+PyTorch's optimizers keep the step count on the host. XLA would then compile a new program for each step (Adafactor) or
+for one late step (AdamW, when the bias correction becomes exactly 1). The 8-bit optimizers for PyTorch need CUDA. The
+8-bit AdamW here rounds its moments stochastically (`_Code.encode`).
 
 For the update, small parameters are joined in one vector, and each large one keeps its shape. A step over hundreds of
-adapter matrices then has few operations to trace and few gradients to reduce. A large parameter gains nothing from it:
-copying it into the vector and back would need two more copies of all gradients of a whole model, because a TPU stores
-rows in tiles, and a vector has no rows.
+adapter matrices then has few operations to trace and few gradients to reduce. Large parameters are not joined: a TPU
+stores matrices in tiles of rows and vectors in another layout, so joining all gradients of a whole model in a vector
+and splitting it again would need two more copies of them.
 """
 
 from __future__ import annotations

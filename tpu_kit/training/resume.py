@@ -6,7 +6,7 @@ The second part has all knowledge of format 2, in which each tensor was a vector
 - stacked: number of parameters that were stacks of layers' parameters, (G, ...); 0 without a loop over layers.
 - first.0, second.1, ...: moments, by number of the group. The first group was a vector of all parameters with less than
   2**24 numbers, if there were any; each larger parameter was a group of its own, in its own shape.
-- applied, usual, streak, window: as in the present format.
+- applied, usual, streak, window: as in the present format; see `state.TrainState`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 On XLA each is one program. The host reads nothing in it. Numbers that change between steps are inputs of the program,
 not constants: a tensor holds learning rate and step, and the optimizer counts on the device. All backends use these
-functions, and the planner compiles them.
+functions, and the planner compiles them. `_update` computes the factor that clips the gradients, and `_updated` applies
+it.
 """
 
 from __future__ import annotations

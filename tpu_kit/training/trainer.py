@@ -1,7 +1,7 @@
 """The training loop of one replica: batches, steps, logs, evaluations and checkpoints.
 
-On XLA a step is one program. The loop sends the batch, traces the step, cuts the graph and continues. It reads the
-device only to log, to evaluate and to save, and it reads a log while the next step runs.
+On XLA a step is one program. The loop sends the batch, traces the step, starts it with torch_xla.sync() and continues.
+It reads the device only to log, to evaluate and to save, and it reads a log while the next step runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loops in a program of XLA, and functions that are traced once and then called as one operation.
 
-`scan` and `rewrite` are while loops of the program on XLA, and Python loops elsewhere. `Traced` keeps the trace of a
-function: torch_xla traces a function anew in each call, which for 16 decode steps of a 30-layer model takes longer than
-the steps.
+On XLA, `scan` and `rewrite` are while loops of the program; elsewhere they are Python loops. `Traced` keeps the trace
+of a function: torch_xla traces a function anew in each call, which for 16 decode steps of a 30-layer model takes longer
+than the steps.
 """
 
 from __future__ import annotations
