@@ -176,7 +176,9 @@ def test_what_makes_training_slow_is_told_while_it_trains(tmp_path: Path, capfd:
 @needs_xla
 def test_a_function_that_fails_on_xla_ends_with_advice(tmp_path: Path) -> None:
     config = load_config(None, [f"output_dir={tmp_path}/out", "device_type=xla-cpu", "num_replicas=1"])
-    with pytest.raises(LaunchError, match=r"(?s)has no attribute 'xla'.*-> torch.utils.checkpoint does not know XLA"):
+    with pytest.raises(
+        LaunchError, match=r"(?s)has no attribute 'xla'.*-> torch.utils.checkpoint does not work on XLA"
+    ):
         launch(problem_functions.checkpointed, config)
 
 
