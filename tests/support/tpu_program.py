@@ -14,20 +14,16 @@ ENVIRONMENT = {
 
 def compile_graph(outputs: list[torch.Tensor]) -> Any:
     """Compiles what computes `outputs`, at low effort; returns the executable of jaxlib."""
-    import torch_xla
     from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jax._src.lib.mlir import ir
     from jax.experimental import topologies
     from jaxlib import xla_client
+
+    from tpu_kit.xla import program
 
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=[1, 1, 1]
     )  # fmt: skip
-    proto = torch_xla._XLAC._get_xla_tensors_hlo_proto(outputs)
-    computation = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(proto))
-    with mlir.make_ir_context():
-        module = mlir.module_to_bytecode(ir.Module.parse(computation))
+    module = program._stablehlo(program.lower(outputs, set(), {}))
     options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
     options.executable_build_options.exec_time_optimization_effort = -1.0
     devices = tuple(topology.devices)

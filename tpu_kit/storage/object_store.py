@@ -119,8 +119,9 @@ class ObjectFolder:
         try:
             with self._explained():
                 self._files.put_file(str(file), f"{self._root}/{name}", **options)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.ENOENT):
+        except (OSError, AttributeError) as error:
+            # gcsfs 2026.2.0, which Colab's fsspec asks for, reads a missing attribute after a broken upload.
+            if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENOENT):
                 raise
             with self._explained():
                 self._files.put_file(str(file), f"{self._root}/{name}", **options)

@@ -21,6 +21,7 @@ from tpu_kit.xla.sharding import hlo_sharding
 
 # Products of sharded weights as gathers and one product: as loops over the shards a step compiles for minutes.
 _SPMD_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+_RESULT_LAYOUTS = "mhlo.xla_entry_computation_result_layout"
 LOW_EFFORT = -1.0  # of XLA's exec_time_optimization_effort, whose default is 0
 
 
@@ -244,6 +245,10 @@ def _stablehlo(program: Program) -> bytes:
         for number in program.donated:
             attributes[number]["jax.buffer_donor"] = ir.BoolAttr.get(True)
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(named) for named in attributes])
+        # The conversion names the layouts of all results where one is transposed, and libtpu 0.0.17 then says
+        # "Malformed shape proto: element_type TUPLE should not have a layout". Without them, the default is used.
+        if _RESULT_LAYOUTS in module.operation.attributes:
+            del module.operation.attributes[_RESULT_LAYOUTS]
         bytecode: bytes = mlir.module_to_bytecode(module)
         return bytecode
 
