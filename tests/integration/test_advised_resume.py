@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ def test_rows_that_a_growing_batch_would_take_otherwise_are_refused(world: Path,
     sft.train(run(world, folder, **growing, batch_size=4))  # 4 rows, 4, 8
     written = (folder / "config.yaml").read_text()
     changed = run(world, folder, **{**growing, "max_steps": 4}, batch_size=2)  # 4 rows, 6, 8
-    with pytest.raises(ValueError, match=r"its 3 updates took 16 rows, and those of this configuration take 18\."):
+    with pytest.raises(ValueError, match=r"its 3 updates took 16 rows, and with this configuration they take 18\."):
         sft.train(changed)
     assert (folder / "config.yaml").read_text() == written
     # So it is not advised, either.
@@ -156,7 +156,7 @@ def test_a_plan_says_which_changes_are_another_training(tmp_path: Path) -> None:
     text = str(found.advice)
     assert text.count("another training") == 1 + sum(knob.anew for knob in found.advice.knobs)
     assert "another training cannot go on from a checkpoint of this run: give it another output_dir, or" in text
-    assert found.advice.to_dict()["knobs"][0]["anew"] is False
+    assert asdict(found.advice)["knobs"][0]["anew"] is False
 
 
 def test_every_change_of_a_plan_is_judged_by_what_resume_refuses(tmp_path: Path) -> None:
