@@ -85,3 +85,13 @@ def test_devices_are_numbered_with_the_last_axis_fastest() -> None:
     assert mesh.coordinates(5) == {"data": 1, "fsdp": 0, "model": 1}
     assert mesh.shard_shape((("model", "fsdp"), None), (8, 3)) == (2, 3)
     assert mesh.fitted((("model", "fsdp"), "data"), (6, 4)) == (None, "data")
+
+
+def test_heads_that_a_mesh_does_not_divide_are_told_with_their_numbers() -> None:
+    assert Mesh(model=4).problems(heads=32, kv_heads=2) == ["2 key-value heads do not divide by model=4"]
+    assert Mesh(fsdp=8).problems(heads=14, kv_heads=2) == []
+
+
+def test_the_layout_names_each_device() -> None:
+    assert Mesh(2, 2, 2).layout() == "[[[0, 1], [2, 3]], [[4, 5], [6, 7]]] by data, fsdp, model"
+    assert Mesh(fsdp=4).layout() == "[0, 1, 2, 3] by fsdp"

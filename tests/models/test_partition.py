@@ -57,11 +57,6 @@ def test_a_large_tensor_that_no_rule_matches_is_named(tmp_path: Path) -> None:
         partition.check_rules(model, stacked_prefixes(model))
 
 
-def test_heads_that_a_mesh_does_not_divide_are_told_with_their_numbers() -> None:
-    problems = partition.check_heads(Mesh(model=4), heads=32, kv_heads=2)
-    assert problems == ["2 key-value heads do not divide by model=4"]
-
-
 def test_the_boxes_of_the_devices_tile_a_tensor() -> None:
     mesh, whole = Mesh(2, 2, 2), torch.arange(32.0).reshape(8, 4)
     spec = (("model", "fsdp"), None)

@@ -11,8 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 AXES = ("data", "fsdp", "model")
 BATCH = ("data", "fsdp")
 """The axes over which rows are sharded."""
@@ -71,9 +69,18 @@ class Mesh:
         return {name: found[name] for name in AXES}
 
     def layout(self) -> str:
-        """The numbers of the devices by axis, such as "[[0, 1], [2, 3]] by data, fsdp"."""
+        """Returns the numbers of the devices by axis, such as "[[0, 1], [2, 3]] by data, fsdp"."""
         used = [name for name in AXES if self.sizes[name] > 1] or ["fsdp"]
-        return f"{np.arange(self.size).reshape([self.sizes[name] for name in used]).tolist()} by {', '.join(used)}"
+        numbers: list[object] = list(range(self.size))
+        for name in reversed(used[1:]):
+            size = self.sizes[name]
+            numbers = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+        return f"{numbers} by {', '.join(used)}"
+
+    def problems(self, heads: int, kv_heads: int) -> list[str]:
+        """Returns a text for each number of attention heads that the model axis does not divide."""
+        counts = {"attention heads": heads, "key-value heads": kv_heads}
+        return [f"{n} {name} do not divide by model={self.model}" for name, n in counts.items() if n % self.model]
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1) or "fsdp=1"

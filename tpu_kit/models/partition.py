@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tpu_kit.config.mesh import BATCH, Mesh, Spec
+from tpu_kit.config.mesh import BATCH, Spec
 from tpu_kit.distributed.mesh import current_mesh, put
 from tpu_kit.xla.sharding import constrain
 
@@ -219,9 +219,3 @@ def is_tied(model: torch.nn.Module) -> bool:
     causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     head = causal.get_output_embeddings()
     return head is not None and head.weight is causal.get_input_embeddings().weight
-
-
-def check_heads(mesh: Mesh, heads: int, kv_heads: int) -> list[str]:
-    """Returns the problems of a model axis that does not divide the attention heads, with the numbers."""
-    counts = {"attention heads": heads, "key-value heads": kv_heads}
-    return [f"{n} {name} do not divide by model={mesh.model}" for name, n in counts.items() if n % mesh.model]

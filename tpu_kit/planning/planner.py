@@ -26,7 +26,6 @@ from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.chips import MIB, NO_KERNELS
 from tpu_kit.hardware.slices import TargetSlice, find_slice
 from tpu_kit.models.architecture import Shape, UnknownFamilyError, read_shape
-from tpu_kit.models.partition import check_heads
 from tpu_kit.planning.compile_check import Compiled, Effort
 from tpu_kit.planning.cost import StepTime, TimePlan, Work, step_time, time_plan, work
 from tpu_kit.planning.memory_estimate import RESERVE, Advice, Inference, advise, estimate, inference, largest, reserve
@@ -506,7 +505,7 @@ def check_mesh(config: TrainConfig, devices: int, shape: Shape | None) -> Mesh:
     """
     assert config.launch.mesh is not None
     mesh = resolve_mesh(config.launch.mesh, devices)
-    problems = check_heads(mesh, shape.heads, shape.kv_heads) if shape else []
+    problems = mesh.problems(shape.heads, shape.kv_heads) if shape else []
     problems = [f"launch.mesh: {mesh}: {one}; use a smaller model axis, and fsdp for the rest" for one in problems]
     if config.optim.batch_size == "auto":
         problems.append(f'optim.batch_size: "auto" is not chosen for launch.mesh={mesh}; give the rows of a shard')
