@@ -575,7 +575,7 @@ def test_full_temporary_folder_is_told(place: str, monkeypatch: pytest.MonkeyPat
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (65536, limits[1]))
             with pytest.raises(
-                OSError, match=f"could not be written to {place}: {tmp_path} takes no file to"
+                OSError, match=f"could not be written to {place}: {tmp_path} cannot be written to"
             ) as raised:
                 store.save(2, {"x": {"a": torch.zeros(100_000)}}, {}, {})
                 store.wait()
