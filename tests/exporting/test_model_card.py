@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tests.recipes.test_sft import Configure, configure, records, world
+from tests.recipes.conftest import world
+from tests.recipes.test_sft import Configure, configure, records
 from tpu_kit.exporting.export import model_card
 from tpu_kit.recipes import sft
 

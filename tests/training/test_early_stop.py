@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.recipes.test_sft import Configure, configure, records, world
+from tests.recipes.conftest import world
+from tests.recipes.test_sft import Configure, configure, records
 from tpu_kit.checkpointing import manager, manifest
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.recipes import sft
