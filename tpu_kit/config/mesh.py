@@ -1,7 +1,7 @@
 """A device mesh: named axes over which batches and weights are sharded, and how users write one.
 
 This module refuses texts that are no mesh, and sizes that are not the number of devices. `schema.conflicts` refuses
-settings that a mesh does not support, and `partition.check_heads` a model axis that does not divide the heads.
+settings that a mesh does not support, and `Mesh.problems` names a model axis that does not divide the heads.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class Mesh:
         return ",".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1) or "fsdp=1"
 
 
-def mesh_text(value: Mapping[str, object] | str) -> str:
+def mesh_text(value: Mapping[str, object]) -> str:
     """The form that the configuration keeps of a mesh that YAML gives as a mapping, such as {fsdp: 8}."""
-    return value if isinstance(value, str) else ",".join(f"{name}={size}" for name, size in value.items())
+    return ",".join(f"{name}={size}" for name, size in value.items())
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -15,12 +15,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import torch
 
 from tpu_kit.config.mesh import BATCH, Spec
 from tpu_kit.distributed.mesh import current_mesh, put
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.xla.sharding import constrain
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1")
@@ -75,7 +77,7 @@ def spec_of(name: str, tensor: torch.Tensor, stacked: bool = False, tied: bool =
     dims = tensor.ndim - stacked
     if tied and name.endswith("embed_tokens.weight"):
         name = name.replace("embed_tokens", "lm_head")
-    rule = next((spec for glob, spec in RULES.items() if fnmatchcase(f".{name}", glob)), None)
+    rule = _rule(name)
     if rule is None or dims < 1 or name.endswith("bias") or "norm" in name.rpartition(".")[0].rpartition(".")[2]:
         return (None,) * tensor.ndim
     if tensor.dtype == torch.uint8:  # int4: (I / 2, O), two inputs in a byte
@@ -85,6 +87,11 @@ def spec_of(name: str, tensor: torch.Tensor, stacked: bool = False, tied: bool =
     if dims != len(rule):
         return (None,) * tensor.ndim
     return (None,) * stacked + rule
+
+
+@cache  # asked for each tensor whenever a step is traced
+def _rule(name: str) -> Spec | None:
+    return next((spec for glob, spec in RULES.items() if fnmatchcase(f".{name}", glob)), None)
 
 
 def gathered(spec: Spec) -> Spec:
@@ -127,11 +134,6 @@ def tiles(tensor: torch.Tensor, count: int) -> torch.Tensor:
     return constrain(found, (None, BATCH, *[None] * (found.ndim - 2)))
 
 
-def like(name: str, tensor: torch.Tensor, stacked: bool, tied: bool) -> torch.Tensor:
-    """Shards a gradient or a new value as the parameter of that name is."""
-    return constrain(tensor, spec_of(name, tensor, stacked, tied))
-
-
 def move(tensor: torch.Tensor, device: torch.device, spec: Spec | None = None, copy: bool = False) -> torch.Tensor:
     """Moves a tensor to a device, or to the devices of the mesh.
 
@@ -157,8 +159,14 @@ def to_mesh(model: torch.nn.Module, stacks: Iterable[str]) -> torch.nn.Module:
     Raises:
         ValueError: as `check_rules`.
     """
-    check_rules(model, stacks)
-    prefixes, tied = tuple(stacks), is_tied(model)
+    stacks = tuple(stacks)
+    rows = check_rules(model, stacks)
+    held_bytes, most = sum(row.bytes for row in rows), rows[0]
+    print(
+        f"sharded          {held_bytes / GIB:.2f} GiB a device; most for {most.name} {most.shape}, {most.spec}",
+        flush=True,
+    )
+    tied = is_tied(model)
     placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     shared = _shared(model)
     for path, module in model.named_modules():
@@ -170,7 +178,7 @@ def to_mesh(model: torch.nn.Module, stacks: Iterable[str]) -> torch.nn.Module:
                     held[leaf] = placed[id(tensor)][1]
                     continue
                 name = f"{path}.{leaf}" if path else leaf
-                new = put(tensor, spec_of(name, tensor, name.startswith(prefixes), tied))
+                new = put(tensor, spec_of(name, tensor, name.startswith(stacks), tied))
                 if isinstance(tensor, torch.nn.Parameter):
                     new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
                 if id(tensor) in shared:
@@ -203,7 +211,7 @@ def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
         spec = mesh.fitted(spec_of(name, tensor, name.startswith(prefixes), tied), tensor.shape)
         shard = mesh.shard_shape(spec, tensor.shape)
         size = torch.Size(shard).numel() * tensor.element_size()
-        if not any(fnmatchcase(f".{name}", glob) for glob in RULES) and tensor.nbytes > _LARGE and tensor.ndim > 1:
+        if _rule(name) is None and tensor.nbytes > _LARGE and tensor.ndim > 1:
             missed.append(name)
         rows.append(Placed(name, tuple(tensor.shape), spec, size))
     if missed:

@@ -62,7 +62,8 @@ def rows_in_chunks(hidden: torch.Tensor, labels: torch.Tensor, chunk: int) -> tu
         (S / c, B * c, H) hidden states, (S / c, B * c) labels, and B * c.
     """
     mesh = current_mesh()
-    rows = hidden.shape[0] // mesh.batch_shards if mesh else hidden.shape[0]
+    assert mesh is not None
+    rows = hidden.shape[0] // mesh.batch_shards
     parts = tiles_of(hidden.shape[1], max(1, chunk // rows))
     states, targets = (partition.tiles(tensor, parts).flatten(1, 2) for tensor in (hidden, labels))
     return states, targets, targets.shape[1]

@@ -133,7 +133,7 @@ class TrainState:
         return partition.spec_of(name, self.parameters[name], name in self.stacks, self.tied)
 
     def pinned(self, one: Group, tensor: torch.Tensor) -> torch.Tensor:
-        """Shards a new value of a group on a mesh as the old one is: the compiler would choose another way."""
+        """Shards a gradient or a new value of a group as its parameter; the compiler would choose another sharding."""
         return constrain(tensor, self.spec(one, tensor))
 
     def specs(self, model: torch.nn.Module) -> dict[str, Spec]:
@@ -149,10 +149,6 @@ class TrainState:
             if self.average is not None:
                 found[f"average.{number}"] = self.spec(one, self.average[number])
         return found
-
-    def sharded(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Shards gradients on a mesh as their parameters are."""
-        return {name: partition.like(name, one, name in self.stacks, self.tied) for name, one in named.items()}
 
     def named(self, joined: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Splits one tensor for each group into tensors by name, in the parameters' shapes."""

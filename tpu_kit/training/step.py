@@ -103,7 +103,7 @@ def train_step(
         found.loss.backward()
         totals = totals + torch.stack([found.loss.detach(), found.weight, *found.extra])
     with torch.no_grad():
-        gradients = [one.join(state.sharded(_take_gradients(state.parameters, one.slots))) for one in state.groups]
+        gradients = [state.pinned(one, one.join(_take_gradients(state.parameters, one.slots))) for one in state.groups]
         runtime.reduce_gradients(gradients, totals)
         _update(state, gradients, totals, control, optim)
 
