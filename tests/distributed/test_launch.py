@@ -28,6 +28,7 @@ from tpu_kit.distributed.launch import LaunchError, Supervisor, launch
 from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.runtime import Backend
 from tpu_kit.distributed.worker import LAUNCHER
+from tpu_kit.hardware import host
 from tpu_kit.hardware.machine import Check, Machine
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -208,6 +209,19 @@ def test_module_that_replicas_do_not_find(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "lost_steps.py").unlink()
     with pytest.raises(LaunchError, match=r"(?s)ranks? 0.*failed:.*ModuleNotFoundError: No module named 'lost_steps'"):
         launch(lost_steps.run, config_for(tmp_path, "cpu"))
+
+
+def test_not_enough_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "huge"
+    model.mkdir()
+    with open(model / "model.safetensors", "wb") as file:
+        os.truncate(file.fileno(), 2**33)  # sparse: it takes no disk
+    monkeypatch.setattr(host, "free_memory", lambda at: 2.0**60)
+    with pytest.raises(
+        ValueError,
+        match=rf"^not enough disk: .* GiB free for {tmp_path}.*, 1[68]1.0 needed. Set output_dir=/larger/disk/run$",
+    ):
+        launch(replica_functions.return_rank, config_for(tmp_path, "cpu", f"model.name={model}", "lora.r=0", "keep=3"))
 
 
 def test_not_enough_host_memory(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +75,8 @@ def test_model_bytes_of_a_folder(tmp_path: Path) -> None:
         ({"base_dtype": "int4"}, 8, None),
         ({"base_dtype": "bf16", "lora.r": 0}, 17, None),  # trained weights are in fp32
         ({"base_dtype": "bf16", "lora.r": 0}, 32, 31.3),
+        ({"base_dtype": "int8", "mesh": "fsdp=8", "device_type": "tpu"}, 8, 7.2),  # one stack, embedding and head
+        ({"base_dtype": "int8", "mesh": "fsdp=8", "device_type": "tpu", "quant_cache": None}, 12, None),
     ],
 )
 def test_memory_is_that_of_the_weights_as_they_are_loaded(
@@ -147,6 +151,17 @@ def test_disk(tmp_path: Path) -> None:
     check = host.check_disk(at, huge)
     assert check.status == "failure"
     assert check.fix == "output_dir=/larger/disk/run && export HF_HOME=/larger/disk/huggingface"
+    # Checkpoints that are there already are written over.
+    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
+    with open(tmp_path / "run/checkpoints/step_1/training.safetensors", "wb") as file:
+        os.truncate(file.fileno(), 10**10)
+    assert f"{1 + 2 * 1e10 / 2**30:.1f} needed" in host.check_disk(at, load_config(None, settings)).found
+
+
+def test_disk_that_lacks_room_for_logs_alone_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
+    check = host.check_disk(Machine(environ={}), load_config(None, [f"output_dir={tmp_path}/run"]))
+    assert check.status == "warning" and check.fix == "output_dir=/larger/disk/run"
 
 
 def test_disk_of_a_model_in_the_cache(tmp_path: Path) -> None:

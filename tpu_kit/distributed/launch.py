@@ -44,7 +44,7 @@ from tpu_kit.distributed import preemption, runtime
 from tpu_kit.distributed.preemption import Notices, StopFlag
 from tpu_kit.distributed.runtime import Backend
 from tpu_kit.distributed.worker import LAUNCHER, processes
-from tpu_kit.hardware.host import check_memory, compile_cache
+from tpu_kit.hardware.host import check_disk, check_memory, compile_cache
 from tpu_kit.hardware.machine import Machine, check_holder, check_process, preset_per_process
 
 T = TypeVar("T")
@@ -507,12 +507,15 @@ def _payload(fn: Callable[..., Any], config: TrainConfig) -> bytes:
 
 
 def _check_host(backend: Backend, config: TrainConfig) -> None:
-    """Refuses what would fail in the replicas: too little memory, or a TPU that another process holds."""
+    """Refuses what would fail in the replicas: too little memory or disk, or a TPU that another process holds."""
     at = Machine()
     processes = backend.num_replicas or max(len(at.tpus()), 1)
     memory = check_memory(at, config, processes)
     if memory.status == "failure":
         raise ValueError(f"not enough host memory to start {processes} replicas: {memory.found}. Use {memory.fix}")
+    disk = check_disk(at, config)
+    if disk.status == "failure":
+        raise ValueError(f"not enough disk: {disk.found}. Set {disk.fix}")
     if backend.device_type == "tpu":
         for check in (check_process(at), check_holder(at)):
             if check.status == "failure":

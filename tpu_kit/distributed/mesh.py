@@ -46,22 +46,51 @@ def start(mesh: Mesh) -> None:
     _mesh = mesh
 
 
-def put(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+def put(tensor: torch.Tensor, spec: Spec, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Moves a CPU tensor to the devices, to each its shard; nothing is compiled.
 
     Args:
         tensor: the whole tensor.
         spec: its sharding; axes that do not divide their dimension are left out.
+        dtype: on the devices; its own by default.
     """
+    assert _mesh is not None
+    spec, tensor = _mesh.fitted(spec, tensor.shape), tensor.detach()
+    places = boxes(_mesh, spec, tensor.shape)
+    shards = {str(box): tensor[box].to(dtype or tensor.dtype).contiguous() for box in places}
+    return _of_shards([shards[str(box)] for box in places], spec, tensor.shape)
+
+
+def put_stack(parts: list[torch.Tensor], spec: Spec, dtype: torch.dtype) -> torch.Tensor:
+    """Moves the stack of CPU tensors to the devices; the host never holds it besides its shards.
+
+    Args:
+        parts: the tensors of one shape; the list is empty afterwards.
+        spec: of the stack, its first dimension whole.
+        dtype: on the devices.
+    """
+    assert _mesh is not None
+    shape = torch.Size([len(parts), *parts[0].shape])
+    spec = _mesh.fitted(spec, shape)
+    places = boxes(_mesh, spec, shape)
+    distinct = {str(box): box for box in places}
+    shards = {
+        key: torch.empty([len(parts), *(one.stop - one.start for one in box[1:])], dtype=dtype)
+        for key, box in distinct.items()
+    }
+    for row in range(len(parts)):
+        part = parts.pop(0)
+        for key, box in distinct.items():
+            shards[key][row] = part[box[1:]]
+    return _of_shards([shards[str(box)] for box in places], spec, shape)
+
+
+def _of_shards(shards: list[torch.Tensor], spec: Spec, shape: torch.Size) -> torch.Tensor:
     import torch_xla
     import torch_xla.distributed.spmd as xs
 
-    assert _mesh is not None
-    spec = _mesh.fitted(spec, tensor.shape)
-    tensor = tensor.detach()
-    shards = [tensor[box].contiguous() for box in boxes(_mesh, spec, tensor.shape)]
     sharding = xs.get_global_mesh().get_op_sharding(spec)
-    found: torch.Tensor = torch_xla._XLAC._global_tensor_from_cpu_shards(shards, sharding, tensor.shape)
+    found: torch.Tensor = torch_xla._XLAC._global_tensor_from_cpu_shards(shards, sharding, shape)
     return found
 
 

@@ -27,7 +27,7 @@ from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.chips import GIB
-from tpu_kit.hardware.machine import Check, Machine
+from tpu_kit.hardware.machine import Check, Machine, Status
 
 _TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
 # A replica's process without weights: imports and runtime took 0.93 GiB on XLA:CPU; the rest is a guess for the driver.
@@ -61,12 +61,17 @@ def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
     return (float(match[1]) * {"b": 1e9, "m": 1e6}[match[2]] * size if match else None), False
 
 
-def loading_bytes(config: TrainConfig) -> float | None:
+def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
     """Peak bytes of host memory of a replica's base weights while they are loaded; None if not known.
 
     Trained weights are in fp32. For int8 and int4 each weight is rounded as it is read (`quantized`), so the host never
     holds all saved weights; beside the result it holds one stack, while layers are stacked (`layer_scan`). A GGUF file,
     or a model that another tool has quantised, becomes bf16 before that.
+
+    Args:
+        config: the run.
+        sharded: over the devices of a mesh, whose memory is not the host's. The weights stay mapped from files, and the
+            host holds the shards of one stack (`partition.to_mesh`).
     """
     saved, _ = model_bytes(config)
     model, folder = config.model, _folder(config)
@@ -76,10 +81,13 @@ def loading_bytes(config: TrainConfig) -> float | None:
     found = _count(folder) if folder.is_dir() else None
     named_in_fp32 = model.base_dtype == "fp32" and not folder.is_dir()
     matrices, others, stack = found or _guess(saved / (4 if named_in_fp32 else 2))
-    if dtype in ("fp32", "bf16") or _is_quantized(folder):
+    if _is_quantized(folder):
         return (matrices + others) * (4 if dtype == "fp32" else 2)
+    if dtype in ("fp32", "bf16"):
+        return ((stack if sharded else matrices) + others) * (4 if dtype == "fp32" else 2)
     each = 1 if dtype == "int8" else 0.5 + 4 / model.quant_group
-    return (matrices + stack) * each + others * 2
+    held = stack if sharded and model.quant_cache is not None else matrices + stack
+    return held * each + others * 2
 
 
 def _guess(numbers: float) -> tuple[float, float, float]:
@@ -135,12 +143,12 @@ def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
     free = free_memory(at)
     if free is None:
         return Check("Host memory", "skipped", "/proc/meminfo does not say")
-    size = loading_bytes(config)
+    # Replicas of XLA:CPU are threads of one process, all others are processes.
+    threads = config.launch.device_type == "xla-cpu" or at.environ.get("PJRT_DEVICE") == "CPU"
+    size = loading_bytes(config, sharded=config.launch.mesh is not None and not threads)
     text = f"{free / GIB:.1f} GiB free"
     if size is None:
         return Check("Host memory", "ok", f"{text}; the size of {config.model.name} is not known from its name")
-    # Replicas of XLA:CPU are threads of one process, all others are processes.
-    threads = config.launch.device_type == "xla-cpu" or at.environ.get("PJRT_DEVICE") == "CPU"
     processes = 1 if threads else replicas
     need = replicas * size + processes * PROCESS_BYTES
     parts = f"{replicas} x {size / GIB:.2f} of weights + {processes} x {PROCESS_BYTES / GIB:.1f}"
@@ -155,20 +163,31 @@ def check_disk(at: Machine, config: TrainConfig) -> Check:
     """Checks the room for the weights to download and for the checkpoints.
 
     A checkpoint of full fine-tuning counts 5 times the bf16 weights (2 bytes a parameter, and 8 for AdamW's moments);
-    while one is written there is one more than `keep`. Adapters and logs count 1 GiB.
+    while one is written there is one more than `keep`. Those that are there already need no more room. Adapters and
+    logs count 1 GiB; a run that lacks only that gets a warning.
     """
     size, local = model_bytes(config)
-    trained = 0 if config.lora.r else (config.checkpoint.keep + 1) * 5 * (size or 0)
+    kept = 0 if config.remote else config.checkpoint.keep  # an object store has them
+    trained = 0 if config.lora.r else (kept + 1) * 5 * (size or 0)
+    trained -= min(trained, _held(config.output_path / "checkpoints"))
     cache = Path(at.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
     local = local or (cache / "hub" / f"models--{config.model.name.replace('/', '--')}" / "snapshots").is_dir()
-    wanted = [(config.output_path, GIB + trained, "output_dir=/larger/disk/run")]
-    wanted += [] if local else [(cache, size or GIB, "export HF_HOME=/larger/disk/huggingface")]
+    wanted = [(config.output_path, trained, GIB, "output_dir=/larger/disk/run")]
+    wanted += [] if local else [(cache, size or 0, 0 if size else GIB, "export HF_HOME=/larger/disk/huggingface")]
+    status: Status = "ok"
     texts, fixes = [], []
-    for path, need, fix in wanted:
+    for path, need, more, fix in wanted:
         free = shutil.disk_usage(next(p for p in [path.absolute(), *path.absolute().parents] if p.is_dir())).free
-        texts.append(f"{free / GIB:.0f} GiB free for {path}, {need / GIB:.1f} needed")
-        fixes += [fix] if free < need else []
-    return Check("Disk", "failure" if fixes else "ok", "; ".join(texts), " && ".join(fixes))
+        texts.append(f"{free / GIB:.0f} GiB free for {path}, {(need + more) / GIB:.1f} needed")
+        if free < need + more:
+            fixes.append(fix)
+            status = "failure" if free < need or status == "failure" else "warning"
+    return Check("Disk", status, "; ".join(texts), " && ".join(fixes))
+
+
+def _held(folder: Path) -> int:
+    """Bytes of the files in a folder: the checkpoints of a run that goes on."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def compile_cache(at: Machine) -> Path:

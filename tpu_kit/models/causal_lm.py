@@ -83,7 +83,8 @@ def load_model(config: ModelConfig, lora: LoraConfig, seed: int = 0) -> torch.nn
     Raises:
         ValueError: if the model cannot be read, weights are missing from it, or the LoRA targets do not fit it.
     """
-    base = load_frozen(config) if lora.r else load_base(config, torch.float32)
+    # For a mesh trained weights stay as they are saved, mapped from the files, until their shards are made in fp32.
+    base = load_frozen(config) if lora.r else load_base(config, torch.float32 if current_mesh() is None else "auto")
     model = adapt(base, lora, config.base_dtype, seed)
     if base_model(model).config.model_type not in _FAMILIES:
         check_head(model)

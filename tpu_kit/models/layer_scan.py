@@ -418,21 +418,32 @@ def _run(blocks: list[list[torch.nn.Module]], keeps: bool) -> Run:
 def _stack_into(layer: torch.nn.Module, others: list[torch.nn.Module]) -> None:
     """Replaces each tensor of a layer by the stack, (G, ...), of all layers' tensors, and frees those.
 
-    It frees each tensor after its copy, so that the host never has both the stack and all its parts.
+    It frees each tensor after its copy, so that the host never has both the stack and all its parts. For a mesh the
+    stack is a tensor on "meta" that names its parts: `partition.to_mesh` copies those to the devices' shards.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
     for name in list(tensors_of(layer)):
         owner, _, leaf = name.rpartition(".")
         modules = [each.get_submodule(owner) for each in (layer, *others)]
         first = getattr(layer.get_submodule(owner), leaf)
-        stacked = torch.empty((len(modules), *first.shape), dtype=first.dtype, device=first.device)
+        later = current_mesh() is not None and first.device.type == "cpu"
+        device = "meta" if later else first.device
+        stacked = torch.empty((len(modules), *first.shape), dtype=first.dtype, device=device)
+        parts = []
         for place, module in enumerate(modules):
-            stacked[place] = getattr(module, leaf).detach()
+            part = getattr(module, leaf).detach()
+            if later:
+                parts.append(part)
+            else:
+                stacked[place] = part
+            del part
             setattr(module, leaf, None)
         if trim is not None:
             trim(0)  # glibc does not return pieces below 32 MiB to the system by itself
         if isinstance(first, torch.nn.Parameter):
             stacked = torch.nn.Parameter(stacked, requires_grad=first.requires_grad)
+        if later:
+            partition.PARTS[stacked] = parts
         setattr(modules[0], leaf, stacked)
 
 

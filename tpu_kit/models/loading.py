@@ -10,6 +10,7 @@ Every error becomes a `ValueError` that says what to do next, because transforme
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -18,7 +19,7 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -80,8 +81,10 @@ def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> Pr
     return tokenizer
 
 
-def load_base(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+def load_base(config: ModelConfig, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
     """Loads the causal language model on the CPU, its weights in `dtype`, also where they are saved quantised.
+
+    Weights in the files' dtype, which "auto" asks for, are mapped from the files and take no memory.
 
     Raises:
         ValueError: it cannot be read, the checkpoint lacks some of the weights, or another tool has quantised them in a
@@ -98,7 +101,7 @@ def load_base(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def read_model(config: ModelConfig, dtype: torch.dtype, /, **options: Any) -> PreTrainedModel:
+def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **options: Any) -> PreTrainedModel:
     """Calls from_pretrained with `options`; errors say what to do, as in `load_base`."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -113,7 +116,7 @@ def read_model(config: ModelConfig, dtype: torch.dtype, /, **options: Any) -> Pr
             output_loading_info=True,
             **options,
         )
-    except SchemeError:
+    except (SchemeError, _NoRoom):
         raise
     except ImportError as error:
         raise ValueError(f"model.name={config.name}: {brief(error)}") from error
@@ -186,7 +189,7 @@ def _dequantizing(config: ModelConfig) -> Any:
     return settings
 
 
-def _undo(config: ModelConfig, dtype: torch.dtype, method: str) -> PreTrainedModel:
+def _undo(config: ModelConfig, dtype: torch.dtype | Literal["auto"], method: str) -> PreTrainedModel:
     """Loads a model with the tool that quantised it, if it is installed, and makes plain weights of it."""
     try:
         model = read_model(config, dtype)
@@ -265,10 +268,22 @@ def load_frozen(config: ModelConfig) -> PreTrainedModel:
     return _through_cache(config, scheme, Path(config.quant_cache).expanduser())
 
 
-def _read(config: ModelConfig, scheme: Scheme) -> PreTrainedModel:
-    """Loads what is saved in floating-point numbers, and rounds it on the way."""
-    model = read_model(config, torch.bfloat16, quantization_config=_settings()(scheme.bits, scheme.group))
+def _read(config: ModelConfig, scheme: Scheme, folder: Path | None = None) -> PreTrainedModel:
+    """Loads what is saved in floating-point numbers, and rounds it on the way.
+
+    Args:
+        config: the model.
+        scheme: how it is rounded.
+        folder: where integers and scales are written and mapped from, so that they take no memory; None keeps them.
+
+    Raises:
+        OSError: the folder has too little room.
+    """
+    settings = _settings()(scheme.bits, scheme.group, folder)
+    model = read_model(config, torch.bfloat16, quantization_config=settings)
     forget_quantizer(model)
+    if settings.problem is not None:
+        raise settings.problem
     return model
 
 
@@ -285,9 +300,7 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
         with open(folder / f"{place.name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (place / "config.json").is_file():
-                model = _read(config, scheme)
-                _keep(model, scheme, place)
-                return model
+                return _keep(config, scheme, place)
     except OSError as error:
         print(f"quantised        not kept: {folder} ({error.strerror})", flush=True)
         return _read(config, scheme)
@@ -322,57 +335,67 @@ def _key(config: ModelConfig, scheme: Scheme) -> str | None:
     return hashlib.sha256(repr((base, name, scheme, _VERSION)).encode()).hexdigest()[:16]
 
 
-def _keep(model: PreTrainedModel, scheme: Scheme, place: Path) -> None:
-    """Saves a quantised model as a folder that transformers loads, once it knows the method."""
-    tensors = _tensors(model)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    if (free := shutil.disk_usage(place.parent).free) < 1.05 * size:
-        about = f"it takes {size / GIB:.1f} GiB, and {free / GIB:.1f} are free in {place.parent}"
-        print(f"quantised        not kept: {about}", flush=True)
-        return
-    try:
-        with atomic.replacing(place) as part:  # the lock of `_through_cache` is held
-            part.mkdir()
-            _write(model, tensors, scheme, part)
-    except OSError as error:
-        print(f"quantised        not kept: {place.parent} ({error.strerror})", flush=True)
-    else:
-        print(f"quantised        kept for the next run: {place}, {size / GIB:.2f} GiB", flush=True)
+def _keep(config: ModelConfig, scheme: Scheme, place: Path) -> PreTrainedModel:
+    """Quantises a model into a folder that transformers loads, once it knows the method, and maps it from there.
+
+    Raises:
+        OSError: the model cannot be kept there.
+    """
+    with atomic.replacing(place) as part:  # the lock of `_through_cache` is held
+        part.mkdir()
+        model = _read(config, scheme, part)
+        size = _write(model, scheme, part)
+    print(f"quantised        kept for the next run: {place}, {size / GIB:.2f} GiB", flush=True)
+    return model
 
 
-def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """All that is saved; of tied weights the first."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            found[name] = tensor
-    return found
-
-
-def _write(model: PreTrainedModel, tensors: dict[str, torch.Tensor], scheme: Scheme, folder: Path) -> None:
+def _write(model: PreTrainedModel, scheme: Scheme, folder: Path) -> int:
+    """Adds to a folder of integers and scales all else that `from_pretrained` needs; returns the bytes of all."""
     from safetensors.torch import save_file
 
+    there = {f"{name}.{kind}": f"{name}.safetensors" for name in layers_of(model) for kind in ("weight", "scale")}
+    sizes: dict[int, int] = {}  # of tied weights the first is saved
     files: list[dict[str, torch.Tensor]] = [{}]
-    for name, tensor in tensors.items():
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() in sizes:
+            continue
+        sizes[tensor.data_ptr()] = tensor.nbytes
+        if name in there:
+            continue
         if sum(each.nbytes for each in files[-1].values()) + tensor.nbytes > _FILE_BYTES and files[-1]:
             files.append({})
         files[-1][name] = tensor.contiguous()
-    places: dict[str, str] = {}
     for number, named in enumerate(files, 1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors"
         save_file(named, folder / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(named, file)
-    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": places}
+        there |= dict.fromkeys(named, file)
+    size = sum(sizes.values())
+    index = {"metadata": {"total_size": size}, "weight_map": there}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     settings = model.config.to_dict() | {"quantization_config": _settings()(scheme.bits, scheme.group).to_dict()}
     (folder / "config.json").write_text(json.dumps(settings, default=str))  # the last: with it the folder is whole
+    return size
+
+
+def _mapped(tensors: dict[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
+    """Writes tensors to a file, and returns them as it maps them into memory."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(errno.EIO, brief(error)) from error
+    return load_file(file)
 
 
 # ----------------------------------------------------------------------------------- what transformers asks of a method
+
+
+class _NoRoom(OSError):
+    """The disk has no room for a quantised model."""
 
 
 @cache
@@ -385,17 +408,30 @@ def _settings() -> Any:
 
     @register_quantization_config(_METHOD)
     class Settings(QuantizationConfigMixin):
-        def __init__(self, bits: int, group: int = 0, **_: Any) -> None:
-            self.quant_method, self.bits, self.group = _METHOD, bits, group
+        problem: OSError | None = None
+
+        def __init__(self, bits: int, group: int = 0, folder: Path | None = None, **_: Any) -> None:
+            self.quant_method, self.bits, self.group, self.folder = _METHOD, bits, group, folder
+
+        def to_dict(self) -> dict[str, Any]:
+            return {"quant_method": _METHOD, "bits": self.bits, "group": self.group}
 
     class Rounding(ConversionOps):
-        def __init__(self, scheme: Scheme) -> None:
-            self.scheme = scheme
+        def __init__(self, scheme: Scheme, settings: Settings) -> None:
+            self.scheme, self.settings = scheme, settings
 
         def convert(self, input_dict: dict[str, Any], full_layer_name: str = "", **_: Any) -> dict[str, torch.Tensor]:
             (weight,) = input_dict.values()
             integers, scale = self.scheme.quantize(weight[0] if isinstance(weight, list) else weight)
-            return {full_layer_name: integers, f"{full_layer_name.removesuffix('weight')}scale": scale}
+            layer = full_layer_name.removesuffix(".weight")
+            found = {full_layer_name: integers, f"{layer}.scale": scale}
+            if self.settings.folder is None or self.settings.problem is not None:
+                return found
+            try:
+                return _mapped(found, self.settings.folder / f"{layer}.safetensors")
+            except OSError as error:  # which transformers would wrap
+                self.settings.problem = error
+                return found
 
     @register_quantizer(_METHOD)
     class Quantizer(HfQuantizer):
@@ -405,6 +441,8 @@ def _settings() -> Any:
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
             replace_layers(model, self.scheme)
+            if self.quantization_config.folder is not None:
+                self.check_room(model)
             if not self.pre_quantized:
                 # transformers 5.15 casts a saved weight to the placeholder's dtype before it calls `Rounding`:
                 # an int8 placeholder would make zeros of it.
@@ -416,7 +454,14 @@ def _settings() -> Any:
             return leaf == "weight" and isinstance(model.get_submodule(owner), QuantizedLinear)
 
         def get_quantize_ops(self) -> Rounding:
-            return Rounding(self.scheme)
+            return Rounding(self.scheme, self.quantization_config)
+
+        def check_room(self, model: Any) -> None:
+            size = sum(tensor.nbytes for tensor in model.state_dict().values())
+            folder = self.quantization_config.folder.parent
+            if (free := shutil.disk_usage(folder).free) < 1.05 * size:
+                about = f"it takes {size / GIB:.1f} GiB, and {free / GIB:.1f} are free in {folder}"
+                raise _NoRoom(errno.ENOSPC, about)
 
         def is_serializable(self) -> bool:
             return True

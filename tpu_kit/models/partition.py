@@ -19,9 +19,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpu_kit.config.mesh import BATCH, Spec
-from tpu_kit.distributed.mesh import current_mesh, put
+from tpu_kit.distributed.mesh import current_mesh, put, put_stack
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.xla.sharding import constrain
 
@@ -44,6 +45,9 @@ RULES: Mapping[str, Spec] = {
     **{f"*.{name}.*scale": ("fsdp",) for name in _ROW},
 }
 """Spec of a layer's tensor by the glob of its name; the first that matches counts."""
+
+PARTS = WeakTensorKeyDictionary()
+"""For each stack on "meta" that `to_mesh` has still to move, the list of its layers' CPU tensors."""
 
 _LARGE = 2**20  # bytes: a larger tensor that no rule matches is an error
 
@@ -178,13 +182,20 @@ def to_mesh(model: torch.nn.Module, stacks: Iterable[str]) -> torch.nn.Module:
                     held[leaf] = placed[id(tensor)][1]
                     continue
                 name = f"{path}.{leaf}" if path else leaf
-                new = put(tensor, spec_of(name, tensor, name.startswith(stacks), tied))
+                spec, dtype = spec_of(name, tensor, name.startswith(stacks), tied), _dtype(tensor)
+                parts = PARTS.pop(tensor, None)
+                new = put(tensor, spec, dtype) if parts is None else put_stack(parts, spec, dtype)
                 if isinstance(tensor, torch.nn.Parameter):
                     new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
                 if id(tensor) in shared:
                     placed[id(tensor)] = tensor, new
                 held[leaf] = new
     return model
+
+
+def _dtype(tensor: torch.Tensor) -> torch.dtype:
+    """What a tensor has on the devices: trained weights are in fp32, also those that files hold in bf16."""
+    return torch.float32 if tensor.requires_grad else tensor.dtype
 
 
 def _shared(model: torch.nn.Module) -> set[int]:
@@ -210,7 +221,7 @@ def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
         seen.add(id(tensor))
         spec = mesh.fitted(spec_of(name, tensor, name.startswith(prefixes), tied), tensor.shape)
         shard = mesh.shard_shape(spec, tensor.shape)
-        size = torch.Size(shard).numel() * tensor.element_size()
+        size = torch.Size(shard).numel() * _dtype(tensor).itemsize
         if _rule(name) is None and tensor.nbytes > _LARGE and tensor.ndim > 1:
             missed.append(name)
         rows.append(Placed(name, tuple(tensor.shape), spec, size))

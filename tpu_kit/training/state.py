@@ -182,7 +182,7 @@ def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
 
 
 def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Copies the parameters that `TrainState.to_host` returned into a model on the CPU, its layers stacked or not.
+    """Gives a model on the CPU the parameters that `TrainState.to_host` returned, its layers stacked or not.
 
     Raises:
         ValueError: their names or shapes differ from the model's.
@@ -199,7 +199,10 @@ def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(restacked(stacks, there, name))
+            if current_mesh() is None:
+                parameter.copy_(restacked(stacks, there, name))
+            else:  # which may be mapped from a file, in bf16
+                parameter.data = restacked(stacks, there, name)
 
 
 def of_group(moments: Moments, number: int) -> Moments:

@@ -45,6 +45,8 @@ def place(
         extra_sums: number of extra sums of the objective.
     """
     models.use_attention(model, config.model.attention, rt.device_type)
+    if saved:
+        restore(model, saved)
     keeps = config.optim.remat == "outputs"
     if config.tracking.eval_generate_rows:
         loops = rt.device_type == "tpu" or (keeps and rt.is_xla)
@@ -59,8 +61,6 @@ def place(
         print("layers           recomputed: on a mesh optim.remat=none is optim.remat=full", flush=True)
     if unrolled is not None and config.optim.remat != "none":
         models.enable_remat(model, rt.device_type, keeps)
-    if saved:
-        restore(model, saved)
     models.to_device(model, rt.local_device)
     if rt.device_type == "cuda" and config.launch.torch_compile and unrolled is not None:
         for layer in model.get_decoder().layers:  # type: ignore[operator]  # of transformers
