@@ -50,7 +50,6 @@ def test_a_mesh_of_another_number_of_devices(text: str, problem: str) -> None:
         ({"mesh": "fsdp=8", "num_replicas": 8}, "has its own number of devices; remove launch.num_replicas"),
         ({"mesh": "fsdp=8", "device_type": "cuda"}, "needs XLA, and launch.device_type=cuda"),
         ({"mesh": "fsdp=4,model=2", "base_dtype": "int4"}, "splits columns that int4 keeps two in a byte"),
-        ({"mesh": "fsdp=8", "optimizer": "adamw8bit"}, "would not shard the blocks of optim.optimizer=adamw8bit"),
         ({"mesh": "fsdp=8", "scan_layers": "off"}, "needs layers that run as a loop"),
     ],
 )

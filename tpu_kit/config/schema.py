@@ -420,9 +420,6 @@ def _mesh_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if config.model.base_dtype == "int4" and sizes.get("model", 1) != 1:
         text = "splits columns that int4 keeps two in a byte; use fsdp in place of model, or model.base_dtype=int8"
         yield "launch.mesh model.base_dtype", text
-    if config.optim.optimizer == "adamw8bit":
-        text = "would not shard the blocks of optim.optimizer=adamw8bit; use adafactor or adamw"
-        yield "launch.mesh optim.optimizer", text
     if config.optim.scan_layers == "off":
         yield "launch.mesh optim.scan_layers", "needs layers that run as a loop; remove optim.scan_layers=off"
     if config.tracking.eval_generate_rows:

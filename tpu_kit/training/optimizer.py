@@ -108,6 +108,11 @@ class Group:
         return {name: slot.take(part) for (name, slot), part in zip(self.slots.items(), parts, strict=True)}
 
     @property
+    def stacked(self) -> bool:
+        """Whether it is a single stack of layers' parameters."""
+        return self.alone and next(iter(self.slots.values())).stacked
+
+    @property
     def shape(self) -> torch.Size:
         """The shape of the result of `join`."""
         slots = list(self.slots.values())
@@ -130,12 +135,20 @@ class Group:
         Blocks have another layout in a TPU's memory than a matrix, so that gradient, direction and both moments exist
         once more in fp32: of one layer instead of all layers.
         """
-        slot = next(iter(self.slots.values()))
-        return slot.shape[0] if self.alone and slot.stacked and block > 1 else 1
+        return self.shape[0] if self.stacked and block > 1 else 1
+
+    @property
+    def blocks(self) -> torch.Size:
+        """The shape of the blocks: (B,), or (layers, B / layers) for a mesh, which shards the blocks of each layer."""
+        count = sum(slot.blocked.numel() for slot in self.slots.values())
+        if current_mesh() is None or not self.alone:
+            return torch.Size([count])
+        layers = self.shape[0] if self.stacked else 1
+        return torch.Size([layers, count // layers])
 
     def seeds(self) -> torch.Tensor:
         """Returns an int32 seed for each block; see `Slot.seeds`."""
-        return torch.cat([slot.seeds() for slot in self.slots.values()])
+        return torch.cat([slot.seeds() for slot in self.slots.values()]).view(self.blocks)
 
 
 def group(parameters: Mapping[str, torch.Tensor], stacks: Mapping[str, Sequence[str]], block: int = 1) -> list[Group]:
@@ -283,13 +296,13 @@ class _Code:
     least: int
 
     def encode(self, values: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns codes and scales, (B, 1), of fp32 blocks (B, 256).
+        """Returns codes and scales, (..., 1), of fp32 blocks (..., 256).
 
-        Stochastic rounding by `draws`, (B, 256) in [0, 1), so that the expectation of the decoded value is the value.
+        Stochastic rounding by `draws`, (..., 256) in [0, 1), so that the expectation of the decoded value is the value.
         With rounding to the nearest code, changes of less than half a step would be lost.
         """
         size = values.abs()
-        scale = size.amax(1, keepdim=True)
+        scale = size.amax(-1, keepdim=True)
         share = root = size / scale.clamp(min=torch.finfo(torch.float32).tiny)
         for _ in range(self.power.bit_length() - 1):
             root = root.sqrt()
@@ -317,13 +330,13 @@ _CODES = {"first": _Code(torch.int8, 127, 4, 0), "second": _Code(torch.uint8, 25
 
 
 def _adamw8bit_start(group: Group) -> Moments:
-    blocks = sum(slot.blocked.numel() for slot in group.slots.values())
+    blocks = group.blocks
     return {
         name: value
         for moment, code in _CODES.items()
         for name, value in (
-            (f"{moment}_code", torch.zeros(blocks, _BLOCK, dtype=code.dtype)),
-            (f"{moment}_scale", torch.zeros(blocks, 1)),
+            (f"{moment}_code", torch.zeros(*blocks, _BLOCK, dtype=code.dtype)),
+            (f"{moment}_scale", torch.zeros(*blocks, 1)),
         )
     }
 
@@ -355,18 +368,18 @@ def _adamw8bit(
     """
     assert seeds is not None
     before = {name: code.decode(moments[f"{name}_code"], moments[f"{name}_scale"]) for name, code in _CODES.items()}
-    values = (group.lay(group.split(gradient)) if group.alone else gradient).view(-1, _BLOCK)
+    values = (group.lay(group.split(gradient)) if group.alone else gradient).view(before["first"].shape)
     direction, after = _adamw(values, before, applied, optim)
     coded = {}
     rows = mix(seeds + mix(applied.to(torch.int32)))
-    bits = rows[:, None] + torch.arange(_BLOCK, device=rows.device, dtype=torch.int32)
+    bits = rows[..., None] + torch.arange(_BLOCK, device=rows.device, dtype=torch.int32)
     for name, code in _CODES.items():
         bits = mix(bits)
         draws = (bits & 0xFFFFFF).to(torch.float32) * 2.0**-24
         coded[f"{name}_code"], coded[f"{name}_scale"] = code.encode(after[name], draws)
     if group.alone:
         (slot,) = group.slots.values()
-        return slot.take(direction.view(-1)), coded
+        return slot.take(direction.reshape(-1)), coded
     return direction.view_as(gradient), coded
 
 

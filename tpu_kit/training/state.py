@@ -80,7 +80,11 @@ class TrainState:
             for name, moment in self._start(one, stored).items()
         }
         coded = enumerate(self.groups) if self.optimizer.block > 1 else ()
-        self.seeds = {str(number): one.seeds().to(device) for number, one in coded}
+        self.seeds = {
+            str(number): partition.move(seeds, device, self.spec(one, seeds))
+            for number, one in coded
+            for seeds in [one.seeds()]
+        }
         start = zeros if saved is None else saved
         self.applied, self.usual, self.streak, self.window = (partition.move(start[name], device) for name in zeros)
         self.report = self.window
@@ -126,11 +130,18 @@ class TrainState:
         return found
 
     def spec(self, one: Group, tensor: torch.Tensor) -> Spec:
-        """How a group's tensor is sharded on a mesh: as its parameter where it has that shape, else not at all."""
+        """How a group's tensor is sharded on a mesh: as its parameter, if it is one of all layers or of one.
+
+        Blocks of 8-bit moments are sharded over the axes of their parameter. All else is not sharded.
+        """
         name = next(iter(one.slots))
-        if not one.alone or tensor.shape != one.shape:
-            return (None,) * tensor.ndim
-        return partition.spec_of(name, self.parameters[name], name in self.stacks, self.tied)
+        if one.alone and tensor.ndim == len(one.shape) and tensor.shape[one.stacked :] == one.shape[one.stacked :]:
+            return partition.spec_of(name, self.parameters[name], name in self.stacks, self.tied)
+        if one.alone and self.optimizer.block > 1:
+            spec = partition.spec_of(name, self.parameters[name], name in self.stacks, self.tied)
+            axes = [axis for part in spec for axis in ((part,) if isinstance(part, str) else part or ())]
+            return (None, tuple(axes), *[None] * (tensor.ndim - 2))
+        return (None,) * tensor.ndim
 
     def pinned(self, one: Group, tensor: torch.Tensor) -> torch.Tensor:
         """Shards a gradient or a new value of a group as its parameter; the compiler would choose another sharding."""
@@ -146,6 +157,8 @@ class TrainState:
         for number, one in enumerate(self.groups):
             for name, moment in of_group(self.moments, number).items():
                 found[f"moments.{name}.{number}"] = self.spec(one, moment)
+            if self.seeds:
+                found[f"seeds.{number}"] = self.spec(one, self.seeds[str(number)])
             if self.average is not None:
                 found[f"average.{number}"] = self.spec(one, self.average[number])
         return found
