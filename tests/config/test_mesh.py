@@ -9,7 +9,7 @@ import pytest
 
 from tpu_kit.config.fields import ConfigError
 from tpu_kit.config.loader import load_config
-from tpu_kit.config.mesh import Mesh, environment_mesh, resolve_mesh
+from tpu_kit.config.mesh import Mesh, environment_mesh, parse_rules, resolve_mesh
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,31 @@ def test_heads_that_a_mesh_does_not_divide_are_told_with_their_numbers() -> None
 def test_the_layout_names_each_device() -> None:
     assert Mesh(2, 2, 2).layout() == "[[[0, 1], [2, 3]], [[4, 5], [6, 7]]] by data, fsdp, model"
     assert Mesh(fsdp=4).layout() == "[0, 1, 2, 3] by fsdp"
+
+
+def test_rules_are_read() -> None:
+    rules = parse_rules({"*.router.weight": "fsdp,None", "*.x.weight": "None, model+fsdp"})
+    assert rules == (("*.router.weight", (("fsdp",), None)), ("*.x.weight", (None, ("model", "fsdp"))))
+    assert resolve_mesh("fsdp=8", 8, {"*.router.weight": "fsdp"}).rules == (("*.router.weight", (("fsdp",),)),)
+
+
+@pytest.mark.parametrize(
+    ("rules", "problem"),
+    [
+        ({"*.x": "tensor,None"}, "*.x: 'tensor,None' has 'tensor'; a dimension is fsdp, model, model+fsdp or None"),
+        ({"*.x": "data"}, "has 'data'; a dimension is fsdp"),
+        ({"*.x": "fsdp,fsdp"}, "*.x: 'fsdp,fsdp' has fsdp twice; an axis shards one dimension"),
+        ({"*.x": "model+model"}, "has model twice"),
+    ],
+)
+def test_rules_that_contradict_themselves(rules: dict[str, str], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, {"mesh_rules": rules})
+    assert error.value.problems[0].startswith("launch.mesh_rules: ")
+    assert problem in error.value.problems[0]
+
+
+def test_a_glob_given_twice_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text('launch:\n  mesh_rules:\n    "*.x": fsdp\n    "*.x": model\n')
+    with pytest.raises(ConfigError, match=r"line 4: not valid YAML: found duplicate key \*\.x"):
+        load_config(tmp_path / "run.yaml")

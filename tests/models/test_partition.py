@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tpu_kit.config.loader import load_config
-from tpu_kit.config.mesh import Mesh
-from tpu_kit.distributed.mesh import boxes, use_mesh
+from tpu_kit.config.mesh import Mesh, resolve_mesh
+from tpu_kit.distributed.mesh import use_mesh
 from tpu_kit.models import causal_lm, partition
+from tpu_kit.models.architecture import read_shape
 from tpu_kit.models.layer_scan import FAMILIES, stack, stacked_prefixes
+from tpu_kit.planning import mesh_memory
 from tpu_kit.planning.trace import empty_model
 
 SIZES = {
@@ -41,7 +45,7 @@ def test_every_large_tensor_of_a_family_is_sharded(tmp_path: Path, family: str, 
     assert not whole, whole
     for row in rows:
         assert row.bytes * (4 if any(row.spec) else 1) <= max(1, row.bytes * 4)
-    stacks = [row for row in rows if ".runs." in row.name]
+    stacks = [row for row in rows if row.name.startswith("layers.*.")]
     assert stacks and all(row.spec[0] is None for row in stacks)
 
 
@@ -53,16 +57,62 @@ def test_the_gathered_form_keeps_the_model_axis() -> None:
 def test_a_large_tensor_that_no_rule_matches_is_named(tmp_path: Path) -> None:
     model = make(tmp_path, "llama")
     model.register_parameter("strange", torch.nn.Parameter(torch.empty(1024, 1024, device="meta")))
-    with use_mesh(Mesh(fsdp=4)), pytest.raises(ValueError, match="no sharding rule matches strange; train this model"):
+    with use_mesh(Mesh(fsdp=4)), pytest.raises(ValueError, match="no sharding rule matches strange; add rules with"):
         partition.check_rules(model, stacked_prefixes(model))
+    with use_mesh(resolve_mesh("fsdp=4", 4, {"strange": "fsdp"})):
+        rows = {row.name: row for row in partition.check_rules(model, stacked_prefixes(model))}
+    assert rows["strange"].spec == (("fsdp",), None) and rows["strange"].bytes == 2**20
 
 
-def test_the_boxes_of_the_devices_tile_a_tensor() -> None:
-    mesh, whole = Mesh(2, 2, 2), torch.arange(32.0).reshape(8, 4)
-    spec = (("model", "fsdp"), None)
-    found = torch.zeros_like(whole)
-    for device, box in enumerate(boxes(mesh, spec, whole.shape)):
-        at = mesh.coordinates(device)
-        assert box[0].start == 2 * (2 * at["model"] + at["fsdp"])
-        found[box] = whole[box]
-    assert torch.equal(found, whole)
+def test_a_rule_of_the_users_comes_first(tmp_path: Path) -> None:
+    model = make(tmp_path, "llama", base_dtype="int4", quant_group=16)
+    rules = {
+        "layers.*.self_attn.q_proj.lora_A.*": "None,None", "*.k_proj.lora_B.default.weight": "None,fsdp",
+        "model.embed_tokens.weight": "fsdp", "*.v_proj.base_layer.weight": "None",
+    }  # fmt: skip
+    with use_mesh(resolve_mesh("fsdp=4", 4, rules)):
+        rows = {row.name: row for row in partition.check_rules(model, stacked_prefixes(model))}
+        in_layer = partition.spec_of("layers.0.self_attn.k_proj.lora_B.default.weight", torch.empty(128, 16))
+    assert rows["layers.*.self_attn.q_proj.lora_A.default.weight"].bytes == 6 * 16 * 128 * 4  # replicated: it shows
+    assert rows["layers.*.self_attn.k_proj.lora_B.default.weight"].spec == (None, None, ("fsdp",))
+    assert in_layer == (None, ("fsdp",))
+    assert rows["model.embed_tokens.weight"].spec == (("fsdp",), None)
+    assert rows["layers.*.self_attn.v_proj.base_layer.weight"].spec == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("rules", "problem"),
+    [
+        ({"*.router.weight": "fsdp,None"},
+         "launch.mesh_rules: *.router.weight matches no tensor; the names are model.embed_tokens.weight, layers.*"),
+        ({"*.input_layernorm.weight": "fsdp"}, "*.input_layernorm.weight matches no tensor"),
+        ({"*.q_proj.lora_A.*": "fsdp,None,model"},
+         "*.q_proj.lora_A.* has 3 dimensions, and layers.*.self_attn.q_proj.lora_A.default.weight of"),
+    ],
+)  # fmt: skip
+def test_rules_that_do_not_fit_the_model(tmp_path: Path, rules: dict[str, str], problem: str) -> None:
+    model = make(tmp_path, "llama")
+    with use_mesh(resolve_mesh("fsdp=4", 4, rules)), pytest.raises(ValueError, match=r"launch\.mesh_rules") as error:
+        partition.check_rules(model, stacked_prefixes(model))
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(("family", "changes"), [
+    *((family, {}) for family in FAMILIES),
+    ("llama", {"lora.dora": True}), ("gemma3_text", {"lora.r": 0}), ("phi3", {"base_dtype": "int8"}),
+    ("gemma2", {"base_dtype": "int4", "quant_group": 16}),
+    ("qwen2", {"lora.targets": ["q_proj"], "base_dtype": "fp32"}),
+])  # fmt: skip
+def test_the_planner_knows_the_tensors_without_the_model(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    model = make(tmp_path, family, **changes)
+    mesh = Mesh(data=2, fsdp=4, model=1 if changes.get("base_dtype") == "int4" else 2)
+    with use_mesh(mesh):
+        wanted = partition.check_rules(model, stacked_prefixes(model))
+    config = load_config(None, {"model.name": str(tmp_path), "max_length": 64, **changes})
+    found = mesh_memory.table(read_shape(config.model), config, mesh)
+    small = re.compile("norm|bias")
+
+    def matrices(rows: list[partition.Placed]) -> set[partition.Placed]:
+        return {row for row in rows if len(row.shape) > 1 and not small.search(row.name)}
+
+    assert matrices(found) == matrices(wanted)

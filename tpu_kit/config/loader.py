@@ -405,6 +405,7 @@ REMOVED: dict[str, tuple[str, Any]] = {}
 ADDED: dict[str, tuple[str, Any]] = {
     "data.on_bad_row": ("0.1.0", "stop"),
     "launch.mesh": ("0.1.0", None),
+    "launch.mesh_rules": ("0.1.0", None),
     "tracking.wandb_adapter": ("0.1.0", False),
 }
 """Dotted name -> (the version of tpu_kit that added it, the value for runs of earlier versions)."""

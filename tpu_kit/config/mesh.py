@@ -27,11 +27,13 @@ class Mesh:
         data: groups of devices that each hold all weights.
         fsdp: devices over which weights, optimizer state and rows are sharded; weights are gathered for each layer.
         model: devices that split each product (heads, MLP columns, vocabulary) and see the same rows.
+        rules: the user's sharding rules, as `parse_rules` returns them; they come before the built-in ones.
     """
 
     data: int = 1
     fsdp: int = 1
     model: int = 1
+    rules: tuple[tuple[str, Spec], ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -112,11 +114,29 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def resolve_mesh(text: str, devices: int) -> Mesh:
-    """The mesh that a text means on so many devices.
+def parse_rules(rules: Mapping[str, str] | None) -> tuple[tuple[str, Spec], ...]:
+    """Reads sharding rules: the glob of a name, and an entry for each dimension, such as "model+fsdp,None".
 
     Raises:
-        ValueError: its size is not the number of devices.
+        ValueError: an entry is no axis, or a rule names an axis twice.
+    """
+    found = []
+    for glob, text in (rules or {}).items():
+        entries = [[name.strip() for name in entry.split("+")] for entry in text.split(",")]
+        axes = [name for entry in entries for name in entry if entry != ["None"]]
+        if wrong := [name for name in axes if name not in ("fsdp", "model")]:
+            raise ValueError(f"{glob}: {text!r} has {wrong[0]!r}; a dimension is fsdp, model, model+fsdp or None")
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"{glob}: {text!r} has {max(axes, key=axes.count)} twice; an axis shards one dimension")
+        found.append((glob, tuple(None if entry == ["None"] else tuple(entry) for entry in entries)))
+    return tuple(found)
+
+
+def resolve_mesh(text: str, devices: int, rules: Mapping[str, str] | None = None) -> Mesh:
+    """The mesh that a text means on so many devices, with the user's sharding rules.
+
+    Raises:
+        ValueError: its size is not the number of devices; or as `parse_rules`.
     """
     sizes = parse_mesh(text)
     fixed = math.prod(size for size in sizes.values() if size > 0)
@@ -131,7 +151,7 @@ def resolve_mesh(text: str, devices: int) -> Mesh:
         raise ValueError(
             f"launch.mesh={text} is a mesh of {fixed} devices, and there are {devices}; use {_near(devices)}"
         )
-    return Mesh(**sizes)
+    return Mesh(**sizes, rules=parse_rules(rules))
 
 
 def _near(devices: int) -> str:

@@ -24,7 +24,7 @@ from tpu_kit.config.fields import (
     nest,
     show,
 )
-from tpu_kit.config.mesh import parse_mesh
+from tpu_kit.config.mesh import parse_mesh, parse_rules
 from tpu_kit.config.migration_hints import instead
 
 
@@ -205,6 +205,11 @@ class LaunchConfig:
         None,
         "Axes over which one model is sharded, such as fsdp=8 or data=2,fsdp=4 (data, fsdp, model; -1 = the rest); "
         "null = a replica on each device.",
+    )
+    mesh_rules: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
+        None,
+        "Sharding rules before the built-in ones: the glob of a tensor's name, and the axes of each dimension, such as "
+        '{"*.router.weight": "fsdp,None"}.',
     )
     torch_compile: bool = knob(True, "Compile the model's layers with torch.compile, on CUDA.")
     hang_timeout: float = knob(
@@ -391,6 +396,10 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if model.attention == "flash" and data.max_length % 128:
         near = near_multiples(data.max_length, 128)
         yield "data.max_length model.attention", f"is no multiple of 128, as model.attention=flash needs; use {near}"
+    try:
+        parse_rules(config.launch.mesh_rules)
+    except ValueError as error:
+        yield "launch.mesh_rules", str(error)
     if config.launch.mesh is not None:
         yield from _mesh_conflicts(config)
     if tracking.wandb_adapter and tracking.wandb == "off":

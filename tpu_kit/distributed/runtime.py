@@ -90,8 +90,8 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None) -> Bac
                 f"PJRT_DEVICE, or set launch.device_type={pjrt_wish}"
             )
     _require(device_type, at)
-    if launch.mesh is not None:
-        return Backend(device_type, 1, reason, _mesh(device_type, launch.mesh, at))
+    if launch.mesh not in (None, "auto"):  # "auto" is chosen by `planning.preflight`, and means replicas elsewhere
+        return Backend(device_type, 1, reason, _mesh(device_type, launch, at))
     return Backend(device_type, _replicas(device_type, launch.num_replicas, at), reason)
 
 
@@ -148,8 +148,10 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
     return asked
 
 
-def _mesh(device_type: str, text: str, at: Machine) -> Mesh:
+def _mesh(device_type: str, launch: LaunchConfig, at: Machine) -> Mesh:
     """Reads launch.mesh for the devices of this machine; on XLA:CPU there are as many as it says."""
+    text, rules = launch.mesh, launch.mesh_rules
+    assert text is not None
     if device_type not in ("tpu", "xla-cpu"):
         raise ValueError(
             f"launch.mesh={text} needs XLA, and the launch runs on {device_type}. Use launch.device_type=tpu or "
@@ -157,11 +159,12 @@ def _mesh(device_type: str, text: str, at: Machine) -> Mesh:
         )
     if device_type == "tpu":
         found = at.tpus()
-        return resolve_mesh(text, len(found) * chips.chip(found[0]).devices_per_chip if found else len(at.nodes()))
+        devices = len(found) * chips.chip(found[0]).devices_per_chip if found else len(at.nodes())
+        return resolve_mesh(text, devices, rules)
     sizes = parse_mesh(text)
-    devices = math.prod(sizes.values()) if -1 not in sizes.values() else _replicas(device_type, None, at)
-    assert devices is not None
-    return resolve_mesh(text, devices)
+    count = math.prod(sizes.values()) if -1 not in sizes.values() else _replicas(device_type, None, at)
+    assert count is not None
+    return resolve_mesh(text, count, rules)
 
 
 def _gpus() -> int:

@@ -1,21 +1,13 @@
-"""How the tensors of a model are sharded over a mesh: rules from names to partition specs.
+"""Shards the tensors of a model over a mesh, by the rules of `sharding_rules`.
 
-    name glob                        spec                            gathered for the product
-    *q_proj*weight, gate, up, ...    ((model, fsdp), None)           (model, None)
-    *o_proj*weight, *down_proj*...   (fsdp, model)                   (None, model)
-
-A spec is for the tensor of a single layer; a stack of layers has one more dimension in front, which is not sharded. A
-tensor is stored in shards over "fsdp" and "model". When its layer runs, it is gathered over "fsdp" and stays sharded
-over "model", which shards the matrix product itself. tpu_kit/models/README.md has the reason for each rule.
+A tensor is stored in shards over "fsdp" and "model". When its layer runs, it is gathered over "fsdp" and stays sharded
+over "model", which shards the matrix product itself.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,78 +16,30 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tpu_kit.config.mesh import BATCH, Spec
 from tpu_kit.distributed.mesh import current_mesh, put, put_stack
 from tpu_kit.hardware.chips import GIB
+from tpu_kit.models import sharding_rules
+from tpu_kit.models.sharding_rules import Placed, Tensor
 from tpu_kit.xla.sharding import constrain
-
-_COLUMN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1")
-_ROW = ("o_proj", "down_proj", "dense", "fc2")
-_ROWS: Spec = (("model", "fsdp"), None)
-
-RULES: Mapping[str, Spec] = {
-    # Adapters: A is (r, I), B is (O, r); the side of the base weight that is sharded over the model axis is theirs too.
-    **{f"*.{name}.lora_A.*": (None, "fsdp") for name in _COLUMN},
-    **{f"*.{name}.lora_B.*": _ROWS for name in _COLUMN},
-    **{f"*.{name}.lora_A.*": (None, ("model", "fsdp")) for name in _ROW},
-    **{f"*.{name}.lora_B.*": ("fsdp", None) for name in _ROW},
-    **{f"*.{name}.*weight": _ROWS for name in _COLUMN},
-    **{f"*.{name}.*weight": ("fsdp", "model") for name in _ROW},
-    "*embed_tokens.weight": (None, ("model", "fsdp")),
-    "*lm_head.weight": _ROWS,
-    # Steps and offsets of integers follow the rows of their weight.
-    **{f"*.{name}.*scale": (("model", "fsdp"),) for name in _COLUMN},
-    **{f"*.{name}.*scale": ("fsdp",) for name in _ROW},
-}
-"""Spec of a layer's tensor by the glob of its name; the first that matches counts."""
 
 PARTS = WeakTensorKeyDictionary()
 """For each stack on "meta" that `to_mesh` has still to move, the list of its layers' CPU tensors."""
-
-_LARGE = 2**20  # bytes: a larger tensor that no rule matches is an error
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Where a tensor lies: a row of the table of a model's tensors.
-
-    Attributes:
-        name: the parameter's or buffer's.
-        shape: of the whole tensor.
-        spec: its sharding.
-        bytes: of one device's shard.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    spec: Spec
-    bytes: int
 
 
 def spec_of(name: str, tensor: torch.Tensor, stacked: bool = False, tied: bool = False) -> Spec:
     """The spec of a parameter or buffer of a model.
 
     Args:
-        name: its name in the model.
+        name: its name in the model, or in its layer.
         tensor: the tensor, or one of its shape and dtype.
         stacked: whether it is a stack of layers' tensors, (G, ...).
         tied: whether the embedding is the output head, too.
     """
-    dims = tensor.ndim - stacked
-    if tied and name.endswith("embed_tokens.weight"):
-        name = name.replace("embed_tokens", "lm_head")
-    rule = _rule(name)
-    if rule is None or dims < 1 or name.endswith("bias") or "norm" in name.rpartition(".")[0].rpartition(".")[2]:
-        return (None,) * tensor.ndim
-    if tensor.dtype == torch.uint8:  # int4: (I / 2, O), two inputs in a byte
-        rule = (None, rule[0])
-    if name.endswith("scale") and dims == 3:  # int4: (2, I / G, O)
-        rule = (None, None, rule[0])
-    if dims != len(rule):
-        return (None,) * tensor.ndim
-    return (None,) * stacked + rule
+    mesh = current_mesh()
+    return sharding_rules.spec_of(_described(name, tensor, stacked), tied, mesh.rules if mesh else ())
 
 
-@cache  # asked for each tensor whenever a step is traced
-def _rule(name: str) -> Spec | None:
-    return next((spec for glob, spec in RULES.items() if fnmatchcase(f".{name}", glob)), None)
+def _described(name: str, tensor: torch.Tensor, stacked: bool) -> Tensor:
+    packed = tensor.dtype == torch.uint8
+    return Tensor(name, tuple(tensor.shape), _dtype(tensor).itemsize, stacked, packed, tensor.requires_grad)
 
 
 def gathered(spec: Spec) -> Spec:
@@ -118,7 +62,7 @@ def gather_layer(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None)
         return dict(tensors)
     found = {}
     for name, tensor in tensors.items():
-        spec = spec_of(name, tensor)
+        spec = spec_of(f"layers.0.{name}", tensor)
         if any("fsdp" in (axes or ()) for axes in spec):
             if dtype is not None and tensor.dtype == torch.float32 and tensor.ndim == 2:
                 tensor = tensor.to(dtype)
@@ -209,28 +153,15 @@ def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
     """The table of a model's tensors on the mesh of this process, largest shard first.
 
     Raises:
-        ValueError: tensors above 1 MiB match no rule.
+        ValueError: as `sharding_rules.place`.
     """
     mesh = current_mesh()
     assert mesh is not None
-    prefixes, tied = tuple(stacks), is_tied(model)
-    rows, seen, missed = [], set(), []
+    prefixes = tuple(stacks)
+    named: dict[int, Tensor] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        spec = mesh.fitted(spec_of(name, tensor, name.startswith(prefixes), tied), tensor.shape)
-        shard = mesh.shard_shape(spec, tensor.shape)
-        size = torch.Size(shard).numel() * _dtype(tensor).itemsize
-        if _rule(name) is None and tensor.nbytes > _LARGE and tensor.ndim > 1:
-            missed.append(name)
-        rows.append(Placed(name, tuple(tensor.shape), spec, size))
-    if missed:
-        raise ValueError(
-            f"launch.mesh={mesh}: no sharding rule matches {', '.join(missed[:5])}"
-            f"{f' and {len(missed) - 5} more' if len(missed) > 5 else ''}; train this model without a mesh"
-        )
-    return sorted(rows, key=lambda row: -row.bytes)
+        named.setdefault(id(tensor), _described(name, tensor, name.startswith(prefixes)))
+    return sharding_rules.place(mesh, named.values(), is_tied(model))
 
 
 def is_tied(model: torch.nn.Module) -> bool:

@@ -225,7 +225,8 @@ def compile_step(
     config = with_shipped_shape(config, cache_dir)
     if kind.name in chips.NO_KERNELS and config.model.attention == "auto":
         config = replace(config, model=replace(config.model, attention="sdpa"))
-    mesh = resolve_mesh(config.launch.mesh, num_replicas) if config.launch.mesh else None
+    launch = config.launch
+    mesh = resolve_mesh(launch.mesh, num_replicas, launch.mesh_rules) if launch.mesh else None
     plan = batch_arithmetic(config, mesh.batch_shards if mesh else num_replicas)
     libtpu = check_available()
     folder = cache_dir or CACHE.expanduser()
@@ -389,7 +390,7 @@ def _request_key(config: TrainConfig, num_replicas: int) -> str:
     """Hashes everything that determines the program: the run, the model's configuration, the code, and the versions."""
     values = config.to_dict()
     shape = {name: values[name] for name in ("model", "lora", "optim")}
-    shape |= {"max_length": config.data.max_length, "mesh": config.launch.mesh}
+    shape |= {"max_length": config.data.max_length, "mesh": [config.launch.mesh, config.launch.mesh_rules]}
     parts = [
         json.dumps(shape, sort_keys=True), _model_config(config), str(num_replicas),
         _source(*_READERS, *_imported("tpu_kit.planning.trace")),

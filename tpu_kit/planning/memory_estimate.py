@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tpu_kit.config.loader import ANEW, LoraConfig, TrainConfig, is_another
+from tpu_kit.config.mesh import Mesh
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.chips import CHIPS, GIB, Chip
 from tpu_kit.hardware.slices import TargetSlice
@@ -29,8 +30,10 @@ from tpu_kit.planning.activation_memory import (
     group_bytes,
     padded,
     stored_tensors,
+    trained_count,
     trained_tensors,
 )
+from tpu_kit.planning.mesh_memory import MESH_CODE, MeshActivationModel
 
 LOOP_CODE = 26 * 2**20
 """Code of a program of loops for each layer in it (one, or those of a block) and each pass: 20 to 31 MiB on v5e, v5p,
@@ -95,14 +98,16 @@ def estimate(
     num_replicas: int = 1,
     shape: Shape | None = None,
     chip: Chip | None = None,
+    mesh: Mesh | None = None,
 ) -> Memory:
     """Estimates the memory of a training step on a TPU.
 
     Args:
         config: the run; its model is read by `architecture.read_shape`.
-        num_replicas: data-parallel replicas; each holds everything.
+        num_replicas: data-parallel replicas; each holds everything. Not used with a mesh.
         shape: the model's shape, if it was read before.
         chip: the TPU; without it the vector memory of v5e is assumed.
+        mesh: the devices over which the model is sharded; None for replicas.
 
     Raises:
         ValueError: as `architecture.read_shape` and `batch_arithmetic`; a sequence longer than the model's positions.
@@ -113,17 +118,23 @@ def estimate(
             f"data.max_length={config.data.max_length} is longer than the {shape.positions} positions of the model; "
             f"set it to {shape.positions} or less"
         )
-    return _Step(config, shape, num_replicas, chip).memory()
+    return _Step(config, shape, num_replicas, chip, mesh).memory()
 
 
 class _Step:
     """Arguments, temporaries and code."""
 
-    def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int, chip: Chip | None) -> None:
+    def __init__(
+        self, config: TrainConfig, shape: Shape, num_replicas: int, chip: Chip | None, mesh: Mesh | None
+    ) -> None:
         self.config, self.shape = config, shape
-        self.alive = PeakActivationModel(config, shape, num_replicas, chip)
+        self.alive = (
+            PeakActivationModel(config, shape, num_replicas, chip)
+            if mesh is None
+            else MeshActivationModel(config, shape, mesh, chip)
+        )
         self.trained_tensors = trained_tensors(shape, config.lora)
-        self.trained = self.alive.trained
+        self.trained = trained_count(shape, config.lora)
 
     # ------------------------------------------------------------------------------------------------------ arguments
 
@@ -135,6 +146,8 @@ class _Step:
         parameter; 8-bit AdamW 2, and for each block of 256 in a row two scales and a seed of 4; Adafactor a number for
         each row and column. A batch is three int64 and one int32 array of (B, S) for each pass.
         """
+        if isinstance(self.alive, MeshActivationModel):
+            return self.alive.arguments()
         lora = self.config.lora
         weights = sum(padded(tensor, size, free=True) for tensor, size in stored_tensors(self.shape, self.config))
         adapters = sum(padded(tensor, 4, free=True) for tensor in self.trained_tensors) if lora.r else 0
@@ -175,7 +188,8 @@ class _Step:
         more = max(0, tiles - 2) if self.alive.tiles <= FEW_TILES else 0
         layer = LOOP_CODE + TILE_CODE * more + INT4_CODE * (self.config.model.base_dtype == "int4")
         update = UPDATE_CODE * len(self.alive.groups) if self.config.optim.optimizer == "adamw8bit" else 0
-        return layer * sum(period for period, _ in self.shape.runs()) * passes + int(update)
+        collectives = MESH_CODE if isinstance(self.alive, MeshActivationModel) else 0
+        return layer * sum(period for period, _ in self.shape.runs()) * passes + int(update) + collectives
 
     def memory(self) -> Memory:
         """The estimate."""

@@ -504,7 +504,7 @@ def check_mesh(config: TrainConfig, devices: int, shape: Shape | None) -> Mesh:
         ValueError: the mesh is of another number of devices.
     """
     assert config.launch.mesh is not None
-    mesh = resolve_mesh(config.launch.mesh, devices)
+    mesh = resolve_mesh(config.launch.mesh, devices, config.launch.mesh_rules)
     problems = mesh.problems(shape.heads, shape.kv_heads) if shape else []
     problems = [f"launch.mesh: {mesh}: {one}; use a smaller model axis, and fsdp for the rest" for one in problems]
     if config.optim.batch_size == "auto":

@@ -46,7 +46,7 @@ def trace_step(config: TrainConfig, num_replicas: int) -> Program:
     """
     if config.launch.mesh is None:
         return _trace(config, num_replicas, 1)
-    mesh = resolve_mesh(config.launch.mesh, num_replicas)
+    mesh = resolve_mesh(config.launch.mesh, num_replicas, config.launch.mesh_rules)
     with use_mesh(mesh):
         return _trace(config, 1, mesh.batch_shards)
 
