@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig
+from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import FREE_SLICES, KAGGLE_HOURS_PER_SESSION, KAGGLE_HOURS_PER_WEEK, Chip
 from tpu_kit.models.architecture import Shape
+from tpu_kit.models.sharding_rules import spec_of
 from tpu_kit.planning.activation_memory import rematerialized, trained_count
+from tpu_kit.planning.mesh_memory import model_tensors, per_device
 
 MXU_EFFICIENCY = 0.6
 """Share of the peak FLOP/s that matrix products reach: an assumption; published trainings of dense models on TPU report
@@ -40,6 +43,15 @@ WEIGHT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.
 Qwen2.5-0.5B at 128 tokens by 4.7 bytes a weight."""
 HOST_SECONDS = 0.004
 """Time of a step on the host, in which the device waits: an assumption."""
+GATHERS = 2
+"""Times that a pass gathers a layer's weights on a mesh: in the forward pass, and in the backward pass, whose
+recomputation uses the same ones. So in all compiled programs."""
+SYNCHRONOUS_GATHERS = 0.1
+"""Share of the gathered weights that the compiler does not overlap with computation: 0.009 to 0.12."""
+GATHERED_TRAFFIC = 3.0
+"""HBM traffic of gathered weights beside the products' reads, over their bytes: they are written and copied."""
+MODEL_REDUCES = 10
+"""All-reduces of a layer's activations over the model axis in a pass, forward, recomputation and backward."""
 SPOT_HOURS_BETWEEN_INTERRUPTIONS = 6.0
 """Mean time between interruptions of a spot TPU: an assumption, as Google publishes none. Young's interval is
 proportional to its square root."""
@@ -52,19 +64,42 @@ RESTART_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """The collectives of one kind in a step on a mesh.
+
+    Attributes:
+        kind: such as "all-gather".
+        count: how many run.
+        bytes: that a device sends one way: (g - 1) / g of an all-gather's result or of a reduce-scatter's operand in a
+            ring of g devices, twice that for an all-reduce.
+        synchronous: the share of them that no computation hides.
+    """
+
+    kind: str
+    count: int
+    bytes: float
+    synchronous: float
+
+
+@dataclass(frozen=True)
 class Work:
-    """The work of a step on one device: FLOPs, bytes moved in HBM, bytes of the all-reduce's result."""
+    """The work of a step on one device: FLOPs, bytes moved in HBM, bytes of the all-reduce's result.
+
+    On a mesh, `transfers` are the collectives, and there is no other all-reduce.
+    """
 
     flops: float
     traffic: float
     reduced: float
+    transfers: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by cause: the larger of `compute` and `memory`, plus the others.
 
-    `measured` is the factor that `verify` measured on this machine; None where it was not measured.
+    On a mesh, `all_reduce` is the part of all collectives that computation does not hide. `measured` is the factor that
+    `verify` measured on this machine; None where it was not measured.
     """
 
     compute: float
@@ -125,10 +160,95 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     return Work(passes * flops, passes * traffic + update, 4.0 * trained_count(shape, lora))
 
 
+def sharded_work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh) -> Work:
+    """The work of one update on one device of a mesh: its part of the products, of the update and the collectives.
+
+    Args:
+        config: the run.
+        shape: of the whole model.
+        plan: the batch of one of the mesh's batch shards.
+        mesh: the devices.
+    """
+    own = per_device(shape, mesh)
+    done, moved = work(config, own, plan), transfers(config, shape, plan, mesh)
+    gathered = sum(one.bytes for one in moved if one.kind == "all-gather")
+    elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config.lora) * (1 - 1 / mesh.fsdp)
+    return Work(done.flops, done.traffic - elsewhere + GATHERED_TRAFFIC * gathered, 0.0, tuple(moved))
+
+
+def transfers(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh) -> list[Transfer]:
+    """The collectives of an update on a mesh: those of `weight_transfers`, and those of activations.
+
+    The rows of the embedding are exchanged. For the loss, the hidden states of a chunk are gathered over fsdp, and
+    their gradient is reduce-scattered. Over model, activations of (T, H) are all-reduced.
+    """
+    passes, tokens = plan.gradient_accumulation, plan.batch_size * config.data.max_length
+    states = float(tokens * shape.hidden * (4 if config.model.base_dtype == "fp32" else 2))
+    found, columns = list(weight_transfers(config, shape, passes, mesh)), mesh.fsdp * mesh.model
+    if columns > 1:
+        found.append(Transfer("all-to-all", passes, passes * states * (columns - 1) / columns, 1.0))
+    if mesh.fsdp > 1:
+        chunks = passes * -(-tokens // config.optim.loss_chunk)
+        moved = passes * states * (mesh.fsdp - 1)
+        found += [Transfer(kind, chunks, moved, 1.0) for kind in ("all-gather", "reduce-scatter")]
+    if mesh.model > 1:
+        count = passes * shape.layers * MODEL_REDUCES
+        found.append(Transfer("all-reduce", count, count * 2 * states * (mesh.model - 1) / mesh.model, 1.0))
+    return found
+
+
+def weight_transfers(config: TrainConfig, shape: Shape, passes: int, mesh: Mesh) -> Iterator[Transfer]:
+    """The collectives of weights and gradients, whose bytes do not depend on the number of tokens.
+
+    A layer's tensors are gathered over fsdp in the forward and in the backward pass, as they are stored; trained ones
+    in bf16. The gradient of each trained matrix is reduce-scattered in bf16 in each pass, and all-reduced over data in
+    fp32 once.
+    """
+    gathered, scattered, summed, gathers, matrices = 0.0, 0.0, 0.0, 0, 0
+    for tensor in model_tensors(shape, config):
+        spec = mesh.fitted(spec_of(tensor, shape.tied, mesh.rules), tensor.shape)
+        axes = [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
+        layers = tensor.shape[0] if tensor.stacked else 1
+        own = math.prod(tensor.shape) / mesh.shards([name for name in axes if name == "model"])
+        size = own * (2 if tensor.trained else tensor.size)
+        if "fsdp" in axes and tensor.stacked:
+            gathers, gathered = gathers + GATHERS * layers, gathered + GATHERS * size
+        if tensor.trained:
+            matrices, scattered = matrices + layers * ("fsdp" in axes), scattered + size * ("fsdp" in axes)
+            summed += 4 * own / (mesh.fsdp if "fsdp" in axes else 1)
+    ring = (mesh.fsdp - 1) / mesh.fsdp
+    if mesh.fsdp > 1:
+        yield Transfer("all-gather", passes * gathers, passes * gathered * ring, SYNCHRONOUS_GATHERS)
+        yield Transfer("reduce-scatter", passes * matrices, passes * scattered * ring, 1.0)
+    if mesh.data > 1:
+        yield Transfer("all-reduce", 1, 2 * summed * (mesh.data - 1) / mesh.data, 1.0)
+
+
+def link_seconds(transfers: Iterable[Transfer], chip: Chip, *, synchronous: bool = False) -> float:
+    """Seconds that collectives take on a device's links in one direction; of all, or of the synchronous share."""
+    sent = sum(one.bytes * (one.synchronous if synchronous else 1.0) for one in transfers)
+    return sent / ((chip.ici_bandwidth or 100e9) / chip.devices_per_chip / 2 * ICI_EFFICIENCY)
+
+
+def break_even(config: TrainConfig, shape: Shape, mesh: Mesh, chip: Chip) -> float | None:
+    """Tokens of a device in a pass from which on products take longer than the collectives of weights and gradients.
+
+    Both run at their peaks: all FLOP/s of the chip, and all of its interconnect in one direction. None where no weights
+    are gathered, or a peak is not known.
+    """
+    if mesh.fsdp == 1 or not chip.ici_bandwidth or not chip.bf16_flops:
+        return None
+    seconds = sum(one.bytes for one in weight_transfers(config, shape, 1, mesh)) / (chip.ici_bandwidth / 2)
+    length = config.data.max_length
+    one = BatchPlan(1, 1, mesh.batch_shards, mesh.batch_shards, mesh.batch_shards * length)
+    return seconds * chip.bf16_flops / work(config, per_device(shape, mesh), one).flops * length
+
+
 def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None = None) -> StepTime:
     """Estimates the seconds of some work on a chip's devices.
 
-    The all-reduce is a ring: 2 (R - 1) / R of the bytes, over half of the interconnect (it counts both directions).
+    The all-reduce is a ring: 2 (R - 1) / R of the bytes, over half of the interconnect (it counts both directions). On
+    a mesh, the synchronous part of the collectives is exposed, and of the rest what takes longer than the computation.
     Products of fp32 run at the bf16 peak, as the compiler rounds their inputs to bf16.
 
     Raises:
@@ -138,14 +258,14 @@ def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None 
         raise ValueError(f"how fast a {chip.name} is in bf16 is not known; choose another chip")
     peak = chip.bf16_flops / chip.devices_per_chip
     bandwidth = chip.hbm_bandwidth / chip.devices_per_chip
-    ring = 2 * (num_replicas - 1) / num_replicas * done.reduced
-    link = (chip.ici_bandwidth or 100e9) / 2 * ICI_EFFICIENCY
-    return StepTime(
-        compute=done.flops / (peak * MXU_EFFICIENCY),
-        memory=done.traffic / (bandwidth * HBM_EFFICIENCY),
-        all_reduce=ring / link,
-        measured=measured,
-    )
+    compute, memory = done.flops / (peak * MXU_EFFICIENCY), done.traffic / (bandwidth * HBM_EFFICIENCY)
+    if done.transfers:
+        exposed = link_seconds(done.transfers, chip, synchronous=True)
+        exposed += max(0.0, link_seconds(done.transfers, chip) - exposed - max(compute, memory))
+    else:
+        ring = 2 * (num_replicas - 1) / num_replicas * done.reduced
+        exposed = ring / ((chip.ici_bandwidth or 100e9) / 2 * ICI_EFFICIENCY)
+    return StepTime(compute=compute, memory=memory, all_reduce=exposed, measured=measured)
 
 
 def host_rate() -> float:

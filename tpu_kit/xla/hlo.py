@@ -155,20 +155,58 @@ class Module:
         return found
 
     def collectives(self) -> list[dict[str, Any]]:
-        """Returns, for each kind of collective, how many run in a step and the bytes of their results."""
-        found: dict[str, list[int]] = {}
+        """Returns, for each kind of collective, what runs in a step; the keys are those of `compile_check.Collective`.
+
+        The compiler writes an asynchronous collective as a chain of fusions that compute beside it. Each of them
+        contains the collective, so a chain is counted once by its channel. A reduce-scatter is a fusion of an
+        all-reduce and a slice, named all-reduce-scatter; it is synchronous.
+        """
+        found: dict[str, dict[str, Any]] = {}
         for name, times in self.weights().items():
-            for one in self.computations[name]:
-                kind = one.opcode.removesuffix("-start")
-                if kind not in _COLLECTIVES:
-                    continue
+            for one, kind, synchronous in self._collectives_in(name, set()):
                 arrays = _ARRAY.findall(one.shape)
                 # The start of these collectives also returns its operand.
                 given = len(arrays) > 1 and one.opcode in ("all-gather-start", "collective-permute-start")
-                sizes = [logical_bytes(array[0], array[1]) for array in (arrays[1:2] if given else arrays)]
-                count, total = found.setdefault(kind, [0, 0])
-                found[kind] = [count + times, total + times * sum(sizes)]
-        return [{"kind": kind, "count": count, "bytes": total} for kind, (count, total) in found.items()]
+                size = sum(logical_bytes(array[0], array[1]) for array in (arrays[1:2] if given else arrays))
+                group = _group_size(one.rest)
+                moved = size * (group - 1) / group * (2 if kind == "all-reduce" else 1)
+                if kind == "collective-permute":
+                    moved = size
+                if kind == "reduce-scatter":
+                    size //= group if one.opcode == "all-reduce" else 1
+                    moved = size * (group - 1)
+                row = found.setdefault(kind, {"kind": kind, "count": 0, "bytes": 0, "moved": 0.0, "synchronous": 0.0})
+                added = {"count": times, "bytes": times * size, "moved": times * moved}
+                added["synchronous"] = times * moved if synchronous else 0.0
+                row |= {key: row[key] + value for key, value in added.items()}
+        return list(found.values())
+
+    def _collectives_in(
+        self, computation: str, chains: set[str], fused: bool = False
+    ) -> Iterator[tuple[Instruction, str, bool]]:
+        """Yields (collective, its kind, whether it is synchronous) of a computation and the fusions in it."""
+        scatters = computation.startswith("all-reduce-scatter")
+        for one in self.computations[computation]:
+            kind = one.opcode.removesuffix("-start")
+            if kind in _COLLECTIVES:
+                channel = one.attribute("channel_id")
+                if fused and channel is not None and channel in chains:
+                    continue
+                chains.add(channel or "")
+                asynchronous = one.opcode.endswith("-start") or (fused and not scatters)
+                yield one, "reduce-scatter" if scatters else kind, not asynchronous
+            elif one.opcode in ("fusion", "async-start", "custom-call"):
+                for name in one.called:
+                    if name in self.computations:
+                        yield from self._collectives_in(name, chains, fused=True)
+
+
+def _group_size(attributes: str) -> int:
+    """Returns the number of devices that take part in a collective together."""
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
+        return int(found[1])
+    found = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
+    return len(found[1].split(",")) if found else 2
 
 
 def _instruction(line: str) -> Instruction:
