@@ -404,20 +404,32 @@ def _chips(text: str) -> list[str]:
             "help": "chips (v5e), slices (v5litepod-8) or topologies (v5e:2x4) to plan for; v5e by default",
         },
         "--exact": {"action": "store_true", "help": "ask the real TPU compiler; some minutes for each chip"},
-        "--models": {"action": "store_true", "help": "list the models that need no network"},
+        "--models": {
+            "action": "store_true",
+            "help": "list the models that need no network; with --chip, the largest that train there",
+        },
         **_JSON,
     },
 )  # fmt: skip
 def plan(given: argparse.Namespace) -> int:
     """Find the settings that fit a TPU, their duration and their cost."""
+    from tpu_kit.hardware.slices import find_slice
     from tpu_kit.models.architecture import known_models
+    from tpu_kit.planning import tables
+    from tpu_kit.planning.mesh_choice import largest_models
     from tpu_kit.planning.planner import plan as find
     from tpu_kit.planning.report import report
 
-    if given.models:
+    if given.models and not given.chip:
         print(known_models())
         return OK
     try:
+        if given.models:
+            for name in given.chip:
+                where = find_slice(name, None)
+                print(f"{where.name}: the largest models by formula, LoRA r=16, rows of 1,024 tokens")
+                print(tables.to_text(largest_models(where)))
+            return OK
         found = find(given.config, given.chip or ["v5e"], given.exact)
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -13,14 +13,13 @@ import argparse
 import json
 import statistics
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.planning.test_memory_estimate import RECORDED, configuration
+from tests.planning.test_memory_estimate import RECORDED, configuration, estimated
 from tests.support.child_processes import REPOSITORY
-from tpu_kit.hardware.chips import chip
 from tpu_kit.planning.compile_check import compile_step
-from tpu_kit.planning.memory_estimate import estimate
 
 PAGE = REPOSITORY / "tpu_kit" / "planning" / "README.md"
 HEADING = "## Formula against compiler\n"
@@ -34,8 +33,7 @@ def table(folder: Path) -> str:
     lines.append("|---|---:|---|---:|---|---:|---:|---:|")
     errors, unseen = [], []
     for one in (answer for answer in RECORDED["answers"] if "total_bytes" in answer):
-        on = chip(one["topology"].partition(":")[0])
-        found = estimate(configuration(one, folder), num_replicas=one["replicas"], chip=on).total_bytes
+        found = estimated(one, folder).total_bytes
         errors.append(found / one["total_bytes"] - 1)
         unseen += [errors[-1]] if one.get("held_out") else []
         lines.append(
@@ -60,6 +58,8 @@ def record(folder: Path, *, everything: bool) -> None:
             continue
         compiled = compile_step(configuration(one, folder), one["topology"], num_replicas=one["replicas"])
         one |= {name: getattr(compiled, name) for name in FIELDS}
+        if any(setting.startswith("mesh=") for setting in one["settings"]):
+            one["collectives"] = [asdict(collective) for collective in compiled.collectives]
         write(RECORDED)
 
 

@@ -204,7 +204,7 @@ class LaunchConfig:
     mesh: str | None = knob(
         None,
         "Axes over which one model is sharded, such as fsdp=8 or data=2,fsdp=4 (data, fsdp, model; -1 = the rest); "
-        "null = a replica on each device.",
+        "auto and null = a replica on each device where it fits one, else fsdp over as few TPU devices as hold it.",
     )
     mesh_rules: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
         None,
@@ -416,13 +416,16 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 def _mesh_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     assert config.launch.mesh is not None
+    auto = config.launch.mesh == "auto"
     try:
-        sizes = parse_mesh(config.launch.mesh)
+        sizes = {} if auto else parse_mesh(config.launch.mesh)
     except ValueError as error:
         yield "launch.mesh", str(error)
         return
     if config.launch.num_replicas is not None:
         yield "launch.mesh launch.num_replicas", "has its own number of devices; remove launch.num_replicas"
+    if auto:  # then replicas remain
+        return
     if config.launch.device_type in ("cuda", "cpu"):
         text = f"needs XLA, and launch.device_type={config.launch.device_type}; use tpu or xla-cpu, or remove it"
         yield "launch.mesh launch.device_type", text

@@ -227,7 +227,7 @@ def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
 
 
 def device_memory_budget(config: TrainConfig, at: Machine | None = None) -> MemoryBudget | None:
-    """Finds the memory that each replica will have; None where the machine does not tell.
+    """Finds the memory that each replica, or each device of a mesh, will have; None where the machine does not tell.
 
     Raises:
         ValueError: as `detect`.
@@ -238,9 +238,12 @@ def device_memory_budget(config: TrainConfig, at: Machine | None = None) -> Memo
         found = at.tpus()
         if not found:  # device files alone, of a chip that is not known
             return None
-        replicas = backend.num_replicas or len(found) * chips.chip(found[0]).devices_per_chip
-        where = find_slice(found[0], replicas)
-        return MemoryBudget(where.name, "tpu", replicas, where.limit, where=where)
+        devices = backend.num_replicas or len(found) * chips.chip(found[0]).devices_per_chip
+        where = find_slice(found[0], backend.mesh.size if backend.mesh else devices)
+        where = where.sharded(backend.mesh) if backend.mesh else where
+        return MemoryBudget(where.name, "tpu", where.replicas, where.limit, where=where)
+    if backend.mesh is not None:
+        return None
     replicas = backend.num_replicas or 1
     if backend.device_type == "cuda":
         return _gpu_budget(replicas, at)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware import chips as known_chips
 from tpu_kit.hardware.calibration import Calibration, load
 from tpu_kit.hardware.chips import GIB, Chip, Topology
@@ -19,11 +20,12 @@ class TargetSlice:
         chip: its chip.
         name: the slice's, such as "v5litepod-8".
         chips: number of chips, which are paid for.
-        replicas: number of replicas.
+        replicas: number of replicas; on a mesh, of shards of the batch.
         topology: the compiler's name for it; None where it has none.
         found_bytes: memory of a device as the machine itself reports it; None where it was not asked.
         free: the least share of it to leave free, where the formula was not made for this device.
         calibration: what `verify` measured on such a chip of this machine.
+        mesh: the devices over which the model is sharded; None for replicas.
     """
 
     chip: Chip
@@ -34,6 +36,16 @@ class TargetSlice:
     found_bytes: int | None = None
     free: float = 0.0
     calibration: Calibration = field(default_factory=lambda: Calibration(""))
+    mesh: Mesh | None = None
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that work on an update."""
+        return self.mesh.size if self.mesh else self.replicas
+
+    def sharded(self, mesh: Mesh) -> TargetSlice:
+        """The same slice with the model sharded over its devices."""
+        return replace(self, replicas=mesh.batch_shards, mesh=mesh)
 
     @property
     def limit(self) -> int:

@@ -74,12 +74,14 @@ class Placed:
         shape: of the whole tensor.
         spec: its sharding.
         bytes: of one device's shard.
+        whole: bytes of the whole tensor.
     """
 
     name: str
     shape: tuple[int, ...]
     spec: Spec
     bytes: int
+    whole: int
 
 
 def spec_of(tensor: Tensor, tied: bool = False, rules: tuple[tuple[str, Spec], ...] = ()) -> Spec:
@@ -162,8 +164,9 @@ def place(mesh: Mesh, tensors: Iterable[Tensor], tied: bool) -> list[Placed]:
         spec = mesh.fitted(spec_of(tensor, tied, mesh.rules), tensor.shape)
         size = int(math.prod(mesh.shard_shape(spec, tensor.shape)) * tensor.size)
         key = shown(tensor.name), spec, tensor.shape
-        before = found[key].bytes if key in found else 0
-        found[key] = Placed(key[0], tensor.shape, spec, before + size)
+        before = found.get(key, Placed(*key[:1], tensor.shape, spec, 0, 0))
+        whole = int(math.prod(tensor.shape) * tensor.size)
+        found[key] = Placed(key[0], tensor.shape, spec, before.bytes + size, before.whole + whole)
     return sorted(found.values(), key=lambda row: -row.bytes)
 
 

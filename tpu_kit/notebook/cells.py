@@ -504,6 +504,18 @@ def show_memory(plan: Plan) -> None:
     )
 
 
+def show_mesh(plan: Plan) -> None:
+    """Shows the devices of the pick's mesh, the shards of its tensors, and its collectives; or that there is none."""
+    from tpu_kit.planning.report import mesh_lines, tensor_rows, transfer_rows
+
+    if plan.where.mesh is None:
+        print(f"no mesh: a replica of the model on each of {plan.where.replicas} devices of {plan.where.name}")
+        return
+    print("\n".join(mesh_lines(plan)))
+    show_table(tensor_rows(plan, least=2**20))
+    show_table(transfer_rows(plan))
+
+
 def show_settings(plan: Plan) -> None:
     """Shows a bar of stacked memory parts for every setting against the limit of the device, and marks the pick."""
     settings = sorted(plan.settings, key=lambda one: -one.peak)

@@ -38,6 +38,7 @@ from tpu_kit.hardware.chips import GIB, Chip, Topology
 from tpu_kit.hardware.compatibility import PAIRINGS
 from tpu_kit.hardware.slices import find_topology
 from tpu_kit.models.architecture import shipped_shape
+from tpu_kit.planning.cost import Transfer
 from tpu_kit.storage import atomic
 
 Effort = Literal["full", "low"]
@@ -66,11 +67,26 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Collective:
-    """The collectives of one kind, such as "all-reduce": how many a step runs, and the bytes of their results."""
+    """The collectives of one kind in a step.
+
+    Attributes:
+        kind: such as "all-reduce".
+        count: how many run.
+        bytes: of their results.
+        moved: bytes that a device sends one way, in a ring.
+        synchronous: the part of `moved` that the compiler does not overlap with computation.
+    """
 
     kind: str
     count: int
     bytes: int
+    moved: float
+    synchronous: float
+
+    @property
+    def transfer(self) -> Transfer:
+        """The same for `cost.step_time`."""
+        return Transfer(self.kind, self.count, self.moved, self.synchronous / self.moved if self.moved else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

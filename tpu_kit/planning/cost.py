@@ -13,9 +13,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tpu_kit.config.loader import BatchPlan, TrainConfig
+from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import FREE_SLICES, KAGGLE_HOURS_PER_SESSION, KAGGLE_HOURS_PER_WEEK, Chip
+from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import spec_of
 from tpu_kit.planning.activation_memory import rematerialized, trained_count
@@ -68,7 +69,7 @@ class Transfer:
     """The collectives of one kind in a step on a mesh.
 
     Attributes:
-        kind: such as "all-gather".
+        kind: such as "all-gather of weights"; of a compiled program without what is moved.
         count: how many run.
         bytes: that a device sends one way: (g - 1) / g of an all-gather's result or of a reduce-scatter's operand in a
             ring of g devices, twice that for an all-reduce.
@@ -171,7 +172,7 @@ def sharded_work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh)
     """
     own = per_device(shape, mesh)
     done, moved = work(config, own, plan), transfers(config, shape, plan, mesh)
-    gathered = sum(one.bytes for one in moved if one.kind == "all-gather")
+    gathered = sum(one.bytes for one in moved if one.kind.startswith("all-gather"))
     elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config.lora) * (1 - 1 / mesh.fsdp)
     return Work(done.flops, done.traffic - elsewhere + GATHERED_TRAFFIC * gathered, 0.0, tuple(moved))
 
@@ -186,14 +187,16 @@ def transfers(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh) ->
     states = float(tokens * shape.hidden * (4 if config.model.base_dtype == "fp32" else 2))
     found, columns = list(weight_transfers(config, shape, passes, mesh)), mesh.fsdp * mesh.model
     if columns > 1:
-        found.append(Transfer("all-to-all", passes, passes * states * (columns - 1) / columns, 1.0))
+        found.append(Transfer("all-to-all of embeddings", passes, passes * states * (columns - 1) / columns, 1.0))
     if mesh.fsdp > 1:
         chunks = passes * -(-tokens // config.optim.loss_chunk)
         moved = passes * states * (mesh.fsdp - 1)
-        found += [Transfer(kind, chunks, moved, 1.0) for kind in ("all-gather", "reduce-scatter")]
+        kinds = ("all-gather of hidden states", "reduce-scatter of hidden states")
+        found += [Transfer(kind, chunks, moved, 1.0) for kind in kinds]
     if mesh.model > 1:
         count = passes * shape.layers * MODEL_REDUCES
-        found.append(Transfer("all-reduce", count, count * 2 * states * (mesh.model - 1) / mesh.model, 1.0))
+        moved = count * 2 * states * (mesh.model - 1) / mesh.model
+        found.append(Transfer("all-reduce of activations", count, moved, 1.0))
     return found
 
 
@@ -218,10 +221,10 @@ def weight_transfers(config: TrainConfig, shape: Shape, passes: int, mesh: Mesh)
             summed += 4 * own / (mesh.fsdp if "fsdp" in axes else 1)
     ring = (mesh.fsdp - 1) / mesh.fsdp
     if mesh.fsdp > 1:
-        yield Transfer("all-gather", passes * gathers, passes * gathered * ring, SYNCHRONOUS_GATHERS)
-        yield Transfer("reduce-scatter", passes * matrices, passes * scattered * ring, 1.0)
+        yield Transfer("all-gather of weights", passes * gathers, passes * gathered * ring, SYNCHRONOUS_GATHERS)
+        yield Transfer("reduce-scatter of gradients", passes * matrices, passes * scattered * ring, 1.0)
     if mesh.data > 1:
-        yield Transfer("all-reduce", 1, 2 * summed * (mesh.data - 1) / mesh.data, 1.0)
+        yield Transfer("all-reduce of gradients", 1, 2 * summed * (mesh.data - 1) / mesh.data, 1.0)
 
 
 def link_seconds(transfers: Iterable[Transfer], chip: Chip, *, synchronous: bool = False) -> float:
@@ -266,6 +269,13 @@ def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None 
         ring = 2 * (num_replicas - 1) / num_replicas * done.reduced
         exposed = ring / ((chip.ici_bandwidth or 100e9) / 2 * ICI_EFFICIENCY)
     return StepTime(compute=compute, memory=memory, all_reduce=exposed, measured=measured)
+
+
+def predict_time(config: TrainConfig, shape: Shape, where: TargetSlice) -> StepTime:
+    """Estimates the seconds of a step on a slice, by the formula's counts."""
+    plan = batch_arithmetic(config, where.replicas)
+    done = sharded_work(config, shape, plan, where.mesh) if where.mesh else work(config, shape, plan)
+    return step_time(done, where.chip, where.replicas, where.calibration.time)
 
 
 def host_rate() -> float:

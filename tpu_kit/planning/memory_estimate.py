@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tpu_kit.config.fields import ConfigError
 from tpu_kit.config.loader import ANEW, LoraConfig, TrainConfig, is_another
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.config.schema import MOST_ROWS
@@ -119,6 +120,11 @@ def estimate(
             f"set it to {shape.positions} or less"
         )
     return _Step(config, shape, num_replicas, chip, mesh).memory()
+
+
+def estimate_on(config: TrainConfig, shape: Shape, where: TargetSlice) -> Memory:
+    """As `estimate`, on a slice with its replicas or its mesh."""
+    return estimate(config, num_replicas=where.replicas, shape=shape, chip=where.chip, mesh=where.mesh)
 
 
 class _Step:
@@ -294,7 +300,7 @@ def advise(config: TrainConfig, shape: Shape, where: TargetSlice, limit: float, 
     """
 
     def peak(changed: TrainConfig) -> int:
-        return estimate(changed, num_replicas=where.replicas, shape=shape, chip=where.chip).total_bytes
+        return estimate(changed, num_replicas=where.replicas, shape=shape, chip=where.chip, mesh=where.mesh).total_bytes
 
     def within(section: str, name: str, value: Any) -> bool:
         return peak(_with(config, f"{section}.{name}", value)) <= limit
@@ -304,7 +310,7 @@ def advise(config: TrainConfig, shape: Shape, where: TargetSlice, limit: float, 
     length = largest(lambda blocks: within("data", "max_length", 128 * blocks), shape.positions // 128)
     return Advice(
         knobs=() if fits else tuple(_knobs(config, shape, where.replicas, peak, limit)),
-        smallest_slice=None if fits else _smallest_slice(peak(config), reserve(config)),
+        smallest_slice=None if fits else _smallest_slice(config, shape, where, peak(config)),
         largest_batch=largest(lambda rows: within("optim", "batch_size", rows), most),
         longest_sequence=128 * length,
         largest_rank=rank,
@@ -341,7 +347,10 @@ def _knobs(
         if name == "optim.batch_size":
             assert isinstance(rows, int)
             value = largest(lambda n: peak(_with(now, name, n)) <= limit, rows - 1) or 1  # noqa: B023  called at once
-        changed = _with(now, name, value)
+        try:
+            changed = _with(now, name, value)
+        except ConfigError:  # not on a mesh
+            continue
         size = peak(changed)
         if size >= before:
             continue
@@ -391,15 +400,33 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
             yield "data.max_length", length, "shorter rows"
 
 
-def _smallest_slice(peak: int, free: float) -> str | None:
-    """The cheapest slice whose devices have room for `peak` and the reserve."""
-    found = []
+def _smallest_slice(config: TrainConfig, shape: Shape, where: TargetSlice, peak: int) -> str | None:
+    """The cheapest slice on which the run fits: with `peak` bytes a device, or sharded over all of its devices."""
+    found, free = [], reserve(config)
     for chip in CHIPS.values():
         if chip.accelerator_prefix is None or chip.usable_hbm_bytes is None:
             continue
-        if peak > chip.usable_hbm_bytes * (1 - free):
-            continue
-        count = chip.slice_sizes[0]
-        price = chip.price.on_demand * count if chip.price else float("inf")
-        found.append((price, chip.slice_name(count)))
-    return min(found)[1] if found else None
+        limit = chip.usable_hbm_bytes * (1 - free)
+        for count in chip.slice_sizes:
+            devices = count * chip.devices_per_chip
+            alone = where.mesh is None and peak <= limit
+            if not alone:
+                mesh = Mesh(fsdp=devices)
+                if devices == 1 or not can_shard(config, shape):
+                    continue
+                if estimate(config, shape=shape, chip=chip, mesh=mesh).total_bytes > limit:
+                    continue
+            price = chip.price.on_demand * count if chip.price else float("inf")
+            name = chip.slice_name(count) + ("" if alone else f" with mesh=fsdp={devices}")
+            found.append((price, count, name))
+            break
+    return min(found)[2] if found else None
+
+
+def can_shard(config: TrainConfig, shape: Shape) -> bool:
+    """Whether the run can be sharded over a mesh: its layers run as a loop, and its settings allow it."""
+    try:
+        replace(config, launch=replace(config.launch, mesh="fsdp=-1", num_replicas=None))
+    except ConfigError:
+        return False
+    return shape.known.scans

@@ -15,9 +15,8 @@ from tpu_kit.checkpointing.manager import scan
 from tpu_kit.config.loader import ANEW, BatchPlan, OptimConfig, TrainConfig, batch_arithmetic, changes, migrate, plain
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.hardware.chips import GIB
-from tpu_kit.planning.cost import step_time, work
-from tpu_kit.planning.memory_estimate import estimate
-from tpu_kit.planning.preflight import Preflight
+from tpu_kit.planning.cost import predict_time
+from tpu_kit.planning.preflight import Preflight, estimate_in
 from tpu_kit.xla.hlo_memory import parse_out_of_memory
 
 SMALLER = 0.8
@@ -115,11 +114,10 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
     found: list[tuple[float, int, TrainConfig]] = []
     for place, one in enumerate(candidates):
         seen = room.seen(one)
-        peak = estimate(seen, num_replicas=replicas, shape=outlook.shape, chip=room.chip).total_bytes
+        peak = estimate_in(one, outlook.shape, room).total_bytes
         order = float(place)
         if room.where is not None:
-            done = work(seen, outlook.shape, batch_arithmetic(one, replicas))
-            order = step_time(done, room.where.chip, replicas, room.where.calibration.time).seconds
+            order = predict_time(seen, outlook.shape, room.where).seconds
         found.append((order, peak, one))
     if not found:
         return {}, ""

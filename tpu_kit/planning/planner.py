@@ -19,16 +19,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_kit.config.fields import ConfigError
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
-from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.chips import MIB, NO_KERNELS
 from tpu_kit.hardware.slices import TargetSlice, find_slice
 from tpu_kit.models.architecture import Shape, UnknownFamilyError, read_shape
+from tpu_kit.models.sharding_rules import Placed
 from tpu_kit.planning.compile_check import Compiled, Effort
-from tpu_kit.planning.cost import StepTime, TimePlan, Work, step_time, time_plan, work
-from tpu_kit.planning.memory_estimate import RESERVE, Advice, Inference, advise, estimate, inference, largest, reserve
+from tpu_kit.planning.cost import (
+    StepTime,
+    TimePlan,
+    Transfer,
+    Work,
+    break_even,
+    predict_time,
+    sharded_work,
+    step_time,
+    time_plan,
+    transfers,
+    work,
+)
+from tpu_kit.planning.memory_estimate import (
+    RESERVE,
+    Advice,
+    Inference,
+    advise,
+    estimate_on,
+    inference,
+    largest,
+    reserve,
+)
+from tpu_kit.planning.mesh_choice import check_mesh, placed
+from tpu_kit.planning.mesh_memory import table
 
 MOST_BYTES = 32 * MIB
 """Size of the data up to which the rows are counted: tokenising more takes longer than about ten seconds."""
@@ -160,7 +182,11 @@ class Plan:
         updates: number of updates; None where it is not known.
         unknown: why it is not known; empty otherwise.
         compiled: the compiler's figures, with `exact`.
-        note: changes that the user did not ask for: another attention, or the formula instead of the compiler.
+        note: changes that the user did not ask for: another attention, or the formula instead of the compiler; and why
+            there is a mesh or none.
+        tensors: where each of the model's tensors lies on the mesh; empty without one.
+        transfers: the collectives of a step on the mesh.
+        break_even: tokens of a device from which on its products take longer than the collectives of weights.
     """
 
     where: TargetSlice
@@ -179,6 +205,9 @@ class Plan:
     unknown: str = ""
     compiled: Compiled | None = None
     note: str = ""
+    tensors: tuple[Placed, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    break_even: float | None = None
 
     @property
     def free(self) -> float:
@@ -192,7 +221,9 @@ class Plan:
         run = self.run
         found: dict[str, Any] = {
             "chip": self.where.chip.name, "chips": self.where.chips, "replicas": self.where.replicas,
-            "slice": self.where.name, "global_batch_size": batch.global_batch_size, "fits": self.fits,
+            "slice": self.where.name, "mesh": str(self.where.mesh) if self.where.mesh else None,
+            "transfers": [asdict(one) for one in self.transfers],
+            "global_batch_size": batch.global_batch_size, "fits": self.fits,
             "peak_bytes": self.peak_bytes, "limit_bytes": self.where.limit, "parts": self.parts, "source": self.source,
             "batch_size": batch.batch_size, "gradient_accumulation": batch.gradient_accumulation,
             "remat": self.config.optim.remat, "step_seconds": seconds,
@@ -230,17 +261,23 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
             raise
         shape = None
     rows = Rows(None) if config.optim.max_steps else count_rows(config)
-    if config.launch.mesh is not None:
-        if not exact:
-            raise ValueError(
-                f"launch.mesh={config.launch.mesh}: the formula is for replicas, and only the TPU compiler knows the "
-                "memory of a mesh; add --exact, or exact=True"
-            )
-        return [on_mesh(config, where, shape, rows) for where in places]
     if shape is None:
-        return [by_compiler_alone(config, where, rows) for where in places]
-    found = [by_formula(config, shape, where, rows) for where in places]
-    return [with_largest_batch(verified(one, shape, rows)) for one in found] if exact else found
+        return [by_compiler_alone(*_placed(config, where), rows) for where in places]
+    found = []
+    for where in places:
+        open_batch = "optim.batch_size" not in config.sources
+        chosen, on, note = placed(config, shape, where, one_row=open_batch)
+        one = by_formula(chosen, shape, on, rows)
+        one = with_largest_batch(verified(one, shape, rows)) if exact else one
+        found.append(replace(one, note="; ".join(filter(None, [note, one.note]))))
+    return found
+
+
+def _placed(config: TrainConfig, where: TargetSlice) -> tuple[TrainConfig, TargetSlice]:
+    """The run and the slice with the run's own mesh; without one, with replicas."""
+    if config.launch.mesh in (None, "auto"):
+        return replace(config, launch=replace(config.launch, mesh=None)), where
+    return config, where.sharded(check_mesh(config, where.replicas, None))
 
 
 def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, rows: Rows | None = None) -> Plan:
@@ -265,7 +302,7 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
         limit = where.limit * (1 - max(where.free, reserve(config)))
 
         def fits(one: TrainConfig) -> bool:
-            return estimate(one, num_replicas=where.replicas, shape=shape, chip=where.chip).total_bytes <= limit
+            return estimate_on(one, shape, where).total_bytes <= limit
 
         check_passes(config, where.name, where.replicas, fits)
         raise ValueError(f"not one row fits {where.name}: {best.advice}")
@@ -336,6 +373,8 @@ def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Rows
     remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs", "none")
     if config.optim.scan_layers == "off" or not shape.known.scans:
         remats = ("full", "none")  # on a TPU only a loop keeps outputs
+    if where.mesh is not None:
+        remats = ("full",)
     if "optim.remat" in config.sources:
         remats = (config.optim.remat,)
     for remat in remats:
@@ -351,8 +390,8 @@ def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Rows
             passes = config.optim.gradient_accumulation if whole is None else 1
             optim = replace(base.optim, batch_size=rows, global_batch_size=whole, gradient_accumulation=passes)
             one = replace(base, optim=optim)
-            peak = estimate(one, num_replicas=where.replicas, shape=shape, chip=where.chip).total_bytes
-            found.append(Setting(one, where.replicas, peak, _time(one, shape, where)))
+            peak = estimate_on(one, shape, where).total_bytes
+            found.append(Setting(one, where.replicas, peak, predict_time(one, shape, where)))
     return found
 
 
@@ -363,14 +402,9 @@ def _most(config: TrainConfig, shape: Shape, where: TargetSlice) -> int:
     def fits(rows: int) -> bool:
         optim = replace(config.optim, batch_size=rows, global_batch_size=None)
         one = replace(config, optim=optim)
-        return estimate(one, num_replicas=where.replicas, shape=shape, chip=where.chip).total_bytes <= limit
+        return estimate_on(one, shape, where).total_bytes <= limit
 
     return largest(fits, min(MOST_ROWS, MOST_TOKENS // config.data.max_length))
-
-
-def _time(config: TrainConfig, shape: Shape, where: TargetSlice) -> StepTime:
-    done = work(config, shape, batch_arithmetic(config, where.replicas))
-    return step_time(done, where.chip, where.replicas, where.calibration.time)
 
 
 def _speed(setting: Setting) -> float:
@@ -393,16 +427,22 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows
     fitting = [one for one in settings if one.peak <= limit]
     near = [one for one in fitting if _speed(one) > (1 - TIE) * _speed(fitting[0])]
     picked = min(near, key=_ease) if near else min(settings, key=lambda one: one.peak)
-    memory = estimate(picked.config, num_replicas=where.replicas, shape=shape, chip=where.chip)
-    held = memory.parts["optimizer"] + memory.parts["ema"] + 4 * memory.trained
+    memory = estimate_on(picked.config, shape, where)
+    state = memory.parts["optimizer"] + memory.parts["ema"]
+    held = state * (where.mesh.fsdp * where.mesh.model if where.mesh else 1) + 4 * memory.trained
     updates, unknown = count_updates(picked.config, where.replicas, rows)
+    mesh, batch = where.mesh, batch_arithmetic(picked.config, where.replicas)
     return Plan(
+        tensors=tuple(table(shape, picked.config, mesh)) if mesh else (),
+        transfers=tuple(transfers(picked.config, shape, batch, mesh)) if mesh else (),
+        break_even=break_even(picked.config, shape, mesh, where.chip) if mesh else None,
         where=where, config=picked.config, settings=tuple(settings), fits=bool(fitting), peak_bytes=memory.total_bytes,
         parts=dict(memory.parts), source="formula", time=picked.time, checkpoint_bytes=held,
         run=time_plan(where.chip, where.chips, where.name, picked.time.seconds, updates, held),
         advice=advise(picked.config, shape, where, limit, bool(fitting)),
         note="; ".join([*notes, *where.calibration.notes]),
-        inference=inference(config, shape, where.limit * (1 - RESERVE)), updates=updates, unknown=unknown,
+        inference=None if where.mesh else inference(config, shape, where.limit * (1 - RESERVE)),
+        updates=updates, unknown=unknown,
     )  # fmt: skip
 
 
@@ -475,59 +515,24 @@ def by_compiler_alone(config: TrainConfig, where: TargetSlice, rows: Rows) -> Pl
     return _with(found, compiled, None, rows)
 
 
-def on_mesh(config: TrainConfig, where: TargetSlice, shape: Shape | None, rows: Rows) -> Plan:
-    """Makes the plan of a model that is sharded over the devices of a slice, for the given batch size.
-
-    Raises:
-        CompilerUnavailable: the compiler cannot run here.
-        ConfigError: the batch size is not given, or the mesh does not divide the attention heads.
-        ValueError: the mesh is of another number of devices.
-    """
-    mesh = check_mesh(config, where.replicas, shape)
-    compiled = _compile(config, where, "full")
-    shared = replace(where, replicas=mesh.batch_shards)
-    found = Plan(shared, config, (), False, 0, {}, "compiler", None, None, None, None, note=f"mesh {mesh}")
-    found = _with(found, compiled, None, rows)
-    if found.time is None or not where.chip.ici_bandwidth:
-        return found
-    moved = sum(one.bytes for one in compiled.collectives)
-    seconds = moved / (where.chip.ici_bandwidth / 2)  # published for both directions
-    note = f"{found.note}; collectives of {moved / 1e9:.1f} GB a chip, {seconds:.2f} s of ICI, partly hidden"
-    return replace(found, note=note)
-
-
-def check_mesh(config: TrainConfig, devices: int, shape: Shape | None) -> Mesh:
-    """Returns the run's mesh on so many devices.
-
-    Raises:
-        ConfigError: the batch size is not given, or the mesh does not divide the attention heads.
-        ValueError: the mesh is of another number of devices.
-    """
-    assert config.launch.mesh is not None
-    mesh = resolve_mesh(config.launch.mesh, devices, config.launch.mesh_rules)
-    problems = mesh.problems(shape.heads, shape.kv_heads) if shape else []
-    problems = [f"launch.mesh: {mesh}: {one}; use a smaller model axis, and fsdp for the rest" for one in problems]
-    if config.optim.batch_size == "auto":
-        problems.append(f'optim.batch_size: "auto" is not chosen for launch.mesh={mesh}; give the rows of a shard')
-    if problems:
-        raise ConfigError(problems)
-    return mesh
-
-
 def _compile(config: TrainConfig, where: TargetSlice, effort: Effort) -> Compiled:
     from tpu_kit.planning.compile_check import CompilerUnavailable, compile_step
 
     if where.topology is None:
         raise CompilerUnavailable(f"the compiler has no topology for {where.name}")
-    return compile_step(config, where.topology, num_replicas=where.replicas, effort=effort)
+    return compile_step(config, where.topology, num_replicas=where.devices, effort=effort)
 
 
 def _with(found: Plan, compiled: Compiled, shape: Shape | None, rows: Rows) -> Plan:
     where, config, time = found.where, found.config, found.time
     if compiled.flops is not None and compiled.bytes_accessed is not None:
-        own = work(config, shape, batch_arithmetic(config, where.replicas)) if shape else Work(0.0, 0.0, 0.0)
+        batch = batch_arithmetic(config, where.replicas)
+        own = Work(0.0, 0.0, 0.0)
+        if shape:
+            own = sharded_work(config, shape, batch, where.mesh) if where.mesh else work(config, shape, batch)
         # Splash attention reports no FLOPs, so the formula's count may be larger.
-        done = Work(max(compiled.flops, own.flops), compiled.bytes_accessed, own.reduced)
+        moved = tuple(one.transfer for one in compiled.collectives) if where.mesh else ()
+        done = Work(max(compiled.flops, own.flops), compiled.bytes_accessed, own.reduced, moved)
         time = step_time(done, where.chip, where.replicas, where.calibration.time)
     # The pick may differ from the formula's, and have other rows in an update.
     updates, unknown = count_updates(config, where.replicas, rows)
@@ -536,17 +541,18 @@ def _with(found: Plan, compiled: Compiled, shape: Shape | None, rows: Rows) -> P
     fits = compiled.fits and compiled.total_bytes <= limit
     if shape is not None:
         # The formula tells what else would fit, corrected by the compiler's figure for the pick.
-        formula = estimate(config, num_replicas=where.replicas, shape=shape, chip=where.chip)
+        formula = estimate_on(config, shape, where)
         held = compiled.argument_bytes or 0
         scale = (formula.total_bytes - formula.argument_bytes) / max(1, compiled.total_bytes - held)
         room = formula.argument_bytes + (limit - held) * scale
         found = replace(
             found,
             advice=advise(config, shape, where, room, fits),
-            inference=inference(config, shape, where.limit * (1 - RESERVE)),
+            inference=None if where.mesh else inference(config, shape, where.limit * (1 - RESERVE)),
         )
+    moved = tuple(one.transfer for one in compiled.collectives) if where.mesh and compiled.fits else found.transfers
     return replace(
-        found, updates=updates, unknown=unknown, fits=fits, time=time, peak_bytes=compiled.total_bytes,
+        found, transfers=moved, updates=updates, unknown=unknown, fits=fits, time=time, peak_bytes=compiled.total_bytes,
         run=time_plan(where.chip, where.chips, where.name, time.seconds, updates, saved) if time else None,
         parts=_parts(compiled), source="compiler", compiled=compiled,
     )  # fmt: skip

@@ -5,20 +5,20 @@ The predictions come from the formula. If it does not cover a configuration, a m
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, replace
 
 from tpu_kit.checkpointing.manager import scan
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, migrate
+from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.data.batching import too_few_rows
 from tpu_kit.distributed.runtime import MOST_ROWS, MemoryBudget, Runtime, detect, device_memory_budget, seen_on
 from tpu_kit.hardware.chips import GIB, NO_KERNELS
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.hardware.slices import find_slice
 from tpu_kit.models.architecture import Shape, read_shape
-from tpu_kit.planning.cost import StepTime, host_rate, step_time, work
+from tpu_kit.planning.cost import StepTime, host_rate, predict_time, work
 from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
-from tpu_kit.planning.planner import LEAST_UPDATES, Rows, best_batch, check_mesh, check_passes, count_rows
+from tpu_kit.planning.mesh_choice import check_mesh, placed
+from tpu_kit.planning.planner import LEAST_UPDATES, Rows, best_batch, check_passes, count_rows
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,6 @@ def check_before_launch(
             for is not for this chip.
         ValueError: as `runtime.detect`; `optim.batch_size=auto` cannot be chosen.
     """
-    if config.launch.mesh is not None:
-        return _sharded(config, exact, at, rows)
     room = device_memory_budget(config, at)
     config, notes = _attention(config, room)
     notes += room.calibration.notes if room else []
@@ -120,55 +118,66 @@ def check_before_launch(
         shape, problem = read_shape(config.model), ""
     except ValueError as error:
         shape, problem = None, str(error)
+    config, room, placing = _placed(config, room, shape, at)
+    notes += placing
     if config.optim.batch_size == "auto":
         if room is None or shape is None:
             problem = problem or "how much memory this machine has is not known"
             raise ValueError(f"optim.batch_size=auto: {problem}; give a number, such as optim.batch_size=4")
         config, reason = _settle_batch(config, room, shape, exact, rows)
         notes.append(reason)
-    if room is not None:
-        config, fewer = _filled_batch(config, room.replicas, rows)
+    mesh = None if config.launch.mesh is None else detect(config.launch, at).mesh
+    if room is not None or mesh is not None:
+        config, fewer = _filled_batch(config, mesh.batch_shards if mesh else room.replicas, rows)  # type: ignore[union-attr]
         notes += fewer
     if exact and (given or room is None or room.where is None):
         notes.append(_compiled(config, room))
     if room is None or shape is None:
         return Preflight(config, room, shape, notes=(*notes, *([f"memory not known: {problem}"] if problem else [])))
     try:
-        memory = estimate(room.seen(config), num_replicas=room.replicas, shape=shape, chip=room.chip)
+        memory = estimate_in(config, shape, room)
     except ValueError as error:  # the run raises it too
         return Preflight(config, room, shape, notes=(*notes, f"memory not known: {error}"))
     time = None
     if room.where is not None:
-        done = work(room.seen(config), shape, batch_arithmetic(config, room.replicas))
-        time = step_time(done, room.where.chip, room.replicas, room.where.calibration.time)
+        time = predict_time(room.seen(config), shape, room.where)
     return Preflight(config, room, shape, memory, time, tuple(notes))
 
 
-def _sharded(config: TrainConfig, exact: bool, at: Machine | None, rows: int | None) -> Preflight:
-    """As `check_before_launch`, for a mesh: the formula is for replicas, so only the compiler can tell what fits."""
-    backend = detect(config.launch, at)
-    assert backend.mesh is not None
-    shape = None
-    with contextlib.suppress(ValueError):  # of a family that only the model itself knows
-        shape = read_shape(config.model)
-    mesh = check_mesh(config, backend.mesh.size, shape)
-    config, notes = _filled_batch(config, mesh.batch_shards, rows)
-    notes.append(f"launch.mesh={mesh}: rows divided by {mesh.batch_shards}; devices {mesh.layout()}")
-    where = find_slice((at or Machine()).tpus()[0], mesh.size) if backend.device_type == "tpu" else None
-    if not exact:
-        notes.append("memory not known by formula for a mesh; exact=true asks the TPU compiler")
-    elif where is None or where.topology is None:
-        notes.append("not by the TPU compiler: it compiles only for TPUs, and not for all of them")
+def _placed(
+    config: TrainConfig, room: MemoryBudget | None, shape: Shape | None, at: Machine | None
+) -> tuple[TrainConfig, MemoryBudget | None, list[str]]:
+    """Checks the run's mesh, or chooses between replicas and a mesh on several TPU devices; and says what it is."""
+    launch = config.launch
+    if room is not None and room.where is not None and room.device_type == "tpu" and shape is not None:
+        whole = replace(room.where, replicas=room.where.devices, mesh=None)
+        config, where, why = placed(config, shape, whole)
+        room, notes = replace(room, where=where, replicas=where.replicas), [why] if why else []
+        mesh = where.mesh
     else:
-        notes.append(_by_compiler(config, where.topology, mesh.size))
-    return Preflight(config, None, notes=tuple(notes))
+        notes, mesh = [], None
+        if launch.mesh == "auto":
+            config = replace(config, launch=replace(launch, mesh=None))
+        elif launch.mesh is not None:
+            found = detect(launch, at).mesh
+            assert found is not None
+            mesh = check_mesh(config, found.size, shape)
+    if mesh is not None:
+        notes.append(f"launch.mesh={mesh}: rows divided by {mesh.batch_shards}; devices {mesh.layout()}")
+    return config, room, notes
+
+
+def estimate_in(config: TrainConfig, shape: Shape, room: MemoryBudget) -> Memory:
+    """As `memory_estimate.estimate`, for a replica or a device of the mesh in its memory."""
+    mesh = room.where.mesh if room.where else None
+    return estimate(room.seen(config), num_replicas=room.replicas, shape=shape, chip=room.chip, mesh=mesh)
 
 
 def _compiled(config: TrainConfig, room: MemoryBudget | None) -> str:
     """Describes the TPU compiler's result for a batch size that the user gave."""
     if room is None or room.device_type != "tpu" or room.where is None or room.where.topology is None:
         return "not by the TPU compiler: it compiles only for TPUs, and not for all of them"
-    return _by_compiler(config, room.where.topology, room.replicas)
+    return _by_compiler(config, room.where.topology, room.where.devices)
 
 
 def _by_compiler(config: TrainConfig, topology: str, devices: int) -> str:
@@ -271,7 +280,7 @@ def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Row
         choices = [n for n in (1, 2, 4, 8) if n <= max(1, most)]
 
     def fits(one: TrainConfig) -> bool:
-        return estimate(room.seen(one), num_replicas=room.replicas, shape=shape, chip=room.chip).total_bytes <= limit
+        return estimate_in(one, shape, room).total_bytes <= limit
 
     fitting = [rows for rows in choices if fits(replace(config, optim=replace(optim, batch_size=rows)))]
     if not fitting:
@@ -286,9 +295,12 @@ def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Row
 
 def predicted_bytes(config: TrainConfig, rt: Runtime) -> int | None:
     """Estimates the peak memory of a device by formula, bytes; None off TPU and GPU, and for unknown models."""
-    if rt.device_type not in ("tpu", "cuda") or config.launch.mesh is not None:
+    if rt.device_type not in ("tpu", "cuda"):
         return None
     try:
-        return estimate(seen_on(rt.device_type, config), num_replicas=rt.world_size).total_bytes
+        mesh = (
+            resolve_mesh(config.launch.mesh, rt.num_devices, config.launch.mesh_rules) if config.launch.mesh else None
+        )
+        return estimate(seen_on(rt.device_type, config), num_replicas=rt.world_size, mesh=mesh).total_bytes
     except ValueError:
         return None

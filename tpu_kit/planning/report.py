@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.planning import tables
-from tpu_kit.planning.cost import SPOT_HOURS_BETWEEN_INTERRUPTIONS, factors
+from tpu_kit.planning.cost import SPOT_HOURS_BETWEEN_INTERRUPTIONS, factors, link_seconds
 from tpu_kit.planning.planner import Plan
 
 MOST_SETTINGS = 8
@@ -47,7 +47,12 @@ def _measured(plans: Sequence[Plan]) -> str:
 
 
 def _details(one: Plan) -> list[str]:
-    lines = [f"{one.where.name}: {one.where.replicas} replicas, by the {one.source}, {one.free:.0%} kept free"]
+    spread = f"a mesh of {one.where.devices} devices" if one.where.mesh else f"{one.where.replicas} replicas"
+    lines = [f"{one.where.name}: {spread}, by the {one.source}, {one.free:.0%} kept free"]
+    if one.where.mesh:
+        tables_of = [tensor_rows(one, least=MIB), transfer_rows(one)]
+        blocks = [mesh_lines(one), *(tables.to_text(rows).splitlines() for rows in tables_of if rows)]
+        lines += [f"  {line}" for block in blocks for line in block]
     lines += [f"  {name:<18} {size / GIB:8.3f} GiB" for name, size in one.parts.items() if size >= 2**19]
     known = one.where.calibration
     if known.memory is not None:
@@ -76,6 +81,50 @@ def _details(one: Plan) -> list[str]:
         lines.append(f"  checkpoint {one.checkpoint_bytes / MIB:,.0f} MiB")
     if one.advice is not None:
         lines += limits(one)
+    return lines
+
+
+def tensor_rows(one: Plan, least: int = 0) -> list[dict[str, object]]:
+    """The table of the tensors on the mesh, largest shard first; the last row has those below `least` bytes."""
+    rows: list[dict[str, object]] = []
+    for row in (placed for placed in one.tensors if placed.bytes >= least):
+        spec = ", ".join("+".join([axes] if isinstance(axes, str) else axes or ["-"]) for axes in row.spec)
+        share = f"1/{round(row.whole / row.bytes)}" if row.bytes < row.whole else "whole"
+        rows.append({"tensor": row.name, "shape": " x ".join(map(str, row.shape)), "spec": spec,
+                     "MiB a device": f"{row.bytes / MIB:,.1f}", "share": share})  # fmt: skip
+    if small := [placed.bytes for placed in one.tensors if placed.bytes < least]:
+        rows.append({"tensor": f"{len(small)} smaller ones", "shape": "", "spec": "",
+                     "MiB a device": f"{sum(small) / MIB:,.1f}", "share": ""})  # fmt: skip
+    return rows
+
+
+def transfer_rows(one: Plan) -> list[dict[str, object]]:
+    """The table of a step's collectives on the mesh."""
+    return [
+        {"collective": moved.kind, "count": moved.count, "GiB sent a device": f"{moved.bytes / GIB:.3f}",
+         "synchronous": f"{moved.synchronous:.0%}", "s predicted": f"{link_seconds([moved], one.where.chip):.4f}"}
+        for moved in one.transfers
+    ]  # fmt: skip
+
+
+def mesh_lines(one: Plan) -> list[str]:
+    """The devices of the mesh, and its collectives against computation; nothing without a mesh."""
+    if one.where.mesh is None:
+        return []
+    lines = [f"mesh {one.where.mesh}: devices {one.where.mesh.layout()}; rows divided by {one.where.replicas}"]
+    if one.time is not None:
+        links, busy = link_seconds(one.transfers, one.where.chip), max(one.time.compute, one.time.memory)
+        share = one.time.all_reduce / one.time.predicted
+        lines.append(
+            f"collectives take {links:.2f} s of the links and computation {busy:.2f} s; {one.time.all_reduce:.2f} s of "
+            f"them are not hidden, {share:.0%} of a step"
+        )
+    if one.break_even is not None:
+        tokens = batch_arithmetic(one.config, one.where.replicas).batch_size * one.config.data.max_length
+        lines.append(
+            f"from {one.break_even:,.0f} tokens a device in a pass on, products take longer than the collectives of "
+            f"weights at the peaks of both; here are {tokens:,}"
+        )
     return lines
 
 
@@ -143,7 +192,7 @@ def next_parameters(plan: Plan) -> str:
     values: dict[str, object] = {
         "name": plan.config.model.name, "max_length": plan.config.data.max_length, "batch_size": optim.batch_size,
         "global_batch_size": batch_arithmetic(plan.config, plan.where.replicas).global_batch_size,
-        "remat": optim.remat, "max_steps": optim.max_steps,
+        "mesh": str(plan.where.mesh) if plan.where.mesh else None, "remat": optim.remat, "max_steps": optim.max_steps,
         "save_minutes": max(1, round(run.save_interval_seconds / 60)) if run else None,
     }  # fmt: skip
     return "\n".join(f"{name} = {value!r}" for name, value in values.items() if value is not None)

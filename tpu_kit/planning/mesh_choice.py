@@ -1,0 +1,133 @@
+"""Chooses between replicas and a mesh for a run, checks the run's mesh, and lists what trains on a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig, load_config
+from tpu_kit.config.mesh import Mesh, resolve_mesh
+from tpu_kit.hardware.chips import GIB
+from tpu_kit.hardware.slices import TargetSlice
+from tpu_kit.models.architecture import Shape, read_shape, shipped_shapes
+from tpu_kit.planning.cost import StepTime, predict_time
+from tpu_kit.planning.memory_estimate import can_shard, estimate_on, largest, reserve
+from tpu_kit.planning.mesh_memory import table
+
+_UNSET = (None, "auto")
+
+
+def placed(
+    config: TrainConfig, shape: Shape, where: TargetSlice, *, one_row: bool = False
+) -> tuple[TrainConfig, TargetSlice, str]:
+    """The run and the slice with the mesh that the run has, or that is chosen for it, and why.
+
+    If the user has set neither launch.mesh nor launch.num_replicas, or launch.mesh=auto, it is data parallel by
+    replicas where the run fits one device, else the mesh with the fewest fsdp devices that holds it; all of them where
+    none does.
+
+    Args:
+        config: the run.
+        shape: of its model.
+        where: the slice, with a replica on each device.
+        one_row: whether one row of a device is enough; so too with optim.batch_size=auto.
+
+    Raises:
+        ConfigError: the mesh does not divide the attention heads.
+        ValueError: the mesh is of another number of devices, or its rules do not fit the model.
+    """
+    launch, devices = config.launch, where.replicas
+    if launch.mesh not in _UNSET:
+        mesh = check_mesh(config, devices, shape)
+        table(shape, config, mesh)
+        return config, where.sharded(mesh), ""
+    config = replace(config, launch=replace(launch, mesh=None))
+    rows = 1 if one_row or config.optim.batch_size == "auto" else config.optim.batch_size
+    if devices == 1 or launch.num_replicas is not None:
+        return config, where, ""
+    peak, time = _predicted(config, shape, where, rows)
+    limit = where.limit * (1 - max(where.free, reserve(config)))
+    asked, text = f"launch.mesh={launch.mesh or 'null'}", f"{peak / GIB:.2f} of {where.limit / GIB:.2f} GiB"
+    if peak <= limit:
+        return config, where, f"{asked}: a replica on each of the {devices} devices, which takes {text}"
+    if not can_shard(config, shape):
+        return config, where, f"{asked}: replicas, which take {text}; this run cannot be sharded over a mesh"
+    found = list(_meshes(config, shape, where, rows))
+    chosen, on, least, step = next((one for one in found if one[2] <= limit), found[-1])
+    verdict = "which holds it in" if least <= limit else "the mesh of least memory, which does not hold it in"
+    note = (
+        f"{asked}: a replica on each device takes {text}, so mesh={on.mesh}, {verdict} {least / GIB:.2f} GiB; "
+        f"predicted are {step.seconds:.2f} s a step, {step.all_reduce:.2f} s of them collectives that are not hidden, "
+        f"against {time.seconds:.2f} s by replicas"
+    )
+    return chosen, on, note
+
+
+def _meshes(
+    config: TrainConfig, shape: Shape, where: TargetSlice, rows: int
+) -> Iterator[tuple[TrainConfig, TargetSlice, int, StepTime]]:
+    """The run on each mesh of data and fsdp, fewest devices in fsdp first, with its peak and time."""
+    for size in range(2, where.replicas + 1):
+        if where.replicas % size == 0:
+            data = where.replicas // size
+            mesh = resolve_mesh(f"data={data},fsdp={size}", where.replicas, config.launch.mesh_rules)
+            table(shape, config, mesh)
+            on = where.sharded(mesh)
+            sharded = replace(config, launch=replace(config.launch, mesh=str(mesh)))
+            yield sharded, on, *_predicted(sharded, shape, on, rows)
+
+
+def _predicted(config: TrainConfig, shape: Shape, where: TargetSlice, rows: int) -> tuple[int, StepTime]:
+    if config.optim.batch_size != rows:
+        config = replace(config, optim=replace(config.optim, batch_size=rows, global_batch_size=None))
+    return estimate_on(config, shape, where).total_bytes, predict_time(config, shape, where)
+
+
+def check_mesh(config: TrainConfig, devices: int, shape: Shape | None) -> Mesh:
+    """Returns the run's mesh on so many devices.
+
+    Raises:
+        ConfigError: the mesh does not divide the attention heads, or the batch size is open and the formula does not
+            know the model.
+        ValueError: the mesh is of another number of devices.
+    """
+    assert config.launch.mesh is not None
+    mesh = resolve_mesh(config.launch.mesh, devices, config.launch.mesh_rules)
+    problems = mesh.problems(shape.heads, shape.kv_heads) if shape else []
+    problems = [f"launch.mesh: {mesh}: {one}; use a smaller model axis, and fsdp for the rest" for one in problems]
+    if shape is None and config.optim.batch_size == "auto":
+        problems.append(f'optim.batch_size: "auto" is not chosen for launch.mesh={mesh}; give the rows of a shard')
+    if problems:
+        raise ConfigError(problems)
+    return mesh
+
+
+def largest_models(where: TargetSlice) -> list[dict[str, object]]:
+    """The largest shipped model that a LoRA of r=16 trains on a slice, sharded over all devices, for each base dtype.
+
+    Returns:
+        Rows of a table: the base dtype, the model, the memory of a device with one row of 1,024 tokens, and the most
+        rows of a device that fit.
+    """
+    mesh = Mesh(fsdp=where.replicas)
+    on = where.sharded(mesh) if where.replicas > 1 else where
+    shapes = {name: read_shape(ModelConfig(name=name)) for name in shipped_shapes()}
+    found: list[dict[str, object]] = []
+    for dtype in ("bf16", "int8", "int4"):
+        for name, shape in sorted(shapes.items(), key=lambda one: -one[1].parameters):
+            values = {"model.name": name, "base_dtype": dtype, "max_length": 1024, "batch_size": 1}
+            config = load_config(None, {**values, "mesh": str(mesh)} if on.mesh else values)
+            limit = on.limit * (1 - reserve(config))
+            group = config.model.quant_group
+            if not shape.known.scans or (dtype == "int4" and any(one.inputs // 2 % group for one in shape.linears)):
+                continue
+
+            def peak(rows: int, config: TrainConfig = config, shape: Shape = shape) -> int:
+                return estimate_on(replace(config, optim=replace(config.optim, batch_size=rows)), shape, on).total_bytes
+
+            if most := largest(lambda rows: peak(rows) <= limit, 4096):  # noqa: B023  called at once
+                size = f"{peak(1) / GIB:.2f} of {on.limit / GIB:.2f}"
+                found.append({"base_dtype": dtype, "model": name, "parameters": f"{shape.parameters / 1e9:.1f}e9",
+                              "GiB of a device": size, "largest batch_size": most})  # fmt: skip
+                break
+    return found
