@@ -216,6 +216,26 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def recompute(layers: Sequence[torch.nn.Module], checkpoint: Callable[..., Any]) -> None:
+    """Makes each layer's `forward` call itself through `checkpoint`, in place, so that torch.compile compiles both.
+
+    transformers 5.15 calls `checkpoint` in the layer's `__call__` instead, so that the compiled code runs within the
+    contexts above. There torch.compile leaves a layer uncompiled without a word.
+    """
+    # torch.compile compiles once for all layers of one class.
+    classes = {kind: type(f"Recomputed{kind.__name__}", (_Recomputed, kind), {}) for kind in set(map(type, layers))}
+    for layer in layers:
+        layer.__class__ = classes[type(layer)]
+        layer._checkpoint = checkpoint  # type: ignore[assignment]  # mypy expects a tensor or a module
+
+
+class _Recomputed(torch.nn.Module):
+    _checkpoint: Callable[..., Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._checkpoint(super().forward, *args, **kwargs)
+
+
 # ------------------------------------------------------------------------------------------------------ MLP over tiles
 
 

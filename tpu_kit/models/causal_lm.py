@@ -224,13 +224,14 @@ def enable_remat(model: torch.nn.Module, device_type: str, keeps: bool = False) 
         from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
 
         function = functools.partial(xla_checkpoint, use_reentrant=True, preserve_rng_state=draws)
+        base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
     else:
         from torch.utils.checkpoint import checkpoint
 
         function = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
         if keeps:
             function = functools.partial(function, context_fn=activation_checkpointing.contexts)
-    base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+        activation_checkpointing.recompute(base.get_decoder().layers, function)
     # A reentrant checkpoint needs an input that requires a gradient; with LoRA the embedding is frozen.
     base.enable_input_require_grads()
 
