@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -22,6 +23,7 @@ os.environ["GCE_METADATA_HOST"] = "127.0.0.1:9"  # nobody is there: no test asks
 # and bytecode that one process writes saves compiling in the next one.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+gc.set_threshold(50_000)  # as in child processes: tests/support/startup
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.child_processes import REPOSITORY, child_environment
+from tests.support.child_processes import PYTHONPATH, child_environment
 from tests.support.object_store import Proxy, environment, free_port, make_bucket, run_server
 from tpu_kit.checkpointing import gcs_store, manager
 from tpu_kit.checkpointing.gcs_store import BucketStore
@@ -263,7 +263,7 @@ def child(source: str, place: str, elsewhere: str = "") -> Iterator[subprocess.P
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD + source, place, elsewhere], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=child_environment() | {"PYTHONPATH": str(REPOSITORY)},
+        env=child_environment() | {"PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     try:
         yield process

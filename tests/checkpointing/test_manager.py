@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.child_processes import REPOSITORY, child_environment, run_python
+from tests.support.child_processes import PYTHONPATH, child_environment, run_python
 from tpu_kit.checkpointing import local_store, manager, manifest
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.manifest import DamagedError
@@ -422,7 +422,7 @@ raise SystemExit(3)
 def test_second_writer_is_refused_and_the_first_ends_when_it_has_saved(folder: Path) -> None:
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env=child_environment() | {"PYTHONPATH": str(REPOSITORY)},
+        env=child_environment() | {"PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"

@@ -20,7 +20,7 @@ from jupyter_client.manager import KernelManager
 from packaging.requirements import Requirement
 
 from tests.support import problem_functions
-from tests.support.child_processes import REPOSITORY, child_environment
+from tests.support.child_processes import PYTHONPATH, REPOSITORY, child_environment
 from tpu_kit.config.loader import ConfigError, load_config
 from tpu_kit.distributed.launch import LaunchError, advice, launch
 from tpu_kit.hardware.compatibility import PAIRINGS, TESTED, is_tested
@@ -207,7 +207,7 @@ def test_what_a_cell_says_of_bad_input(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n{"question": \n')
     (tmp_path / "taken").write_text("")
     manager = KernelManager(kernel_name="python3")
-    environment = child_environment({"PYTHONPATH": str(REPOSITORY), "PJRT_DEVICE": None, "OMP_NUM_THREADS": "1"})
+    environment = child_environment({"PYTHONPATH": PYTHONPATH, "PJRT_DEVICE": None, "OMP_NUM_THREADS": "1"})
     manager.start_kernel(cwd=str(tmp_path), env=environment)
     client = manager.client()
     client.start_channels()
@@ -257,7 +257,7 @@ def test_a_full_disk_is_told_in_the_cell(tmp_path: Path) -> None:
         mount -o remount,size=40m runs
         {sys.executable} -m papermill {TRAIN} again.ipynb --no-progress-bar {given}; echo status $?
     """
-    environment = child_environment({"PYTHONPATH": str(REPOSITORY), "PJRT_DEVICE": None, "OMP_NUM_THREADS": "1"})
+    environment = child_environment({"PYTHONPATH": PYTHONPATH, "PJRT_DEVICE": None, "OMP_NUM_THREADS": "1"})
     done = subprocess.run(
         [unshare, "-rm", "sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
     )

@@ -21,7 +21,7 @@ import nbformat
 import pytest
 
 from tests.support import replica_functions
-from tests.support.child_processes import QUICK_XLA_FLAGS, REPOSITORY, child_environment
+from tests.support.child_processes import PYTHONPATH, QUICK_XLA_FLAGS, child_environment
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed import launch as launch_module
 from tpu_kit.distributed.launch import LaunchError, Supervisor, launch
@@ -467,8 +467,7 @@ def caller(tmp_path: Path, device_type: str, function: str) -> subprocess.Popen[
         "from tests.support import replica_functions\nfrom tpu_kit import launch, load_config\n"
         f"launch(replica_functions.{function}, load_config(overrides={settings(tmp_path, device_type)!r}))\n"
     )
-    paths = str(REPOSITORY)
-    env = child_environment({"PYTHONPATH": paths, "PJRT_DEVICE": None, MARKER: str(tmp_path)})
+    env = child_environment({"PYTHONPATH": PYTHONPATH, "PJRT_DEVICE": None, MARKER: str(tmp_path)})
     return subprocess.Popen(
         [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -534,7 +533,7 @@ def test_a_second_interrupt_does_not_stop_the_killing(request: pytest.FixtureReq
 
 @needs_xla
 def test_launch_cell_twice_in_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     cells = [
         "from tests.support import replica_functions\nfrom tpu_kit import launch, load_config\n"
         f"config = load_config(overrides={settings(tmp_path, 'xla-cpu')!r})",

@@ -32,7 +32,7 @@ from tests.distributed.test_launch import (
     xla_cpu,
 )
 from tests.support import replica_functions
-from tests.support.child_processes import REPOSITORY, run_python
+from tests.support.child_processes import PYTHONPATH, run_python
 from tpu_kit.distributed import preemption
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import LaunchError, launch
@@ -298,7 +298,7 @@ def test_a_killed_caller_leaves_no_flag(device_type: str, tmp_path: Path) -> Non
 
 def test_interrupted_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a notebook the stop button sends SIGINT; the cell then ends well, and the next one runs."""
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     overrides = settings(tmp_path, "cpu", f"run_name={tmp_path.name}")
     cells = [
         "import os, pathlib\nfrom tests.support import replica_functions\nfrom tpu_kit import launch, load_config\n"

@@ -27,7 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )  # fmt: skip
 
-from tests.support.child_processes import QUICK_XLA_FLAGS, REPOSITORY, child_environment, run_python
+from tests.support.child_processes import PYTHONPATH, QUICK_XLA_FLAGS, REPOSITORY, child_environment, run_python
 from tests.support.compiler_models import SMOLLM2_135M, TINY, write_config
 from tests.support.generation_functions import (
     FAMILIES,
@@ -684,7 +684,7 @@ PENS = "Sam has 12 pens and buys 30. How many pens are there now?"  # the next r
 def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
     terminal, inside = pty.openpty()
     command = [sys.executable, "-m", "tpu_kit", "generate", "device_type=cpu", "max_new_tokens=12", "base_dtype=fp32"]
-    environment = child_environment({"PYTHONPATH": str(REPOSITORY), "PJRT_DEVICE": None})
+    environment = child_environment({"PYTHONPATH": PYTHONPATH, "PJRT_DEVICE": None})
     process = subprocess.Popen(
         command, stdin=inside, stdout=inside, stderr=subprocess.PIPE, env=environment, cwd=tmp_path,
         start_new_session=True, text=True,

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support import training_functions
-from tests.support.child_processes import QUICK_XLA_FLAGS, REPOSITORY, child_environment, run_python
+from tests.support.child_processes import PYTHONPATH, QUICK_XLA_FLAGS, child_environment, run_python
 from tests.training.test_resume import SETTINGS, ended, run_config
 from tpu_kit.checkpointing import manager
 from tpu_kit.config.loader import load_config
@@ -46,7 +46,7 @@ def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
     """The command, on its way."""
     values = {**SETTINGS, **LONG, "device_type": "cpu", **changes, "output_dir": str(folder)}
     command = [sys.executable, "-m", "tpu_kit", "train", "embedded-cot", *(f"{k}={v}" for k, v in values.items())]
-    environment = {**child_environment({"PJRT_DEVICE": None}), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment = {**child_environment({"PJRT_DEVICE": None}), "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     begun[str(folder)] = time.time()
     return subprocess.Popen(
         command, env=environment, cwd=folder.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

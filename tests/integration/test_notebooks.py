@@ -16,7 +16,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from tests.support.child_processes import REPOSITORY, child_environment, run_python
+from tests.support.child_processes import PYTHONPATH, REPOSITORY, child_environment, run_python
 from tpu_kit.checkpointing import manager
 from tpu_kit.training.metrics import read_metrics
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where `make notebooks` has run, with fewer replicas and updates, and a tracker that writes files of its own."""
     folder, services = tmp_path_factory.mktemp("all"), tmp_path_factory.mktemp("services")
     write_services(services)
-    environment = {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{services}", "HOME": str(folder / "home")}
+    environment = {"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{services}", "HOME": str(folder / "home")}
     arguments = ["num_replicas=2", "max_steps=40", "wandb=offline", "generate_rows=40", "out=done"]
     done = run_python(
         ["-m", "tpu_kit", "notebooks", *map(str, NOTEBOOKS), *arguments],
@@ -151,7 +151,7 @@ def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
     """Papermill on notebook 4, in a folder of its own, on its way."""
     given = [part for name, value in {**SMALL, **changes}.items() for part in ("-p", name, str(value))]
     command = [sys.executable, "-m", "papermill", str(TRAIN), "out.ipynb", "--no-progress-bar", *given]
-    environment = {**child_environment({"PJRT_DEVICE": None}), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment = {**child_environment({"PJRT_DEVICE": None}), "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -205,7 +205,7 @@ def test_a_batch_job_that_was_preempted_says_so_and_goes_no_further(tmp_path: Pa
     """SIGTERM to the job itself, whose kernel is another process; or a time budget."""
     given = {**SMALL, "max_steps": 5000, "out": "done"} | ({"budget_minutes": 0.05} if told == "budget" else {})
     command = [sys.executable, "-m", "tpu_kit", "notebooks", str(TRAIN), str(NOTEBOOKS[-1])]
-    environment = {**child_environment({"PJRT_DEVICE": None}), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment = {**child_environment({"PJRT_DEVICE": None}), "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(
         [*command, *(f"{name}={value}" for name, value in given.items())],
         cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -13,7 +13,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from tests.support.child_processes import REPOSITORY, child_environment, run_python
+from tests.support.child_processes import PYTHONPATH, REPOSITORY, child_environment, run_python
 from tpu_kit.checkpointing import manager
 from tpu_kit.config.loader import ConfigError
 from tpu_kit.hardware.machine import Machine
@@ -66,7 +66,7 @@ def run(folder: Path, notebook: Path, file: str = "rates.yaml", expect: int = 0)
 
 def start(folder: Path, notebook: Path, **environment: str | None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tpu_kit", "sweep", str(notebook), "rates.yaml"]
-    surroundings = {**child_environment(environment), "PYTHONPATH": str(REPOSITORY)}
+    surroundings = {**child_environment(environment), "PYTHONPATH": PYTHONPATH}
     return subprocess.Popen(
         command, cwd=folder, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

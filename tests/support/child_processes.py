@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PYTHONPATH = os.pathsep.join([str(REPOSITORY), str(Path(__file__).with_name("startup"))])
 
 # XLA:CPU spends its compile time on optimisations that a test of a small graph does not need: about five times quicker.
 QUICK_XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -71,7 +72,7 @@ def run_python(
         subprocess.TimeoutExpired: The child ran past the timeout.
     """
     command = [str(executable), *(["-c", arguments] if isinstance(arguments, str) else arguments)]
-    environment = {"PYTHONPATH": str(REPOSITORY)} | child_environment(env)
+    environment = {"PYTHONPATH": PYTHONPATH} | child_environment(env)
     done = subprocess.run(
         command, env=environment, cwd=cwd, timeout=timeout, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from jupyter_client.manager import KernelManager
 
-from tests.support.child_processes import REPOSITORY, child_environment, run_python
+from tests.support.child_processes import PYTHONPATH, child_environment, run_python
 from tests.support.image import FOLDER, read
 
 _OLDER = ("ipython", "ipykernel", "jupyter-client", "traitlets")
@@ -54,7 +54,7 @@ def write_kernel(folder: Path, python: Path) -> Path:
 @pytest.fixture
 def kernel_env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel_python: Path) -> None:
     """Kernels inherit this process's environment: our package from any folder, and nothing of the machine's own."""
-    found = {"PYTHONPATH": str(REPOSITORY), "JUPYTER_PATH": str(write_kernel(tmp_path, kernel_python))}
+    found = {"PYTHONPATH": PYTHONPATH, "JUPYTER_PATH": str(write_kernel(tmp_path, kernel_python))}
     clean = child_environment(found)
     for name in set(os.environ) - set(clean):
         monkeypatch.delenv(name)
