@@ -234,6 +234,8 @@ def test_the_checkpoint_interval_is_young_s() -> None:
     assert 10 < found.spot / (8 * chip.price.spot) < 11  # hours, with checkpoints and interruptions
     assert found.sessions["Kaggle"].startswith("2 sessions of 9 h on Kaggle, over 1 week of 20 h")
     assert time_plan(chip, 8, "v5litepod-8", 1.0, None, 0.0).run_hours is None
+    large = time_plan(chip, 8, "v5litepod-8", 1.0, 36000, 11e9).sessions["Kaggle"]
+    assert large.endswith("; /kaggle/working keeps 20 GB, and two checkpoints take 22.0: use output_dir=gs://...")
 
 
 def test_more_chips_and_faster_ones_take_less_time(small: Path) -> None:

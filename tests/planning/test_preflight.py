@@ -56,6 +56,13 @@ def test_a_mesh_is_shown_and_its_bad_settings_are_refused(small: Path, tmp_path:
         assert part in str(error.value)
 
 
+def test_minutes_of_rounding_are_told(tmp_path: Path) -> None:
+    model, at = write_config(tmp_path / "llama", LLAMA_8B), fake(tmp_path / "root", V5E)
+    text = str(check_before_launch(run(model, "device_type=tpu", "base_dtype=int4", "batch_size=1"), at=at))
+    assert "model.base_dtype=int4: the first start rounds the weights, 3 minutes of one core; " in text
+    assert "rounds" not in str(check_before_launch(run(model, "device_type=tpu", "base_dtype=int8"), at=at))
+
+
 # -------------------------------------------------------------------------------------------------------- the batch
 
 

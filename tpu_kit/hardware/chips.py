@@ -258,6 +258,8 @@ FREE_SLICES: Mapping[str, tuple[str, ...]] = {"Kaggle": ("v5litepod-8",), "Colab
 """What notebook services give away, by users' reports (read 2026-11-21). It changes; Kaggle's queue is often long."""
 KAGGLE_HOURS_PER_WEEK = 20
 KAGGLE_HOURS_PER_SESSION = 9
+KAGGLE_OUTPUT_BYTES = 20e9
+"""What a notebook may keep in /kaggle/working (kaggle.com/docs/notebooks, "Technical Specifications")."""
 
 
 def _plain(name: str) -> str:

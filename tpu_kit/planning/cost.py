@@ -15,7 +15,13 @@ from dataclasses import dataclass
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.hardware.chips import FREE_SLICES, KAGGLE_HOURS_PER_SESSION, KAGGLE_HOURS_PER_WEEK, Chip
+from tpu_kit.hardware.chips import (
+    FREE_SLICES,
+    KAGGLE_HOURS_PER_SESSION,
+    KAGGLE_HOURS_PER_WEEK,
+    KAGGLE_OUTPUT_BYTES,
+    Chip,
+)
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import spec_of
@@ -359,20 +365,26 @@ def time_plan(
         save_interval_seconds=interval,
         save_steps=max(1, round(interval / step_seconds)),
         sessions={
-            service: _sessions(service, hours)
+            service: _sessions(service, hours, checkpoint_bytes)
             for service, names in FREE_SLICES.items()
             if slice_name in names and hours is not None
         },
     )
 
 
-def _sessions(service: str, hours: float) -> str:
+def _sessions(service: str, hours: float, checkpoint_bytes: float) -> str:
     if service != "Kaggle":
         return f"{hours:.1f} h on {service}, which may end a session at any time: save often"
     count, weeks = math.ceil(hours / KAGGLE_HOURS_PER_SESSION), math.ceil(hours / KAGGLE_HOURS_PER_WEEK)
     minutes = KAGGLE_HOURS_PER_SESSION * 60 - 20
+    too_large = ""
+    if 2 * checkpoint_bytes > KAGGLE_OUTPUT_BYTES:  # there are two while one takes the other's place
+        too_large = (
+            f"; /kaggle/working keeps {KAGGLE_OUTPUT_BYTES / 1e9:.0f} GB, and two checkpoints take "
+            f"{2 * checkpoint_bytes / 1e9:.1f}: use output_dir=gs://..."
+        )
     return (
         f"{count} session{'s' if count > 1 else ''} of {KAGGLE_HOURS_PER_SESSION} h on Kaggle, over {weeks} "
         f"week{'s' if weeks > 1 else ''} of {KAGGLE_HOURS_PER_WEEK} h; checkpoint.budget_minutes={minutes} ends each"
-        " in time"
+        f" in time{too_large}"
     )
