@@ -22,7 +22,7 @@ from tpu_kit.generation.kv_cache import cache_bytes_per_token
 from tpu_kit.hardware.slices import find_slice
 from tpu_kit.models.architecture import read_shape, shipped_shape, shipped_shapes
 from tpu_kit.models.causal_lm import load_tokenizer
-from tpu_kit.planning import compile_check, planner
+from tpu_kit.planning import compile_check, memory_estimate, planner
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable
 from tpu_kit.planning.cost import step_time, time_plan, work, young_interval
 from tpu_kit.planning.memory_estimate import RESERVE, Memory, estimate, largest
@@ -31,7 +31,8 @@ from tpu_kit.planning.planner import LEAST_UPDATES, best_batch, count_rows, plan
 KEYS = {
     "chip", "chips", "replicas", "global_batch_size", "fits", "peak_bytes", "limit_bytes", "parts", "source",
     "batch_size", "gradient_accumulation", "remat", "step_seconds", "tokens_per_second", "run_hours", "cost",
-    "slice", "updates", "checkpoint_bytes", "checkpoint_interval_seconds", "sessions", "advice", "inference",
+    "slice", "mesh", "transfers", "updates", "checkpoint_bytes", "checkpoint_interval_seconds", "sessions", "advice",
+    "inference",
 }  # fmt: skip
 EXACT = {"argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
          "compile_seconds", "collectives", "largest_buffers", "program"}  # fmt: skip
@@ -208,7 +209,8 @@ TRAFFIC_OFF = (  # steps recorded for their memory, of whose traffic the rooflin
 )
 
 
-@pytest.mark.parametrize("answer", [one for one in ANSWERS if one["layers"] > 4], ids=name_of)
+@pytest.mark.parametrize("answer", [one for one in ANSWERS if one["layers"] > 4 and "collectives" not in one],
+                         ids=name_of)  # fmt: skip
 def test_work_is_what_the_compiler_counts(answer: dict[str, Any], tmp_path: Path) -> None:
     config = configuration(answer, tmp_path)
     done = work(config, read_shape(config.model), batch_arithmetic(config, answer["replicas"]))
@@ -312,7 +314,7 @@ def promise_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
         memory = estimate(*given, **options)
         return replace(memory, temporary_bytes=memory.temporary_bytes // 3)
 
-    monkeypatch.setattr(planner, "estimate", too_little)
+    monkeypatch.setattr(memory_estimate, "estimate", too_little)
     monkeypatch.setattr(planner, "TIE", 1e-9)
 
 

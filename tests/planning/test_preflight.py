@@ -47,12 +47,12 @@ def test_a_mesh_is_shown_and_its_bad_settings_are_refused(small: Path, tmp_path:
     at = fake(tmp_path / "root", *[V5E] * 8)
     text = str(check_before_launch(run(small, "device_type=tpu", "mesh=data=2,fsdp=4", "batch_size=2"), at=at))
     assert "launch.mesh=data=2,fsdp=4: rows divided by 8; devices [[0, 1, 2, 3], [4, 5, 6, 7]] by data, fsdp" in text
-    assert "memory not known by formula for a mesh; exact=true asks the TPU compiler" in text
+    assert "GiB by formula\n" in text and "15.75 GiB for each of 8 on v5litepod-8" in text
     # Qwen2.5-0.5B has 14 heads and 2 key-value heads.
     with pytest.raises(ConfigError) as error:
         check_before_launch(run(small, "device_type=tpu", "mesh=fsdp=2,model=4", "batch_size=auto"), at=at)
-    assert len(error.value.problems) == 3
-    for part in ("14 attention heads do not divide by model=4", "2 key-value heads", "give the rows of a shard"):
+    assert len(error.value.problems) == 2
+    for part in ("14 attention heads do not divide by model=4", "2 key-value heads"):
         assert part in str(error.value)
 
 

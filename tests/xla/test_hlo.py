@@ -84,7 +84,50 @@ def test_loops_are_followed_and_collectives_counted_at_every_turn() -> None:
     assert module.entry == "main" and len(module.computations) == 6
     assert module.trips() == {"loop": 5, "inner": 3}
     assert module.weights()["inner_body"] == 15
-    assert module.collectives() == [{"kind": "all-reduce", "count": 5, "bytes": 5 * 8 * 128 * 4}]
+    size = 5 * 8 * 128 * 4
+    assert module.collectives() == [
+        {"kind": "all-reduce", "count": 5, "bytes": size, "moved": size, "synchronous": size}
+    ]
+
+
+COLLECTIVES = """HloModule step
+
+%all-reduce-scatter.1 (input: bf16[16,128]) -> bf16[2,128] {
+  %input = bf16[16,128]{1,0} parameter(0)
+  %all-reduce.1 = bf16[16,128]{1,0} all-reduce(%input), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%a
+  %zero = u32[] constant(0)
+  ROOT %part = bf16[2,128]{1,0} dynamic-slice(%all-reduce.1, %zero, %zero), dynamic_slice_sizes={2,128}
+}
+
+%async_collective_fusion.1 (shard: bf16[2,128]) -> bf16[16,128] {
+  %shard = bf16[2,128]{1,0} parameter(0)
+  ROOT %all-gather.1 = bf16[16,128]{1,0} all-gather(%shard), channel_id=2, replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+%async_collective_fusion.2 (shard.2: bf16[2,128]) -> bf16[16,128] {
+  %shard.2 = bf16[2,128]{1,0} parameter(0)
+  ROOT %all-gather.2 = bf16[16,128]{1,0} all-gather(%shard.2), channel_id=2, replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+ENTRY %main (w: bf16[2,128], v: bf16[2,128]) -> bf16[2,128] {
+  %w = bf16[2,128]{1,0} parameter(0)
+  %v = bf16[2,128]{1,0} parameter(1)
+  %start = bf16[16,128]{1,0} fusion(%w), kind=kCustom, calls=%async_collective_fusion.1
+  %done = bf16[16,128]{1,0} fusion(%w), kind=kCustom, calls=%async_collective_fusion.2
+  %at-once = bf16[16,128]{1,0} all-gather(%v), channel_id=3, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %scattered = bf16[2,128]{1,0} fusion(%done), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_collectives_in_fusions_are_counted_once_and_a_reduce_scatter_is_one() -> None:
+    """An asynchronous gather is in each fusion of its chain; a device sends (g - 1) / g of its result."""
+    whole, eighth = 16 * 128 * 2, 16 * 128 * 2 / 8
+    scattered = 7 * eighth
+    assert Module(COLLECTIVES).collectives() == [
+        {"kind": "all-gather", "count": 2, "bytes": 2 * whole, "moved": 13 * eighth, "synchronous": 6 * eighth},
+        {"kind": "reduce-scatter", "count": 1, "bytes": eighth, "moved": scattered, "synchronous": scattered},
+    ]
 
 
 def test_a_loop_without_a_known_end_counts_once() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tpu_kit.config.fields import ConfigError
-from tpu_kit.config.loader import ANEW, LoraConfig, TrainConfig, is_another
+from tpu_kit.config.loader import ANEW, LoraConfig, TrainConfig, batch_arithmetic, is_another
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.chips import CHIPS, GIB, Chip
@@ -403,6 +403,8 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
 def _smallest_slice(config: TrainConfig, shape: Shape, where: TargetSlice, peak: int) -> str | None:
     """The cheapest slice on which the run fits: with `peak` bytes a device, or sharded over all of its devices."""
     found, free = [], reserve(config)
+    passes = batch_arithmetic(config, where.replicas).gradient_accumulation
+    each = replace(config, optim=replace(config.optim, global_batch_size=None, gradient_accumulation=passes))
     for chip in CHIPS.values():
         if chip.accelerator_prefix is None or chip.usable_hbm_bytes is None:
             continue
@@ -414,7 +416,7 @@ def _smallest_slice(config: TrainConfig, shape: Shape, where: TargetSlice, peak:
                 mesh = Mesh(fsdp=devices)
                 if devices == 1 or not can_shard(config, shape):
                     continue
-                if estimate(config, shape=shape, chip=chip, mesh=mesh).total_bytes > limit:
+                if estimate(each, shape=shape, chip=chip, mesh=mesh).total_bytes > limit:
                     continue
             price = chip.price.on_demand * count if chip.price else float("inf")
             name = chip.slice_name(count) + ("" if alone else f" with mesh=fsdp={devices}")

@@ -1,0 +1,199 @@
+"""Replicas or a mesh: what is chosen, why, what is shown of it, and its collectives against the compiler's."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hardware.test_machine import V5E, fake
+from tests.planning.test_memory_estimate import ANSWERS, configuration, name_of
+from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
+from tpu_kit.cli import main
+from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
+from tpu_kit.config.mesh import resolve_mesh
+from tpu_kit.distributed import runtime
+from tpu_kit.hardware.chips import CHIPS, chip
+from tpu_kit.hardware.slices import find_slice
+from tpu_kit.models.architecture import read_shape
+from tpu_kit.planning.cost import break_even, sharded_work, step_time
+from tpu_kit.planning.mesh_choice import largest_models
+from tpu_kit.planning.planner import Plan, plan
+from tpu_kit.planning.preflight import check_before_launch
+from tpu_kit.planning.report import mesh_lines, next_parameters, report, tensor_rows, transfer_rows
+
+SLICE = "v5litepod-8"
+SHARDED = [one for one in ANSWERS if "collectives" in one]
+
+
+def run(model: Path | str, *settings: str) -> TrainConfig:
+    return load_config(None, [f"model.name={model}", "max_steps=10", *settings])
+
+
+def planned(*settings: str, model: str = "meta-llama/Llama-3.1-8B") -> Plan:
+    (found,) = plan(run(model, *settings), [SLICE])
+    return found
+
+
+@pytest.fixture
+def eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(runtime, "_gpus", lambda: 0)
+    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    return fake(tmp_path / "root", *[V5E] * 8)
+
+
+# ------------------------------------------------------------------------------------------------------- what is chosen
+
+
+def test_a_model_that_fits_a_chip_has_replicas() -> None:
+    found = planned(model="Qwen/Qwen3-0.6B")
+    assert found.where.mesh is None and found.config.launch.mesh is None and found.fits
+    assert found.note.startswith("launch.mesh=null: a replica on each of the 8 devices, which takes 1.")
+
+
+@pytest.mark.parametrize("setting", ["mesh=null", "mesh=auto"])
+def test_a_larger_one_has_the_smallest_mesh_that_holds_it(setting: str) -> None:
+    found = planned(setting)
+    assert found.fits and str(found.where.mesh) == found.config.launch.mesh == "data=4,fsdp=2"
+    assert f"launch.{setting}: a replica on each device takes 16." in found.note
+    assert "so mesh=data=4,fsdp=2, which holds it in" in found.note and "s by replicas" in found.note
+    assert found.where.replicas == 8 and 8 < found.peak_bytes / 2**30 < 14.5
+    assert "mesh = 'data=4,fsdp=2'" in next_parameters(found)
+
+
+def test_where_nothing_fits_the_advice_says_so_with_numbers() -> None:
+    found = planned("batch_size=1", model="meta-llama/Llama-3.3-70B-Instruct")
+    assert not found.fits and str(found.where.mesh) == "fsdp=8"
+    assert "so mesh=fsdp=8, the mesh of least memory, which does not hold it in 2" in found.note
+    assert found.advice is not None and found.advice.smallest_slice is not None
+    assert " with mesh=fsdp=" in found.advice.smallest_slice and "with mesh=" in str(found.advice)
+    assert any(knob.change == "model.base_dtype=int8" and knob.fits for knob in found.advice.knobs)
+
+
+def test_replicas_that_are_asked_for_stay() -> None:
+    found = planned("num_replicas=8", "batch_size=1")
+    assert found.where.mesh is None and not found.fits and found.advice is not None
+    refused = planned("optimizer=adamw8bit", "lora.r=0", "batch_size=1")
+    assert refused.where.mesh is None and "this run cannot be sharded over a mesh" in refused.note
+
+
+def test_train_chooses_before_the_launch(eight: Any) -> None:
+    found = check_before_launch(run("meta-llama/Llama-3.1-8B", "device_type=tpu", "batch_size=2"), at=eight)
+    assert found.config.launch.mesh == "data=4,fsdp=2" and found.fits
+    assert found.room is not None and found.room.replicas == 8 and found.time is not None
+    text = str(found)
+    assert "launch.mesh=null: a replica on each device takes 17." in text
+    assert "so mesh=data=4,fsdp=2, which holds it in 9.81 GiB; predicted are" in text
+    assert "devices [[0, 1], [2, 3], [4, 5], [6, 7]] by data, fsdp" in text
+    open_batch = check_before_launch(run("Qwen/Qwen3-32B", "device_type=tpu", "batch_size=auto"), at=eight)
+    assert (open_batch.config.launch.mesh, open_batch.config.optim.batch_size) == ("fsdp=8", 2)
+    with pytest.raises(ValueError, match=r"launch\.mesh_rules: \*\.router\.weight matches no tensor"):
+        rules = {"model.name": "Qwen/Qwen3-32B", "mesh": "fsdp=8", "mesh_rules": {"*.router.weight": "fsdp,None"}}
+        check_before_launch(load_config(None, rules | {"device_type": "tpu", "max_steps": 1}), at=eight)
+
+
+def test_auto_means_replicas_off_tpu(tmp_path: Path, eight: Any) -> None:
+    small = write_config(tmp_path / "qwen", QWEN2_500M)
+    found = check_before_launch(run(small, "device_type=cpu", "mesh=auto"), at=eight)
+    assert found.config.launch.mesh is None
+    assert runtime.detect(run(small, "device_type=cpu", "mesh=auto").launch, eight).mesh is None
+    with pytest.raises(ConfigError, match=r"launch\.mesh: 'auto' has its own number of devices"):
+        run(small, "mesh=auto", "num_replicas=4")
+
+
+def test_the_largest_models_of_a_slice(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {row["base_dtype"]: row for row in largest_models(find_slice(SLICE, None))}
+    assert list(rows) == ["bf16", "int8", "int4"]
+    assert float(str(rows["bf16"]["parameters"]).removesuffix("e9")) > 30
+    assert all(float(str(rows[name]["parameters"]).removesuffix("e9")) > 70 for name in ("int8", "int4"))
+    assert all(int(str(row["largest batch_size"])) >= 1 for row in rows.values())
+    assert main(["plan", "--models", "--chip", SLICE]) == 0
+    printed = capsys.readouterr().out
+    assert "v5litepod-8: the largest models by formula" in printed and "int4" in printed
+
+
+# -------------------------------------------------------------------------------------------------------- what is shown
+
+
+def test_a_plan_shows_devices_shards_and_collectives(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned("mesh=fsdp=4,model=2", "batch_size=1")
+    text = report(found.config, [found])
+    assert "mesh fsdp=4,model=2: devices [[0, 1], [2, 3], [4, 5], [6, 7]] by fsdp, model; rows divided by 4" in text
+    rows = {str(row["tensor"]): row for row in tensor_rows(found)}
+    gate = rows["layers.*.mlp.gate_proj.base_layer.weight"]
+    assert (gate["shape"], gate["spec"], gate["share"]) == ("32 x 14336 x 4096", "-, model+fsdp, -", "1/8")
+    assert gate["MiB a device"] == "448.0" and "layers.*.mlp.gate_proj.base_layer.weight" in text
+    kinds = [str(row["collective"]) for row in transfer_rows(found)]
+    assert kinds[0] == "all-gather of weights" and "all-reduce of activations" in kinds
+    assert "collectives take" in text and "tokens a device in a pass on" in text
+    assert found.to_dict()["mesh"] == "fsdp=4,model=2" and found.to_dict()["transfers"][0]["bytes"] > 1e9
+    assert mesh_lines(planned(model="Qwen/Qwen3-0.6B")) == []
+
+
+def test_replicated_adapters_show_in_the_table(tmp_path: Path) -> None:
+    rules = {"*.lora_A.*": "None", "*.lora_B.*": "None"}
+    values = {"model.name": "meta-llama/Llama-3.3-70B-Instruct", "max_steps": 1, "mesh": "fsdp=8", "batch_size": 1}
+    (plain,) = plan(load_config(None, values), [SLICE])
+    (found,) = plan(load_config(None, values | {"mesh_rules": rules}), [SLICE])
+    rows = {str(row["tensor"]): row for row in tensor_rows(found)}
+    assert rows["layers.*.mlp.up_proj.lora_B.default.weight"]["share"] == "whole"
+    # With both moments: 2.3 GiB replicated, an eighth sharded.
+    state = [sum(one.parts[name] for name in ("adapters", "optimizer")) / 2**30 for one in (found, plain)]
+    assert state[0] == pytest.approx(2.3, abs=0.1) and state[1] == pytest.approx(state[0] / 8, rel=0.01)
+
+
+# ---------------------------------------------------------------------------------------------- against the compiler
+
+
+@pytest.mark.parametrize("answer", SHARDED, ids=name_of)
+def test_collectives_are_those_of_the_compiled_program(answer: dict[str, Any], tmp_path: Path) -> None:
+    config = configuration(answer, tmp_path)
+    shape, mesh = read_shape(config.model), resolve_mesh(config.launch.mesh or "", answer["replicas"])
+    done = sharded_work(config, shape, batch_arithmetic(config, mesh.batch_shards), mesh)
+    assert done.flops == pytest.approx(answer["flops"], rel=0.06)
+    moved, wanted = sum(one.bytes for one in done.transfers), sum(one["moved"] for one in answer["collectives"])
+    assert moved == pytest.approx(wanted, rel=0.15 if mesh.size > 64 else 0.06)
+    time = step_time(done, chip(answer["topology"].partition(":")[0]), 1)
+    assert 0 < time.all_reduce < max(time.compute, time.memory)
+
+
+def test_from_how_many_tokens_on_products_hide_the_collectives(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "8b", LLAMA_8B)
+    mesh = resolve_mesh("fsdp=8", 8)
+    tokens = {}
+    for rank in (16, 0):
+        config = run(model, f"lora.r={rank}", "mesh=fsdp=8")
+        tokens[rank] = break_even(config, read_shape(config.model), mesh, CHIPS["v5e"])
+    assert tokens == {16: pytest.approx(580, abs=30), 0: pytest.approx(670, abs=40)}
+    assert break_even(run(model), read_shape(run(model).model), resolve_mesh("data=8", 8), CHIPS["v5e"]) is None
+
+
+# ------------------------------------------------------------------------------------------ shipped configurations
+
+SHIPPED = {
+    "qwen-32b-kaggle": (SLICE, 10.6), "llama-70b-int4-kaggle": (SLICE, 10.9), "llama-8b-full-v6e-8": ("v6e-8", 28.0),
+}  # fmt: skip
+"""By name the slice, and the most GiB of a device."""
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_configuration_fits_its_slice(name: str) -> None:
+    (found,) = plan(load_config(name), [SHIPPED[name][0]])
+    assert found.fits and found.updates == 400
+    assert str(found.where.mesh) == "fsdp=8" and found.config.optim.batch_size == load_config(name).optim.batch_size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_configuration_compiles(name: str) -> None:
+    where, most = SHIPPED[name]
+    (found,) = plan(load_config(name), [where], exact=True)
+    assert found.source == "compiler" and found.fits and found.peak_bytes <= most * 2**30
+    assert found.compiled is not None and found.compiled.num_replicas == 8
+    text = report(found.config, [found])
+    assert "all-gather" in text and "synchronous" in text and "s predicted" in text
