@@ -73,6 +73,14 @@ def test_where_nothing_fits_the_advice_says_so_with_numbers() -> None:
     assert any(knob.change == "model.base_dtype=int8" and knob.fits for knob in found.advice.knobs)
 
 
+def test_a_chip_alone_means_the_slice_of_the_mesh() -> None:
+    config = run("meta-llama/Llama-3.1-8B", "mesh=fsdp=8", "batch_size=1")
+    (found,) = plan(config)
+    assert (found.where.name, str(found.where.mesh)) == (SLICE, "fsdp=8")
+    with pytest.raises(ValueError, match=r"launch\.mesh=fsdp=8 is a mesh of 8 devices, and there are 4; use fsdp=4"):
+        plan(config, ["v5litepod-4"])
+
+
 def test_replicas_that_are_asked_for_stay() -> None:
     found = planned("num_replicas=8", "batch_size=1")
     assert found.where.mesh is None and not found.fits and found.advice is not None

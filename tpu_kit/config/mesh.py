@@ -132,6 +132,12 @@ def parse_rules(rules: Mapping[str, str] | None) -> tuple[tuple[str, Spec], ...]
     return tuple(found)
 
 
+def mesh_size(text: str) -> int | None:
+    """The number of devices of a mesh; None where an axis takes the rest."""
+    sizes = parse_mesh(text).values()
+    return None if -1 in sizes else math.prod(sizes)
+
+
 def resolve_mesh(text: str, devices: int, rules: Mapping[str, str] | None = None) -> Mesh:
     """The mesh that a text means on so many devices, with the user's sharding rules.
 

@@ -8,7 +8,6 @@ reading the device. The classes that implement it are in `backends`.
 from __future__ import annotations
 
 import importlib.util
-import math
 import subprocess
 import threading
 from abc import ABC, abstractmethod
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tpu_kit.config.loader import LaunchConfig, TrainConfig
-from tpu_kit.config.mesh import Mesh, parse_mesh, resolve_mesh
+from tpu_kit.config.mesh import Mesh, mesh_size, resolve_mesh
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.calibration import Calibration, load
 from tpu_kit.hardware.chips import Chip
@@ -161,8 +160,7 @@ def _mesh(device_type: str, launch: LaunchConfig, at: Machine) -> Mesh:
         found = at.tpus()
         devices = len(found) * chips.chip(found[0]).devices_per_chip if found else len(at.nodes())
         return resolve_mesh(text, devices, rules)
-    sizes = parse_mesh(text)
-    count = math.prod(sizes.values()) if -1 not in sizes.values() else _replicas(device_type, None, at)
+    count = mesh_size(text) or _replicas(device_type, None, at)
     assert count is not None
     return resolve_mesh(text, count, rules)
 

@@ -13,6 +13,7 @@ does not fit.
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.chips import MIB, NO_KERNELS
 from tpu_kit.hardware.slices import TargetSlice, find_slice
@@ -253,7 +255,12 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
         ValueError: of `slices.find_slice`, `architecture.read_shape` or `memory_estimate.estimate`; or the global batch
             cannot be split.
     """
-    places = [find_slice(name, config.launch.num_replicas) for name in chips]
+    launch = config.launch
+    if launch.mesh in (None, "auto"):
+        places = [find_slice(name, launch.num_replicas) for name in chips]
+    else:  # a chip alone means the smallest slice with room for the mesh
+        size = mesh_size(launch.mesh)
+        places = [find_slice(name, None if re.search(r"[-_:]\d", name) else size) for name in chips]
     try:
         shape: Shape | None = read_shape(config.model)
     except UnknownFamilyError:
