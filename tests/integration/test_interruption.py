@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.support import training_functions
 from tests.support.child_processes import PYTHONPATH, QUICK_XLA_FLAGS, child_environment, run_python
 from tests.training.test_resume import SETTINGS, ended, run_config
+from tpu_kit.assets import embedded
 from tpu_kit.checkpointing import manager
 from tpu_kit.config.loader import load_config
 from tpu_kit.distributed.launch import LaunchError, launch
@@ -34,6 +36,17 @@ LONG: dict[str, Any] = {"max_steps": 16, "logging_steps": 1, "save_steps": 4, "e
 XLA = {"device_type": "xla-cpu", "num_replicas": 2}
 PREEMPTED = 75
 begun: dict[str, float] = {}  # the newest start of the command, by output folder
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A setting: the embedded model with its first layer alone, which each start of a run compiles in half the time."""
+    folder = tmp_path_factory.mktemp("model")
+    ignored = shutil.ignore_patterns("*.safetensors", "config.json")
+    shutil.copytree(embedded.model_dir(), folder, ignore=ignored, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(embedded.model_dir(), num_hidden_layers=1)
+    model.save_pretrained(folder)
+    return {"model.name": str(folder)}
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +98,14 @@ def complete(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("where", [pytest.param({}, id="cpu"), pytest.param(XLA, id="xla-cpu", marks=needs_xla)])
-def test_killed_then_told_to_stop_then_finished(where: dict[str, Any], tmp_path: Path) -> None:
+def test_killed_then_told_to_stop_then_finished(
+    where: dict[str, Any], one_layer: dict[str, Any], tmp_path: Path
+) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "run"
+    where = {**where, **one_layer}
     first = start(folder, **where)
     reached(first, folder, 6)
-    os.kill(holder(first) if where else first.pid, signal.SIGKILL)
+    os.kill(holder(first) if "device_type" in where else first.pid, signal.SIGKILL)
     first.communicate(timeout=60)
     assert first.returncode != 0
     (saved,) = complete(folder)[-1:]
@@ -203,10 +219,12 @@ def losses(folder: Path) -> list[tuple[int, float, float]]:
         ),
     ],
 )
-def test_another_number_of_devices(counts: tuple[tuple[str, int], ...], tmp_path: Path) -> None:
+def test_another_number_of_devices(
+    counts: tuple[tuple[str, int], ...], one_layer: dict[str, Any], tmp_path: Path
+) -> None:
     """The same rows in the same order, and losses that agree to rounding."""
     # The learning rate is constant: otherwise it would fall to where each part of the run ends.
-    common = {**LONG, "global_batch_size": 8, "dropout": 0.0, "batch_size": 1, "schedule": "constant"}
+    common = {**LONG, **one_layer, "global_batch_size": 8, "dropout": 0.0, "batch_size": 1, "schedule": "constant"}
     whole, folder = tmp_path / "whole", tmp_path / "run"
     sft.train(run_config(whole, **{**common, "max_steps": 4 * len(counts)}))
     for number, (device_type, replicas) in enumerate(counts, 1):

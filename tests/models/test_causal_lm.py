@@ -436,7 +436,7 @@ from tpu_kit.models.causal_lm import (
     trainable_parameters,
 )
 
-config = Qwen2Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+config = Qwen2Config(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
                      num_key_value_heads=2, vocab_size=67, max_position_embeddings=64, tie_word_embeddings=True)
 device = torch_xla.device()
 metric = lambda name: (metrics.metric_data(name) or [0])[0]
@@ -501,9 +501,9 @@ def test_on_xla_a_step_is_one_graph_and_remat_computes_again():
         assert run["logits"] == 0, name
         compiles, executions, reads = run["delta"]
         assert (compiles, executions, reads) == (1, 3, 0), name
-    # Each of the two layers is computed again: its 7 linear layers with two adapter products each, and attention's two.
-    assert runs["remat"]["dots"] >= runs["kept"]["dots"] + 2 * (7 * 3 + 2) - 4
-    assert runs["kept"]["barriers"] == 0 and runs["remat"]["barriers"] >= 2
+    # The layer is computed again: its 7 linear layers with two adapter products each, and attention's two.
+    assert runs["remat"]["dots"] >= runs["kept"]["dots"] + (7 * 3 + 2) - 2
+    assert runs["kept"]["barriers"] == 0 and runs["remat"]["barriers"] >= 1
     # The gradients are those without it, also where dropout has to draw the same numbers again.
     assert found["remat"] < 0.02 and found["dropout"] < 0.02 < found["without"]
     assert runs["remat"]["loss"] == pytest.approx(runs["kept"]["loss"], rel=1e-3)

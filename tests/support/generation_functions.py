@@ -117,7 +117,7 @@ def tokens(replies: list[Any]) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------ on XLA:CPU, in a child
 
 
-_GREEDY = ("llama", "gemma2", "mistral, sliding", "llama with lora")
+_GREEDY = ("llama", "gemma2", "llama with lora")
 
 
 def _xla() -> Runtime:
