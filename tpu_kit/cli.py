@@ -247,6 +247,22 @@ def checkpoints(given: argparse.Namespace) -> int:
     return report(given.run, given.verify, given.json)
 
 
+_TRAINS = "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted (the same command resumes)."
+_EXACT = {"--exact": {"action": "store_true", "help": "ask the TPU compiler first whether the batch fits"}}
+
+
+@command(f"teacher=FOLDER names the teacher; files=FOLDER keeps its logits.\n\n{_TRAINS}", _CONFIG | _EXACT)
+def distill(given: argparse.Namespace) -> int:
+    """Fine-tune a model that learns from a larger one."""
+    print(describe(given.config), flush=True)
+
+    from tpu_kit.recipes.distillation import distill as run
+
+    result = run(given.config, exact=given.exact)
+    print(result)
+    return PREEMPTED if result.status == "preempted" else OK
+
+
 @command("Exit codes: 0 the run can start, 1 it cannot, 2 bad configuration.", _CONFIG | _JSON)
 def doctor(given: argparse.Namespace) -> int:
     """Check this machine for a run, each finding with its fix."""
@@ -488,10 +504,7 @@ def sweep(given: argparse.Namespace) -> int:
     return run(Path(given.notebook), Path(given.sweep))
 
 
-@command(
-    "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted (the same command resumes).",
-    _CONFIG | {"--exact": {"action": "store_true", "help": "ask the TPU compiler first whether the batch fits"}},
-)
+@command(_TRAINS, _CONFIG | _EXACT)
 def train(given: argparse.Namespace) -> int:
     """Fine-tune a model."""
     print(describe(given.config), flush=True)

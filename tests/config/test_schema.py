@@ -179,3 +179,49 @@ def test_it_reaches_other_processes() -> None:
 def test_output_path() -> None:
     assert TrainConfig(run_name="b").output_path == Path("runs/b")
     assert TrainConfig(run_name="b", output_dir="/data/x").output_path == Path("/data/x")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"optim__objective": "mine"},
+         "optim.objective: 'mine' is neither supervised nor module:function; write one of these"),
+        ({"optim__objective": "a:b", "distill__teacher": "t"},
+         "optim.objective: 'a:b' is another loss than that of distill.teacher; remove one of the two"),
+        ({"distill__temperature": 2.0},
+         "distill.temperature: 2.0 has no effect without a teacher; remove it or set distill.teacher"),
+        ({"distill__teacher": "t", "distill__temperature": 0}, "distill.temperature: 0 is out of range"),
+        ({"distill__teacher": "t", "distill__logits_weight": 0},
+         "distill.logits_weight: 0.0 and all other weights of distill are 0 too, so nothing is learned; "
+         "set one above 0"),
+        ({"distill__teacher": "t", "distill__layers": "0:1", "distill__hidden_weight": 1},
+         "distill.layers: '0:1' does not name pairs of layers from 1 on; write the model's : the teacher's, as in "
+         "12:14"),
+        ({"distill__teacher": "t", "distill__hidden_weight": 1},
+         "distill.hidden_weight: 1.0 and distill.layers=null belong together; set both, or remove both"),
+        ({"distill__teacher": "t", "distill__layers": "1:2"},
+         "distill.hidden_weight: 0.0 and distill.layers=1:2 belong together; set both, or remove both"),
+        ({"distill__teacher": "t", "distill__layers": "1:2", "distill__hidden_weight": 1, "optim__remat": "none"},
+         "distill.layers: '1:2' needs layers that run as a loop; set optim.remat=full and optim.scan_layers=auto"),
+        ({"distill__teacher": "t", "distill__layers": "1:2", "distill__hidden_weight": 1,
+          "tracking__eval_generate_rows": 4},
+         "distill.layers: '1:2' needs layers that run as a loop, with which tracking.eval_generate_rows cannot "
+         "generate; set that to 0"),
+        ({"distill__teacher": "t", "distill__top_k": 8},
+         "distill.top_k: 8 is for distill.files; remove it or set that"),
+        ({"distill__teacher": "t", "distill__files": "f", "distill__logits_weight": 0, "distill__labels_weight": 1},
+         "distill.files: 'f' holds logits, and distill.logits_weight=0; remove one of the two"),
+        ({"distill__teacher": "t", "distill__files": "f", "distill__embeddings_weight": 1},
+         "distill.files: 'f' holds logits alone; set distill.hidden_weight=0 and distill.embeddings_weight=0, or "
+         "remove it"),
+    ],
+)  # fmt: skip
+def test_contradictions_of_a_distillation(values: dict[str, Any], text: str) -> None:
+    found = problems(**values)
+    assert len(found) == 1, found
+    assert found[0].startswith(text), found[0]
+
+
+def test_all_contradictions_of_a_distillation_are_told_at_once() -> None:
+    found = problems(distill__teacher="t", distill__top_k=8, distill__hidden_weight=1, optim__objective="a:b")
+    assert [one.partition(":")[0] for one in found] == ["optim.objective", "distill.hidden_weight", "distill.top_k"]

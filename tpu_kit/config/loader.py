@@ -31,6 +31,7 @@ from tpu_kit.config.schema import (  # noqa: F401 - other modules import the sec
     SECTIONS,
     CheckpointConfig,
     DataConfig,
+    DistillConfig,
     LaunchConfig,
     LoraConfig,
     ModelConfig,
@@ -406,7 +407,9 @@ ADDED: dict[str, tuple[str, Any]] = {
     "data.on_bad_row": ("0.1.0", "stop"),
     "launch.mesh": ("0.1.0", None),
     "launch.mesh_rules": ("0.1.0", None),
+    "optim.objective": ("0.1.0", "supervised"),
     "tracking.wandb_adapter": ("0.1.0", False),
+    **{name: ("0.1.0", one.default) for name, one in parameters().items() if name.startswith("distill.")},
 }
 """Dotted name -> (the version of tpu_kit that added it, the value for runs of earlier versions)."""
 
@@ -464,7 +467,7 @@ FREE = {
     "optim.max_steps", "optim.epochs", "optim.eval_steps", "optim.early_stop_patience", "optim.batch_size",
     "optim.gradient_accumulation", "optim.global_batch_size", "optim.on_nan", "optim.loss_chunk", "optim.remat",
     "optim.scan_layers", "optim.max_loss_rise", "optim.mlp_tile", "model.attention", "model.quant_cache",
-    "data.num_proc", "output_dir", "run_name",
+    "data.num_proc", "distill.files", "output_dir", "run_name",
 }  # fmt: skip
 FREE_SECTIONS = ("checkpoint", "launch", "tracking")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -121,6 +121,7 @@ class OptimConfig:
     gradient_accumulation: int = knob(
         1, "Passes per update; leave it at 1 when global_batch_size is given.", at_least=1, at_most=10**6
     )
+    objective: str = knob("supervised", "The loss: supervised, or your own as module:function.")
     optimizer: Literal["adamw", "adamw8bit", "adafactor"] = knob(
         "adamw", "adamw8bit keeps AdamW's moments in 8 bits; adafactor keeps hardly any. All three run on XLA."
     )
@@ -174,6 +175,42 @@ class OptimConfig:
         0, "Seed of the initialisation and of dropout; seed= without a section sets data.seed too.",
         at_least=0, at_most=2**32 - 1,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """The teacher of `distill`, and what the model learns from it."""
+
+    teacher: str | None = knob(None, "Hub id or folder of the teacher, which has the model's tokenizer; null = none.")
+    teacher_dtype: Literal["bf16", "fp32", "int8", "int4"] = knob("bf16", "Type of the teacher's frozen weights.")
+    divergence: Literal["forward", "reverse", "js"] = knob(
+        "forward", "KL(teacher, model), KL(model, teacher), or Jensen-Shannon, which is between them."
+    )
+    temperature: float = knob(1.0, "Divides the logits of both before the divergence.", above=0)
+    logits_weight: float = knob(1.0, "Weight of the divergence.", at_least=0)
+    labels_weight: float = knob(0.0, "Weight of the labels' negative log-likelihood.", at_least=0)
+    hidden_weight: float = knob(0.0, "Weight of the squared difference between states, of layers.", at_least=0)
+    embeddings_weight: float = knob(0.0, "Weight of the squared difference between embeddings.", at_least=0)
+    layers: str | None = knob(
+        None, "Layers whose output states are compared, the model's : the teacher's, from 1 on, such as 12:14,24:28."
+    )
+    files: str | None = knob(
+        None, "Folder with the teacher's top logits of all rows, computed first where they are missing; null = the "
+        "teacher is in memory.",
+    )  # fmt: skip
+    top_k: int = knob(64, "Logits of each token in files; the others are one more outcome.", at_least=1)
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """`layers` as numbers: (the model's layer, the teacher's), each from 1 on.
+
+        Raises:
+            ValueError: the text has another form.
+        """
+        found = [re.fullmatch(r"\s*([1-9]\d*):([1-9]\d*)\s*", part) for part in (self.layers or "").split(",")]
+        if self.layers is not None and not all(found):
+            raise ValueError("does not name pairs of layers from 1 on; write the model's : the teacher's, as in 12:14")
+        return tuple((int(one[1]), int(one[2])) for one in found if one)
 
 
 @dataclass(frozen=True)
@@ -253,6 +290,7 @@ class TrainConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -297,6 +335,16 @@ class TrainConfig:
         return value
 
     @property
+    def teacher(self) -> ModelConfig | None:
+        """The teacher as a model to load; None without one."""
+        distill = self.distill
+        if distill.teacher is None:
+            return None
+        return replace(
+            self.model, name=distill.teacher, base_dtype=distill.teacher_dtype, revision=None, gguf_file=None
+        )
+
+    @property
     def output_path(self) -> Path:
         """The local folder of the run, which may not exist yet. With gs://, the working folder until the run ends."""
         if self.output_dir and not self.remote:
@@ -327,6 +375,7 @@ SECTIONS: dict[str, type] = {
     "lora": LoraConfig,
     "data": DataConfig,
     "optim": OptimConfig,
+    "distill": DistillConfig,
     "checkpoint": CheckpointConfig,
     "launch": LaunchConfig,
     "tracking": TrackingConfig,
@@ -409,6 +458,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if optim.optimizer == "adafactor":
         for name in _changed(config, "optim", "beta1", "beta2", "eps"):
             yield f"{name} optim.optimizer", "is AdamW's, and optim.optimizer=adafactor has none; remove it"
+    yield from _objective_conflicts(config)
     yield from _evaluation_conflicts(config)
     yield from _schedule_conflicts(optim)
     yield from _batch_conflicts(config)
@@ -437,6 +487,45 @@ def _mesh_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if config.tracking.eval_generate_rows:
         text = "has no generation while it trains; set tracking.eval_generate_rows=0"
         yield "launch.mesh tracking.eval_generate_rows", text
+
+
+def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    optim, distill = config.optim, config.distill
+    own = optim.objective != "supervised"
+    if own and not re.fullmatch(r"[\w.]+:\w+", optim.objective):
+        yield "optim.objective", "is neither supervised nor module:function; write one of these"
+    leaves = [name.partition(".")[2] for name in parameters() if name.startswith("distill.")]
+    if distill.teacher is None:
+        for name in _changed(config, "distill", *leaves):
+            yield f"{name} distill.teacher", "has no effect without a teacher; remove it or set distill.teacher"
+        return
+    if own:
+        yield "optim.objective distill.teacher", "is another loss than that of distill.teacher; remove one of the two"
+    weights = [f"distill.{leaf}" for leaf in leaves if leaf.endswith("_weight")]
+    if not any(config[name] for name in weights):
+        yield " ".join(weights), "and all other weights of distill are 0 too, so nothing is learned; set one above 0"
+    try:
+        pairs = distill.pairs
+    except ValueError as error:
+        yield "distill.layers", str(error)
+        return
+    if bool(pairs) != bool(distill.hidden_weight):
+        text = f"and distill.layers={distill.layers or 'null'} belong together; set both, or remove both"
+        yield "distill.hidden_weight distill.layers", text
+    if pairs and (optim.remat == "none" or optim.scan_layers == "off"):
+        text = "needs layers that run as a loop; set optim.remat=full and optim.scan_layers=auto"
+        yield "distill.layers optim.remat optim.scan_layers", text
+    if pairs and config.tracking.eval_generate_rows:
+        text = "needs layers that run as a loop, with which tracking.eval_generate_rows cannot generate; set that to 0"
+        yield "distill.layers tracking.eval_generate_rows", text
+    if distill.files is None:
+        for name in _changed(config, "distill", "top_k"):
+            yield f"{name} distill.files", "is for distill.files; remove it or set that"
+    elif not distill.logits_weight:
+        yield "distill.files distill.logits_weight", "holds logits, and distill.logits_weight=0; remove one of the two"
+    elif distill.hidden_weight or distill.embeddings_weight:
+        text = "holds logits alone; set distill.hidden_weight=0 and distill.embeddings_weight=0, or remove it"
+        yield "distill.files distill.hidden_weight distill.embeddings_weight", text
 
 
 def _changed(config: TrainConfig, section: str, *leaves: str) -> list[str]:

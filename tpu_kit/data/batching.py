@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -126,6 +126,7 @@ class PackedDataset:
 
     Attributes:
         row_tokens: int64 (rows,), the tokens of each row without padding.
+        columns: further tensors of `tensors`: name -> a function of row numbers that returns (rows, N).
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class PackedDataset:
         packed: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
         lengths = documents.lengths
+        self.columns: Mapping[str, Callable[[np.ndarray], torch.Tensor]] = {}
         assert len(documents) and lengths.min() > 0 and lengths.max() <= length
         self.documents, self.length, self.pad_id = documents, length, pad_id
         if packed is not None:
@@ -215,7 +217,8 @@ class PackedDataset:
                 ids[i, here], positions[i, here], segments[i, here] = tokens, np.arange(len(tokens)), segment
                 labels[i, here] = np.where(loss, tokens, IGNORED)
         arrays = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": segments}
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        found = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return found | {name: read(rows) for name, read in self.columns.items()}
 
 
 @dataclass(frozen=True)

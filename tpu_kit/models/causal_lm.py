@@ -142,6 +142,17 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
     return adapted
 
 
+def freeze(model: PreTrainedModel, base_dtype: str) -> PreTrainedModel:
+    """Prepares a loaded base model as a frozen one beside the trained model; `base_dtype` as in `adapt`."""
+    attention.register()
+    model.set_attn_implementation(attention.SDPA)
+    fix_rotary(model)
+    model._tpu_kit_compute_dtype = _DTYPES[base_dtype]
+    if model.config.model_type not in _FAMILIES and model.device.type != "meta":
+        check_head(model)
+    return model.requires_grad_(False).eval()
+
+
 def _linears_outside_text(model: PreTrainedModel) -> list[str]:
     """Returns the names of linear layers outside of the language model, such as those for images."""
     text = {*model.get_decoder().modules(), model.get_output_embeddings()}
@@ -198,11 +209,11 @@ def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Mo
     if current_mesh() is not None and torch.device(device).type == "xla":
         return partition.to_mesh(model, stacked_prefixes(model))
     model.to(device)
-    base = base_model(model)
-    if text_config(base).tie_word_embeddings:
-        base.tie_weights()
-        head = base.get_output_embeddings()
-        assert head.weight is base.get_input_embeddings().weight, "tied embeddings became two on the device"
+    for base in filter(None, (base_model(model), getattr(model, "teacher", None))):
+        if text_config(base).tie_word_embeddings:
+            base.tie_weights()
+            head = base.get_output_embeddings()
+            assert head.weight is base.get_input_embeddings().weight, "tied embeddings became two on the device"
     return model
 
 
@@ -257,6 +268,21 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
     with _autocast(ids.device.type, dtype):
         output = base.get_decoder()(input_ids=ids, position_ids=batch.get("position_ids"), use_cache=False, **masks)
     return partition.by_rows(output.last_hidden_state.to(dtype))
+
+
+def keep_after(model: torch.nn.Module, layer: int) -> None:
+    """Makes `kept_states` return the states after a layer (from 1 on); call it before the layers become loops."""
+    decoder: Any = base_model(model).get_decoder()
+    decoder.kept_after = sorted({*getattr(decoder, "kept_after", ()), layer})
+
+
+def kept_states(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """Takes the states, (B, S, H), that the last forward pass kept after layers (`keep_after`), by layer."""
+    decoder: Any = base_model(model).get_decoder()
+    found: dict[int, torch.Tensor] = getattr(decoder.layers, "kept", {})
+    if found:
+        decoder.layers.kept = {}
+    return found
 
 
 def compute_dtype(model: torch.nn.Module) -> torch.dtype:
@@ -338,7 +364,8 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
     """Counts the parameters, and notes quantised layers without an adapter."""
-    parts = {name: part for name, part in model.named_modules() if isinstance(part, QuantizedLinear)}
+    quantized = ((name, part) for name, part in model.named_modules() if isinstance(part, QuantizedLinear))
+    parts = {name: part for name, part in quantized if not name.startswith("teacher.")}
     count, about = sum(part.count for part in parts.values()), ""
     if parts:
         about = f"; {count:,} are frozen in {next(iter(parts.values())).scheme}"
@@ -346,7 +373,7 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
         about += f"; no adapter makes up for the rounding of {', '.join(sorted(alone))}" if alone else ""
     return ParameterCount(
         trainable=sum(parameter.numel() for parameter in trainable_parameters(model).values()),
-        total=count + sum(parameter.numel() for parameter in model.parameters()),
+        total=count + sum(one.numel() for name, one in model.named_parameters() if not name.startswith("teacher.")),
         quantized=about,
     )
 
@@ -428,6 +455,11 @@ def _dynamic_ropes(model: torch.nn.Module) -> list[torch.nn.Module]:
 # --------------------------------------------------------------------------------------------- trained weights as files
 
 
+def _own(trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the weights of the model itself, without those that the objective trains."""
+    return {name: value for name, value in trained.items() if not name.startswith("objective.")}
+
+
 def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Makes the tensors of adapter_model.safetensors, under the names of PEFT's `get_peft_model_state_dict`.
 
@@ -441,7 +473,7 @@ def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor])
         trained: CPU tensors by the names of `trainable_parameters` of the model without stacks.
     """
     tensors = {}
-    for name, value in trained.items():
+    for name, value in _own(trained).items():
         name = name.replace(".default", "")
         tensors[name.removesuffix(".weight") if "lora_magnitude_vector" in name else name] = value
     for name, start in getattr(model, "_tpu_kit_start", {}).items():
@@ -494,7 +526,7 @@ def save_adapter(
             whole.config.save_pretrained(part)
             if whole.generation_config is not None:
                 whole.generation_config.save_pretrained(part)
-            named = {name: value.contiguous() for name, value in trained.items()}
+            named = {name: value.contiguous() for name, value in _own(trained).items()}
             save_file(named, part / "model.safetensors", metadata={"format": "pt"})
         for path in part.glob("*.safetensors"):
             path.chmod(0o644)  # safetensors makes it readable by the owner alone

@@ -14,7 +14,7 @@ and a global one).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,17 @@ class Call:
 
 
 class ScannedLayers(torch.nn.Module):
-    """Replaces a decoder's list of layers; see `stack`."""
+    """Replaces a decoder's list of layers; see `stack`.
 
-    def __init__(self, runs: list[Run]) -> None:
+    Attributes:
+        kept_after: numbers of layers, from 1 on, each the last of a run.
+        kept: the states after them, of the last forward pass, until `causal_lm.kept_states` takes them.
+    """
+
+    def __init__(self, runs: list[Run], kept_after: Sequence[int] = ()) -> None:
         super().__init__()
+        self.kept_after = tuple(kept_after)
+        self.kept: dict[int, torch.Tensor] = {}
         self.runs, self.in_order = torch.nn.ModuleList(runs), runs
         self.count = sum(run.period * run.turns for run in runs)
 
@@ -105,6 +112,8 @@ class ScannedLayers(torch.nn.Module):
             count = run.period * run.turns
             hidden = run(hidden, calls[start : start + count])
             start += count
+            if start in self.kept_after:
+                self.kept[start] = hidden
         return hidden
 
     def places(self) -> dict[str, list[str]]:
@@ -298,7 +307,8 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> str | Non
     """
     keeps = optim.remat == "outputs"  # on XLA only in a loop
     loops = device_type == "tpu" or (keeps and device_type == "xla-cpu")
-    wanted = optim.scan_layers if current_mesh() is None else "on"  # the loop shards the weights of each layer
+    # On a mesh the loop shards the weights of each layer; and states are kept between loops.
+    wanted = "on" if current_mesh() is not None or hasattr(decoder, "kept_after") else optim.scan_layers
     if wanted == "off" or (wanted == "auto" and not loops):
         return ""
     if wanted == "auto":
@@ -314,6 +324,8 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> str | Non
         asked, fix = ("optim.scan_layers=on", "set it to off")
         if current_mesh() is not None:
             asked, fix = ("launch.mesh needs layers that run as a loop", "remove launch.mesh")
+        elif hasattr(decoder, "kept_after"):
+            asked, fix = ("distill.layers needs layers that run as a loop", "remove distill.layers")
         raise ValueError(f"{asked}, but {type(decoder).__name__} cannot: {error}; {fix}") from error
     return None
 
@@ -340,13 +352,15 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False) -> Scanned
     if len(set(numbers)) < len(numbers):
         raise CannotScanError("its layers share weights")
     calls = _calls(decoder, len(layers))
-    keys = [(_signature(layer), call.key()) for layer, call in zip(layers, calls, strict=True)]
+    cuts = getattr(decoder, "kept_after", ())  # a run ends there, so that its states can be kept
+    parts = [sum(cut <= place for cut in cuts) for place in range(len(layers))]
+    keys = [(part, _signature(one), call.key()) for part, one, call in zip(parts, layers, calls, strict=True)]
     runs, start = [], 0
     for period, turns in architecture.spans(keys):
         ends = range(start, start + period * turns, period)
         runs.append(_run([list(layers[end : end + period]) for end in ends], keeps))
         start += period * turns
-    scanned = ScannedLayers(runs).train(decoder.training)
+    scanned = ScannedLayers(runs, cuts).train(decoder.training)
     if tile is not None:
         for layer in (layer for run in runs for layer in run.layers):
             mlp = getattr(layer, "mlp", None)

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from tpu_kit.config.loader import LoraConfig, TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import Chip
-from tpu_kit.models.architecture import ALONE, FEW_TILES, Shape
+from tpu_kit.models.architecture import ALONE, FEW_TILES, Shape, read_shape
 
 LANES, ROWS, VECTOR = 128, 8, 1024
 BLOCK = 256
@@ -150,6 +151,22 @@ def stored_tensors(shape: Shape, config: TrainConfig) -> list[tuple[tuple[int, .
     return found
 
 
+def teacher_shape(config: TrainConfig) -> Shape | None:
+    """The shape of a teacher in memory; None without one."""
+    return None if config.teacher is None or config.distill.files else _shape_of(config.teacher)
+
+
+_shape_of = cache(read_shape)
+
+
+def teacher_tensors(config: TrainConfig) -> list[tuple[tuple[int, ...], int]]:
+    """The stored weights of a teacher in memory, as `stored_tensors`; none without one."""
+    shape = teacher_shape(config)
+    if shape is None or config.teacher is None:
+        return []
+    return stored_tensors(shape, replace(config, model=config.teacher, lora=LoraConfig()))
+
+
 def group_bytes(group: Sequence[tuple[int, ...]], block: int = 1) -> int:
     """Bytes of the fp32 tensor of a group of `update_groups`: a large one in its own shape, or a vector of small ones.
 
@@ -245,9 +262,11 @@ class PeakActivationModel:
         chunk, rest = self.loss()
         # The many stacks of a block lie between others: no chunk fits there before they are filled.
         below = self.layer_gradients() if self.block > 1 and not self.whole else before
-        parts = {**lasting, "loss_chunk": chunk + rest + head, "gradients": below}
+        logits, states = self.teacher()
+        parts = {**lasting, "loss_chunk": chunk + rest + head, "teacher": logits + states, "gradients": below}
         yield Moment("loss", parts, saved + self.hidden() + head + below)
-        yield Moment("loss", {**parts, "loss_chunk": rest + head}, saved + self.hidden() + below)
+        parts |= {"loss_chunk": rest + head, "teacher": states}
+        yield Moment("loss", parts, saved + self.hidden() + below)
         filled = self.layer_gradients() + head
         for layer, attention in (self.at_mlp(), self.at_attention()):
             parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled + before}
@@ -446,6 +465,16 @@ class PeakActivationModel:
         copied = padded((shape.vocabulary, shape.hidden), 2) if self.whole or self.compute == 4 else 0
         logits = self.in_hbm(padded((chunk, shape.vocabulary), self.compute))
         return logits, self.hidden(3 if self.scanned else 2) + copied
+
+    def teacher(self) -> tuple[float, float]:
+        """A teacher's logits of one chunk; and its states that are kept for the loss: the last, and those compared."""
+        shape, chunk = teacher_shape(self.config), min(self.config.optim.loss_chunk, self.tokens)
+        if shape is None:
+            return 0.0, 0.0
+        kept = 1 + len(self.config.distill.pairs) + bool(self.config.distill.embeddings_weight)
+        size = 4 if self.config.distill.teacher_dtype == "fp32" else 2
+        logits = self.in_hbm(padded((chunk, shape.vocabulary), size))
+        return logits, float(kept * padded((self.tokens, shape.hidden), size, free=True))
 
     def at_mlp(self) -> tuple[float, float]:
         """The recomputed layer during the backward pass of its MLP: (layer, attention).

@@ -30,7 +30,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
+from tpu_kit.config.loader import BatchPlan, ModelConfig, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.distributed.child_process import run_child
 from tpu_kit.hardware import chips
@@ -266,18 +266,21 @@ def compile_step(
 
 
 def with_shipped_shape(config: TrainConfig, folder: Path | None = None) -> TrainConfig:
-    """The run with its model replaced by a folder with its config.json, if its shape comes with the kit."""
+    """The run with model and teacher replaced by folders with a config.json, if their shapes come with the kit."""
     folder = folder or CACHE.expanduser()
-    shape = shipped_shape(config.model)
-    if shape is None:
-        return config
-    place = folder / "shapes" / config.model.name
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "config.json").write_text(json.dumps(shape))
-    except OSError:  # then the hub is asked
-        return config
-    return replace(config, model=replace(config.model, name=str(place)))
+    names = []
+    for model in _models(config):
+        shape, place = shipped_shape(model), folder / "shapes" / model.name
+        names.append(model.name if shape is None else str(place))
+        if shape is None:
+            continue
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "config.json").write_text(json.dumps(shape))
+        except OSError:  # then the hub is asked
+            return config
+    model, distill = replace(config.model, name=names[0]), config.distill
+    return replace(config, model=model, distill=replace(distill, teacher=names[1]) if names[1:] else distill)
 
 
 def _compiled(
@@ -405,21 +408,25 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
 def _request_key(config: TrainConfig, num_replicas: int) -> str:
     """Hashes everything that determines the program: the run, the model's configuration, the code, and the versions."""
     values = config.to_dict()
-    shape = {name: values[name] for name in ("model", "lora", "optim")}
+    shape = {name: values[name] for name in ("model", "lora", "optim", "distill")}
     shape |= {"max_length": config.data.max_length, "mesh": [config.launch.mesh, config.launch.mesh_rules]}
     parts = [
-        json.dumps(shape, sort_keys=True), _model_config(config), str(num_replicas),
+        json.dumps(shape, sort_keys=True), *map(_model_config, _models(config)), str(num_replicas),
         _source(*_READERS, *_imported("tpu_kit.planning.trace")),
         *(version(name) for name in _VERSIONS),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _model_config(config: TrainConfig) -> str:
-    """The text of the model's configuration; empty if there is none, which the child then reports."""
+def _models(config: TrainConfig) -> list[ModelConfig]:
+    """The model and, if there is one, its teacher."""
+    return [one for one in (config.model, config.teacher) if one is not None]
+
+
+def _model_config(model: ModelConfig) -> str:
+    """The text of a model's configuration; empty if there is none, which the child then reports."""
     from tpu_kit.models.loading import locate
 
-    model = config.model
     folder = Path(locate(model))
     if model.gguf_file and folder.is_dir():
         stat = (folder / model.gguf_file).stat()

@@ -25,7 +25,7 @@ from tpu_kit.hardware.chips import (
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import spec_of
-from tpu_kit.planning.activation_memory import rematerialized, trained_count
+from tpu_kit.planning.activation_memory import rematerialized, teacher_shape, trained_count
 from tpu_kit.planning.mesh_memory import model_tensors, per_device
 
 MXU_EFFICIENCY = 0.6
@@ -163,6 +163,9 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     passes = plan.gradient_accumulation
     if config.model.attention == "sdpa":
         traffic += SCORES_TRAFFIC * shape.layers * tokens * length * shape.heads * compute
+    if config.teacher is not None and (teacher := teacher_shape(config)) is not None:
+        more = _forward(teacher, config.teacher.base_dtype, tokens, length, chunks, seen)
+        flops, traffic = flops + more.flops, traffic + more.traffic
     update = UPDATE_TRAFFIC * 4.0 * trained_count(shape, lora)
     return Work(passes * flops, passes * traffic + update, 4.0 * trained_count(shape, lora))
 
@@ -251,6 +254,16 @@ def break_even(config: TrainConfig, shape: Shape, mesh: Mesh, chip: Chip) -> flo
     length = config.data.max_length
     one = BatchPlan(1, 1, mesh.batch_shards, mesh.batch_shards, mesh.batch_shards * length)
     return seconds * chip.bf16_flops / work(config, per_device(shape, mesh), one).flops * length
+
+
+def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, seen: float) -> Work:
+    """The work of a teacher: a forward pass, with a third of the traffic of forward and backward, and its logits."""
+    weights = sum(linear.inputs * linear.outputs for linear in shape.linears)
+    scores, head = 2 * length * shape.heads * shape.head_dim * seen, shape.vocabulary * shape.hidden
+    ends, compute = sum(linear.inputs + linear.outputs for linear in shape.linears), 4 if dtype == "fp32" else 2
+    flops = 2 * tokens * (shape.layers * (weights + scores) + head)
+    traffic = shape.layers * (TRAFFIC / 3 * ends * tokens * compute + weights * WEIGHT_BYTES[dtype])
+    return Work(flops, traffic + chunks * head * compute, 0.0)
 
 
 def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None = None) -> StepTime:

@@ -31,6 +31,7 @@ from tpu_kit.planning.activation_memory import (
     group_bytes,
     padded,
     stored_tensors,
+    teacher_tensors,
     trained_count,
     trained_tensors,
 )
@@ -65,8 +66,9 @@ class Memory:
     """The memory of a step on one device.
 
     Attributes:
-        parts: bytes by name at the peak: base_weights, adapters, optimizer, ema, batch, saved_activations, mask,
-            gradients, weight_copies, layer, attention, loss_chunk, all_reduce, update, heap, code.
+        parts: bytes by name at the peak: base_weights, teacher_weights, adapters, optimizer, ema, batch,
+            saved_activations, mask, gradients, weight_copies, layer, attention, loss_chunk, teacher, all_reduce,
+            update, heap, code.
         argument_bytes: weights, state and batch.
         temporary_bytes: buffers that live only within the step.
         code_bytes: the program.
@@ -157,9 +159,13 @@ class _Step:
         lora = self.config.lora
         weights = sum(padded(tensor, size, free=True) for tensor, size in stored_tensors(self.shape, self.config))
         adapters = sum(padded(tensor, 4, free=True) for tensor in self.trained_tensors) if lora.r else 0
-        rows = sum(padded((self.alive.rows, self.alive.length), one) for one in (8, 8, 8, 4))
+        teacher = sum(padded(tensor, size, free=True) for tensor, size in teacher_tensors(self.config))
+        columns = [(1, 8), (1, 8), (1, 8), (1, 4)]
+        if self.config.distill.files:
+            columns += [(self.config.distill.top_k, 4), (self.config.distill.top_k + 1, 4)]
+        rows = sum(padded((self.alive.rows, self.alive.length * width), size) for width, size in columns)
         return {
-            "base_weights": weights, "adapters": adapters, "optimizer": self._moments(),
+            "base_weights": weights, "teacher_weights": teacher, "adapters": adapters, "optimizer": self._moments(),
             "ema": sum(map(self.alive.group_bytes, self.alive.groups)) if self.config.optim.ema_decay else 0,
             "batch": rows * self.alive.passes,
         }  # fmt: skip

@@ -12,6 +12,7 @@ torch_xla lowers differently for a TPU are lowered for the CPU here; in the step
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from tpu_kit.distributed.mesh import use_mesh
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.quantization import Scheme, replace_layers
-from tpu_kit.training.objectives import SupervisedObjective
+from tpu_kit.training.objective_choice import objective_of
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import place, train_step
 from tpu_kit.xla import program
@@ -32,7 +33,7 @@ from tpu_kit.xla.program import Program, is_input, lower, name_operations, place
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "segment_ids": torch.int32}
+ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "segment_ids": torch.int32}
 """The tensors of a batch, (B, S) each; as in `PackedDataset.tensors`."""
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
@@ -56,22 +57,27 @@ def _trace(config: TrainConfig, num_replicas: int, shards: int) -> Program:
     plan = batch_arithmetic(config, num_replicas * shards)
     with torch.device("meta"):
         model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
+        objective = objective_of(config)
+        objective.attach(model, lambda one: empty_model(replace(config, model=one)))
         with attention.lowering_for_tpu():
-            state = place(model, config, TpuRuntime(0, num_replicas, torch.device("meta")))
+            replica = TpuRuntime(0, num_replicas, torch.device("meta"))
+            state = place(model, config, replica, extra_sums=len(objective.extra))
     replica = TpuRuntime(0, num_replicas, program.device())
     inputs = fill(model, state)
     name_operations(model)
-    shape = (plan.batch_size * shards, config.data.max_length)
+    rows, length = plan.batch_size * shards, config.data.max_length
+    columns = {name: (1, dtype) for name, dtype in ROW.items()} | dict(objective.columns)
     batches = [
-        {name: placeholder(shape, dtype) for name, dtype in _ROW.items()} for _ in range(plan.gradient_accumulation)
+        {name: placeholder((rows, length * width), dtype) for name, (width, dtype) in columns.items()}
+        for _ in range(plan.gradient_accumulation)
     ]
     control = placeholder((3,), torch.float32)
     inputs |= {f"batch.{name}": tensor for batch in batches for name, tensor in batch.items()} | {"control": control}
-    specs = state.specs(model) | {f"batch.{name}": (BATCH, None) for name in _ROW}
+    specs = state.specs(model) | {f"batch.{name}": (BATCH, None) for name in columns}
     before = [(tensor, tensor_number(tensor)) for tensor in _kept(state)]
     names = {tensor_number(tensor): name for name, tensor in inputs.items()}
     with attention.lowering_for_tpu():
-        train_step(model, state, batches, control, SupervisedObjective(config.optim), config.optim, replica)
+        train_step(model, state, batches, control, objective, config.optim, replica)
         # As torch_xla does at a cut: a tensor that was changed in place donates its old buffer to the new value.
         unchanged = {number for tensor, number in before if is_input(tensor, number)}
         replaced = {number for _, number in before} - unchanged

@@ -9,8 +9,8 @@ import contextlib
 import copy
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,15 +32,17 @@ from tpu_kit.generation.reference_check import check_training
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.architecture import read_shape
+from tpu_kit.models.loading import load_frozen
+from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
 from tpu_kit.storage import atomic
-from tpu_kit.storage.object_store import ObjectFolder, upload
-from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir
+from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir, upload_results
 from tpu_kit.training.metrics import check_tracking, log_result
-from tpu_kit.training.objectives import SupervisedObjective
+from tpu_kit.training.objective_choice import objective_of
 from tpu_kit.training.resume import check_resume, find_checkpoint, keep_held_out, refuse_early, training_tensors
 from tpu_kit.training.step import place
+from tpu_kit.training.teacher_files import read_columns
 from tpu_kit.training.trainer import Status, Trainer
 
 RESULT_TYPE = "application/vnd.tpu-kit.result+json"
@@ -96,7 +98,13 @@ class TrainResult:
         return {"text/plain": str(self), RESULT_TYPE: {"status": self.status, "reason": self.reason}}
 
 
-def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:
+def train(
+    config: TrainConfig,
+    dataset: Dataset | DatasetDict | None = None,
+    *,
+    exact: bool = False,
+    prepare_more: Callable[[TrainConfig, Prepared], None] | None = None,
+) -> TrainResult:
     """Fine-tunes a model on all devices, and returns when the result is on disk.
 
     Before the launch it prints the estimated memory (`preflight.Preflight`). With `tracking.generate_rows` the base and
@@ -107,6 +115,7 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
         dataset: rows in memory instead of `data.source`; copied to `<output_dir>/data`, where the replicas read them.
             `data.split` and `data.eval_split` select from a DatasetDict.
         exact: on a TPU, ask its compiler before the launch whether the batch fits; takes a minute or more.
+        prepare_more: called with the run and its data before the launch.
 
     Raises:
         OutOfMemory: a device or the host had too little memory; the text names the next setting that fits.
@@ -125,11 +134,13 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
     refuse_early(config)
     if dataset is not None:
         keep_rows(dataset, folder / "data")
-    _, outlook = check_run(config, exact)
+    prepared, outlook = check_run(config, exact)
     config = outlook.config
     print(outlook, flush=True)
     if warning := suggestion(outlook):
         print(warning, file=sys.stderr, flush=True)
+    if prepare_more is not None:
+        prepare_more(config, prepared)
     try:
         result = launch(fine_tune, config, sharded=True)
     except (RuntimeError, MemoryError) as error:
@@ -154,7 +165,7 @@ def train(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, 
     if result.status != "preempted":
         log_result(config, result.step, result.metrics, compared, result.adapter_dir)
     if config.remote:
-        _upload(config, result)
+        upload_results(config, result.adapter_dir)
     return result
 
 
@@ -168,6 +179,7 @@ def check_run(config: TrainConfig, exact: bool = False) -> tuple[Prepared, Prefl
     Raises:
         ValueError: the data cannot be used, do not fill one update, or have no answers although the run generates.
     """
+    check_objective(config)
     sizes = {}
     with contextlib.suppress(ValueError):  # an unknown family: the replicas read the sizes from the model
         shape = read_shape(config.model)
@@ -175,23 +187,6 @@ def check_run(config: TrainConfig, exact: bool = False) -> tuple[Prepared, Prefl
     prepared = prepare(config.data, models.load_tokenizer(config.model), **sizes)
     check_answers(config, prepared)
     return prepared, check_before_launch(config, exact, rows=len(prepared.train))
-
-
-def _upload(config: TrainConfig, result: TrainResult) -> None:
-    """Uploads the local files of a run to its object store, which has the checkpoints already."""
-    assert config.remote is not None
-    try:
-        if result.adapter_dir:
-            upload(Path(result.adapter_dir), f"{config.remote}/adapter")
-        for name in ("config.yaml", "metrics.jsonl", "eval.json"):
-            if (path := config.output_path / name).is_file():
-                ObjectFolder(config.remote).put(path, name)
-    except OSError as error:
-        raise ValueError(
-            f"{error}. Nothing is lost: the checkpoints are uploaded, the rest is in {config.output_path}; run the "
-            "same command again to upload it"
-        ) from error
-    print(f"uploaded         {config.remote}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------- in a replica
@@ -217,6 +212,7 @@ def _read(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, 
     tokenizer = models.load_tokenizer(config.model)
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
     models.check_vocabulary(model, tokenizer)
+    objective_of(config).attach(model, load_frozen)
     text = models.text_config(model)
     positions = getattr(text, "max_position_embeddings", None)
 
@@ -249,7 +245,8 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
             total = sum(1 for _ in updates(len(prepared.train), plan, config.optim))
             check_resume(found, config, plan.global_batch_size, prepared.fingerprint, total, quiet=rt.rank != 0)
             saved = training_tensors(found, model)
-        objective = SupervisedObjective(config.optim)
+        objective = objective_of(config)
+        prepared.train.columns = read_columns(config, prepared)
         state = place(model, config, rt, saved, len(objective.extra))
         rt.sync()
         rt.barrier()

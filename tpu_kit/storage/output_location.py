@@ -11,6 +11,7 @@ from pathlib import Path
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.storage import atomic
+from tpu_kit.storage.object_store import ObjectFolder, upload
 
 _DRIVE, _WORKING, _INPUT = "content/drive/MyDrive", "kaggle/working", "kaggle/input"
 _BUCKET = "output_dir=gs://your-bucket/run"
@@ -137,3 +138,24 @@ def make_output_folder(config: TrainConfig) -> Path:
         if there.exists() and there.is_dir() != (name == "adapter"):
             raise ValueError(f"{there} is in the way of what training writes there: move it away, or set output_dir")
     return folder
+
+
+def upload_results(config: TrainConfig, adapter_dir: str) -> None:
+    """Uploads the local files of a run to its object store, which has the checkpoints already.
+
+    Raises:
+        ValueError: the object store does not take them.
+    """
+    assert config.remote is not None
+    try:
+        if adapter_dir:
+            upload(Path(adapter_dir), f"{config.remote}/adapter")
+        for name in ("config.yaml", "metrics.jsonl", "eval.json"):
+            if (path := config.output_path / name).is_file():
+                ObjectFolder(config.remote).put(path, name)
+    except OSError as error:
+        raise ValueError(
+            f"{error}. Nothing is lost: the checkpoints are uploaded, the rest is in {config.output_path}; run the "
+            "same command again to upload it"
+        ) from error
+    print(f"uploaded         {config.remote}", flush=True)

@@ -8,7 +8,9 @@ gradient, and nothing is computed twice.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +25,49 @@ IGNORE = -100
 """Label of a token that carries no loss (the value PyTorch and Hugging Face use)."""
 
 
-class _Head(NamedTuple):
-    """The operations between the linear layer and the loss."""
+ChunkLoss = Callable[[torch.Tensor, Tensors, Tensors, bool], tuple[Tensors, torch.Tensor | None]]
+"""Takes the linear layer's outputs (chunk, V), inputs of these tokens (labels first), constants, and whether to compute
+the gradient; returns sums over the tokens (fp32 scalars, the loss first) and the loss's gradient at those outputs."""
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """The negative log-likelihood of the labels, from the linear layer's outputs on: a `ChunkLoss`."""
 
     softcap: float | None
     scale: float
     smoothing: float
+
+    def __call__(
+        self, logits: torch.Tensor, inputs: Tensors, constants: Tensors, grad: bool
+    ) -> tuple[Tensors, torch.Tensor | None]:
+        """See `ChunkLoss`."""
+        dtype, labels, logits = logits.dtype, inputs[0], logits.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            capped = torch.tanh(logits / self.softcap)
+            logits = capped * self.softcap
+        log_p = F.log_softmax(logits, dim=-1)
+        # XLA fuses a comparison into the loop over the vocabulary, unlike a gather or scatter.
+        is_label = torch.arange(log_p.shape[-1], device=labels.device) == labels[:, None]
+        carries = (labels != IGNORE)[:, None]
+        uniform = self.smoothing / log_p.shape[-1]
+        target = is_label * (1.0 - self.smoothing) + uniform
+        loss = -torch.where(carries, target * log_p, 0.0).sum()
+        if not grad:
+            return [loss], None
+        slope = torch.where(carries, log_p.exp() - target, 0.0)
+        if self.softcap is not None:
+            slope = slope * (1.0 - capped * capped)
+        if self.scale != 1.0:
+            slope = slope * self.scale
+        return [loss], slope.to(dtype)
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Returns the logits, fp32, of outputs of the linear layer."""
+        found = outputs.float() * self.scale
+        return found if self.softcap is None else torch.tanh(found / self.softcap) * self.softcap
 
 
 def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -50,23 +89,23 @@ def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) 
     return torch.where(inside, shifted, torch.full_like(shifted, IGNORE))
 
 
-def rows_in_chunks(hidden: torch.Tensor, labels: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+def rows_in_chunks(chunk: int, tensors: Tensors) -> tuple[Tensors, int]:
     """Orders tokens so that each chunk of the loss has some of every row, and is spread over all shards of the rows.
 
     Args:
-        hidden: (B, S, H) last hidden states.
-        labels: (B, S), already shifted.
         chunk: tokens of a device's rows in a chunk; S is divided into equal parts.
+        tensors: (B, S, ...) each.
 
     Returns:
-        (S / c, B * c, H) hidden states, (S / c, B * c) labels, and B * c.
+        The tensors as (S / c, B * c, ...), and B * c. Without a mesh the same tensors and chunk.
     """
     mesh = current_mesh()
-    assert mesh is not None
-    rows = hidden.shape[0] // mesh.batch_shards
-    parts = tiles_of(hidden.shape[1], max(1, chunk // rows))
-    states, targets = (partition.tiles(tensor, parts).flatten(1, 2) for tensor in (hidden, labels))
-    return states, targets, targets.shape[1]
+    if mesh is None:
+        return tensors, chunk
+    rows = tensors[0].shape[0] // mesh.batch_shards
+    parts = tiles_of(tensors[0].shape[1], max(1, chunk // rows))
+    found = [partition.tiles(tensor, parts).flatten(1, 2) for tensor in tensors]
+    return found, found[0].shape[1]
 
 
 def chunked_nll(
@@ -109,79 +148,97 @@ def chunked_nll(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
             "they must be (T, H), (V, H) and (T,)"
         )
+    likelihood = Likelihood(softcap, logit_scale, label_smoothing)
+    (loss,) = chunked(likelihood, hidden, weight, bias, [labels], [], chunk)
+    return loss, (labels != IGNORE).sum().float()
+
+
+def chunked(
+    function: ChunkLoss,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    inputs: Tensors,
+    constants: Tensors,
+    chunk: int,
+    sums: int = 1,
+) -> Tensors:
+    """Sums a loss of logits over tokens, with at most `chunk` x V logits in memory.
+
+    Args:
+        function: the loss.
+        hidden: (T, H), as in `chunked_nll`; gradients flow to it, and to `weight` and `bias` where they require it.
+        weight: (V, H) output embedding.
+        bias: (V,) or None.
+        inputs: (T, ...) each, the labels first; T is padded to a multiple of `chunk`, with ignored tokens.
+        constants: other tensors that `function` needs; no gradients flow to them.
+        chunk: tokens whose logits exist at once.
+        sums: number of sums that `function` returns.
+
+    Returns:
+        The sums, fp32 scalars; only the first has a gradient.
+    """
     chunk = min(chunk, hidden.shape[0])  # a batch smaller than a chunk needs no padding
-    count = (labels != IGNORE).sum().float()
-    head = _Head(softcap, logit_scale, label_smoothing)
     # Under no_grad inputs of a Function may still require gradients, which evaluation must not compute.
     wanted = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
     padding = -hidden.shape[0] % chunk
     if padding:
-        hidden, labels = F.pad(hidden, (0, 0, 0, padding)), F.pad(labels, (0, padding), value=IGNORE)
-    return _ChunkedNLL.apply(hidden, weight, bias, labels, chunk, head, wanted), count
+        hidden, inputs = F.pad(hidden, (0, 0, 0, padding)), [_padded(tensor, padding) for tensor in inputs]
+    found = _Chunked.apply(function, hidden, weight, bias, inputs, constants, chunk, sums, wanted)
+    return list(found.unbind())
 
 
-def _chunk_nll(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, head: _Head, grad: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    # On a mesh each device has the logits of all tokens of its data group, for its part of the vocabulary.
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Adds rows: of labels ignored ones, else zeros."""
+    value = IGNORE if tensor.ndim == 1 else 0
+    return F.pad(tensor, (*[0, 0] * (tensor.ndim - 1), 0, rows), value=value)
+
+
+def head_outputs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Computes a chunk's outputs of the linear layer, (chunk, V), in the dtype of `hidden`.
+
+    On a mesh each device has the logits of all tokens of its data group, for its part of the vocabulary.
+    """
     hidden = constrain(hidden, ("data", None))
-    logits = constrain(F.linear(hidden, weight, bias), ("data", ("model", "fsdp"))).float()
-    """Returns the loss of a chunk (fp32 scalar), and if `grad` its gradient (chunk, V) at the linear layer's output."""
-    if head.scale != 1.0:
-        logits = logits * head.scale
-    if head.softcap is not None:
-        capped = torch.tanh(logits / head.softcap)
-        logits = capped * head.softcap
-    log_p = F.log_softmax(logits, dim=-1)
-    # XLA fuses a comparison into the loop over the vocabulary, unlike a gather or scatter.
-    is_label = torch.arange(log_p.shape[-1], device=labels.device) == labels[:, None]
-    carries = (labels != IGNORE)[:, None]
-    uniform = head.smoothing / log_p.shape[-1]
-    target = is_label * (1.0 - head.smoothing) + uniform
-    loss = -torch.where(carries, target * log_p, 0.0).sum()
-    if not grad:
-        return loss, None
-    slope = torch.where(carries, log_p.exp() - target, 0.0)
-    if head.softcap is not None:
-        slope = slope * (1.0 - capped * capped)
-    if head.scale != 1.0:
-        slope = slope * head.scale
-    return loss, slope.to(hidden.dtype)
+    return constrain(F.linear(hidden, weight, bias), ("data", ("model", "fsdp")))
 
 
-class _ChunkedNLL(torch.autograd.Function):
+class _Chunked(torch.autograd.Function):
     """Sums the loss over chunks; computes gradients in the forward pass and scales them in the backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        function: ChunkLoss,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        labels: torch.Tensor,
+        inputs: Tensors,
+        constants: Tensors,
         chunk: int,
-        head: _Head,
+        sums: int,
         wanted: tuple[bool, ...],
     ) -> torch.Tensor:
         to_hidden, to_weight, to_bias = wanted
         compute_weight = weight.to(hidden.dtype)
         compute_bias = None if bias is None else bias.to(hidden.dtype)
 
-        # The carry: [loss, weight, bias?, weight gradient?, bias gradient?]. It has the weight because the body of a
-        # scan must not use outer tensors.
-        carry = [torch.zeros((), device=hidden.device), compute_weight]
+        # The carry: [sums, weight, bias?, constants, weight gradient?, bias gradient?]. It has the weight because the
+        # body of a scan must not use outer tensors.
+        carry = [torch.zeros(sums, device=hidden.device), compute_weight]
         carry += [compute_bias] if compute_bias is not None else []
-        first_gradient = len(carry)
+        first_constant, first_gradient = len(carry), len(carry) + len(constants)
+        carry += constants
         carry += [torch.zeros_like(weight, dtype=torch.float32)] if to_weight else []
         carry += [torch.zeros_like(bias, dtype=torch.float32)] if to_bias and bias is not None else []
 
         def body(carry: Tensors, chunk_inputs: Tensors) -> tuple[Tensors, Tensors]:
-            states, targets = chunk_inputs
-            chunk_bias = None if bias is None else carry[2]
-            loss, slope = _chunk_nll(states, carry[1], chunk_bias, targets, head, grad=any(wanted))
-            new = [carry[0] + loss, *carry[1:]]
+            states, *others = chunk_inputs
+            logits = head_outputs(states, carry[1], None if bias is None else carry[2])
+            added, slope = function(logits, others, carry[first_constant:first_gradient], any(wanted))
+            new = [carry[0] + torch.stack(added), *carry[1:]]
             if slope is None:
                 return new, []
             if to_weight:
@@ -191,10 +248,10 @@ class _ChunkedNLL(torch.autograd.Function):
             return new, [slope @ carry[1]] if to_hidden else []
 
         chunks = hidden.shape[0] // chunk
-        inputs = [hidden.detach().reshape(chunks, chunk, -1), labels.reshape(chunks, chunk)]
+        rows = [tensor.detach().reshape(chunks, chunk, *tensor.shape[1:]) for tensor in (hidden, *inputs)]
         # Unrolled, all chunks would be in memory at once. The compiler for a v5e reports (4096 tokens, H 896, V 151936,
         # bf16, chunk 512) 149 MiB of temporaries as a loop, 1191 unrolled, and 1187 for the plain loss.
-        carry, outputs = scan(body, carry, inputs)
+        carry, outputs = scan(body, carry, rows)
 
         gradients = carry[first_gradient:]
         ctx.save_for_backward(
@@ -209,6 +266,6 @@ class _ChunkedNLL(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In fp32, as bf16 would round the factor 1 / tokens.
         gradients = (
-            None if saved is None else (saved.float() * upstream).to(saved.dtype) for saved in ctx.saved_tensors
+            None if saved is None else (saved.float() * upstream[0]).to(saved.dtype) for saved in ctx.saved_tensors
         )
-        return (*gradients, None, None, None, None)
+        return (None, *gradients, None, None, None, None, None)

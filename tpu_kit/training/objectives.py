@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.config.loader import OptimConfig
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.config.loader import ModelConfig, OptimConfig
 from tpu_kit.models import causal_lm as models
 from tpu_kit.training.loss import chunked_nll, rows_in_chunks, shift_labels
 
@@ -33,9 +33,19 @@ class Objective(abc.ABC):
 
     Attributes:
         extra: names of further sums for the log.
+        columns: name -> (numbers for each token, dtype) of tensors that the batch has besides, (B, S * numbers) each.
     """
 
     extra: tuple[str, ...] = ()
+    columns: Mapping[str, tuple[int, torch.dtype]] = MappingProxyType({})
+
+    def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:  # noqa: B027  optional
+        """Adds what the loss needs to a loaded model: a frozen `model.teacher`, parameters to train `model.objective`.
+
+        Args:
+            model: as `causal_lm.load_model` returns it.
+            load: returns a frozen base model, on the CPU or without weights.
+        """
 
     @abc.abstractmethod
     def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
@@ -62,9 +72,7 @@ class SupervisedObjective(Objective):
         hidden = models.hidden_states(model, batch)
         head = models.output_embedding(model)
         labels = shift_labels(batch["labels"], batch["segment_ids"])
-        chunk = self._optim.loss_chunk
-        if current_mesh() is not None:
-            hidden, labels, chunk = rows_in_chunks(hidden, labels, chunk)
+        (hidden, labels), chunk = rows_in_chunks(self._optim.loss_chunk, [hidden, labels])
         loss, tokens = chunked_nll(
             hidden.flatten(0, 1),
             head.weight,

@@ -9,6 +9,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 
 import torch
@@ -61,6 +62,9 @@ def place(
         print("layers           recomputed: on a mesh optim.remat=none is optim.remat=full", flush=True)
     if unrolled is not None and config.optim.remat != "none":
         models.enable_remat(model, rt.device_type, keeps)
+    if (teacher := getattr(model, "teacher", None)) is not None:
+        models.use_attention(teacher, config.model.attention, rt.device_type)
+        scan_layers(teacher.get_decoder(), replace(config.optim, remat="full"), rt.device_type)
     models.to_device(model, rt.local_device)
     if rt.device_type == "cuda" and config.launch.torch_compile and unrolled is not None:
         for layer in model.get_decoder().layers:  # type: ignore[operator]  # of transformers

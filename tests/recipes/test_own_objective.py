@@ -1,0 +1,81 @@
+"""A loss of the user's trains like the kit's own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.child_processes import REPOSITORY
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.recipes import sft
+
+OWN = "tests.support.own_objectives"
+xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+
+
+def readme_objective(folder: Path) -> str:
+    """The loss of the README, in a module of its own; its name for the configuration."""
+    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    (block,) = [block for block in blocks if "-> Sums" in block]
+    assert len(block.strip().splitlines()) <= 15
+    (folder / "my_loss.py").write_text(block)
+    (function,) = re.findall(r"^def (\w+)", block, re.MULTILINE)
+    return f"my_loss:{function}"
+
+
+def trained(world: Path, folder: Path, objective: str, **settings: object) -> TrainConfig:
+    config = load_config(
+        None,
+        {
+            "model.name": str(world / "model"), "source": str(world / "rows.jsonl"), "base_dtype": "fp32",
+            "max_length": 96, "eval_rows": 4, "max_steps": 4, "global_batch_size": 4, "batch_size": 2, "lora.r": 4,
+            "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 2, "output_dir": str(folder),
+            "device_type": "xla-cpu", "objective": objective, **settings,
+        },
+    )  # fmt: skip
+    assert sft.train(config).status == "finished"
+    return config
+
+
+@xla
+@pytest.mark.usefixtures("quick_xla")
+@pytest.mark.parametrize(
+    "where", [{"num_replicas": 2}, pytest.param({"launch.mesh": "fsdp=2"}, marks=pytest.mark.slow)], ids=str
+)
+def test_the_loss_of_the_readme_trains(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: dict[str, object]
+) -> None:
+    name = readme_objective(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPOSITORY}")
+    config = trained(world, tmp_path / "run", name, **where)
+    lines = [json.loads(line) for line in (config.output_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert len({line["compiles"] for line in steps[1:]}) == 1
+    assert all(line["host_syncs_per_step"] == 0 for line in steps)
+
+
+@pytest.mark.usefixtures("quick_xla")
+def test_parameters_of_a_loss_are_trained_and_resumed_and_not_in_the_adapter(world: Path, tmp_path: Path) -> None:
+    settings = {"device_type": "cpu", "num_replicas": 1, "max_steps": 4}
+    config = trained(world, tmp_path / "run", f"{OWN}:WithScale", **settings)
+    lines = [json.loads(line) for line in (config.output_path / "metrics.jsonl").read_text().splitlines()]
+    logged = [line["scale_sum"] for line in lines if line["kind"] == "train"]
+    assert logged[0] == pytest.approx(1.0)
+    assert logged[-1] != logged[0]
+    scale = "parameters/objective.scale"
+    ended = load_file(config.output_path / "checkpoints/step-00000004/training.safetensors")
+    assert abs(float(ended[scale]) - 1) > 1e-3
+    assert not any("scale" in name for name in load_file(config.output_path / "adapter/adapter_model.safetensors"))
+    half = trained(world, tmp_path / "half", f"{OWN}:WithScale", **settings)
+    shutil.rmtree(half.output_path / "checkpoints/step-00000004")
+    again = trained(world, tmp_path / "half", f"{OWN}:WithScale", **settings)
+    resumed = load_file(again.output_path / "checkpoints/step-00000004/training.safetensors")
+    assert all((resumed[name] == value).all() for name, value in ended.items())

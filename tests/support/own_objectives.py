@@ -1,0 +1,84 @@
+"""Objectives of a user: good ones, and each mistake that the kit tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tpu_kit.models import causal_lm as models
+from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
+
+_calls = 0
+
+
+def _loss(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = models.output_embedding(model).logits(models.hidden_states(model, batch))
+    return logits, torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+
+
+def squared(model: Any, batch: Any) -> Sums:
+    logits, labels = _loss(model, batch)
+    return Sums(logits.square().mean(-1).sum(), (labels != -100).sum().float())
+
+
+def reads(model: Any, batch: Any) -> Sums:
+    logits, labels = _loss(model, batch)
+    if logits.mean() > 0:
+        logits = -logits
+    return Sums(logits.sum(), (labels != -100).sum().float())
+
+
+def picks(model: Any, batch: Any) -> Sums:
+    logits, labels = _loss(model, batch)
+    chosen = logits[labels != -100]
+    return Sums(chosen.sum(), (labels != -100).sum().float())
+
+
+def grows(model: Any, batch: Any) -> Sums:
+    global _calls
+    _calls += 1
+    logits, labels = _loss(model, batch)
+    part = logits[:, : 4 + _calls]
+    return Sums(part.sum(), (labels != -100).sum().float())
+
+
+def fails(model: Any, batch: Any) -> Sums:
+    raise KeyError("weights")
+
+
+def alone(model: Any) -> None: ...
+
+
+def a_tensor(model: Any, batch: Any) -> torch.Tensor:
+    return _loss(model, batch)[0].sum()
+
+
+def detached(model: Any, batch: Any) -> Sums:
+    return Sums(_loss(model, batch)[0].sum().detach(), batch["labels"].sum().float())
+
+
+def by_token(model: Any, batch: Any) -> Sums:
+    logits, labels = _loss(model, batch)
+    return Sums(logits.mean(-1), (labels != -100).float())
+
+
+class NoObjective:
+    def __init__(self, config: Any) -> None: ...
+
+
+class WithScale(Objective):
+    """Trains a number beside the model, and logs it."""
+
+    extra = ("scale_sum",)
+
+    def __init__(self, config: Any) -> None:
+        self._supervised = SupervisedObjective(config.optim)
+
+    def attach(self, model: torch.nn.Module, load: Any) -> None:
+        model.objective = torch.nn.ParameterDict({"scale": torch.nn.Parameter(torch.ones(1))})
+
+    def __call__(self, model: Any, batch: Any) -> Sums:
+        found = self._supervised(model, batch)
+        scale = model.objective["scale"].sum()
+        return Sums(found.loss * scale, found.weight, (scale.detach() * found.weight,))

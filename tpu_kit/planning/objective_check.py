@@ -1,0 +1,118 @@
+"""Checks the objective of a run before its launch: the teacher that fits the model, the user's own loss.
+
+The user's loss runs twice on PyTorch's "meta" device, which has shapes and no values. So an operation that reads a
+value, or whose shape depends on values, fails there, and its line is known. What both calls did must be equal, because
+XLA compiles a program for each sequence of operations and shapes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+import traceback
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.evaluation.verifiers import imported
+from tpu_kit.models import causal_lm as models
+from tpu_kit.planning.trace import ROW, empty_model
+from tpu_kit.training.distillation import check_teacher
+from tpu_kit.training.objective_choice import objective_of
+from tpu_kit.training.objectives import Objective, Sums
+
+_READS = ("meta tensor", "register_meta function", "data-dependent")
+
+
+def check_objective(config: TrainConfig) -> None:
+    """Checks that the teacher fits the model; or the user's loss, by two calls without values.
+
+    Raises:
+        ValueError: it does not, or the loss reads the device, changes its operations, or does not return `Sums`.
+    """
+    objective = objective_of(config)
+    if config.distill.teacher is not None:
+        check_teacher(config)
+    elif config.optim.objective != "supervised":
+        _check_own(config, objective)
+
+
+def _check_own(config: TrainConfig, objective: Objective) -> None:
+    name, file = f"optim.objective={config.optim.objective}", inspect.getsourcefile(imported(config.optim.objective))
+    whole = replace(config, model=replace(config.model, base_dtype="fp32"))  # "meta" has no autocast
+    with torch.device("meta"):
+        model = models.adapt(empty_model(whole), config.lora, "fp32").train()
+        objective.attach(model, lambda one: empty_model(replace(whole, model=one)))
+        rows = config.optim.batch_size if isinstance(config.optim.batch_size, int) else 1
+        length = config.data.max_length
+        columns = {column: (1, dtype) for column, dtype in ROW.items()} | dict(objective.columns)
+        batch = {column: torch.zeros((rows, length * width), dtype=dtype) for column, (width, dtype) in columns.items()}
+        seen = []
+        for _ in range(2):
+            with _Operations(file) as operations:
+                try:
+                    found = objective(model, batch)
+                except Exception as error:
+                    raise ValueError(_explained(name, file, error)) from error
+            seen.append(operations.done)
+    _check_sums(name, objective, found)
+    pairs = zip([*seen[0], None], [*seen[1], None], strict=False)
+    if other := next((two or one for one, two in pairs if (one and one[:2]) != (two and two[:2])), None):
+        raise ValueError(
+            f"{name} does something else each time it is called, from {other[2]} on: {other[0]} with the shapes "
+            f"{other[1]}. XLA would compile each step anew, for minutes. Pass values that change as tensors of a fixed "
+            "shape, and put a mask in place of a slice"
+        )
+
+
+def _check_sums(name: str, objective: Objective, found: Any) -> None:
+    if not isinstance(found, Sums):
+        raise ValueError(
+            f"{name} returned a {type(found).__name__}; return Sums(loss, weight) of tpu_kit.training.objectives"
+        )
+    if any(not isinstance(one, torch.Tensor) or one.ndim for one in (found.loss, found.weight, *found.extra)):
+        raise ValueError(f"{name} returned other than scalar tensors; sum the loss and the weight over all tokens")
+    if len(found.extra) != len(objective.extra):
+        raise ValueError(f"{name} returned {len(found.extra)} extra sums, and its `extra` names {len(objective.extra)}")
+    if not found.loss.requires_grad:
+        raise ValueError(f"{name} returned a loss without a gradient to the model; do not detach it")
+
+
+def _explained(name: str, file: str | None, error: Exception) -> str:
+    lines = [one for one in traceback.extract_tb(error.__traceback__) if one.filename == file]
+    place = f"{file}:{lines[-1].lineno} (`{lines[-1].line}`)" if lines else str(file)
+    text = str(error).strip().split("\n")[0][:200]
+    if not any(part in str(error) for part in _READS):
+        return f"{name} fails at {place}: {type(error).__name__}: {text}"
+    return (
+        f"{name} reads values of tensors at {place}: {text}. The device would wait for the host in each step. Compute "
+        "with tensors: torch.where in place of a condition, a mask in place of a boolean index or of nonzero"
+    )
+
+
+class _Operations(TorchDispatchMode):
+    """Notes each operation: its name, the shapes of its results, and the line of a file that called it."""
+
+    def __init__(self, file: str | None) -> None:
+        super().__init__()
+        self.file = file
+        self.done: list[tuple[str, str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        shapes = str([tuple(one.shape) for one in tree_leaves(found) if isinstance(one, torch.Tensor)])
+        self.done.append((str(func), shapes, self._line()))
+        return found
+
+    def _line(self) -> str:
+        frame: Any = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename != self.file:
+            frame = frame.f_back
+        if frame is None:
+            return str(self.file)
+        return f"{self.file}:{frame.f_lineno} (`{linecache.getline(self.file or '', frame.f_lineno).strip()}`)"

@@ -1,0 +1,100 @@
+"""Distillation: fine-tuning in which the model learns from a teacher; the same on all backends.
+
+It is the run of `sft.train` with the loss of `training.distillation`. With `distill.files`, the teacher's top logits
+are computed first, in a launch of their own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from datasets import Dataset, DatasetDict
+
+from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
+from tpu_kit.data.prepare import Prepared, read_prepared, write_prepared
+from tpu_kit.distributed import runtime
+from tpu_kit.distributed.launch import launch
+from tpu_kit.models import causal_lm as models
+from tpu_kit.models.layer_scan import scan_layers
+from tpu_kit.models.loading import load_base, load_frozen, load_tokenizer
+from tpu_kit.recipes.sft import TrainResult, train
+from tpu_kit.storage import atomic
+from tpu_kit.training.teacher_files import TeacherFiles, announce, compute_files
+
+_loading = threading.Lock()  # replicas of XLA:CPU are threads, and transformers changes global settings as it loads
+
+
+def distill(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:
+    """Trains a model with a teacher, as `sft.train` trains one without.
+
+    Args:
+        config: the run, with `distill.teacher`.
+        dataset: as in `sft.train`.
+        exact: likewise.
+
+    Raises:
+        ConfigError: there is no teacher.
+        ValueError: the teacher does not fit the model, or its files are damaged or of another run; or as `sft.train`.
+    """
+    if config.distill.teacher is None:
+        raise ConfigError(["distill.teacher: null names no teacher; set it to a hub id or a folder"])
+    return train(config, dataset, exact=exact, prepare_more=_prepare_files if config.distill.files else None)
+
+
+def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
+    """Writes a student with some layers of a model: evenly spaced, the first and the last among them.
+
+    This is the initialisation of DistilBERT (Sanh et al., arXiv:1910.01108); such a student needs `lora.r=0`.
+
+    Args:
+        model: the larger model.
+        folder: replaced by the student, with the model's tokenizer.
+        layers: of the student, 1 or more.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: the model has not more layers; or as `load_base`.
+    """
+    base = load_base(model, torch.bfloat16)
+    decoder, count = base.get_decoder(), len(base.get_decoder().layers)
+    if not 1 <= layers < count:
+        raise ValueError(f"layers={layers}: model.name={model.name} has {count}; choose from 1 to {count - 1}")
+    kept = [round(place * (count - 1) / max(1, layers - 1)) for place in range(layers)]
+    decoder.layers = torch.nn.ModuleList([decoder.layers[place] for place in kept])
+    text = base.config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[place] for place in kept]
+    with atomic.replacing(Path(folder)) as part:
+        base.save_pretrained(part)
+        load_tokenizer(model).save_pretrained(part)
+    return Path(folder)
+
+
+def _prepare_files(config: TrainConfig, prepared: Prepared) -> None:
+    if announce(TeacherFiles.of(config, prepared)):
+        with tempfile.TemporaryDirectory() as folder:
+            write_prepared(prepared, Path(folder) / "data")
+            launch(partial(_compute, str(Path(folder) / "data")), config, sharded=True)
+
+
+def _compute(folder: str, config: TrainConfig) -> None:
+    """Computes files in one replica."""
+    rt, model = runtime.current(), config.teacher
+    assert model is not None
+    prepared = read_prepared(Path(folder), load_tokenizer(config.model), config.data)
+    with _loading:
+        teacher = models.freeze(load_frozen(model), model.base_dtype)
+    models.use_attention(teacher, config.model.attention, rt.device_type)
+    scan_layers(teacher.get_decoder(), replace(config.optim, remat="full"), rt.device_type)
+    models.to_device(teacher, rt.local_device)
+    rt.sync()
+    compute_files(config, rt, prepared, teacher)
+    rt.barrier()

@@ -1,0 +1,255 @@
+"""Distillation: the loss of a model that learns from a frozen teacher.
+
+The divergences are those of Agarwal et al., "On-Policy Distillation of Language Models" (arXiv:2306.13649), summed over
+the tokens with labels. Hinton's factor temperature**2 is left out; `distill.logits_weight` can have it.
+
+The teacher runs in the step's program, without gradients, or its top logits come with the batch. The logits of both
+exist for one chunk of tokens at a time (`loss.chunked`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tpu_kit.config.loader import DistillConfig, ModelConfig, TrainConfig
+from tpu_kit.models import causal_lm as models
+from tpu_kit.models.loading import load_tokenizer, read_config
+from tpu_kit.training.loss import IGNORE, Likelihood, chunked, head_outputs, rows_in_chunks, shift_labels
+from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
+from tpu_kit.xla.scan import Tensors, after
+
+_NONE = -1e30  # the logarithm of no probability: finite, as the gradient of infinity times 0 is not a number
+
+
+class DistillationObjective(Objective):
+    """The weighted sum of divergence, labels, hidden states and embeddings, for each token with a label.
+
+    In evaluation it is the negative log-likelihood of the labels, so that its loss compares with that of other runs.
+
+    Args:
+        config: the run, with a teacher.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config, self._distill = config, config.distill
+        self._supervised = SupervisedObjective(config.optim)
+        weights = {name: getattr(config.distill, f"{name}_weight") for name in _PARTS}
+        self._weights = {name: weight for name, weight in weights.items() if weight}
+        self.extra = tuple(f"distill_{name}" for name in self._weights)
+        if config.distill.files:
+            k = config.distill.top_k
+            self.columns = {"top_ids": (k, torch.int32), "top_log_p": (k + 1, torch.float32)}
+
+    def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
+        """Adds the teacher, and projections of states to the teacher's size where it is another."""
+        if self._distill.files:
+            return
+        assert self._config.teacher is not None
+        model.teacher = teacher = models.freeze(load(self._config.teacher), self._distill.teacher_dtype)
+        sizes = [models.text_config(one).hidden_size for one in (model, teacher)]
+        projected = ["embeddings"] if "embeddings" in self._weights else []
+        for pair in self._distill.pairs:
+            projected.append(_name(pair))
+            for one, layer in zip((model, teacher), pair, strict=True):
+                models.keep_after(one, layer)
+        if projected and sizes[0] != sizes[1]:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._config.optim.seed)
+                parts = {
+                    name: torch.nn.Linear(sizes[0], sizes[1], bias=False, dtype=torch.float32) for name in projected
+                }
+            model.objective = torch.nn.ModuleDict(parts)
+
+    def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
+        """See `Objective.__call__`."""
+        if not model.training:
+            return self._supervised(model, batch)
+        labels = shift_labels(batch["labels"], batch["segment_ids"])
+        teacher: Any = None if self._distill.files else model.teacher
+        inputs, constants, head, theirs = [labels], [], None, {}
+        if teacher is None:
+            inputs += [batch[name].unflatten(1, (labels.shape[1], -1)) for name in self.columns]
+        else:
+            with torch.no_grad():
+                states = models.hidden_states(teacher.eval(), batch)
+                theirs = self._compared(teacher, batch)
+            # The teacher's forward pass ends before the model's begins, so that not both are in memory.
+            done = [states, *theirs.values()]
+            batch = dict(zip(batch, after(done, list(batch.values())), strict=True))
+            head = models.output_embedding(teacher)
+            constants = [head.weight.to(states.dtype), *([] if head.bias is None else [head.bias.to(states.dtype)])]
+            inputs += [states]
+        hidden = models.hidden_states(model, batch)
+        apart = self._apart(model, self._compared(model, batch), theirs, labels)
+        own = models.output_embedding(model)
+        (hidden, *inputs), chunk = rows_in_chunks(self._config.optim.loss_chunk, [hidden, *inputs])
+        rule = Divergence(
+            self._distill, self._weights.get("logits", 0.0), self._weights.get("labels", 0.0),
+            Likelihood(own.softcap, own.scale, self._config.optim.label_smoothing),
+            None if head is None else Likelihood(head.softcap, head.scale, 0.0),
+        )  # fmt: skip
+        inputs = [tensor.flatten(0, 1) for tensor in inputs]
+        loss, logits, nll = chunked(rule, hidden.flatten(0, 1), own.weight, own.bias, inputs, constants, chunk, 3)
+        found = {"logits": logits, "labels": nll, **apart}
+        for name, value in apart.items():
+            loss = loss + self._weights[name] * value
+        extra = tuple(found[name].detach() for name in self._weights)
+        return Sums(loss, (labels != IGNORE).sum().float(), extra)
+
+    def _compared(self, model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the states to compare, (B, S, H) each, by name; after a forward pass of the model."""
+        place = 0 if hasattr(model, "teacher") else 1
+        kept = models.kept_states(model)
+        found = {_name(pair): kept[pair[place]] for pair in self._distill.pairs}
+        if "embeddings" in self._weights:
+            found["embeddings"] = models.base_model(model).get_input_embeddings()(batch["input_ids"])
+        return found
+
+    def _apart(
+        self,
+        model: torch.nn.Module,
+        ours: dict[str, torch.Tensor],
+        theirs: dict[str, torch.Tensor],
+        labels: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """Returns the mean squared differences of states, summed over tokens and over pairs of layers."""
+        found: dict[str, torch.Tensor] = {}
+        for name, states in ours.items():
+            if hasattr(model, "objective"):
+                weight = model.get_parameter(f"objective.{name}.weight")
+                states = F.linear(states, weight.to(states.dtype))
+            squares = (states.float() - theirs[name].float()).square().mean(-1)
+            kind = "embeddings" if name == "embeddings" else "hidden"
+            found[kind] = found.get(kind, 0.0) + torch.where(labels != IGNORE, squares, 0.0).sum()
+        return found
+
+
+_PARTS = ("logits", "labels", "hidden", "embeddings")
+
+
+def _name(pair: tuple[int, int]) -> str:
+    return f"layers_{pair[0]}_{pair[1]}"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The divergence of a chunk and the likelihood of its labels: a `loss.ChunkLoss`.
+
+    Its sums are the weighted loss, the divergence and the negative log-likelihood. Inputs after the labels are the
+    teacher's last hidden states (c, H), with its output layer as constants; or top_ids (c, k) and top_log_p (c, k + 1).
+    """
+
+    distill: DistillConfig
+    weight: float
+    labels_weight: float
+    likelihood: Likelihood
+    teacher: Likelihood | None
+
+    def __call__(
+        self, logits: torch.Tensor, inputs: Tensors, constants: Tensors, grad: bool
+    ) -> tuple[Tensors, torch.Tensor | None]:
+        """See `loss.ChunkLoss`."""
+        labels, *others = inputs
+        (nll,), slope = self.likelihood(logits, [labels], [], grad)
+        apart = torch.zeros_like(nll)
+        if self.weight:
+            with torch.set_grad_enabled(grad):
+                leaf = logits.detach().requires_grad_(grad)
+                log_q, log_p = self._log_probabilities(self.likelihood.logits(leaf), others, constants)
+                tokens = divergence(log_p.detach(), log_q, self.distill.divergence)
+                apart = torch.where(labels != IGNORE, tokens, 0.0).sum()
+            if slope is not None:
+                (steeper,) = torch.autograd.grad(apart, leaf)
+                slope = (
+                    self.weight * steeper + self.labels_weight * slope if self.labels_weight else self.weight * steeper
+                )
+            apart = apart.detach()
+        elif slope is not None:
+            slope = self.labels_weight * slope
+        return [self.weight * apart + self.labels_weight * nll, apart, nll], slope
+
+    def _log_probabilities(
+        self, logits: torch.Tensor, others: Tensors, constants: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns those of the model and of the teacher, (c, outcomes) each."""
+        if self.teacher is None:
+            ids, log_p = others
+            return top_log_probabilities(logits, ids, self.distill.temperature), log_p[:, : outcomes(ids, logits)]
+        with torch.no_grad():
+            theirs = self.teacher.logits(head_outputs(others[0], constants[0], next(iter(constants[1:]), None)))
+        size = min(logits.shape[-1], theirs.shape[-1])  # the longer vocabulary has padding at its end
+        log_q, log_p = (F.log_softmax(one[:, :size] / self.distill.temperature, dim=-1) for one in (logits, theirs))
+        return log_q, log_p
+
+
+def outcomes(ids: torch.Tensor, logits: torch.Tensor) -> int:
+    """Returns the number of outcomes: the k top tokens, and all others as one unless there are none."""
+    return ids.shape[1] + (ids.shape[1] < logits.shape[1])
+
+
+def top_log_probabilities(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Returns the log-probabilities of the tokens `ids`, (c, k), and of all others together: (c, k + 1), or (c, k)."""
+    logits, ids = logits / temperature, ids.long()
+    whole = torch.logsumexp(logits, dim=-1, keepdim=True)
+    found = logits.gather(1, ids) - whole
+    if ids.shape[1] == logits.shape[1]:
+        return found
+    others = torch.logsumexp(logits.scatter(1, ids, _NONE), dim=-1, keepdim=True)
+    return torch.cat([found, others - whole], dim=1)
+
+
+def divergence(log_p: torch.Tensor, log_q: torch.Tensor, kind: str) -> torch.Tensor:
+    """Computes the divergence between the teacher's p and the model's q, in nats, for each row of (c, outcomes).
+
+    "forward" is KL(p, q), "reverse" KL(q, p), and "js" KL(p, m) / 2 + KL(q, m) / 2 with m = (p + q) / 2.
+    """
+    if kind == "forward":
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    if kind == "reverse":
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    middle = torch.logsumexp(torch.stack([log_p, log_q]), dim=0) - log(2)
+    return (log_p.exp() * (log_p - middle) + log_q.exp() * (log_q - middle)).sum(-1) / 2
+
+
+def check_teacher(config: TrainConfig) -> None:
+    """Checks before the launch that teacher and model fit each other: vocabulary, layers and length.
+
+    Raises:
+        ValueError: they do not.
+    """
+    theirs, name = config.teacher, f"distill.teacher={config.distill.teacher}"
+    assert theirs is not None
+    own, other = (load_tokenizer(one).get_vocab() for one in (config.model, theirs))
+    if differ := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
+        token = differ[0]
+        raise ValueError(
+            f"{name} has another tokenizer than model.name={config.model.name}: {len(differ):,} of {len(own):,} and "
+            f"{len(other):,} tokens differ, such as {token!r}, which is {_number(other, token)} there and "
+            f"{_number(own, token)} here. Their logits are not comparable: choose a teacher of the same family"
+        )
+    for one, place, key in ((config.model, 0, "model.name"), (theirs, 1, "distill.teacher")):
+        found = read_config(one)
+        if found is None:
+            continue  # loading says why it cannot be read
+        text = found.get_text_config()
+        if wrong := sorted({pair[place] for pair in config.distill.pairs if pair[place] > text.num_hidden_layers}):
+            raise ValueError(
+                f"distill.layers={config.distill.layers}: {key}={one.name} has {text.num_hidden_layers} layers, and no "
+                f"layer {', '.join(map(str, wrong))}; name layers from 1 to {text.num_hidden_layers}"
+            )
+        positions = getattr(text, "max_position_embeddings", None)
+        if place and positions is not None and config.data.max_length > positions:
+            raise ValueError(
+                f"data.max_length={config.data.max_length} is longer than the {positions} positions of {name}; set it "
+                f"to {positions} or less"
+            )
+
+
+def _number(vocabulary: Mapping[str, int], token: str) -> str:
+    return str(vocabulary[token]) if token in vocabulary else "missing"

@@ -1,0 +1,277 @@
+"""Files with a teacher's top logits of all training rows, for distillation without the teacher in memory.
+
+For each token of a packed row: the ids of the k likeliest tokens, their log-probabilities at the run's temperature, and
+that of all other tokens together. A file has a block of rows. Its header has a digest of its tensors and describes the
+teacher, the data and the settings, so a folder needs no index: what is missing is computed, what is complete is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.data.prepare import Prepared
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.hardware.chips import GIB, MIB
+from tpu_kit.models import causal_lm as models
+from tpu_kit.models.loading import locate, read_config
+from tpu_kit.storage import atomic
+from tpu_kit.training.loss import Likelihood, head_outputs
+from tpu_kit.xla.scan import Tensors, scan
+
+_FILE_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True)
+class TeacherFiles:
+    """The files of a run.
+
+    Attributes:
+        folder: where they are.
+        about: teacher, data and settings; files with another are refused.
+        rows: packed rows of the training data.
+        length: tokens of a row.
+        k: logits of a token.
+    """
+
+    folder: Path
+    about: dict[str, Any]
+    rows: int
+    length: int
+    k: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, prepared: Prepared) -> TeacherFiles:
+        """Returns the files of a run with `distill.files`."""
+        distill = config.distill
+        assert distill.files is not None
+        about = {
+            "teacher": teacher_hash(config), "teacher_dtype": distill.teacher_dtype,
+            "data": prepared.train.fingerprint(), "top_k": distill.top_k, "temperature": distill.temperature,
+        }  # fmt: skip
+        return cls(Path(distill.files).expanduser(), about, len(prepared.train), config.data.max_length, distill.top_k)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row: int32 and fp32 for each of k, and fp32 for the others."""
+        return self.length * (8 * self.k + 4)
+
+    @property
+    def block(self) -> int:
+        """Rows of a file."""
+        return max(1, _FILE_BYTES // self.row_bytes)
+
+    @property
+    def count(self) -> int:
+        """Number of files."""
+        return -(-self.rows // self.block)
+
+    def path(self, number: int) -> Path:
+        """Returns the path of a file."""
+        return self.folder / f"logits-{number:05d}-of-{self.count:05d}.safetensors"
+
+    def rows_of(self, number: int) -> np.ndarray:
+        """Returns the row numbers of a file."""
+        return np.arange(number * self.block, min(self.rows, (number + 1) * self.block))
+
+    def missing(self) -> list[int]:
+        """Returns the numbers of files that are not there.
+
+        Raises:
+            ValueError: a file is damaged, or of another teacher, data or setting.
+        """
+        others = [path.name for path in self.folder.glob("logits-*.safetensors") if path not in self._paths()]
+        if others:
+            self._refuse(others[0], "the number of rows or their length is another")
+        return [number for number in range(self.count) if not self._complete(number)]
+
+    def _paths(self) -> set[Path]:
+        return {self.path(number) for number in range(self.count)}
+
+    def _complete(self, number: int) -> bool:
+        path = self.path(number)
+        if not path.is_file():
+            return False
+        try:
+            with safe_open(path, "pt") as file:
+                header = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+        except (SafetensorError, OSError, ValueError) as error:
+            self._damaged(path, str(error))
+        about = json.loads(header.get("about", "{}"))
+        if differ := [name for name, value in self.about.items() if about.get(name) != value]:
+            name = differ[0]
+            self._refuse(path.name, f"{name} is {about.get(name)} there, and {self.about[name]} now")
+        if header.get("digest") != _digest(tensors):
+            self._damaged(path, "its content is not what was written")
+        return True
+
+    def _damaged(self, path: Path, text: str) -> None:
+        raise ValueError(
+            f"distill.files={self.folder}: {path.name} is damaged ({text.splitlines()[0][:200]}); delete this file and "
+            "run `distill` again, which computes it anew"
+        )
+
+    def _refuse(self, name: str, text: str) -> None:
+        raise ValueError(
+            f"distill.files={self.folder}: {name} is of another run: {text}. Name another folder, or set "
+            "back what differs"
+        )
+
+    def write(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Writes a file; a file that is there is complete."""
+        header = {"about": json.dumps(self.about), "digest": _digest(tensors)}
+        with atomic.replacing(self.path(number)) as part:
+            save_file(tensors, part, metadata=header)
+
+    def columns(self) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
+        """Returns the functions of `PackedDataset.columns`."""
+
+        @cache
+        def opened(number: int) -> Any:
+            return safe_open(self.path(number), "pt")
+
+        def read(name: str, width: int, dtype: torch.dtype, rows: np.ndarray) -> torch.Tensor:
+            found = torch.zeros(len(rows), self.length * width, dtype=dtype)
+            for place, row in enumerate(rows.tolist()):
+                if row >= 0:
+                    found[place] = opened(row // self.block).get_slice(name)[row % self.block]
+            return found
+
+        return {
+            "top_ids": lambda rows: read("top_ids", self.k, torch.int32, rows),
+            "top_log_p": lambda rows: read("top_log_p", self.k + 1, torch.float32, rows),
+        }
+
+
+def read_columns(config: TrainConfig, prepared: Prepared) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
+    """Returns the columns that a run's files add to its batches; none without files.
+
+    Raises:
+        ValueError: files are missing.
+    """
+    if config.distill.files is None:
+        return {}
+    files = TeacherFiles.of(config, prepared)
+    if absent := [path.name for path in sorted(files._paths()) if not path.is_file()]:
+        raise ValueError(
+            f"distill.files={files.folder} lacks {len(absent)} of {files.count} files, such as {absent[0]}; run "
+            "`distill`, which computes them"
+        )
+    return files.columns()
+
+
+def compute_files(config: TrainConfig, rt: Runtime, prepared: Prepared, teacher: Any) -> None:
+    """Computes the missing files; replica r of N takes every N-th of them.
+
+    Args:
+        config: the run.
+        rt: the replica.
+        prepared: its data.
+        teacher: on the replica's device, ready to run.
+    """
+    files = TeacherFiles.of(config, prepared)
+    assert isinstance(config.optim.batch_size, int)
+    at_once = config.optim.batch_size * rt.data_size // rt.world_size
+    for number in files.missing()[rt.rank :: rt.world_size]:
+        found: list[list[torch.Tensor]] = []
+        rows = files.rows_of(number)
+        for start in range(0, len(rows), at_once):
+            taken = rows[start : start + at_once]
+            padded = np.r_[taken, np.full(at_once - len(taken), -1)]
+            (batch,) = rt.place_batch([prepared.train.tensors(padded)])
+            with torch.no_grad():
+                top = _top(teacher, batch, config)
+            rt.sync()
+            found.append([one[: len(taken)] for one in rt.to_host(top)])
+        ids, log_p = (torch.cat(parts).contiguous() for parts in zip(*found, strict=True))
+        files.write(number, {"top_ids": ids, "top_log_p": log_p})
+        print(f"teacher files    {number + 1} of {files.count} written", flush=True)
+
+
+def _top(teacher: Any, batch: dict[str, torch.Tensor], config: TrainConfig) -> list[torch.Tensor]:
+    """Returns top_ids (B, S * k) and top_log_p (B, S * (k + 1)) of a batch, chunk by chunk."""
+    states, head, k = models.hidden_states(teacher, batch), models.output_embedding(teacher), config.distill.top_k
+    rule, shape = Likelihood(head.softcap, head.scale, 0.0), states.shape[:2]
+    parts = _parts(shape[1], max(1, config.optim.loss_chunk // shape[0]))
+    chunks = states.unflatten(1, (parts, -1)).transpose(0, 1).flatten(1, 2)
+    size = _vocabulary(config)
+    bias = [] if head.bias is None else [head.bias.to(states.dtype)]
+
+    def body(carry: Tensors, inputs: Tensors) -> tuple[Tensors, Tensors]:
+        logits = rule.logits(head_outputs(inputs[0], carry[0], next(iter(carry[1:]), None)))[:, :size]
+        log_p = torch.log_softmax(logits / config.distill.temperature, dim=-1)
+        top, ids = torch.topk(log_p, k, dim=-1)
+        others = torch.logsumexp(log_p.scatter(1, ids, -1e30), dim=-1, keepdim=True)
+        return carry, [ids.to(torch.int32), torch.cat([top, others], dim=-1)]
+
+    _, found = scan(body, [head.weight.to(states.dtype), *bias], [chunks])
+    return [one.unflatten(1, (shape[0], -1)).transpose(0, 1).flatten(1) for one in found]
+
+
+def _parts(length: int, most: int) -> int:
+    """Returns the smallest number of equal parts of a row that have at most `most` tokens each."""
+    return next(parts for parts in range(-(-length // most), length + 1) if length % parts == 0)
+
+
+def _vocabulary(config: TrainConfig) -> int | None:
+    """Returns the number of logits that the model and the teacher both have."""
+    found = [read_config(one) for one in (config.model, config.teacher) if one is not None]
+    return min((one.get_text_config().vocab_size for one in found if one is not None), default=None)
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def announce(files: TeacherFiles) -> list[int]:
+    """Prints the size of the files before they are computed; returns the numbers of those that are missing.
+
+    Raises:
+        ValueError: they do not fit on the disk, or as `TeacherFiles.missing`.
+    """
+    files.folder.mkdir(parents=True, exist_ok=True)
+    absent = files.missing()
+    rows = sum(len(files.rows_of(number)) for number in absent)
+    size, free = rows * files.row_bytes, shutil.disk_usage(files.folder).free
+    text = f"{rows:,} rows x {files.length} tokens x {files.k} logits = {size / GIB:.2f} GiB in {files.folder}"
+    if size > free:
+        raise ValueError(
+            f"distill.files: {text}, which has {free / GIB:.2f} GiB free; lower distill.top_k, or name another folder"
+        )
+    print(f"teacher files    {text}" if absent else f"teacher files    complete in {files.folder}", flush=True)
+    return absent
+
+
+@cache
+def _file_digest(path: Path, size: int, changed: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def teacher_hash(config: TrainConfig) -> str:
+    """Returns a hash of the teacher: of the content of its folder's weights, or its commit on the hub."""
+    model = config.teacher
+    assert model is not None
+    folder = Path(locate(model))
+    if not folder.is_dir():
+        return str(getattr(read_config(model), "_commit_hash", None) or model.name)
+    kinds = (".json", ".safetensors", ".bin")
+    stats = {path: path.stat() for path in sorted(folder.iterdir()) if path.suffix in kinds}
+    parts = [(path.name, _file_digest(path, stat.st_size, stat.st_mtime_ns)) for path, stat in stats.items()]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
