@@ -22,8 +22,10 @@ from tests.support.compiler_models import TINY, write_config
 from tests.support.quantize_functions import MEMORY, SHARDED_MEMORY, fingerprint, write_model
 from tests.support.training_functions import OPTIM, control
 from tpu_kit.config.loader import ConfigError, LoraConfig, ModelConfig, TrainConfig, load_config
+from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import launch
+from tpu_kit.distributed.mesh import use_mesh
 from tpu_kit.hardware import host
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models import causal_lm as models
@@ -65,6 +67,15 @@ def test_int8_is_within_half_a_step_of_each_output() -> None:
     assert set(integers.abs().amax(1).tolist()) <= {126, 127}
     error = (INT8.dequantize(integers, scale, torch.float32) - weight()).abs()
     assert bool((error <= scale.float()[:, None] * 0.501).all())
+
+
+def test_int4_is_the_same_on_a_mesh() -> None:
+    """There steps and offsets are spread by a product."""
+    stored = INT4.quantize(weight())
+    for dtype in (torch.float32, torch.bfloat16):
+        with use_mesh(Mesh(fsdp=2)):
+            found = INT4.dequantize(*stored, dtype)
+        assert torch.equal(found, INT4.dequantize(*stored, dtype))
 
 
 def test_int4_is_stored_as_the_module_says_and_better_than_by_its_largest_value() -> None:
