@@ -45,6 +45,7 @@ RUN_BY = {
     "python -m tests.benchmarks": "by hand",  # a benchmark of minutes, whose figures stand beside it
     "python -m tests.benchmarks.step": "test_benchmarks.test_the_step_benchmark_runs_and_its_exact_goals_are_met",
     "python -m tpu_kit checkpoints": "test_manager.test_list",
+    "python -m tpu_kit distill": "test_distill.test_the_command",
     "python -m tpu_kit doctor": "test_doctor.test_plain_cpu_prints_rows",
     "python -m tpu_kit evaluate": "test_evaluate.test_the_command",
     "python -m tpu_kit export": "test_export.test_the_command",

@@ -20,8 +20,8 @@ xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_x
 
 
 def readme_objective(folder: Path) -> str:
-    """The loss of the README, in a module of its own; its name for the configuration."""
-    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    """The loss of the room's README, in a module of its own; its name for the configuration."""
+    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "tpu_kit/training/README.md").read_text(), re.DOTALL)
     (block,) = [block for block in blocks if "-> Sums" in block]
     assert len(block.strip().splitlines()) <= 15
     (folder / "my_loss.py").write_text(block)

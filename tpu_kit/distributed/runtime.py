@@ -212,14 +212,15 @@ class MemoryBudget:
 def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
     """Replaces each `auto` that means something else than on a TPU, so that the memory formula describes the run.
 
-    Off TPU layers are not a loop; attention on a GPU is a kernel that keeps no scores, on a CPU sdpa with all of them.
+    Off TPU layers are a loop only if their states are compared with a teacher's; attention on a GPU is a kernel that
+    keeps no scores, on a CPU sdpa with all of them.
     """
     if device_type == "tpu":
         return config
     model, optim = config.model, config.optim
     if model.attention == "auto":
         model = replace(model, attention="splash" if device_type == "cuda" else "sdpa")
-    if optim.scan_layers == "auto":
+    if optim.scan_layers == "auto" and config.distill.layers is None:
         optim = replace(optim, scan_layers="off")
     return replace(config, model=model, optim=optim)
 

@@ -33,7 +33,7 @@ def teacher(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=len(tokenizer) + 3, hidden_size=64, intermediate_size=48, num_hidden_layers=3,
-                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.05,
             )
         )  # fmt: skip
     model.save_pretrained(folder)
