@@ -207,6 +207,9 @@ def test_output_path() -> None:
           "tracking__eval_generate_rows": 4},
          "distill.layers: '1:2' needs layers that run as a loop, with which tracking.eval_generate_rows cannot "
          "generate; set that to 0"),
+        ({"distill__teacher": "t", "distill__teacher_dtype": "int4", "launch__mesh": "model=2"},
+         "launch.mesh: 'model=2' splits columns that int4 keeps two in a byte; use fsdp in place of model, or "
+         "distill.teacher_dtype=int8"),
         ({"distill__teacher": "t", "distill__top_k": 8},
          "distill.top_k: 8 is for distill.files; remove it or set that"),
         ({"distill__teacher": "t", "distill__files": "f", "distill__logits_weight": 0, "distill__labels_weight": 1},

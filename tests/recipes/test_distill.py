@@ -32,7 +32,7 @@ def teacher(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(1)
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=len(tokenizer) + 3, hidden_size=64, intermediate_size=48, num_hidden_layers=3,
+                vocab_size=len(tokenizer) + 3, hidden_size=64, intermediate_size=64, num_hidden_layers=3,
                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.05,
             )
         )  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_mesh_distils_like_one_cpu(world: Path, teacher: Path, whole: TrainCon
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_the_teacher_may_be_quantised(world: Path, teacher: Path, tmp_path: Path, dtype: str) -> None:
     settings = {"teacher_dtype": dtype, "base_dtype": "bf16", "device_type": "xla-cpu", "num_replicas": 2}
-    group = {"quant_group": 16, "model.base_dtype": "int4"} if dtype == "int4" else {}
+    group = {"quant_group": 16} if dtype == "int4" else {}
     first, *_, last = logged(run(world, teacher, tmp_path, **settings | group))
     assert last["loss"] < first["loss"]
     assert first["fallbacks_per_step"] == 0

@@ -432,7 +432,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             yield "lora.dora model.base_dtype", f"reads {rounded}; remove it"
         if lora.init in ("olora", "pissa"):
             yield "lora.init model.base_dtype", f"changes {rounded}; use lora.init=default"
-    if model.base_dtype != "int4":
+    if "int4" not in (model.base_dtype, config.distill.teacher_dtype):
         for name in _changed(config, "model", "quant_group"):
             yield f"{name} model.base_dtype", "is of model.base_dtype=int4; remove it or set that"
     if lora.r == 0:
@@ -482,6 +482,9 @@ def _mesh_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if config.model.base_dtype == "int4" and sizes.get("model", 1) != 1:
         text = "splits columns that int4 keeps two in a byte; use fsdp in place of model, or model.base_dtype=int8"
         yield "launch.mesh model.base_dtype", text
+    if config.distill.teacher_dtype == "int4" and sizes.get("model", 1) != 1:
+        text = "splits columns that int4 keeps two in a byte; use fsdp in place of model, or distill.teacher_dtype=int8"
+        yield "launch.mesh distill.teacher_dtype", text
     if config.optim.scan_layers == "off":
         yield "launch.mesh optim.scan_layers", "needs layers that run as a loop; remove optim.scan_layers=off"
     if config.tracking.eval_generate_rows:
