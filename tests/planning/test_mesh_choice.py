@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_a_chip_alone_means_the_slice_of_the_mesh() -> None:
 def test_replicas_that_are_asked_for_stay() -> None:
     found = planned("num_replicas=8", "batch_size=1")
     assert found.where.mesh is None and not found.fits and found.advice is not None
-    refused = planned("optimizer=adamw8bit", "lora.r=0", "batch_size=1")
+    refused = planned("scan_layers=off", "lora.r=0", "batch_size=1")
     assert refused.where.mesh is None and "this run cannot be sharded over a mesh" in refused.note
 
 
@@ -205,3 +206,30 @@ def test_a_shipped_configuration_compiles(name: str) -> None:
     assert found.compiled is not None and found.compiled.num_replicas == 8
     text = report(found.config, [found])
     assert "all-gather" in text and "synchronous" in text and "s predicted" in text
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
+def test_the_state_of_an_optimizer_is_counted_as_it_is_sharded(optimizer: str, tmp_path: Path) -> None:
+    """Against the state that training makes on the meta device."""
+    torch = pytest.importorskip("torch")
+    from tpu_kit.distributed.backends import TpuRuntime
+    from tpu_kit.distributed.mesh import use_mesh
+    from tpu_kit.models import attention, causal_lm
+    from tpu_kit.planning.trace import empty_model
+    from tpu_kit.training.step import place
+
+    model = write_config(tmp_path / "qwen", QWEN2_500M, num_hidden_layers=4)
+    config = run(model, "mesh=data=2,fsdp=4", f"optimizer={optimizer}", "lora.r=0", "batch_size=1", "attention=sdpa")
+    mesh = resolve_mesh("data=2,fsdp=4", 8)
+    with torch.device("meta"), use_mesh(mesh), attention.lowering_for_tpu():
+        made = causal_lm.adapt(empty_model(config), config.lora, "bf16").train()
+        state = place(made, config, TpuRuntime(0, 1, torch.device("meta")))
+        specs = state.specs(made)
+        held = sum(
+            math.prod(mesh.shard_shape(mesh.fitted(specs[name], one.shape), one.shape)) * one.itemsize
+            for name, one in ((f"moments.{name}", moment) for name, moment in state.moments.items())
+        )
+        held += sum(math.prod(mesh.shard_shape(mesh.fitted(specs[f"seeds.{number}"], one.shape), one.shape)) * 4
+                    for number, one in state.seeds.items())  # fmt: skip
+    (found,) = plan(config, [SLICE])
+    assert found.parts["optimizer"] == pytest.approx(held, rel=0.03)  # tiles filled up
