@@ -85,6 +85,10 @@ with 8-bit AdamW (v4, two rows), the error was 18.5 %: the update directions of 
 the step took 23.03 GiB. The optimizer now updates stacked weights layer by layer, and the step takes 18.65 GiB. This
 configuration was also used to correct the formula.
 
+With a mesh, the number of replicas is the number of devices, and the figures are of one of them. All weights of
+Llama-3.1-8B with AdamW on v6e were held out at first; the error was -4.8 %, as the update of the embedding exists in
+two shardings at once.
+
 <details><summary>{summary}</summary>
 
 {printed}

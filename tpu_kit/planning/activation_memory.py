@@ -265,7 +265,7 @@ class PeakActivationModel:
         logits, states = self.teacher()
         parts = {**lasting, "loss_chunk": chunk + rest + head, "teacher": logits + states, "gradients": below}
         yield Moment("loss", parts, saved + self.hidden() + head + below)
-        parts = {**parts, "loss_chunk": rest + head, "teacher": states}
+        parts = {**parts, "loss_chunk": rest + head, "teacher": states}  # the first moment keeps its own
         yield Moment("loss", parts, saved + self.hidden() + below)
         filled = self.layer_gradients() + head
         for layer, attention in (self.at_mlp(), self.at_attention()):

@@ -194,7 +194,8 @@ def transfers(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh) ->
     """
     passes, tokens = plan.gradient_accumulation, plan.batch_size * config.data.max_length
     states = float(tokens * shape.hidden * (4 if config.model.base_dtype == "fp32" else 2))
-    found, columns = list(weight_transfers(config, shape, passes, mesh)), mesh.fsdp * mesh.model
+    tiles = -(-tokens // min(config.optim.mlp_tile or tokens, tokens))
+    found, columns = list(weight_transfers(config, shape, passes, mesh, tiles)), mesh.fsdp * mesh.model
     if columns > 1:
         found.append(Transfer("all-to-all of embeddings", passes, passes * states * (columns - 1) / columns, 1.0))
     if mesh.fsdp > 1:
@@ -209,12 +210,12 @@ def transfers(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh) ->
     return found
 
 
-def weight_transfers(config: TrainConfig, shape: Shape, passes: int, mesh: Mesh) -> Iterator[Transfer]:
+def weight_transfers(config: TrainConfig, shape: Shape, passes: int, mesh: Mesh, tiles: int = 1) -> Iterator[Transfer]:
     """The collectives of weights and gradients, whose bytes do not depend on the number of tokens.
 
     A layer's tensors are gathered over fsdp in the forward and in the backward pass, as they are stored; trained ones
-    in bf16. The gradient of each trained matrix is reduce-scattered in bf16 in each pass, and all-reduced over data in
-    fp32 once.
+    in bf16. The gradient of each trained matrix is reduce-scattered in bf16 in each pass, that of an MLP for each of its
+    tiles of tokens, and all-reduced over data in fp32 once.
     """
     gathered, scattered, summed, gathers, matrices = 0.0, 0.0, 0.0, 0, 0
     for tensor in model_tensors(shape, config):
@@ -226,7 +227,8 @@ def weight_transfers(config: TrainConfig, shape: Shape, passes: int, mesh: Mesh)
         if "fsdp" in axes and tensor.stacked:
             gathers, gathered = gathers + GATHERS * layers, gathered + GATHERS * size
         if tensor.trained:
-            matrices, scattered = matrices + layers * ("fsdp" in axes), scattered + size * ("fsdp" in axes)
+            times = ("fsdp" in axes) * (tiles if ".mlp." in tensor.name else 1)
+            matrices, scattered = matrices + layers * times, scattered + size * times
             summed += 4 * own / (mesh.fsdp if "fsdp" in axes else 1)
     ring = (mesh.fsdp - 1) / mesh.fsdp
     if mesh.fsdp > 1:

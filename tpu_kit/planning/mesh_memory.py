@@ -181,8 +181,15 @@ class MeshActivationModel(PeakActivationModel):
         )
 
     def copies(self) -> float:
-        """Copies of the trained stacks in bf16, in shards: the compiler casts them before the loop."""
-        return 2.0 * sum(math.prod(part) for name, part in self.matrices.items() if ".layers." in name)
+        """Copies of the trained stacks in bf16, in shards: the compiler casts them before the loop.
+
+        AdamW's update of an embedding that is not tied is computed in shards of rows instead of columns: parameter,
+        gradient and both moments exist in both.
+        """
+        stacks = 2.0 * sum(math.prod(part) for name, part in self.matrices.items() if ".layers." in name)
+        if self.shape.tied or self.config.optim.optimizer != "adamw":
+            return stacks
+        return stacks + 16.0 * sum(math.prod(part) for name, part in self.matrices.items() if "embed_tokens" in name)
 
     def table(self) -> float:
         """None: each device looks up its columns of the embedding."""
