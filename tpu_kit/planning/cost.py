@@ -214,8 +214,8 @@ def weight_transfers(config: TrainConfig, shape: Shape, passes: int, mesh: Mesh,
     """The collectives of weights and gradients, whose bytes do not depend on the number of tokens.
 
     A layer's tensors are gathered over fsdp in the forward and in the backward pass, as they are stored; trained ones
-    in bf16. The gradient of each trained matrix is reduce-scattered in bf16 in each pass, that of an MLP for each of its
-    tiles of tokens, and all-reduced over data in fp32 once.
+    in bf16. The gradient of each trained matrix is reduce-scattered in bf16 in each pass, an MLP's for each tile
+    of its tokens, and all-reduced over data in fp32 once.
     """
     gathered, scattered, summed, gathers, matrices = 0.0, 0.0, 0.0, 0, 0
     for tensor in model_tensors(shape, config):
