@@ -23,6 +23,8 @@ os.environ["GCE_METADATA_HOST"] = "127.0.0.1:9"  # nobody is there: no test asks
 # and bytecode that one process writes saves compiling in the next one.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# torch 2.8 with triton (Kaggle has none) otherwise starts a process beside each one that imports torch_xla.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 gc.set_threshold(50_000)  # as in child processes: tests/support/startup
 
 

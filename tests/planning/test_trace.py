@@ -23,16 +23,19 @@ import torch_xla
 from jaxlib import xla_client
 from tpu_kit.xla.program import fingerprint
 from tpu_kit.config.loader import load_config
-from tpu_kit.planning.trace import trace_step
+from tpu_kit.planning import trace as tracing
+
+outputs, lower = [], tracing.lower
+tracing.lower = lambda tensors, *rest: outputs.append(len(tensors)) or lower(tensors, *rest)
 
 def shapes(program):
     module = xla_client._xla.HloModule.from_serialized_hlo_module_proto(program.hlo)
     return module.to_string()
 
 found = []
-for replicas, *changes in json.loads(sys.argv[2]):
-    config = load_config(None, [f"model.name={sys.argv[1]}", "max_length=256", "loss_chunk=256", *changes])
-    program = trace_step(config, replicas)
+for model, replicas, *changes in json.loads(sys.argv[1]):
+    config = load_config(None, [f"model.name={model}", "max_length=256", "loss_chunk=256", *changes])
+    program = tracing.trace_step(config, replicas)
     gc.collect()
     torch_xla.sync()  # a process traces one step: the next one's all-reduce would wait for this one's
     text = shapes(program)
@@ -46,37 +49,49 @@ for replicas, *changes in json.loads(sys.argv[2]):
         "logits": len(re.findall(r"\\[(?:1024,2048|4,256,2048)\\]", text)),
         "donated": sorted(program.arguments[place] for place in program.donated),
         "arguments": program.arguments,
+        "outputs": outputs.pop(),
     })
 print(json.dumps(found), flush=True)
 os._exit(0)
 """
 
 
-def traced(model: Path, cases: list[list[Any]]) -> list[dict[str, Any]]:
-    done = run_python(["-c", TRACED, str(model), json.dumps(cases)], env=_ENVIRONMENT)
+CASES: list[list[Any]] = [
+    [8], [1], [2, "batch_size=4"], [1, "learning_rate=1e-5"], [1, "ema_decay=0.9"], [1, "remat=none"],
+    [1, "gradient_accumulation=2"], [1, "lora.r=0"], [1, "optimizer=adamw8bit"], [1, "attention=sdpa"],
+    [1, "remat=outputs"], [1, "remat=outputs", "attention=sdpa"], [1, "mlp_tile=null"], [1, "mlp_tile=512"],
+]  # fmt: skip
+IN_BLOCKS: list[list[Any]] = [[1, "mlp_tile=null"], [1, "mlp_tile=null", "remat=outputs"]]
+SMALL: list[Any] = [1, "max_length=128", "batch_size=2", "attention=sdpa"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("model"), TINY)
+
+
+@pytest.fixture(scope="module")
+def traced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The programs of `CASES`, `SMALL` and `IN_BLOCKS`, out of one process."""
+    gemma = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4}
+    blocks = write_config(tmp_path_factory.mktemp("blocks"), TINY, **gemma)
+    cases = [[str(model), *case] for case in (*CASES, SMALL)] + [[str(blocks), *case] for case in IN_BLOCKS]
+    done = run_python(["-c", TRACED, json.dumps(cases)], env=_ENVIRONMENT)
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def test_in_a_block_no_layer_goes_back_before_the_one_after_it_has(tmp_path: Path) -> None:
+def test_in_a_block_no_layer_goes_back_before_the_one_after_it_has(traced: list[dict[str, Any]]) -> None:
     # Layers of two kinds in turn make blocks of two; one of which XLA would compute again while it is at the other.
-    gemma = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4}
-    model = write_config(tmp_path / "model", TINY, **gemma)
-    full, outputs = traced(model, [[1, "mlp_tile=null"], [1, "mlp_tile=null", "remat=outputs"]])
-    (alone,) = traced(write_config(tmp_path / "other", TINY), [[1, "mlp_tile=null"]])
+    full, outputs = traced[-len(IN_BLOCKS) :]
+    alone = traced[CASES.index([1, "mlp_tile=null"])]
     assert full["barriers"] == alone["barriers"] + 1
     assert full["held"] == 1 + 2 * 7 + 1  # the gradient, those of seven layers' adapters; the layer's input
     assert outputs["held"] > full["held"] + 7  # and all that it has kept
 
 
-def test_traced_programs(tmp_path: Path) -> None:
-    model = write_config(tmp_path / "model", TINY)
-    cases = [
-        [8], [1], [2, "batch_size=4"], [1, "learning_rate=1e-5"], [1, "ema_decay=0.9"], [1, "remat=none"],
-        [1, "gradient_accumulation=2"], [1, "lora.r=0"], [1, "optimizer=adamw8bit"], [1, "attention=sdpa"],
-        [1, "remat=outputs"], [1, "remat=outputs", "attention=sdpa"], [1, "mlp_tile=null"], [1, "mlp_tile=512"],
-    ]  # fmt: skip
-    found = traced(model, cases)
+def test_traced_programs(traced: list[dict[str, Any]]) -> None:
+    found = traced[: len(CASES)]
     eight, one, two, slow, average, plain, twice, full, bits, sdpa, kept, kept_sdpa, untiled, tiled = found
 
     assert [case["all_reduces"] for case in (eight, two, one)] == [1, 1, 0]
@@ -139,22 +154,9 @@ _, _, samples = metrics.metric_data("InputOutputAliasCount")
 print(json.dumps([alive, int(samples[-1][1])]), flush=True)
 os._exit(0)
 """
-AS_TRACED = """
-import json, os, sys
-from tpu_kit.planning import trace as tracing
-from tpu_kit.config.loader import load_config
-
-outputs, lower = [], tracing.lower
-tracing.lower = lambda tensors, *rest: outputs.extend(tensors) or lower(tensors, *rest)
-config = load_config(None, [f"model.name={sys.argv[1]}", "max_length=128", "batch_size=2", "attention=sdpa"])
-program = tracing.trace_step(config, 1)
-print(json.dumps([len(outputs), len(program.donated)]), flush=True)
-os._exit(0)
-"""
 
 
-def test_the_outputs_and_the_donated_buffers_are_those_of_a_real_cut(tmp_path: Path) -> None:
-    model = write_config(tmp_path / "model", TINY)
+def test_the_outputs_and_the_donated_buffers_are_those_of_a_real_cut(model: Path, traced: list[dict[str, Any]]) -> None:
     trained = run_python(["-c", REAL, str(model)], env={"XLA_FLAGS": QUICK_XLA_FLAGS}).stdout
-    traced = run_python(["-c", AS_TRACED, str(model)], env=_ENVIRONMENT).stdout
-    assert json.loads(traced.splitlines()[-1]) == json.loads(trained.splitlines()[-1])
+    small = traced[len(CASES)]
+    assert [small["outputs"], len(small["donated"])] == json.loads(trained.splitlines()[-1])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,20 @@ Configure = Callable[..., TrainConfig]
 LENGTH = 96
 
 
-@pytest.fixture
-def configure(world: Path, tmp_path: Path) -> Iterator[Configure]:
-    def build(name: str = "run", **changes: Any) -> TrainConfig:
-        settings = {
-            "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4, "source": str(world / "rows.jsonl"),
-            "max_length": LENGTH, "eval_rows": 8, "max_steps": 6, "learning_rate": 1e-2, "loss_chunk": 64,
-            "logging_steps": 3, "batch_size": 2, "output_dir": str(tmp_path / name), "device_type": "cpu",
-            "num_replicas": 1, "save_steps": 1000, "optim.seed": 0,
-        }  # fmt: skip
-        config = load_config(None, settings | changes)
-        config.output_path.mkdir(parents=True, exist_ok=True)
-        return config
+def settings(world: Path, folder: Path, **changes: Any) -> TrainConfig:
+    config = load_config(None, {
+        "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4, "source": str(world / "rows.jsonl"),
+        "max_length": LENGTH, "eval_rows": 8, "max_steps": 6, "learning_rate": 1e-2, "loss_chunk": 64,
+        "logging_steps": 3, "batch_size": 2, "output_dir": str(folder), "device_type": "cpu",
+        "num_replicas": 1, "save_steps": 1000, "optim.seed": 0, **changes,
+    })  # fmt: skip
+    config.output_path.mkdir(parents=True, exist_ok=True)
+    return config
 
-    yield build
+
+@pytest.fixture
+def configure(world: Path, tmp_path: Path) -> Configure:
+    return lambda name="run", **changes: settings(world, tmp_path / name, **changes)
 
 
 def records(config: TrainConfig, kind: str) -> list[dict[str, Any]]:
@@ -184,10 +185,25 @@ def test_the_logits_of_a_batch_never_exist(configure: Configure) -> None:
     assert list(filter(of_all_tokens, shapes[48]["train"]))
 
 
+@pytest.fixture(scope="module")
+def two_replicas(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[TrainConfig, Any]]:
+    """The configuration and the result of `draws_and_extra_sums`, launched when it is first asked for."""
+    folder = tmp_path_factory.mktemp("two")
+
+    @functools.cache
+    def get() -> tuple[TrainConfig, Any]:
+        changes = {"device_type": "xla-cpu", "num_replicas": 2, "global_batch_size": 8, "eval_rows": 0}
+        config = settings(world, folder, **changes)
+        return config, launch(training_functions.draws_and_extra_sums, config)
+
+    return get
+
+
 @needs_xla
-def test_dropout_draws_by_rank_and_step_and_again_in_the_second_computation(configure: Configure) -> None:
-    config = configure(device_type="xla-cpu", num_replicas=2, **{"lora.dropout": 0.5})
-    found = launch(training_functions.dropout_draws, config)
+def test_dropout_draws_by_rank_and_step_and_again_in_the_second_computation(
+    two_replicas: Callable[[], tuple[TrainConfig, Any]],
+) -> None:
+    found = two_replicas()[1]["draws"]
     (first, second, third, again), other = found["masks"]
     assert len({first, second, third, *other[:3]}) == 6
     assert first == again
@@ -297,10 +313,11 @@ def test_extra_sums_of_an_objective_are_logged(configure: Configure, monkeypatch
 
 
 @needs_xla
-def test_extra_sums_are_those_of_all_replicas_and_passes(configure: Configure) -> None:
-    changes = {"device_type": "xla-cpu", "num_replicas": 2, "global_batch_size": 8, "eval_rows": 0}
-    config = configure(**changes)
-    ended = launch(training_functions.with_extra_sums, config)
+def test_extra_sums_are_those_of_all_replicas_and_passes(
+    two_replicas: Callable[[], tuple[TrainConfig, Any]],
+) -> None:
+    config, found = two_replicas()
+    ended = found["extra"]
     assert ended["counters"]["compiles"] == ended["set_up"] + 1
     assert len(ended["ranks"][0]["reads"]) == 4  # two logs, the checkpoint and the weights
     for record in records(config, "train"):

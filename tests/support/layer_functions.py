@@ -94,6 +94,11 @@ def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
     return found
 
 
+def updates_and_dropout(config: TrainConfig) -> dict[str, Any]:
+    """`updates` and `gradients_with_dropout`, in one launch."""
+    return {"updates": updates(config), "dropout": gradients_with_dropout(config)}
+
+
 def _given(device: torch.device) -> torch.Tensor:
     return torch.tensor(12345, dtype=torch.int32).to(device)
 

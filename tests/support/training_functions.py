@@ -263,6 +263,11 @@ def stacks_in_turn(config: TrainConfig) -> dict[str, Any]:
     return {"in_turn": ended[0], "at_once": ended[1], "compiled": compiled, "blocks": sorted(blocks)}
 
 
+def optimizers_on_xla(config: TrainConfig) -> dict[str, Any]:
+    """`late_steps` and `stacks_in_turn`, in one launch."""
+    return {"late": late_steps(config), "stacks": stacks_in_turn(config)}
+
+
 class WithExtraSums(SupervisedObjective):
     """Logs twice the loss, and its weight over its weight."""
 
@@ -339,6 +344,12 @@ def _dropout_gradient(rt: Runtime, config: TrainConfig, remat: bool) -> list[flo
     rt.sync()
     found: list[float] = rt.to_host([state.moments["first.0"]])[0].tolist()
     return found
+
+
+def draws_and_extra_sums(config: TrainConfig) -> dict[str, Any]:
+    """`dropout_draws` and `with_extra_sums`, in one launch."""
+    dropped = replace(config, lora=replace(config.lora, dropout=0.5))
+    return {"draws": dropout_draws(dropped), "extra": with_extra_sums(config)}
 
 
 poisoned_steps = (3, 3)  # the first and the last

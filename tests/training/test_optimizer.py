@@ -409,31 +409,35 @@ def test_it_trains(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def late() -> dict[str, dict[str, Any]]:
-    """`late_steps`, in one launch for all optimizers."""
+def on_xla() -> dict[str, Any]:
+    """What all optimizers do in one launch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
         for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
             patch.delenv(name, raising=False)
-        return launch(training_functions.late_steps, load_config(None, {"device_type": "xla-cpu", "num_replicas": 1}))
+        settings = {"device_type": "xla-cpu", "num_replicas": 1, "optimizer": "adamw8bit"}
+        return launch(training_functions.optimizers_on_xla, load_config(None, settings))
 
 
 @pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_program_however_late_the_step(name: str, late: dict[str, dict[str, Any]]) -> None:
-    ended = late[name]
+def test_one_program_however_late_the_step(name: str, on_xla: dict[str, Any]) -> None:
+    ended = on_xla["late"][name]
     assert ended["compiled"] == [1] + [0] * 10
     assert ended["applied"] == [1, 2, 325, 326, 16_601, 16_602, 19_999, 20_000, 20_001, 2_000_001, 2_000_002]
     assert all(map(math.isfinite, ended["parameters"])) and any(ended["parameters"])
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "xla-cpu"])
-def test_8_bit_stacks_are_updated_layer_by_layer(device_type: str, quick_xla: None) -> None:
+def test_8_bit_stacks_are_updated_layer_by_layer(device_type: str, request: pytest.FixtureRequest) -> None:
     """With the numbers of an update of all layers at once, and without its fp32 blocks of all layers."""
     if device_type == "xla-cpu" and Machine().version("torch_xla") is None:
         pytest.skip("torch_xla is not installed")
-    settings = {"device_type": device_type, "num_replicas": 1, "optimizer": "adamw8bit"}
-    found = launch(training_functions.stacks_in_turn, load_config(None, settings))
+    if device_type == "cpu":
+        settings = {"device_type": "cpu", "num_replicas": 1, "optimizer": "adamw8bit"}
+        found = launch(training_functions.stacks_in_turn, load_config(None, settings))
+    else:
+        found = request.getfixturevalue("on_xla")["stacks"]
     assert found["in_turn"].keys() == found["at_once"].keys()
     for name, value in found["at_once"].items():
         torch.testing.assert_close(found["in_turn"][name], value, rtol=1e-5, atol=1e-7, msg=name)
