@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import math
 import os
 import pty
 import re
@@ -40,7 +41,6 @@ from tests.support.generation_functions import (
     tokens,
     with_lora,
 )  # fmt: skip
-from tests.support.generation_tpu import BLOCK
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, ModelConfig, load_config
@@ -62,10 +62,14 @@ from tpu_kit.generation.prompts import (
 )  # fmt: skip
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import arrange_for_few_rows, generate, load_for_generation
+from tpu_kit.hardware import chips
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Machine
+from tpu_kit.models.layer_scan import stack
 from tpu_kit.models.loading import load_base, load_tokenizer
 from tpu_kit.models.quantization import QuantizedLinear
-from tpu_kit.planning import compile_check
+from tpu_kit.planning import compile_check, cost
+from tpu_kit.planning.trace import BLOCK
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
@@ -243,6 +247,14 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     assert model.config._attn_implementation == own
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_layers_of_a_loop_generate_the_same_tokens(family: str) -> None:
+    model = with_lora(make(family))
+    wanted = stock(model, MIXED)
+    stack(model.get_decoder() if hasattr(model, "get_decoder") else model.get_base_model().get_decoder())
+    assert tokens(generator(model).generate(MIXED, GREEDY)) == wanted
+
+
 def test_with_an_adapter_and_in_bf16() -> None:
     model = with_lora(make("llama"))
     wanted = stock(model, MIXED)
@@ -411,8 +423,8 @@ def test_cache_bytes() -> None:
 # -------------------------------------------------------------------------------------------------------- on XLA:CPU
 
 
-def child(*names: str, flags: str = "") -> dict[str, Any]:
-    env = {"XLA_FLAGS": f"{QUICK_XLA_FLAGS} {flags}", "OMP_NUM_THREADS": "1"}
+def child(*names: str, flags: str = "", **more: str) -> dict[str, Any]:
+    env = {"XLA_FLAGS": f"{QUICK_XLA_FLAGS} {flags}", "OMP_NUM_THREADS": "1", **more}
     done = run_python(["-m", "tests.support.generation_functions", *names], env=env, cwd=REPOSITORY)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -477,6 +489,53 @@ def test_the_cache_is_changed_in_place_and_weights_are_read_at_each_call(on_xla:
     assert between == {"changed": True, "as it is": True, "compiled": 0, "mode": [True, "tpu_kit"]}
 
 
+# --------------------------------------------------------------------------------------------------------- on a mesh
+
+
+def on_mesh(mesh: str, *names: str, flags: str = "") -> dict[str, Any]:
+    """What a child found on virtual devices."""
+    return child(*names, flags=flags, MESH=mesh, CPU_NUM_DEVICES="4")
+
+
+@needs_xla
+def test_a_mesh_generates_the_same_tokens_with_its_weights_in_place(tmp_path: Path) -> None:
+    found = on_mesh("fsdp=4", "sharded", flags=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")["sharded"]
+    assert found["greedy"] and found["samples"] and found["scores"] < 1e-3, found
+    for name in ("greedy", "samples"):
+        counts = found[f"{name} counts"]
+        assert counts["compiles"] <= 5 and counts["device_reads"] <= 2 * 4, counts  # two blocks of each batch
+        assert counts["host_syncs"] == counts["fallbacks"] == 0, counts
+    # Each device keeps its quarter of the weights, (48, 32) and (640, 32), and of the heads of the cache; it gathers
+    # activations of four rows at most: the logits are the largest.
+    programs = [text for path in tmp_path.glob("*after_optimizations.txt") if " while(" in (text := path.read_text())]
+    assert programs
+    for text in programs:
+        gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+        assert gathered and "f32[12,32]" in text and "f32[4,1,160,8]" in text
+        assert max(math.prod(map(int, shape.split(","))) for shape in gathered) <= 4 * 640, gathered
+        assert " all-to-all(" not in text
+
+
+@pytest.mark.slow
+@needs_xla
+@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,model=2", "data=2,fsdp=2"])
+def test_other_meshes_families_and_integers_generate_the_same_tokens(mesh: str) -> None:
+    names = ["sharded", "sharded_families"] if mesh != "fsdp=4" else ["sharded_families", "sharded_integers"]
+    for name, found in on_mesh(mesh, *names).items():
+        scores = found.pop("scores", 0.0)
+        same = {key: value for key, value in found.items() if isinstance(value, bool)}
+        assert same and all(same.values()) and scores < 1e-3, (name, found)
+
+
+@needs_xla
+def test_a_mesh_that_does_not_fit_is_refused_before_anything_starts(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"launch.mesh=model=3: 2 attention heads do not divide by model=3; 1 key"):
+        generate(configured(device_type="xla-cpu", mesh="model=3"), ["2 + 3 = "])
+    with pytest.raises(ValueError, match=r"^launch.mesh=fsdp=4 needs XLA, and the launch runs on cpu"):
+        generate(configured(device_type="auto", mesh="fsdp=4"), ["2 + 3 = "])
+    assert "a mesh of" not in capfd.readouterr().err
+
+
 # --------------------------------------------------------------------------------------------- the TPU's own compiler
 
 
@@ -517,6 +576,28 @@ def test_a_real_shape_compiles_for_a_tpu(tmp_path: Path) -> None:
         figures = {name: f"{found[part][f'{name}_bytes'] / 2**20:.1f}" for name in ("argument", "aliased", "temporary")}
         print(f"{part}: {figures} MiB, compiled in {found[part]['compile_seconds']:.0f} s")
         assert found[part]["argument_bytes"] + found[part]["temporary_bytes"] < 2**30
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.timeout(3000)
+def test_a_70b_model_decodes_on_a_mesh_of_eight_chips() -> None:
+    settings = ["base_dtype=int4", "quant_group=128", "mesh=fsdp=8", "batch_size=1", "device_type=tpu"]
+    config = load_config(None, ["model.name=meta-llama/Llama-3.3-70B-Instruct", *settings])
+    found = compile_check.compile_generation(config, "v5e:2x4", "decode", 16, 256, 1280, num_devices=8, progress=False)
+    assert found.fits and found.total_bytes <= 14 * GIB
+    seconds = token_seconds(found)
+    print(f"{found}; {1000 * seconds:.1f} ms a token")
+    assert seconds <= 0.06
+
+
+def token_seconds(compiled: compile_check.Compiled) -> float:
+    """By the bytes of a program of decode steps on a mesh: HBM traffic, then collectives, at the planner's rates."""
+    kind = chips.chip(compiled.chip)
+    assert compiled.hbm_bytes is not None and kind.ici_bandwidth is not None
+    moved = sum(one.bytes for one in compiled.collectives)
+    memory = compiled.hbm_bytes / (kind.hbm_bandwidth * cost.HBM_EFFICIENCY)
+    return (memory + moved / (kind.ici_bandwidth / 2 * cost.ICI_EFFICIENCY)) / BLOCK
 
 
 # -------------------------------------------------------------------------------------------------- over all replicas

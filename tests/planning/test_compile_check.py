@@ -166,7 +166,7 @@ def test_the_key_follows_from_all_that_makes_the_program(
     monkeypatch.setattr(compile_check, "_source", compile_check._source.__wrapped__)  # files do not change in a process
 
     def key(model: Path = tiny, replicas: int = 1, *changes: str) -> str:
-        return compile_check._request_key(small(model, *changes), replicas)
+        return compile_check._request_key(small(model, *changes), replicas, None)
 
     other = write_config(tmp_path / "other", TINY, rms_norm_eps=1e-6)
     keys = [key(), key(tiny, 2), key(tiny, 1, "lora.r=3"), key(other)]
@@ -268,7 +268,7 @@ def test_without_the_compiler_the_error_says_how_to_get_it(monkeypatch: pytest.M
 )
 def test_slices_that_do_not_exist(chip: str, replicas: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        find_topology(chip, replicas)
+        find_topology(chip, replicas, None)
 
 
 @pytest.mark.parametrize(

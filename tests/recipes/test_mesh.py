@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.generation.sampling import SearchOptions
+from tpu_kit.generation.tree_search import think
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.recipes import sft
 
@@ -157,3 +159,32 @@ def test_a_checkpoint_of_one_device_is_gone_on_from_on_a_mesh(
     last, wanted = saved(resumed, STEPS), saved(reference, STEPS)
     for name in [name for name in wanted if name.startswith("parameters/")]:
         torch.testing.assert_close(last[name], wanted[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_answers_while_and_after_training_are_those_of_one_device(tmp_path: Path) -> None:
+    settings = {
+        "model.name": "embedded", "source": "embedded", "base_dtype": "fp32", "lora.r": 4, "max_length": 192,
+        "max_steps": 8, "eval_steps": 4, "learning_rate": 5e-3, "global_batch_size": 8, "logging_steps": 4,
+        "tracking.generate_rows": 12, "tracking.eval_generate_rows": 12, "tracking.generate_tokens": 48,
+        "device_type": "xla-cpu", "optim.ema_decay": 0.5,
+    }  # fmt: skip
+    question = "Ann has 6 apples and eats 3. How many are left?"
+    options = SearchOptions(max_thoughts=2, thought_tokens=16, thoughts_per_step=2, max_tokens=128)
+    answers, accuracies, replies = [], [], []
+    for name, changes in (
+        ("single", {"num_replicas": 1, "batch_size": 8}),
+        ("mesh", {"mesh": "fsdp=4", "batch_size": 2}),
+    ):
+        config = load_config(None, {**settings, **changes, "output_dir": str(tmp_path / name)})
+        result = sft.train(config)
+        said = json.loads((config.output_path / "eval.json").read_text())
+        answers.append([(one["base"]["answer"], one["tuned"]["answer"]) for one in said["samples"]])
+        perplexities = torch.tensor([said[which]["perplexity"] for which in ("base", "tuned")])
+        accuracies.append((result.metrics["eval_accuracy"], perplexities))
+        replies.append(think(config, question, options, adapter_dir=result.adapter_dir).answer)
+    assert answers[0] == answers[1]
+    assert accuracies[0][0] == accuracies[1][0]
+    torch.testing.assert_close(accuracies[0][1], accuracies[1][1], rtol=1e-4, atol=0)
+    assert replies[0] == replies[1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -28,12 +30,15 @@ from transformers import (
 )  # fmt: skip
 
 from tpu_kit.config.loader import LoraConfig, ModelConfig
-from tpu_kit.distributed.backends import CpuRuntime, SimulatedRuntime
+from tpu_kit.config.mesh import resolve_mesh
+from tpu_kit.distributed.backends import CpuRuntime, MeshRuntime, SimulatedRuntime
+from tpu_kit.distributed.mesh import start
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.loading import load_tokenizer
+from tpu_kit.models.quantization import Scheme, quantize_model
 
 EOS = 3
 _COMMON: dict[str, Any] = {
@@ -44,6 +49,7 @@ _COMMON: dict[str, Any] = {
 _GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_COMMON)),
+    "llama, four key-value heads": lambda: LlamaForCausalLM(LlamaConfig(**{**_COMMON, "num_key_value_heads": 4})),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_COMMON)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_COMMON, head_dim=16)),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**_COMMON, **_GEMMA)),
@@ -126,6 +132,15 @@ def _xla() -> Runtime:
     return SimulatedRuntime(0, 1, torch_xla.device())
 
 
+def _mesh(text: str) -> Runtime:
+    """Of the virtual devices of this process."""
+    import torch_xla
+
+    mesh = resolve_mesh(text, int(os.environ["CPU_NUM_DEVICES"]))
+    start(mesh)
+    return MeshRuntime("xla-cpu", mesh, torch_xla.device())
+
+
 def families(rt: Runtime) -> dict[str, bool]:
     """Whether the greedy tokens are transformers', for those families that `greedy` leaves out."""
     return _same(rt, *(family for family in FAMILIES if family not in _GREEDY))
@@ -199,5 +214,40 @@ def trained_between(rt: Runtime) -> dict[str, Any]:
     return {"changed": first != second, "as it is": second == fresh, "compiled": compiled, "mode": mode}
 
 
+def sharded(rt: Runtime) -> dict[str, Any]:
+    """Tokens and scores of a model on a mesh against those of the CPU, and the counts of two calls."""
+    found: dict[str, Any] = {}
+    drawn = Sampling(max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.3)
+    model = with_lora(make("llama, four key-value heads"))
+    mine, theirs = generator(copy.deepcopy(model)), generator(model, rt)
+    for name, sampling, n in (("greedy", Sampling(max_new_tokens=NEW), 1), ("samples", drawn, 2)):
+        before = rt.counters()
+        found[name] = tokens(mine.generate(MIXED, sampling, n)) == tokens(theirs.generate(MIXED, sampling, n))
+        after = rt.counters()
+        found[f"{name} counts"] = {kind: after[kind] - before.get(kind, 0) for kind in after}
+    scored = [one.score(MIXED[:4], prompts_of(3, 1, 6, 2)) for one in (mine, theirs)]
+    found["scores"] = max(abs(a[0] - b[0]) for a, b in zip(*scored, strict=True))
+    return found
+
+
+def sharded_families(rt: Runtime) -> dict[str, bool]:
+    """Whether the greedy tokens on a mesh are transformers'; the two key-value heads of most do not divide by 4."""
+    return _same(rt, *FAMILIES, "qwen3 with lora", "phi3 with lora")
+
+
+def sharded_integers(rt: Runtime) -> dict[str, bool]:
+    """Whether adapters over int8 and int4 say on a mesh what they say on the CPU."""
+    found = {}
+    for scheme in (Scheme(8), Scheme(4, 8)):
+        model = make("llama, four key-value heads")
+        quantize_model(model, scheme)
+        model = with_lora(model)
+        mine, theirs = generator(copy.deepcopy(model)), generator(model, rt)
+        sampling = Sampling(max_new_tokens=NEW)
+        found[str(scheme)] = tokens(mine.generate(MIXED, sampling)) == tokens(theirs.generate(MIXED, sampling))
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: globals()[name](_xla()) for name in sys.argv[1:]}))
+    replica = _mesh(os.environ["MESH"]) if "MESH" in os.environ else _xla()
+    print(json.dumps({name: globals()[name](replica) for name in sys.argv[1:]}))

@@ -487,9 +487,6 @@ def _mesh_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "launch.mesh distill.teacher_dtype", text
     if config.optim.scan_layers == "off":
         yield "launch.mesh optim.scan_layers", "needs layers that run as a loop; remove optim.scan_layers=off"
-    if config.tracking.eval_generate_rows:
-        text = "has no generation while it trains; set tracking.eval_generate_rows=0"
-        yield "launch.mesh tracking.eval_generate_rows", text
 
 
 def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
@@ -553,7 +550,7 @@ def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             if config[name]:
                 advice = "remove that, or set data.eval_source or data.eval_split"
                 yield f"{name} {rows}", f"needs rows to evaluate on, but data.eval_rows=0; {advice}"
-    if config.tracking.eval_generate_rows and optim.scan_layers == "on":
+    if config.tracking.eval_generate_rows and optim.scan_layers == "on" and config.launch.mesh is None:
         text = "generates with single layers, and optim.scan_layers=on has none; remove that"
         yield "tracking.eval_generate_rows optim.scan_layers", text
     if optim.early_stop_patience is not None and optim.eval_steps is None:

@@ -184,6 +184,10 @@ class MeshRuntime(_XlaRuntime):
 
         return [{name: put(one, spec(one)) for name, one in batch.items()} for batch in batches]
 
+    def place(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
+        """Sends each device its shards; see `Runtime.place`."""
+        return [put(one, spec or (None,) * one.ndim) for one in tensors]
+
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Joins the shards on the host; see `Runtime.to_host`."""
         return read([tensor.detach() for tensor in tensors])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tpu_kit.config.loader import LaunchConfig, TrainConfig
-from tpu_kit.config.mesh import Mesh, mesh_size, resolve_mesh
+from tpu_kit.config.mesh import Mesh, Spec, mesh_size, resolve_mesh
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.calibration import Calibration, load
 from tpu_kit.hardware.chips import Chip
@@ -330,6 +330,10 @@ class Runtime(ABC):
     @abstractmethod
     def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Starts to copy CPU tensors to the device and returns the copies."""
+
+    def place(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
+        """Copies CPU tensors to the device; on a mesh sharded by `spec`, by default not at all."""
+        return list(self.place_batch([{str(number): one for number, one in enumerate(tensors)}])[0].values())
 
     @abstractmethod
     def seed(self, number: int) -> None:

@@ -11,20 +11,26 @@ decode program has an output head and sampling. Elsewhere the prefill also makes
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation import kv_cache
 from tpu_kit.generation.kv_cache import Buffers, Held, Recorder, Slots
 from tpu_kit.generation.prompts import ENDED, START
 from tpu_kit.generation.sampling import Kind
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.causal_lm import output_embedding
+from tpu_kit.models.decode_sharding import heads_spec, weights_in_place
+from tpu_kit.models.layer_scan import stacked_prefixes, unrolled
 from tpu_kit.xla.scan import Traced, replace_contents, write_slot
+from tpu_kit.xla.sharding import constrain
 
 _NARROWEST = 64  # width; the others are twice the one before
 _SCORE_CHUNK = 64  # positions of a row whose logits exist at a time
@@ -130,6 +136,11 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.minimum(index, last)
 
 
+def _as_cache(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Shards new contents as the buffers that they replace."""
+    return [constrain(tensor, heads_spec(tensor.shape)) for tensor in tensors]
+
+
 @dataclass
 class State:
     """The tensors that one block of decode steps passes to the next, on the device; see `Decoder._step`."""
@@ -174,7 +185,8 @@ class Decoder:
         kind, mixed = self._rt.local_device.type, self._dtype == torch.bfloat16 and hasattr(self._model, _COMPUTE)
         compute = torch.autocast(kind, self._dtype, cache_enabled=False) if mixed else contextlib.nullcontext()
         try:
-            with torch.no_grad(), compute, models.fixed_rotary(self._causal):
+            in_place = weights_in_place(self._model, stacked_prefixes(self._model))
+            with torch.no_grad(), compute, models.fixed_rotary(self._causal), unrolled(self._model), in_place:
                 yield
         finally:
             self._causal.set_attn_implementation(own)
@@ -207,7 +219,7 @@ class Decoder:
 
     def _prefill_program(self, batch: Batch, samples: int) -> Buffers:
         rows, width = batch.ids.shape
-        cache = self._prompt_cache = self._buffers(self._prompt_cache, rows)
+        cache = self.prompt_cache(rows)
 
         def fill(ids: torch.Tensor, *buffers: torch.Tensor) -> list[torch.Tensor]:
             recorder, positions = Recorder(), torch.arange(ids.shape[1], device=ids.device)
@@ -221,7 +233,7 @@ class Decoder:
         (ids,) = self.send([batch.ids])
         inputs = [ids, *cache.keys, *cache.values]
         program = self._program(("prefill", rows, width), fill, inputs)
-        replace_contents(inputs[1:], program(*inputs))
+        replace_contents(inputs[1:], _as_cache(program(*inputs)))
         self._rt.sync()
         return self._in_samples(cache, samples)
 
@@ -231,7 +243,8 @@ class Decoder:
         both, rows = [*cache.keys, *cache.values], len(cache.keys[0])
         (index,) = self.send([torch.arange(rows).repeat_interleave(samples)])
         copies = self._sample_cache = self._buffers(self._sample_cache, rows * samples)
-        replace_contents([*copies.keys, *copies.values], [theirs.index_select(0, index) for theirs in both])
+        copied = _as_cache([theirs.index_select(0, index) for theirs in both])
+        replace_contents([*copies.keys, *copies.values], copied)
         self._rt.sync()
         return copies
 
@@ -249,8 +262,8 @@ class Decoder:
         rows, source = self.send(list(held.source(places, count, self._slots if self._rt.is_xla else width)))
         if not self._rt.is_xla:
             return self._copied(kv_cache.gathered(held.cache, rows, source), samples, width + steps)
-        cache = self._prompt_cache = self._buffers(self._prompt_cache, count)
-        replace_contents([*cache.keys, *cache.values], kv_cache.gathered(held.cache, rows, source))
+        cache = self.prompt_cache(count)
+        replace_contents([*cache.keys, *cache.values], _as_cache(kv_cache.gathered(held.cache, rows, source)))
         self._rt.sync()
         return self._in_samples(cache, samples)
 
@@ -318,7 +331,7 @@ class Decoder:
         program = self._program(("decode", *shapes), step, inputs, self.block, carried)
         found = program(*inputs)
         output, state.carried = found[-1], found[:count]
-        replace_contents(buffers, found[count:carried])
+        replace_contents(buffers, _as_cache(found[count:carried]))
         del found
         state.done += self.block
         self._rt.sync()
@@ -423,17 +436,26 @@ class Decoder:
     def _shape(self, rows: int, slots: int) -> tuple[int, int, int, int]:
         return (rows, *kv_cache.cache_shape(models.text_config(self._model), slots))
 
+    def prompt_cache(self, rows: int) -> Buffers:
+        """Returns the buffers of the prompts on XLA: those of the last call if they have as many rows."""
+        self._prompt_cache = self._buffers(self._prompt_cache, rows)
+        return self._prompt_cache
+
     def _buffers(self, have: Buffers | None, rows: int) -> Buffers:
         if have is not None and have.keys[0].shape[0] == rows:
             return have
         shape = self._shape(rows, self._slots)
         # A tensor for each layer: sent several times, one tensor would be one buffer for all layers.
-        return Buffers(*(self.send([torch.zeros(shape, dtype=self._dtype) for _ in self._layers]) for _ in "kv"))
+        spec, mesh = heads_spec(shape), current_mesh()
+        if mesh is not None:
+            size = len(self._layers) * 2 * math.prod(mesh.shard_shape(spec, shape)) * self.element_bytes
+            print(f"cache            {size / GIB:.2f} GiB a device; in each layer {shape}, {spec}", flush=True)
+        zeros = ([torch.zeros(shape, dtype=self._dtype) for _ in self._layers] for _ in "kv")
+        return Buffers(*(self._rt.place(each, spec) for each in zeros))
 
     def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies CPU tensors to the device."""
-        named = {str(index): tensor for index, tensor in enumerate(tensors)}
-        return list(self._rt.place_batch([named])[0].values())
+        return self._rt.place(tensors)
 
     def _program(
         self, key: Any, fn: Any, example: Sequence[torch.Tensor], steps: int | None = None, carried: int = 0

@@ -9,6 +9,7 @@ program serves all lengths.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.models import attention
+from tpu_kit.models.decode_sharding import heads_spec
+from tpu_kit.xla.sharding import constrain
 
 CACHED = "tpu_kit_cached"
 
@@ -232,6 +236,8 @@ def cached_attention(
     if cache is None and query.shape[2] != key.shape[2]:
         raise ValueError("the model does not pass its keyword arguments, the key/value cache, on to its attention")
     batch, heads, length, size = query.shape
+    spec = heads_spec(key.shape)
+    query, key, value = (constrain(each, spec) for each in (query, key, value))
     mask = None if cache is None else cache.mask(sliding_window)
     if not isinstance(cache, Slots):
         if mask is not None:  # it includes the window
@@ -244,6 +250,8 @@ def cached_attention(
         # Padding follows the prompt, so a causal mask hides it.
         ones = torch.ones(batch, length, dtype=torch.int32, device=query.device)
         attend = attention.flash_attention if device_type == "tpu" else attention.sdpa_attention
+        if device_type == "tpu" and current_mesh() is not None:
+            attend = functools.partial(attention.splash_attention, spec=spec)
         return attend(
             module,
             query,
@@ -260,10 +268,13 @@ def cached_attention(
     if softcap is None and device_type in ("cpu", "cuda"):
         output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     else:  # on XLA the function above scales the whole cache instead of the query
-        scores = torch.matmul(grouped * (size**-0.5 if scaling is None else scaling), key.transpose(2, 3))
+        # `matmul` joins rows and heads to one dimension, for which a mesh would gather a cache sharded by heads.
+        scaled = grouped * (size**-0.5 if scaling is None else scaling)
+        scores = torch.einsum("bhgd,bhsd->bhgs", scaled, key)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
             scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        output = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+        output = torch.einsum("bhgs,bhsd->bhgd", weights, value)
     return output.reshape(batch, 1, heads, -1), None

@@ -34,6 +34,7 @@ from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, from_jso
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.architecture import read_shape
 from tpu_kit.models.loading import brief, load_base, load_frozen, load_tokenizer, read_config
 from tpu_kit.storage.object_store import at_hand
 
@@ -84,7 +85,7 @@ def generate(
     batch_size: int = 8,
     truncate: bool = False,
 ) -> list[Completion]:
-    """Loads the model in every replica of `config.launch`, and completes the prompts.
+    """Loads the model in every replica of `config.launch`, or once on its mesh, and completes the prompts.
 
     Args:
         config: the model, the tags of the reasoning, the system prompt and the launch.
@@ -116,7 +117,7 @@ def stream(
     truncate: bool = False,
 ) -> None:
     """Prints the completion of one prompt while a replica generates it; see `generate` for arguments and errors."""
-    one = replace(config, launch=replace(config.launch, num_replicas=1))
+    one = on_one_replica(config)
     arguments = {"prompt": prompt, "sampling": sampling or Sampling(), "truncate": truncate}
     launch_with_adapter(_stream_here, stream, one, adapter_dir, **arguments)
 
@@ -146,7 +147,7 @@ def chat(config: TrainConfig, sampling: Sampling, *, adapter_dir: str | Path | N
         LaunchError: the replica failed.
     """
     # The replica makes no progress while the user types.
-    one = replace(config, launch=replace(config.launch, num_replicas=1, hang_timeout=1e9))
+    one = on_one_replica(replace(config, launch=replace(config.launch, hang_timeout=1e9)))
     launch_with_adapter(_chat_here, chat, one, adapter_dir, sampling=sampling, terminal=os.ttyname(sys.stdin.fileno()))
 
 
@@ -217,7 +218,7 @@ def answer(
         if batch_size < 1 or ask.n < 1:
             raise ValueError(f"batch_size={batch_size} and n={ask.n} must both be 1 or more")
     if max([len(rows), *(len(ask.prompts) for ask in asks)]) == 1:  # a prompt's samples come from one prefill
-        config = replace(config, launch=replace(config.launch, num_replicas=1))
+        config = on_one_replica(config)
     asked = sum(len(ask.prompts) * ask.n for ask in asks)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpu_kit-")))
@@ -268,6 +269,11 @@ def _answer_share(
     (folder / f"rank-{rt.rank}.json").write_text(text)
 
 
+def on_one_replica(config: TrainConfig) -> TrainConfig:
+    """The run with a single replica; a mesh stays as it is, because one device may not hold the model."""
+    return config if config.launch.mesh else replace(config, launch=replace(config.launch, num_replicas=1))
+
+
 def launch_with_adapter(
     fn: Callable[..., Any],
     public: Callable[..., Any],
@@ -277,16 +283,28 @@ def launch_with_adapter(
 ) -> Any:
     """Launches `fn(config, adapter=..., **arguments)`, after copying an adapter from an object store.
 
+    `fn` runs once where `launch.mesh` is set.
+
     Args:
         fn: a function of a module.
         public: the function whose name `launch` shows.
         config: the run.
         adapter_dir: as in `generate`.
         **arguments: values that can be pickled.
+
+    Raises:
+        ValueError: the model axis of the mesh does not divide the model's heads.
     """
+    if (mesh := runtime.detect(config.launch).mesh) is not None:
+        shape = None
+        with contextlib.suppress(ValueError):  # an unknown family
+            shape = read_shape(config.model)
+        if shape and (problems := mesh.problems(shape.heads, shape.kv_heads)):
+            advice = "use a smaller model axis, and fsdp for the rest"
+            raise ValueError(f"launch.mesh={mesh}: {'; '.join(problems)}; {advice}")
     with contextlib.nullcontext() if adapter_dir is None else at_hand(adapter_dir) as adapter:
         job = functools.partial(fn, adapter=adapter, **arguments)
-        return launch(functools.update_wrapper(job, public), config)
+        return launch(functools.update_wrapper(job, public), config, sharded=True)
 
 
 def generator_for(
@@ -314,7 +332,7 @@ _shared_lock = threading.Lock()
 
 def load_here(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
     """Loads the model on the replica's device, and its tokenizer; once where replicas are threads of one process."""
-    if rt.device_type != "xla-cpu":
+    if rt.device_type != "xla-cpu" or rt.world_size == 1:
         model, tokenizer = _read(config, adapter, rt)
     else:
         with _shared_lock:
@@ -351,7 +369,7 @@ def load_for_generation(
         ValueError: the model cannot be read, or the adapter is missing, incomplete or of another model.
     """
     folder, on_cpu = None if adapter_dir is None else Path(adapter_dir), torch.device(device).type == "cpu"
-    whole = folder is not None and (folder / "config.json").is_file() and not (folder / ADAPTER_FILES[0]).is_file()
+    whole = folder is not None and is_whole(folder)
     saved = (
         None if folder is None or whole else _read_adapter(folder)
     )  # before the base, which may take minutes to load
@@ -365,6 +383,20 @@ def load_for_generation(
     if on_cpu and sum(p.numel() for p in model.parameters()) <= _FP32_UP_TO:
         model = model.float()
     return model.to(device).eval()
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the result of a run is a whole model, as lora.r=0 trains, and no adapter."""
+    return (folder / "config.json").is_file() and not (folder / ADAPTER_FILES[0]).is_file()
+
+
+def attach_adapter(model: torch.nn.Module, folder: Path, name: str) -> torch.nn.Module:
+    """Adds the adapter in a folder to its base model `name`.
+
+    Raises:
+        ValueError: the adapter is missing, damaged or of another model.
+    """
+    return _with_adapter(model, folder, *_read_adapter(folder), name)
 
 
 def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:

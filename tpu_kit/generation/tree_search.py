@@ -24,7 +24,7 @@ from tpu_kit.distributed import runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion, Prompt
 from tpu_kit.generation.sampling import Sampling, Scorer, SearchOptions
-from tpu_kit.generation.service import generator_for, launch_with_adapter, load_here
+from tpu_kit.generation.service import generator_for, launch_with_adapter, load_here, on_one_replica
 from tpu_kit.hardware.chips import MIB
 
 __all__ = ["Scorer", "SearchOptions", "SearchResult", "Thought", "search", "think"]
@@ -170,7 +170,7 @@ def think(
     """Loads a model on one device, and answers a question by a tree of thoughts.
 
     Args:
-        config: as in `service.generate`; one replica runs.
+        config: as in `service.generate`; one replica runs, or the mesh.
         question: as a user asks it.
         options: of the search.
         adapter_dir: as in `service.generate`.
@@ -179,7 +179,7 @@ def think(
         ValueError: as in `search` and `service.generate`.
         LaunchError: the replica failed.
     """
-    one = replace(config, launch=replace(config.launch, num_replicas=1))
+    one = on_one_replica(config)
     arguments = {"question": question, "options": options or SearchOptions()}
     found: SearchResult = launch_with_adapter(_think_here, think, one, adapter_dir, **arguments)
     return found

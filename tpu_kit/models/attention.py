@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tpu_kit.config.mesh import Spec
 from tpu_kit.models import activation_checkpointing
 from tpu_kit.xla import pallas
-from tpu_kit.xla.pallas import SplashSettings
+from tpu_kit.xla.pallas import PER_HEAD, SplashSettings
 
 SDPA = "tpu_kit"
 FLASH = "tpu_kit_pallas"  # with "flash" in the name transformers would look for a CUDA kernel on the hub
@@ -204,12 +205,13 @@ def _kernel_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     segment_ids: torch.Tensor | None = None,
+    spec: Spec = PER_HEAD,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention with a kernel for TPU; called by transformers. See `sdpa_attention`, which it falls back to.
 
     It falls back without `segment_ids` (generation, a plain forward pass), and with FLASH also for a soft cap and for a
-    window shorter than the row.
+    window shorter than the row. On a mesh SPLASH shards query, key and value by `spec`.
     """
     length, heads = query.shape[2], query.shape[1]
     window = sliding_window if sliding_window is not None and sliding_window < length else None
@@ -232,7 +234,7 @@ def _kernel_attention(
     if kernel == FLASH:
         output = pallas.flash_attention(query, key, value, segments, scaling)
     else:
-        output = splash_kernel(query, key, value, segments, SplashSettings(window, softcap))
+        output = splash_kernel(query, key, value, segments, SplashSettings(window, softcap, spec=spec))
     return output[:, :, :length].transpose(1, 2).contiguous(), None
 
 

@@ -13,9 +13,11 @@ and a global one).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +83,8 @@ class ScannedLayers(torch.nn.Module):
         self.kept_after = tuple(kept_after)
         self.kept: dict[int, torch.Tensor] = {}
         self.runs, self.in_order = torch.nn.ModuleList(runs), runs
-        self.count = sum(run.period * run.turns for run in runs)
+        self.count = sum(run.count for run in runs)
+        self.unrolled = False
 
     def __len__(self) -> int:
         return self.count
@@ -93,7 +96,9 @@ class ScannedLayers(torch.nn.Module):
         return list(self)
 
     def __iter__(self) -> Iterator[Callable[..., torch.Tensor]]:
-        """Iterates over placeholders that record their calls; the last one runs the layers."""
+        """Iterates over placeholders that record their calls; the last one runs the layers. See also `unrolled`."""
+        if self.unrolled:
+            return iter([partial(self._run_one, run, place) for run in self.in_order for place in range(run.count)])
         calls: list[Call] = []
         first: list[torch.Tensor] = []
 
@@ -109,18 +114,28 @@ class ScannedLayers(torch.nn.Module):
     def _run(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
         start = 0
         for run in self.in_order:
-            count = run.period * run.turns
-            hidden = run(hidden, calls[start : start + count])
-            start += count
+            hidden = run(hidden, calls[start : start + run.count])
+            start += run.count
             if start in self.kept_after:
                 self.kept[start] = hidden
         return hidden
+
+    def _run_one(self, run: Run, place: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Runs layer `place` of a run with its slices of the stacks."""
+        turn, offset = divmod(place, run.period)
+        layer = run.layers[offset]
+        number = sum(one.count for one in self.in_order[: self.in_order.index(run)]) + place
+        for part in layer.modules():
+            if hasattr(part, "layer_idx"):  # by which the key/value cache knows the layer
+                part.layer_idx = number
+        tensors = {name: tensor[turn] for name, tensor in tensors_of(layer).items()}
+        return torch.func.functional_call(layer, tensors, (hidden, *args), kwargs, tie_weights=False)
 
     def places(self) -> dict[str, list[str]]:
         """Returns, for the prefix of each stack's name, the prefixes of its slices' names in a list of layers."""
         found, start = {}, 0
         for number, run in enumerate(self.in_order):
-            end = start + run.period * run.turns
+            end = start + run.count
             for offset in range(run.period):
                 names = [f"{place}." for place in range(start + offset, end, run.period)]
                 found[f"runs.{number}.layers.{offset}."] = names
@@ -134,7 +149,7 @@ class Run(torch.nn.Module):
     def __init__(self, layers: list[torch.nn.Module], turns: int, keeps: bool = False) -> None:
         """Takes the layers of one block, with stacked weights and seeded dropouts; `keeps` as in `stack`."""
         super().__init__()
-        self.turns, self.period, self.keeps = turns, len(layers), keeps
+        self.turns, self.period, self.keeps, self.count = turns, len(layers), keeps, turns * len(layers)
         self.layers = torch.nn.ModuleList(layers)
         self.draws = any(isinstance(part, SeededDropout) for part in self.modules())
 
@@ -155,6 +170,22 @@ class Run(torch.nn.Module):
             return output
         carry, _ = scan(lambda carry, slices: (block.forward(carry, slices)[0], []), [hidden, *constants], inputs)
         return carry[0]
+
+
+@contextlib.contextmanager
+def unrolled(model: torch.nn.Module) -> Iterator[None]:
+    """Lets the layers of a model run one after the other, without a loop, while it is open.
+
+    Generation needs it: each layer has keys and values of its own. The slices of the stacks may be copied.
+    """
+    stacks = [part for part in model.modules() if isinstance(part, ScannedLayers)]
+    for part in stacks:
+        part.unrolled = True
+    try:
+        yield
+    finally:
+        for part in stacks:
+            part.unrolled = False
 
 
 def _draw(device: torch.device) -> torch.Tensor:

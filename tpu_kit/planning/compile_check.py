@@ -237,6 +237,53 @@ def compile_step(
             adapters or the batch do not allow it.
         RuntimeError: the process that compiles died, or the time limit was exceeded.
     """
+    return _compile_for(config, chip, None, num_replicas, effort, progress, cache_dir, time_limit)
+
+
+def compile_generation(
+    config: TrainConfig,
+    chip: str,
+    part: Literal["prefill", "decode"],
+    rows: int,
+    width: int,
+    slots: int,
+    *,
+    num_devices: int = 1,
+    progress: bool = True,
+    cache_dir: Path | None = None,
+) -> Compiled:
+    """Compiles a program of generation for one device, or for `config.launch.mesh` of `num_devices`.
+
+    Args:
+        config: the model, its adapters and the mesh.
+        chip: as in `compile_step`.
+        part: "prefill", or "decode" for `trace.BLOCK` steps, each of one token for all rows.
+        rows: prompts of a batch.
+        width: tokens to which they are padded.
+        slots: length of the key/value cache.
+        num_devices: of the mesh.
+        progress: as in `compile_step`.
+        cache_dir: as in `compile_step`.
+
+    Raises:
+        CompilerUnavailable: as `compile_step`.
+        ValueError: as `compile_step`.
+        RuntimeError: as `compile_step`.
+    """
+    wanted = {"part": part, "rows": rows, "width": width, "slots": slots}
+    return _compile_for(config, chip, wanted, num_devices, "full", progress, cache_dir, None)
+
+
+def _compile_for(
+    config: TrainConfig,
+    chip: str,
+    generation: dict[str, Any] | None,
+    num_replicas: int,
+    effort: Effort,
+    progress: bool,
+    cache_dir: Path | None,
+    time_limit: float | None,
+) -> Compiled:
     kind, topology = find_topology(chip, num_replicas)
     config = with_shipped_shape(config, cache_dir)
     if kind.name in chips.NO_KERNELS and config.model.attention == "auto":
@@ -244,16 +291,18 @@ def compile_step(
     launch = config.launch
     mesh = resolve_mesh(launch.mesh, num_replicas, launch.mesh_rules) if launch.mesh else None
     plan = batch_arithmetic(config, mesh.batch_shards if mesh else num_replicas)
+    if generation:
+        plan = replace(plan, batch_size=generation["rows"], gradient_accumulation=1)
     libtpu = check_available()
     folder = cache_dir or CACHE.expanduser()
     compiler = repr((topology, num_replicas, effort, libtpu, _source(*_READERS)))
     suffix = hashlib.sha256(compiler.encode()).hexdigest()[:16]
-    asked = folder / f"plan-{_request_key(config, num_replicas)}-{suffix}.json"
+    asked = folder / f"plan-{_request_key(config, num_replicas, generation)}-{suffix}.json"
     if (known := _read(asked)) is not None:
         return known
     request = {
         "config": config.to_dict(), "num_replicas": num_replicas, "topology": asdict(topology), "effort": effort,
-        "suffix": suffix, "known": str(folder), "parent": os.getpid(),
+        "suffix": suffix, "known": str(folder), "parent": os.getpid(), "generation": generation,
     }  # fmt: skip
     answer = _in_child(request, progress, time_limit)
     if "known" in answer and (known := _read(Path(answer["known"]))) is not None:
@@ -384,12 +433,16 @@ def main() -> None:
 
 def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
     from tpu_kit.config.loader import from_dict
-    from tpu_kit.planning.trace import trace_step
+    from tpu_kit.planning.trace import GenerationProgram, trace_generation, trace_step
     from tpu_kit.xla.program import compile_program, fingerprint
 
     show("tracing")
     start = time.monotonic()
-    program = trace_step(from_dict(request["config"]), request["num_replicas"])
+    config, devices = from_dict(request["config"]), request["num_replicas"]
+    if wanted := request["generation"]:
+        program = trace_generation(config, devices, GenerationProgram(**wanted))
+    else:
+        program = trace_step(config, devices)
     traced = {
         "program": fingerprint(program),
         "trace_seconds": time.monotonic() - start,
@@ -405,11 +458,12 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
 # -------------------------------------------------------------------------------------------------------- the cache
 
 
-def _request_key(config: TrainConfig, num_replicas: int) -> str:
+def _request_key(config: TrainConfig, num_replicas: int, generation: dict[str, Any] | None) -> str:
     """Hashes everything that determines the program: the run, the model's configuration, the code, and the versions."""
     values = config.to_dict()
     shape = {name: values[name] for name in ("model", "lora", "optim", "distill")}
-    shape |= {"max_length": config.data.max_length, "mesh": [config.launch.mesh, config.launch.mesh_rules]}
+    mesh = [config.launch.mesh, config.launch.mesh_rules]
+    shape |= {"max_length": config.data.max_length, "mesh": mesh, "generation": generation}
     parts = [
         json.dumps(shape, sort_keys=True), *map(_model_config, _models(config)), str(num_replicas),
         _source(*_READERS, *_imported("tpu_kit.planning.trace")),

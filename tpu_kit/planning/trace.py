@@ -11,18 +11,22 @@ torch_xla lowers differently for a TPU are lowered for the CPU here; in the step
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import BATCH, resolve_mesh
 from tpu_kit.distributed.backends import TpuRuntime
-from tpu_kit.distributed.mesh import use_mesh
+from tpu_kit.distributed.mesh import current_mesh, use_mesh
+from tpu_kit.generation.decoder import Batch, Decoder
+from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.decode_sharding import heads_spec
+from tpu_kit.models.partition import is_tied, spec_of
 from tpu_kit.models.quantization import Scheme, replace_layers
 from tpu_kit.training.objective_choice import objective_of
 from tpu_kit.training.state import TrainState
@@ -85,6 +89,88 @@ def _trace(config: TrainConfig, num_replicas: int, shards: int) -> Program:
         return lower(outputs, replaced, names, specs)
 
 
+@dataclass(frozen=True)
+class GenerationProgram:
+    """A program of `generation.decoder`, to trace.
+
+    Attributes:
+        part: "prefill", or "decode" for `BLOCK` steps.
+        rows: of the batch, padding included.
+        width: tokens to which prompts are padded.
+        slots: length of the key/value cache.
+    """
+
+    part: Literal["prefill", "decode"]
+    rows: int
+    width: int
+    slots: int
+
+
+BLOCK = 16
+"""Decode steps of a program; as a `Generator` makes by default."""
+
+
+def trace_generation(config: TrainConfig, num_devices: int, wanted: GenerationProgram) -> Program:
+    """Traces a program of generation with sampling, for one device, or for a mesh of `num_devices`.
+
+    Raises:
+        ValueError: as `trace_step`.
+    """
+    if config.launch.mesh is None:
+        return _trace_generation(config, wanted)
+    with use_mesh(resolve_mesh(config.launch.mesh, num_devices)):
+        return _trace_generation(config, wanted)
+
+
+def _trace_generation(config: TrainConfig, wanted: GenerationProgram) -> Program:
+    """As `trace_generation`, in the mesh of this process; the decoder runs as on a TPU, over placeholders."""
+    with torch.device("meta"):
+        model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
+        model = model.to(models.compute_dtype(model)).eval()
+    inputs = fill(model)
+    replica = _TracedReplica(0, 1, program.device())
+    decoder = Decoder(model, replica, BLOCK, wanted.slots)
+    tied = current_mesh() is not None and is_tied(model)
+    specs = {name: spec_of(name, tensor, tied=tied) for name, tensor in inputs.items()}
+    ids, lengths = torch.zeros(wanted.rows, wanted.width, dtype=torch.int64), torch.full((wanted.rows,), wanted.width)
+    batch = Batch(ids, lengths, ids[:, 0])
+    with decoder.ready(), attention.lowering_for_tpu():
+        cache = decoder.prompt_cache(wanted.rows)
+        buffers = [*cache.keys, *cache.values]
+        names = {f"cache.{number}": tensor for number, tensor in enumerate(buffers)}
+        specs |= {name: heads_spec(tensor.shape) for name, tensor in names.items()}
+        numbers = {tensor_number(tensor): name for name, tensor in (inputs | names).items()}
+        replaced = {tensor_number(tensor) for tensor in buffers}
+        outputs = []
+        if wanted.part == "prefill":
+            decoder.prefill(batch, 1, BLOCK)
+        else:
+            sampling = Sampling(wanted.slots - wanted.width, temperature=0.7, top_p=0.9)
+            (table,) = decoder.send([torch.zeros(8 * decoder.vocabulary, dtype=torch.int32)])
+            uniforms = torch.zeros(sampling.max_new_tokens, wanted.rows)
+            ended = [False] * wanted.rows
+            state = decoder.begin(batch, 1, ended, uniforms, sampling.knobs(decoder.vocabulary), table, None)
+            decoder.decode(sampling.kind, state, cache, BLOCK)
+            outputs = [*replica.read, *state.carried]
+        return lower([*outputs, *buffers], replaced, numbers, specs)
+
+
+class _TracedReplica(TpuRuntime):
+    """A replica whose tensors are placeholders; nothing is computed."""
+
+    def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """Placeholders of the same shapes."""
+        return [{k: placeholder(tuple(v.shape), v.dtype) for k, v in batch.items()} for batch in batches]
+
+    def sync(self) -> None:
+        """Does nothing: `lower` takes the graph."""
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Keeps what would be read; returns zeros."""
+        self.read = list(tensors)
+        return [torch.zeros(tensor.shape) for tensor in tensors]
+
+
 def empty_model(config: TrainConfig) -> PreTrainedModel:
     """Builds the base model as `load_model` loads it, without weights; call it under `torch.device("meta")`.
 
@@ -145,7 +231,7 @@ def _settings(config: ModelConfig) -> Any:
     return settings
 
 
-def fill(model: torch.nn.Module, state: TrainState) -> dict[str, torch.Tensor]:
+def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, torch.Tensor]:
     """Replaces every tensor of a model and a state on "meta" by a placeholder on the XLA device; returns them by name.
 
     A tensor that occurs twice (a tied weight, a parameter that the state holds too) stays one tensor.
@@ -167,7 +253,7 @@ def fill(model: torch.nn.Module, state: TrainState) -> dict[str, torch.Tensor]:
             for name, tensor in held.items():
                 if tensor is not None:
                     held[name] = swap(tensor, f"{path}.{name}")
-    for name, value in vars(state).items():
+    for name, value in vars(state).items() if state else ():
         if isinstance(value, torch.Tensor):
             setattr(state, name, swap(value, name))
         elif isinstance(value, dict):

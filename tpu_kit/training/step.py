@@ -49,7 +49,7 @@ def place(
     if saved:
         restore(model, saved)
     keeps = config.optim.remat == "outputs"
-    if config.tracking.eval_generate_rows:
+    if config.tracking.eval_generate_rows and current_mesh() is None:
         loops = rt.device_type == "tpu" or (keeps and rt.is_xla)
         unrolled: str | None = "tracking.eval_generate_rows generates with them" if loops else ""
     else:

@@ -21,6 +21,10 @@ from tpu_kit.xla.sharding import sharded_kernel
 _LARGEST_BLOCK = 1024  # with 2048 the vector memory of a v5e overflows at head size 128
 
 
+PER_HEAD: Spec = (BATCH, "model", None, None)
+"""Of (B, heads, S, D) in training."""
+
+
 class SplashSettings(NamedTuple):
     """Static settings of the splash kernel.
 
@@ -28,11 +32,13 @@ class SplashSettings(NamedTuple):
         window: number of keys a query sees, itself included; None for all before it.
         softcap: c in c * tanh(scores / c), or None.
         interpret: run in Pallas' interpreter on a CPU, for tests.
+        spec: on a mesh, how (B, heads, S, D) are sharded.
     """
 
     window: int | None = None
     softcap: float | None = None
     interpret: bool = False
+    spec: Spec = PER_HEAD
 
 
 def splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -126,9 +132,9 @@ def _lowered(
     from torch_xla.core.xla_builder import computation_from_module_proto
 
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    per_head: tuple[Spec, ...] = ((BATCH, "model", None, None), (BATCH, "model", None))
-    outputs = per_head if function is _forward else per_head[:1] * 3
-    inputs = [(BATCH, None) if len(shape) == 2 else per_head[0][: len(shape)] for shape, _ in shapes]
+    spec = settings.spec
+    outputs = (spec, spec[:3]) if function is _forward else (spec,) * 3
+    inputs = [(spec[0], None) if len(shape) == 2 else spec[: len(shape)] for shape, _ in shapes]
     run = sharded_kernel(functools.partial(function, settings), inputs, outputs)
     traced = jax.jit(run, keep_unused=True).trace(*structs)
     lowered = lower(traced, "cpu" if settings.interpret else "tpu")

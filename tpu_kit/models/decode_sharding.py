@@ -1,0 +1,78 @@
+"""How activations and the key/value cache are sharded while a model on a mesh generates.
+
+A decode step has a few tokens, so its activations are much smaller than the weights: each device multiplies with its
+shard of a weight, and the activations are gathered. Training gathers the weights: see `partition`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from tpu_kit.config.mesh import BATCH, Spec
+from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.models.causal_lm import base_model, text_config
+from tpu_kit.models.partition import is_tied, spec_of
+from tpu_kit.xla.sharding import constrain
+
+_SHARED = ("model", "fsdp")  # the axes over which weights are sharded
+_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+_LAST = ("o_proj", "down_proj", "dense", "fc2")  # of attention and of the MLP
+
+
+@contextlib.contextmanager
+def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[None]:
+    """Makes a model on a mesh multiply without gathering its weights, while it is open.
+
+    The input of a linear layer is sharded as the columns of its weight, and the output as the rows. Then outputs are
+    gathered, except where each device goes on with its own heads or its own columns of the MLP. Without a mesh nothing
+    changes.
+
+    Args:
+        model: its layers do not run as a loop.
+        stacks: how the names of stacked tensors begin.
+    """
+    if current_mesh() is None:
+        yield
+        return
+    prefixes, tied, head = tuple(stacks), is_tied(model), base_model(model).get_output_embeddings()
+    config, hooks = text_config(model), []
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    by_heads = heads_spec((1, heads, 1, 1))[1] == _SHARED
+    for path, part in model.named_modules():
+        leaf = path.rpartition(".")[2]
+        if isinstance(part, torch.nn.Linear):
+            stacked = path.startswith(prefixes)
+            spec = spec_of(f"{path}.weight", part.weight, stacked, tied)[stacked:]
+            rows, columns = (spec[1], None) if part.weight.dtype == torch.uint8 else spec
+            hooks.append(part.register_forward_pre_hook(lambda _, given, last=columns: (_ending(given[0], last),)))
+            hooks.append(part.register_forward_hook(lambda _, __, output, last=rows: _ending(output, last)))
+        if part is head or isinstance(part, torch.nn.Embedding) or leaf in _LAST:
+            hooks.append(part.register_forward_hook(lambda _, __, output: _ending(output, None)))
+        elif leaf in _HEADS and not by_heads:
+            hooks.append(part.register_forward_hook(lambda _, __, output: _ending(output, "model")))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _ending(tensor: torch.Tensor, last: str | tuple[str, ...] | None) -> torch.Tensor:
+    """Shards activations (B, ..., features) over the axes `last` in their last dimension; rows over "data"."""
+    return constrain(tensor, ("data", *[None] * (tensor.ndim - 2), last))
+
+
+def heads_spec(shape: Sequence[int]) -> Spec:
+    """The sharding of keys and values (B, heads, S, D), and of queries, in generation; nothing without a mesh.
+
+    Over the heads, if their number divides by the devices that share the weights; else over the rows, if that number
+    divides, and over the model axis.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return (None,) * len(shape)
+    by_heads = shape[1] % mesh.shards(_SHARED) == 0
+    return mesh.fitted(("data", _SHARED, None, None) if by_heads else (BATCH, "model", None, None), shape)
