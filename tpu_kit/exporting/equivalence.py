@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tpu_kit.config.loader import ModelConfig
 from tpu_kit.distributed.child_process import run_child
+from tpu_kit.exporting.streaming import stream
 
 KEPT = 32  # last positions of a prompt, whose logits are compared
 NEW, LIKELIEST = 16, 10  # tokens that llama.cpp adds to a prompt, and the likeliest tokens that it reports for each
@@ -85,12 +87,10 @@ class Check:
 
 
 def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]], kept: int = KEPT) -> list[torch.Tensor]:
-    """Returns the logits of the last positions of each prompt, (up to `kept`, V) fp32 on the CPU."""
-    device = next(model.parameters()).device
+    """Returns the logits of the last positions of each prompt, (up to `kept`, V) fp32; the model runs on the CPU."""
     with torch.no_grad():
         return [
-            model(input_ids=torch.tensor([list(ids)], device=device), use_cache=False).logits[0, -kept:].float().cpu()
-            for ids in prompts
+            model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0, -kept:].float() for ids in prompts
         ]
 
 
@@ -245,6 +245,12 @@ def _stock(job: dict[str, Any]) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     options = job["base"] or {"pretrained_model_name_or_path": job["folder"]}
+    config = ModelConfig(
+        name=options["pretrained_model_name_or_path"], base_dtype="fp32",
+        **{name: options.get(name) for name in ("revision", "gguf_file")},
+    )  # fmt: skip
+    if streamed := stream(config, Path(job["folder"]) if job["base"] else None):
+        return streamed.model
     model, info = AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
         wrong = {name: sorted(map(str, info[name]))[:5] for name in ("missing_keys", "unexpected_keys")}

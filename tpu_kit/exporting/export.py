@@ -26,6 +26,7 @@ from tpu_kit.evaluation.evaluate import Accuracy
 from tpu_kit.exporting import formats
 from tpu_kit.exporting.equivalence import Check, logits, mean_difference
 from tpu_kit.exporting.options import ExportOptions
+from tpu_kit.exporting.streaming import stream
 from tpu_kit.generation.service import ADAPTER_FILES, load_for_generation
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.models.loading import load_base, load_tokenizer
@@ -147,12 +148,13 @@ def _read_config(folder: Path) -> TrainConfig:
 
 
 def _load(config: TrainConfig, folder: Path, part: Path, options: ExportOptions) -> formats.Work:
-    """Loads the tuned model in fp32, and compares its logits with those of the base."""
+    """Opens the tuned model in fp32, and compares its logits with those of the base."""
     adapter = folder / "adapter"
     # The released base, not the base that training rounded (to int8, for instance).
     settings = replace(config.model, base_dtype="fp32", trust_remote_code=False)
+    streamed = stream(settings, adapter)
     try:
-        model: Any = load_for_generation(settings, adapter)
+        model: Any = streamed.model if streamed else load_for_generation(settings, adapter)
         tokenizer = load_tokenizer(settings, adapter)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
@@ -167,7 +169,8 @@ def _load(config: TrainConfig, folder: Path, part: Path, options: ExportOptions)
         with model.disable_adapter():
             plain = logits(model, whole)
     else:
-        plain = logits(load_base(settings, torch.float32).eval(), whole)
+        base = stream(settings)
+        plain = logits(base.model if base else load_base(settings, torch.float32).eval(), whole)
     effect = mean_difference(tuned, plain)
     spread = float(torch.cat(tuned).std(dim=1).mean())
     if not effect > _NOTHING * spread:
@@ -176,7 +179,9 @@ def _load(config: TrainConfig, folder: Path, part: Path, options: ExportOptions)
             f"{effect:.2g}). Look at the loss in {folder / 'metrics.jsonl'}, and train again"
         )
     base_id, dtype = options.base or hub_id(config.model.name), options.dtype
-    return formats.Work(config, folder, part, dtype, base_id, model, tokenizer, prompts, whole, texts, tuned, effect)
+    return formats.Work(
+        config, folder, part, dtype, base_id, model, streamed, tokenizer, prompts, whole, texts, tuned, effect
+    )
 
 
 def _prompts(config: TrainConfig, tokenizer: Any, folder: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:

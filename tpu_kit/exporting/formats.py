@@ -28,6 +28,7 @@ from tpu_kit.config.loader import ModelConfig, TrainConfig
 from tpu_kit.distributed.child_process import run_child
 from tpu_kit.exporting.equivalence import Check, compare, compare_llama_cpp, logits, reload, run_llama_cpp
 from tpu_kit.exporting.options import DTYPES
+from tpu_kit.exporting.streaming import StreamedModel, stream
 from tpu_kit.generation.prompts import stop_ids
 from tpu_kit.generation.service import ADAPTER_FILES
 from tpu_kit.models.loading import load_base
@@ -39,7 +40,7 @@ BYTES = {"fp32": 4.0, "bf16": 2.0, "f16": 2.0, "q8_0": 34 / 32}  # per weight
 
 @dataclass
 class Work:
-    """The tuned model in fp32 on the CPU, and its outputs, which all formats share.
+    """The tuned model in fp32, and its outputs, which all formats share.
 
     Attributes:
         config: the run.
@@ -48,6 +49,7 @@ class Work:
         dtype: of merged weights, a key of `DTYPES`.
         base_id: the base model's name on the hub, if it has one.
         model: the tuned model, with its adapter until it is merged.
+        streamed: what reads its weights from their files as it runs; None if it is in memory.
         tokenizer: of the run.
         prompts: token ids of chats up to the answer.
         whole: the same with the tuned model's answers, where the run kept them.
@@ -62,6 +64,7 @@ class Work:
     dtype: str
     base_id: str | None
     model: Any
+    streamed: StreamedModel | None
     tokenizer: Any
     prompts: list[list[int]]
     whole: list[list[int]]
@@ -121,7 +124,9 @@ def adapter(work: Work) -> Parts:
 
 def _merge(work: Work) -> Check:
     """Merges the adapter into `work.model` in fp32, and checks the result."""
-    if hasattr(work.model, "merge_and_unload"):
+    if work.streamed:
+        work.streamed.merging = True
+    elif hasattr(work.model, "merge_and_unload"):
         work.model = work.model.merge_and_unload(safe_merge=True)
     check = compare(work.tuned, logits(work.model, work.whole), work.effect, "fp32", "merged in fp32, in memory")
     return _accept(check)
@@ -129,8 +134,8 @@ def _merge(work: Work) -> Check:
 
 def _save(work: Work, folder: Path, dtype: torch.dtype) -> None:
     """Writes the merged model with its tokenizer; the cast copies the weights one by one."""
-    work.model.generation_config.eos_token_id = work.stops or None
-    _save_model(work.model, work.tokenizer, folder, dtype)
+    work.causal.generation_config.eos_token_id = work.stops or None
+    _save_model(work.streamed or work.model, work.tokenizer, folder, dtype)
     _check_tokenizer(folder, work.tokenizer, work.texts)
 
 
@@ -174,7 +179,8 @@ def gguf_adapter(work: Work, tools: Path) -> Parts:
     """Writes the adapter as GGUF and a Modelfile, and tries it on the base model in f16."""
     source = _adapter_of(work, "gguf-f16")
     scratch = work.part / "base"
-    base = load_base(replace(work.config.model, trust_remote_code=False), torch.float32)
+    settings = replace(work.config.model, trust_remote_code=False)
+    base = stream(settings) or load_base(settings, torch.float32)
     _save_model(base, work.tokenizer, scratch, torch.float32)
     target = work.part / f"{_plain_name(work.config.run_name)}-lora-f16.gguf"
     convert_adapter(source, scratch, target, tools)
@@ -246,10 +252,13 @@ def _base_arguments(config: ModelConfig) -> dict[str, Any]:
 def _save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
     """Writes model, generation config, tokenizer and chat template so that transformers 4 reads them too.
 
-    The model is cast in place. transformers 5 renamed a few settings, and transformers 4 ignores the new names: the
-    positions of Qwen2.5 would rotate 100 times too fast there.
+    A model in memory is cast in place. transformers 5 renamed a few settings, and transformers 4 ignores the new names:
+    the positions of Qwen2.5 would rotate 100 times too fast there.
     """
-    model.to(dtype).save_pretrained(folder)
+    if isinstance(model, StreamedModel):
+        model.save(folder, dtype)
+    else:
+        model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for path in folder.glob("*.safetensors"):
         path.chmod(0o644)  # safetensors makes them readable for the owner alone

@@ -1,0 +1,109 @@
+"""A merge that reads and writes one weight at a time writes what PEFT merges, with little memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.exporting.test_export import make_run
+from tests.support.child_processes import run_python
+from tests.support.quantize_functions import write_model
+from tpu_kit.exporting.export import export
+from tpu_kit.exporting.streaming import stream
+from tpu_kit.generation.service import load_for_generation
+
+MEMORY = """
+import sys, threading
+from pathlib import Path
+import torch
+from tpu_kit.config.loader import ModelConfig
+from tpu_kit.exporting.equivalence import logits
+from tpu_kit.exporting.streaming import stream
+
+def held():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def use(name, adapter, out):
+    streamed = stream(ModelConfig(name=name, base_dtype="fp32"), Path(adapter))
+    Path(out).mkdir()
+    for streamed.merging in (False, True):
+        logits(streamed.model, [[1, 2, 3, 4]])
+    streamed.save(Path(out), torch.bfloat16)
+
+use(*sys.argv[4:6], sys.argv[3] + "-first")  # the libraries
+before, most, ended = held(), 0, threading.Event()
+
+def watch():
+    global most
+    while not ended.wait(0.001):
+        most = max(most, held())
+
+thread = threading.Thread(target=watch)
+thread.start()
+use(*sys.argv[1:4])
+ended.set()
+thread.join()
+print("figures", most - before)
+"""
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize(
+    ("tied", "changes"), [(True, {"lora.dora": True}), (False, {"lora.rslora": True, "base_dtype": "int8"})]
+)
+def test_a_merge_is_peft_s_bit_for_bit_in_the_files_of_the_base(tmp_path: Path, tied: bool, changes: dict) -> None:  # type: ignore[type-arg]
+    base = write_model(tmp_path / "base", shards="100KB", tie_word_embeddings=tied)
+    config = make_run(tmp_path / "run", str(base), **changes)
+    done = export(tmp_path / "run", "merged", tmp_path / "merged")
+    files = {path.name for path in base.glob("model*")}
+    assert len(files) > 2 and files <= set(done.files)
+    settings = replace(config.model, base_dtype="fp32")
+    peft = load_for_generation(settings, tmp_path / "run" / "adapter").merge_and_unload(safe_merge=True)  # type: ignore[operator]
+    wanted = peft.to(torch.bfloat16).state_dict()
+    found = weights(tmp_path / "merged")
+    assert set(found) == set(wanted) - ({"lm_head.weight"} if tied else set())
+    assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
+    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert loaded.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_a_base_with_other_names_is_loaded_instead(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base")
+    config = make_run(tmp_path / "run", str(base))
+    assert stream(config.model, tmp_path / "run" / "adapter") is not None
+    model = AutoModelForCausalLM.from_pretrained(base)
+    (base / "model.safetensors").unlink()
+    torch.save(model.state_dict(), base / "pytorch_model.bin")
+    assert stream(config.model, tmp_path / "run" / "adapter") is None
+    assert "merged in fp32" in str(export(tmp_path / "run", "merged"))
+
+
+def test_a_merge_takes_the_memory_of_two_layers_and_one_weight(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 8, "num_attention_heads": 8}
+    base = write_model(tmp_path / "base", shards="30MB", vocab_size=4096, tie_word_embeddings=False, **sizes)
+    make_run(tmp_path / "run", str(base))
+    small = write_model(tmp_path / "small")
+    make_run(tmp_path / "first", str(small))
+    env = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    runs = (base, tmp_path / "run" / "adapter", tmp_path / "out", small, tmp_path / "first" / "adapter")
+    done = run_python(["-c", MEMORY, *map(str, runs)], env=env)
+    most = int(next(line for line in done.stdout.splitlines() if line.startswith("figures")).split()[1])
+    found = weights(base)
+    layer = 4 * sum(tensor.numel() for name, tensor in found.items() if ".layers.0." in name)
+    adapter = sum(tensor.nbytes for tensor in weights(tmp_path / "run" / "adapter").values())
+    largest = 4 * max(tensor.numel() for tensor in found.values())
+    print(f"{most} bytes; two layers {2 * layer}, the largest weight {largest}, the adapter {adapter}")
+    assert most < 2 * layer + largest + adapter
+    assert 2 * layer + largest + adapter < 0.5 * 4 * sum(tensor.numel() for tensor in found.values())
