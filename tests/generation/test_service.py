@@ -637,9 +637,12 @@ def test_weights_are_laid_out_for_a_cpu_and_stay_the_same() -> None:
 
 def test_a_single_prompt_starts_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setattr(
-        service, "launch", lambda fn, config: (started.append(config.launch.num_replicas), launch(fn, config))
-    )
+
+    def note(fn: Any, config: Any, **options: Any) -> Any:
+        started.append(config.launch.num_replicas)
+        return launch(fn, config, **options)
+
+    monkeypatch.setattr(service, "launch", note)
     found = generate(configured(num_replicas=4), CHATS[:1], Sampling(max_new_tokens=5, temperature=1.0), n=3)
     assert started == [1] and len(found) == 3
 
