@@ -247,7 +247,7 @@ def _stock(job: dict[str, Any]) -> torch.nn.Module:
     options = job["base"] or {"pretrained_model_name_or_path": job["folder"]}
     config = ModelConfig(
         name=options["pretrained_model_name_or_path"], base_dtype="fp32",
-        **{name: options.get(name) for name in ("revision", "gguf_file")},
+        revision=options.get("revision"), gguf_file=options.get("gguf_file"),
     )  # fmt: skip
     if streamed := stream(config, Path(job["folder"]) if job["base"] else None):
         return streamed.model

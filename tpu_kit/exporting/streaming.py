@@ -119,7 +119,7 @@ class StreamedModel:
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                file.write(self._weight(name, dtype).flatten().view(torch.uint8).numpy())
+                file.write(self._weight(name, dtype).flatten().view(torch.uint8).numpy().data)
 
     def _weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         place = self._places[name]

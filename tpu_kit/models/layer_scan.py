@@ -127,7 +127,7 @@ class ScannedLayers(torch.nn.Module):
         number = sum(one.count for one in self.in_order[: self.in_order.index(run)]) + place
         for part in layer.modules():
             if hasattr(part, "layer_idx"):  # by which the key/value cache knows the layer
-                part.layer_idx = number
+                part.layer_idx = number  # type: ignore[assignment]  # of transformers
         tensors = {name: tensor[turn] for name, tensor in tensors_of(layer).items()}
         return torch.func.functional_call(layer, tensors, (hidden, *args), kwargs, tie_weights=False)
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.xla.scan import after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -173,7 +174,11 @@ class QuantizedLinear(torch.nn.Linear):
         """(..., I) -> (..., O)."""
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-        output: torch.Tensor = _Product.apply(input.to(dtype), self.weight, self.scale, self.scheme)
+        weight, scale = self.weight, self.scale
+        if not torch.is_grad_enabled():
+            # In a loop of decode steps the compiler would convert all layers' integers once, before the loop.
+            weight, scale = after([input], [weight, scale])
+        output: torch.Tensor = _Product.apply(input.to(dtype), weight, scale, self.scheme)
         return output if self.bias is None else output + self.bias.to(dtype)
 
     @property
