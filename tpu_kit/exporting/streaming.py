@@ -59,10 +59,12 @@ class StreamedModel:
             ]
             if places:
                 self._places |= {place.name: place for place in places}
-                unit.register_forward_pre_hook(lambda _, __, mine=places: self._load(mine))  # type: ignore[misc]
-                unit.register_forward_hook(lambda _, __, ___, mine=places: self._drop(mine))  # type: ignore[misc]
-        self._adapted = {
-            id(part.get_base_layer()): part for part in model.modules() if hasattr(part, "get_delta_weight")
+                unit.register_forward_pre_hook(lambda _, __, mine=places: self._load(mine))
+                unit.register_forward_hook(lambda _, __, ___, mine=places: self._drop(mine))
+        self._adapted: dict[int, Any] = {
+            id(part.get_base_layer()): part  # type: ignore[operator]  # of PEFT
+            for part in model.modules()
+            if hasattr(part, "get_delta_weight")
         }
 
     def _load(self, places: list[_Place]) -> None:
@@ -98,7 +100,8 @@ class StreamedModel:
         for file, names in by_file.items():
             self._write_file(folder / file, sorted(names), dtype)
         if len(by_file) > 1:
-            size = sum(place.module._parameters[place.leaf].numel() for place in self._places.values())  # type: ignore[union-attr]
+            weights = [place.module._parameters[place.leaf] for place in self._places.values()]
+            size = sum(weight.numel() for weight in weights if weight is not None)
             index = {
                 "metadata": {"total_size": size * dtype.itemsize},
                 "weight_map": {name: path.name for name, path in sorted(self._files.items())},
