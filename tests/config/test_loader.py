@@ -450,6 +450,7 @@ def test_to_dict_is_plain() -> None:
         "lora",
         "data",
         "optim",
+        "distill",
         "checkpoint",
         "launch",
         "tracking",
