@@ -20,7 +20,7 @@ from tpu_kit.planning.activation_memory import BLOCK, PeakActivationModel, block
 
 WIDE = 5
 """Arrays of (tokens, I) of an MLP's backward pass in HBM."""
-INT4_MATRICES = (8, 4)
+INT4_MATRICES = (9, 3)
 """Bytes for each weight of the largest matrix of the MLP and of attention, where a layer is gathered in int4."""
 MESH_CODE = 10 * 2**20
 """Code of the collectives of a step, beside that of its layers."""
