@@ -268,7 +268,7 @@ def test_without_the_compiler_the_error_says_how_to_get_it(monkeypatch: pytest.M
 )
 def test_slices_that_do_not_exist(chip: str, replicas: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        find_topology(chip, replicas, None)
+        find_topology(chip, replicas)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.causal_lm import load_tokenizer
 from tpu_kit.planning import oom_recovery, preflight
 from tpu_kit.recipes import sft
-from tpu_kit.training import step, trainer
+from tpu_kit.training import objective_choice, step, trainer
 from tpu_kit.training.objectives import SupervisedObjective
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
@@ -304,7 +304,7 @@ def test_a_log_counts_the_time_of_its_own_steps(configure: Configure, monkeypatc
 def test_extra_sums_of_an_objective_are_logged(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = configure("plain")
     sft.train(plain)
-    monkeypatch.setattr(sft, "SupervisedObjective", training_functions.WithExtraSums)
+    monkeypatch.setattr(objective_choice, "SupervisedObjective", training_functions.WithExtraSums)
     config = configure("extra")
     sft.train(config)
     for record, other in zip(records(config, "train"), records(plain, "train"), strict=True):

@@ -23,7 +23,7 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import layer_scan
 from tpu_kit.recipes import sft
-from tpu_kit.training import optimizer, step, trainer
+from tpu_kit.training import objective_choice, optimizer, step, trainer
 from tpu_kit.training.objectives import Sums, SupervisedObjective
 from tpu_kit.training.optimizer import OPTIMIZERS
 from tpu_kit.training.state import TrainState, sections
@@ -280,7 +280,7 @@ class WithExtraSums(SupervisedObjective):
 
 def with_extra_sums(config: TrainConfig) -> dict[str, Any]:
     """`watched`, the objective having extra sums."""
-    sft.SupervisedObjective = WithExtraSums  # type: ignore[misc]  # the module's name, in a process of this launch
+    objective_choice.SupervisedObjective = WithExtraSums  # type: ignore[misc]  # in a process of this launch
     return watched(config)
 
 
