@@ -183,7 +183,11 @@ def sharded_work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh)
     done, moved = work(config, own, plan), transfers(config, shape, plan, mesh)
     gathered = sum(one.bytes for one in moved if one.kind.startswith("all-gather"))
     elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config.lora) * (1 - 1 / mesh.fsdp)
-    return Work(done.flops, done.traffic - elsewhere + GATHERED_TRAFFIC * gathered, 0.0, tuple(moved))
+    flops = done.flops
+    if config.model.base_dtype == "int4":  # steps and offsets are spread by products, for forward and backward pass
+        spread = sum(4 * one.inputs**2 * one.outputs / config.model.quant_group for one in own.linears)
+        flops += plan.gradient_accumulation * own.layers * spread
+    return Work(flops, done.traffic - elsewhere + GATHERED_TRAFFIC * gathered, 0.0, tuple(moved))
 
 
 def transfers(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh) -> list[Transfer]:
