@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,7 +105,8 @@ def test_what_fails_is_told_and_stops_nothing(failed: tuple[Path, int, str]) -> 
     assert checks["Cores"]["found"].startswith("sum of 1..2 on each of 2: core 0 has 1")
     assert checks["Splash kernel"]["figures"]["segments"]["output"] < 0.01
     assert "differs from plain attention in 3 of 4: query, segments: 0.1" in checks["Splash kernel"]["found"]
-    assert "tpu_custom_call" in checks["Flash kernel"]["found"]
+    # XLA:CPU has no such kernel. Where one thread fails while the other still runs, the process may crash.
+    assert re.search("tpu_custom_call|was ended by SIGSEGV", checks["Flash kernel"]["found"])
     scanned, unrolled = (checks[f"Step, {layers}"]["figures"] for layers in ("scanned", "unrolled"))
     assert abs(scanned["loss"] / scanned["host_loss"] - 1) > 0.01 > abs(unrolled["loss"] / unrolled["host_loss"] - 1)
     assert checks["Tokens"]["figures"]["gap"] > 1
