@@ -87,7 +87,8 @@ def test_devices_are_numbered_with_the_last_axis_fastest() -> None:
 
 
 def test_heads_that_a_mesh_does_not_divide_are_told_with_their_numbers() -> None:
-    assert Mesh(model=4).problems(heads=32, kv_heads=2) == ["2 key-value heads do not divide by model=4"]
+    text = "2 key-value heads do not divide by model=4; use a smaller model axis, and fsdp for the rest"
+    assert Mesh(model=4).problems(heads=32, kv_heads=2) == [f"launch.mesh: model=4: {text}"]
     assert Mesh(fsdp=8).problems(heads=14, kv_heads=2) == []
 
 

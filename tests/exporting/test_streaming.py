@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,15 +61,17 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("tied", "changes"), [(True, {"lora.dora": True}), (False, {"lora.rslora": True, "base_dtype": "int8"})]
 )
-def test_a_merge_is_peft_s_bit_for_bit_in_the_files_of_the_base(tmp_path: Path, tied: bool, changes: dict) -> None:  # type: ignore[type-arg]
+def test_a_merge_is_peft_s_bit_for_bit_in_the_files_of_the_base(
+    tmp_path: Path, tied: bool, changes: dict[str, Any]
+) -> None:
     base = write_model(tmp_path / "base", shards="100KB", tie_word_embeddings=tied)
     config = make_run(tmp_path / "run", str(base), **changes)
     done = export(tmp_path / "run", "merged", tmp_path / "merged")
     files = {path.name for path in base.glob("model*")}
     assert len(files) > 2 and files <= set(done.files)
     settings = replace(config.model, base_dtype="fp32")
-    peft = load_for_generation(settings, tmp_path / "run" / "adapter").merge_and_unload(safe_merge=True)  # type: ignore[operator]
-    wanted = peft.to(torch.bfloat16).state_dict()
+    peft: Any = load_for_generation(settings, tmp_path / "run" / "adapter")
+    wanted = peft.merge_and_unload(safe_merge=True).to(torch.bfloat16).state_dict()
     found = weights(tmp_path / "merged")
     assert set(found) == set(wanted) - ({"lm_head.weight"} if tied else set())
     assert [name for name in found if not torch.equal(found[name], wanted[name])] == []

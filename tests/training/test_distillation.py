@@ -55,7 +55,10 @@ def log_softmax(logits: torch.Tensor, temperature: float, size: int) -> torch.Te
 
 def plain_divergence(kind: str, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """By torch's own kl_div, of log-probabilities of the teacher and of the model."""
-    kl = lambda one, other: torch.nn.functional.kl_div(other, one, reduction="none", log_target=True).sum(-1)  # noqa: E731
+
+    def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.kl_div(other, one, reduction="none", log_target=True).sum(-1)
+
     if kind == "js":
         middle = ((p.exp() + q.exp()) / 2).log()
         return (kl(p, middle) + kl(q, middle)) / 2

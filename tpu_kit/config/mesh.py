@@ -82,7 +82,12 @@ class Mesh:
     def problems(self, heads: int, kv_heads: int) -> list[str]:
         """Returns a text for each number of attention heads that the model axis does not divide."""
         counts = {"attention heads": heads, "key-value heads": kv_heads}
-        return [f"{n} {name} do not divide by model={self.model}" for name, n in counts.items() if n % self.model]
+        fix = "use a smaller model axis, and fsdp for the rest"
+        return [
+            f"launch.mesh: {self}: {n} {name} do not divide by model={self.model}; {fix}"
+            for name, n in counts.items()
+            if n % self.model
+        ]
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1) or "fsdp=1"

@@ -57,7 +57,8 @@ def put(tensor: torch.Tensor, spec: Spec, dtype: torch.dtype | None = None) -> t
     assert _mesh is not None
     spec, tensor = _mesh.fitted(spec, tensor.shape), tensor.detach()
     places = boxes(_mesh, spec, tensor.shape)
-    shards = {str(box): tensor[box].to(dtype or tensor.dtype).contiguous() for box in places}
+    distinct = {str(box): box for box in places}
+    shards = {key: tensor[box].to(dtype or tensor.dtype).contiguous() for key, box in distinct.items()}
     return _of_shards([shards[str(box)] for box in places], spec, tensor.shape)
 
 

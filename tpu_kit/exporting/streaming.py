@@ -30,6 +30,12 @@ class _Place(NamedTuple):
     leaf: str
     name: str
 
+    @property
+    def weight(self) -> torch.Tensor:
+        found = self.module._parameters[self.leaf]
+        assert found is not None
+        return found
+
 
 class StreamedModel:
     """A model in evaluation mode whose weights are read as it runs.
@@ -75,9 +81,7 @@ class StreamedModel:
 
     def _drop(self, places: list[_Place]) -> None:
         for place in places:
-            weight = place.module._parameters[place.leaf]
-            assert weight is not None
-            place.module._parameters[place.leaf] = _parameter(weight.to("meta"))
+            place.module._parameters[place.leaf] = _parameter(place.weight.to("meta"))
             if (adapted := self._adapted.get(id(place.module))) is not None:
                 adapted.merged_adapters.clear()
 
@@ -100,8 +104,7 @@ class StreamedModel:
         for file, names in by_file.items():
             self._write_file(folder / file, sorted(names), dtype)
         if len(by_file) > 1:
-            weights = [place.module._parameters[place.leaf] for place in self._places.values()]
-            size = sum(weight.numel() for weight in weights if weight is not None)
+            size = sum(place.weight.numel() for place in self._places.values())
             index = {
                 "metadata": {"total_size": size * dtype.itemsize},
                 "weight_map": {name: path.name for name, path in sorted(self._files.items())},
@@ -113,8 +116,7 @@ class StreamedModel:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in names:
-            place = self._places[name]
-            shape = list(place.module._parameters[place.leaf].shape)  # type: ignore[union-attr]
+            shape = list(self._places[name].weight.shape)
             start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
             header[name] = {"dtype": _TYPES[dtype], "shape": shape, "data_offsets": [start, end]}
         text = json.dumps(header).encode()
@@ -129,9 +131,7 @@ class StreamedModel:
         if not self.merging or place.leaf != "weight" or id(place.module) not in self._adapted:
             return self._read(name).to(dtype).contiguous()
         self._load([place])
-        found = place.module._parameters[place.leaf]
-        assert found is not None
-        merged = found.detach().to(dtype).contiguous()
+        merged = place.weight.detach().to(dtype).contiguous()
         self._drop([place])
         return merged
 
@@ -224,7 +224,8 @@ def _names(model: torch.nn.Module, files: Mapping[str, Path]) -> dict[int, str] 
     shapes = {found[id(weight)]: list(weight.shape) for weight in model.parameters()}
     for path in set(files.values()):
         with safe_open(path, framework="pt") as file:
-            if any(file.get_slice(name).get_shape() != shapes.get(name, []) for name in file.keys() if name in shapes):  # noqa: SIM118
+            there = [name for name in file.keys() if name in shapes]  # noqa: SIM118  the file is no mapping
+            if any(file.get_slice(name).get_shape() != shapes[name] for name in there):
                 return None
     return found
 

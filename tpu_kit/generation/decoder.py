@@ -32,6 +32,8 @@ from tpu_kit.models.layer_scan import stacked_prefixes, unrolled
 from tpu_kit.xla.scan import Traced, replace_contents, write_slot
 from tpu_kit.xla.sharding import constrain
 
+BLOCK = 16
+"""Steps of a decode program, unless a `Generator` is given another number."""
 _NARROWEST = 64  # width; the others are twice the one before
 _SCORE_CHUNK = 64  # positions of a row whose logits exist at a time
 _COMPUTE = "_tpu_kit_compute_dtype"

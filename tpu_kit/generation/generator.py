@@ -19,7 +19,7 @@ import torch
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.generation.decoder import Batch, Decoder, filled, fitting, widths_to
+from tpu_kit.generation.decoder import BLOCK, Batch, Decoder, filled, fitting, widths_to
 from tpu_kit.generation.kv_cache import Held, cache_bytes_per_token
 from tpu_kit.generation.prompts import ENDED, Completion, Prompt, PromptCodec, Row
 from tpu_kit.generation.reference_check import check_generation
@@ -74,7 +74,7 @@ class Generator:
         max_prompt: int = 512,
         max_new_tokens: int = 256,
         batch_size: int = 8,
-        block: int = 16,
+        block: int = BLOCK,
         data: DataConfig | None = None,
         widths: Sequence[int] | None = None,
     ) -> None:

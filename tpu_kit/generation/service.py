@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.config.loader import ModelConfig, TrainConfig
+from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.progress import follow_answers
@@ -293,15 +293,14 @@ def launch_with_adapter(
         **arguments: values that can be pickled.
 
     Raises:
-        ValueError: the model axis of the mesh does not divide the model's heads.
+        ConfigError: the model axis of the mesh does not divide the model's heads.
     """
     if (mesh := runtime.detect(config.launch).mesh) is not None:
         shape = None
         with contextlib.suppress(ValueError):  # an unknown family
             shape = read_shape(config.model)
         if shape and (problems := mesh.problems(shape.heads, shape.kv_heads)):
-            advice = "use a smaller model axis, and fsdp for the rest"
-            raise ValueError(f"launch.mesh={mesh}: {'; '.join(problems)}; {advice}")
+            raise ConfigError(problems)
     with contextlib.nullcontext() if adapter_dir is None else at_hand(adapter_dir) as adapter:
         job = functools.partial(fn, adapter=adapter, **arguments)
         return launch(functools.update_wrapper(job, public), config, sharded=True)

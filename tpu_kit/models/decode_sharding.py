@@ -15,11 +15,11 @@ from tpu_kit.config.mesh import BATCH, Spec
 from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.models.causal_lm import base_model, text_config
 from tpu_kit.models.partition import is_tied, spec_of
+from tpu_kit.models.sharding_rules import ROW
 from tpu_kit.xla.sharding import constrain
 
 _SHARED = ("model", "fsdp")  # the axes over which weights are sharded
 _HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
-_LAST = ("o_proj", "down_proj", "dense", "fc2")  # of attention and of the MLP
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
             rows, columns = (spec[1], None) if part.weight.dtype == torch.uint8 else spec
             hooks.append(part.register_forward_pre_hook(lambda _, given, last=columns: (_ending(given[0], last),)))
             hooks.append(part.register_forward_hook(lambda _, __, output, last=rows: _ending(output, last)))
-        if part is head or isinstance(part, torch.nn.Embedding) or leaf in _LAST:
+        if part is head or isinstance(part, torch.nn.Embedding) or leaf in ROW:
             hooks.append(part.register_forward_hook(lambda _, __, output: _ending(output, None)))
         elif leaf in _HEADS and not by_heads:
             hooks.append(part.register_forward_hook(lambda _, __, output: _ending(output, "model")))

@@ -175,7 +175,7 @@ class QuantizedLinear(torch.nn.Linear):
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         weight, scale = self.weight, self.scale
-        if not self.training:
+        if not self.training and input.shape[-2] == 1:
             # In a loop of decode steps the compiler would convert all layers' integers once, before the loop.
             weight, scale = after([input], [weight, scale])
         output: torch.Tensor = _Product.apply(input.to(dtype), weight, scale, self.scheme)

@@ -20,24 +20,25 @@ from functools import cache
 
 from tpu_kit.config.mesh import Mesh, Spec
 
-_COLUMN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1")
-_ROW = ("o_proj", "down_proj", "dense", "fc2")
+COLUMN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1")
+ROW = ("o_proj", "down_proj", "dense", "fc2")
+"""Linear layers that "model" shards by their outputs, and by their inputs."""
 _ROWS: Spec = (("model", "fsdp"), None)
 
 RULES: Mapping[str, Spec] = {
     "*.objective.*": (None, None),  # what an objective trains beside the model
     # Adapters: A is (r, I), B is (O, r); the side of the base weight that is sharded over the model axis is theirs too.
-    **{f"*.{name}.lora_A.*": (None, "fsdp") for name in _COLUMN},
-    **{f"*.{name}.lora_B.*": _ROWS for name in _COLUMN},
-    **{f"*.{name}.lora_A.*": (None, ("model", "fsdp")) for name in _ROW},
-    **{f"*.{name}.lora_B.*": ("fsdp", None) for name in _ROW},
-    **{f"*.{name}.*weight": _ROWS for name in _COLUMN},
-    **{f"*.{name}.*weight": ("fsdp", "model") for name in _ROW},
+    **{f"*.{name}.lora_A.*": (None, "fsdp") for name in COLUMN},
+    **{f"*.{name}.lora_B.*": _ROWS for name in COLUMN},
+    **{f"*.{name}.lora_A.*": (None, ("model", "fsdp")) for name in ROW},
+    **{f"*.{name}.lora_B.*": ("fsdp", None) for name in ROW},
+    **{f"*.{name}.*weight": _ROWS for name in COLUMN},
+    **{f"*.{name}.*weight": ("fsdp", "model") for name in ROW},
     "*embed_tokens.weight": (None, ("model", "fsdp")),
     "*lm_head.weight": _ROWS,
     # Steps and offsets of integers follow the rows of their weight.
-    **{f"*.{name}.*scale": (("model", "fsdp"),) for name in _COLUMN},
-    **{f"*.{name}.*scale": ("fsdp",) for name in _ROW},
+    **{f"*.{name}.*scale": (("model", "fsdp"),) for name in COLUMN},
+    **{f"*.{name}.*scale": ("fsdp",) for name in ROW},
 }
 """Spec of a layer's tensor by the glob of its name; the first that matches counts."""
 
@@ -165,7 +166,7 @@ def place(mesh: Mesh, tensors: Iterable[Tensor], tied: bool) -> list[Placed]:
         spec = mesh.fitted(spec_of(tensor, tied, mesh.rules), tensor.shape)
         size = int(math.prod(mesh.shard_shape(spec, tensor.shape)) * tensor.size)
         key = shown(tensor.name), spec, tensor.shape
-        before = found.get(key, Placed(*key[:1], tensor.shape, spec, 0, 0))
+        before = found.get(key, Placed(key[0], tensor.shape, spec, 0, 0))
         whole = int(math.prod(tensor.shape) * tensor.size)
         found[key] = Placed(key[0], tensor.shape, spec, before.bytes + size, before.whole + whole)
     return sorted(found.values(), key=lambda row: -row.bytes)

@@ -257,7 +257,7 @@ def compile_generation(
     Args:
         config: the model, its adapters and the mesh.
         chip: as in `compile_step`.
-        part: "prefill", or "decode" for `trace.BLOCK` steps, each of one token for all rows.
+        part: "prefill", or "decode" for `decoder.BLOCK` steps, each of one token for all rows.
         rows: prompts of a batch.
         width: tokens to which they are padded.
         slots: length of the key/value cache.

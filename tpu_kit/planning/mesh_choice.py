@@ -94,7 +94,6 @@ def check_mesh(config: TrainConfig, devices: int, shape: Shape | None) -> Mesh:
     assert config.launch.mesh is not None
     mesh = resolve_mesh(config.launch.mesh, devices, config.launch.mesh_rules)
     problems = mesh.problems(shape.heads, shape.kv_heads) if shape else []
-    problems = [f"launch.mesh: {mesh}: {one}; use a smaller model axis, and fsdp for the rest" for one in problems]
     if shape is None and config.optim.batch_size == "auto":
         problems.append(f'optim.batch_size: "auto" is not chosen for launch.mesh={mesh}; give the rows of a shard')
     if problems:

@@ -15,7 +15,7 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.models.architecture import Shape
-from tpu_kit.models.sharding_rules import Placed, Tensor, place, spec_of
+from tpu_kit.models.sharding_rules import ROW, Placed, Tensor, place, spec_of
 from tpu_kit.planning.activation_memory import BLOCK, PeakActivationModel, blocks, padded
 
 WIDE = 5
@@ -48,7 +48,7 @@ def model_tensors(shape: Shape, config: TrainConfig) -> list[Tensor]:
             def add(name: str, sizes: Sequence[int], size: float, trained: bool = whole, share: float = 1) -> None:
                 stack = (max(1, round(turns * share)), *sizes)  # noqa: B023  called at once
                 packed = name.endswith("weight") and size == 1 and kind == "int4"
-                found.append(Tensor(layer + name, stack, size, True, packed, trained))  # noqa: B023
+                found.append(Tensor(layer + name, stack, size, True, packed, trained))  # noqa: B023  called at once
 
             for norm, length in enumerate(shape.norms):
                 add(f"norm{norm}.weight", (length,), size)
@@ -94,7 +94,7 @@ def per_device(shape: Shape, mesh: Mesh) -> Shape:
     parts = mesh.model
     linears = tuple(
         replace(one, inputs=one.inputs // parts)
-        if one.path.rpartition(".")[2] in ("o_proj", "down_proj", "dense", "fc2")
+        if one.path.rpartition(".")[2] in ROW
         else replace(one, outputs=one.outputs // parts)
         for one in shape.linears
     )

@@ -130,8 +130,9 @@ def check_before_launch(
         config, reason = _settle_batch(config, room, shape, exact, rows)
         notes.append(reason)
     mesh = None if config.launch.mesh is None else detect(config.launch, at).mesh
-    if room is not None or mesh is not None:
-        config, fewer = _filled_batch(config, mesh.batch_shards if mesh else room.replicas, rows)  # type: ignore[union-attr]
+    shards = mesh.batch_shards if mesh else room.replicas if room else None
+    if shards is not None:
+        config, fewer = _filled_batch(config, shards, rows)
         notes += fewer
     if exact and (given or room is None or room.where is None):
         notes.append(_compiled(config, room))

@@ -21,7 +21,7 @@ from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import BATCH, resolve_mesh
 from tpu_kit.distributed.backends import TpuRuntime
 from tpu_kit.distributed.mesh import current_mesh, use_mesh
-from tpu_kit.generation.decoder import Batch, Decoder
+from tpu_kit.generation.decoder import BLOCK, Batch, Decoder
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
@@ -106,10 +106,6 @@ class GenerationProgram:
     slots: int
 
 
-BLOCK = 16
-"""Decode steps of a program; as a `Generator` makes by default."""
-
-
 def trace_generation(config: TrainConfig, num_devices: int, wanted: GenerationProgram) -> Program:
     """Traces a program of generation with sampling, for one device, or for a mesh of `num_devices`.
 
@@ -118,7 +114,7 @@ def trace_generation(config: TrainConfig, num_devices: int, wanted: GenerationPr
     """
     if config.launch.mesh is None:
         return _trace_generation(config, wanted)
-    with use_mesh(resolve_mesh(config.launch.mesh, num_devices)):
+    with use_mesh(resolve_mesh(config.launch.mesh, num_devices, config.launch.mesh_rules)):
         return _trace_generation(config, wanted)
 
 

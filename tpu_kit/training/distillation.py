@@ -180,7 +180,9 @@ class Divergence:
         """Returns those of the model and of the teacher, (c, outcomes) each."""
         if self.teacher is None:
             ids, log_p = others
-            return top_log_probabilities(logits, ids, self.distill.temperature), log_p[:, : outcomes(ids, logits)]
+            both = top_log_probabilities(logits, ids, self.distill.temperature), log_p
+            count = ids.shape[1] + (ids.shape[1] < logits.shape[1])  # no others where all are among the k
+            return both[0][:, :count], both[1][:, :count]
         with torch.no_grad():
             theirs = self.teacher.logits(head_outputs(others[0], constants[0], next(iter(constants[1:]), None)))
         size = min(logits.shape[-1], theirs.shape[-1])  # the longer vocabulary has padding at its end
@@ -188,18 +190,11 @@ class Divergence:
         return log_q, log_p
 
 
-def outcomes(ids: torch.Tensor, logits: torch.Tensor) -> int:
-    """Returns the number of outcomes: the k top tokens, and all others as one unless there are none."""
-    return ids.shape[1] + (ids.shape[1] < logits.shape[1])
-
-
 def top_log_probabilities(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Returns the log-probabilities of the tokens `ids`, (c, k), and of all others together: (c, k + 1), or (c, k)."""
+    """Returns the log-probabilities of the tokens `ids`, (c, k), and of all others together: (c, k + 1)."""
     logits, ids = logits / temperature, ids.long()
     whole = torch.logsumexp(logits, dim=-1, keepdim=True)
     found = logits.gather(1, ids) - whole
-    if ids.shape[1] == logits.shape[1]:
-        return found
     others = torch.logsumexp(logits.scatter(1, ids, _NONE), dim=-1, keepdim=True)
     return torch.cat([found, others - whole], dim=1)
 

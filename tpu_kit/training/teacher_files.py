@@ -26,8 +26,10 @@ from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.activation_checkpointing import tiles_of
 from tpu_kit.models.loading import locate, read_config
 from tpu_kit.storage import atomic
+from tpu_kit.training.distillation import top_log_probabilities
 from tpu_kit.training.loss import Likelihood, head_outputs
 from tpu_kit.xla.scan import Tensors, scan
 
@@ -107,7 +109,7 @@ class TeacherFiles:
         try:
             with safe_open(path, "pt") as file:
                 header = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  the file is no mapping
         except (SafetensorError, OSError, ValueError) as error:
             self._damaged(path, str(error))
         about = json.loads(header.get("about", "{}"))
@@ -205,25 +207,18 @@ def _top(teacher: Any, batch: dict[str, torch.Tensor], config: TrainConfig) -> l
     """Returns top_ids (B, S * k) and top_log_p (B, S * (k + 1)) of a batch, chunk by chunk."""
     states, head, k = models.hidden_states(teacher, batch), models.output_embedding(teacher), config.distill.top_k
     rule, shape = Likelihood(head.softcap, head.scale, 0.0), states.shape[:2]
-    parts = _parts(shape[1], max(1, config.optim.loss_chunk // shape[0]))
+    parts = tiles_of(shape[1], max(1, config.optim.loss_chunk // shape[0]))
     chunks = states.unflatten(1, (parts, -1)).transpose(0, 1).flatten(1, 2)
     size = _vocabulary(config)
     bias = [] if head.bias is None else [head.bias.to(states.dtype)]
 
     def body(carry: Tensors, inputs: Tensors) -> tuple[Tensors, Tensors]:
         logits = rule.logits(head_outputs(inputs[0], carry[0], next(iter(carry[1:]), None)))[:, :size]
-        log_p = torch.log_softmax(logits / config.distill.temperature, dim=-1)
-        top, ids = torch.topk(log_p, k, dim=-1)
-        others = torch.logsumexp(log_p.scatter(1, ids, -1e30), dim=-1, keepdim=True)
-        return carry, [ids.to(torch.int32), torch.cat([top, others], dim=-1)]
+        ids = torch.topk(logits, k, dim=-1).indices
+        return carry, [ids.to(torch.int32), top_log_probabilities(logits, ids, config.distill.temperature)]
 
     _, found = scan(body, [head.weight.to(states.dtype), *bias], [chunks])
     return [one.unflatten(1, (shape[0], -1)).transpose(0, 1).flatten(1) for one in found]
-
-
-def _parts(length: int, most: int) -> int:
-    """Returns the smallest number of equal parts of a row that have at most `most` tokens each."""
-    return next(parts for parts in range(-(-length // most), length + 1) if length % parts == 0)
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
