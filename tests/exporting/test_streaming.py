@@ -20,15 +20,13 @@ from tpu_kit.exporting.streaming import stream
 from tpu_kit.generation.service import load_for_generation
 
 MEMORY = """
-import sys, threading
+import sys
 from pathlib import Path
 import torch
+from tests.support.peak_memory import PeakMemory
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.exporting.equivalence import logits
 from tpu_kit.exporting.streaming import stream
-
-def held():
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
 
 def use(name, adapter, out):
     streamed = stream(ModelConfig(name=name, base_dtype="fp32"), Path(adapter))
@@ -38,19 +36,9 @@ def use(name, adapter, out):
     streamed.save(Path(out), torch.bfloat16)
 
 use(*sys.argv[4:6], sys.argv[3] + "-first")  # the libraries
-before, most, ended = held(), 0, threading.Event()
-
-def watch():
-    global most
-    while not ended.wait(0.001):
-        most = max(most, held())
-
-thread = threading.Thread(target=watch)
-thread.start()
-use(*sys.argv[1:4])
-ended.set()
-thread.join()
-print("figures", most - before)
+with PeakMemory() as peak:
+    use(*sys.argv[1:4])
+print("figures", peak.most - peak.before)
 """
 
 

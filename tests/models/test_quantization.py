@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from tests.benchmarks import headline
@@ -70,11 +71,12 @@ def test_int8_is_within_half_a_step_of_each_output() -> None:
 
 
 def test_int4_is_the_same_on_a_mesh() -> None:
-    """There steps and offsets are spread by a product."""
+    """There steps and offsets are spread by a product, whose broadcasts the TPU compiler would write to memory."""
     stored = INT4.quantize(weight())
     for dtype in (torch.float32, torch.bfloat16):
-        with use_mesh(Mesh(fsdp=2)):
+        with use_mesh(Mesh(fsdp=2)), FlopCounterMode(display=False) as counter:
             found = INT4.dequantize(*stored, dtype)
+        assert counter.get_total_flops() > 0
         assert torch.equal(found, INT4.dequantize(*stored, dtype))
 
 

@@ -78,52 +78,34 @@ def _errors() -> dict[str, list[float]]:
 
 
 MEMORY = """
-import sys, threading
+import sys
 import torch
 from dataclasses import replace
+from tests.support.peak_memory import PeakMemory
 from tpu_kit.models import attention; from tpu_kit.models import layer_scan as stacking
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models.loading import load_frozen
 
-def held(name):
-    for line in open("/proc/self/status"):
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-
 config = ModelConfig(base_dtype=sys.argv[2], quant_group=32, quant_cache=sys.argv[3] if len(sys.argv) > 3 else None)
 load_frozen(replace(config, name="embedded"))  # the libraries
-before, most, ended = held("RssAnon"), 0, threading.Event()
-
-def watch():
-    global most
-    while not ended.wait(0.002):
-        most = max(most, held("RssAnon"))
-
-thread = threading.Thread(target=watch)
-thread.start()
-model = load_frozen(replace(config, name=sys.argv[1]))
-attention.register()
-model.set_attn_implementation(attention.SDPA)
-stacking.stack(model.get_decoder())
-ended.set()
-thread.join()
+with PeakMemory() as peak:
+    model = load_frozen(replace(config, name=sys.argv[1]))
+    attention.register()
+    model.set_attn_implementation(attention.SDPA)
+    stacking.stack(model.get_decoder())
 size = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
-print("figures", size, most - before)
+print("figures", size, peak.most - peak.before)
 """
 """Prints the bytes of a quantised model, and the most memory that loading and stacking took beyond."""
 
 SHARDED_MEMORY = """
-import gc, json, sys, threading, time
+import gc, json, sys, time
 import torch, torch_xla
+from tests.support.peak_memory import PeakMemory, held
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.mesh import read, start
 from tpu_kit.models import causal_lm, layer_scan
-
-def held():
-    for line in open("/proc/self/status"):
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
 
 def place(name, base_dtype, r):
     config = ModelConfig(name=name, base_dtype=base_dtype, quant_group=32, quant_cache=sys.argv[2])
@@ -136,23 +118,13 @@ start(Mesh(1, 4, 1))
 place("embedded", "int8", 4)  # the libraries
 for base_dtype, r in (("int4", 4), ("int4", 4), ("bf16", 4), ("bf16", 0)):
     gc.collect()
-    most, ended = 0, threading.Event()
-
-    def watch():
-        global most
-        while not ended.wait(0.002):
-            most = max(most, held())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    model = place(sys.argv[1], base_dtype, r)
-    torch_xla.sync(wait=True)
-    time.sleep(0.3)  # the shards on the host are freed once they are copied
-    ended.set()
-    thread.join()
+    with PeakMemory() as peak:
+        model = place(sys.argv[1], base_dtype, r)
+        torch_xla.sync(wait=True)
+        time.sleep(0.3)  # the shards on the host are freed once they are copied
     tensors = [*model.parameters(), *model.buffers()]
     stacks = [one.nbytes for one in tensors if one.ndim > 2]
-    print("figures", json.dumps([most - held(), sum(stacks), max(stacks)]))
+    print("figures", json.dumps([peak.most - held(), sum(stacks), max(stacks)]))
     del model, tensors
 """
 """Prints, for several ways to load a model on a mesh, the most memory beyond what the devices hold; bytes of stacks."""

@@ -1,0 +1,31 @@
+"""The most memory that a process takes while a block of code runs."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+
+def held() -> int:
+    """Bytes of this process that no file backs."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+class PeakMemory:
+    """Notes in `most` the largest `held` within a block, looking every millisecond."""
+
+    def __enter__(self) -> PeakMemory:
+        self.most = self.before = held()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.001):
+            self.most = max(self.most, held())
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
