@@ -78,6 +78,16 @@ def test_the_variables_of_published_guides() -> None:
         environment_mesh({"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,tensor"})
 
 
+def test_every_command_reads_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_MESH_CONFIG", "1,8,1")
+    with pytest.raises(ConfigError, match="both are needed, with a size for each name"):
+        load_config()
+    monkeypatch.setenv("TPU_AXIS_NAMES", "data,fsdp,model")
+    config = load_config()
+    assert (config.launch.mesh, config.sources["launch.mesh"]) == ("data=1,fsdp=8,model=1", "environment")
+    assert load_config(None, "mesh=fsdp=4").launch.mesh == "fsdp=4"
+
+
 def test_devices_are_numbered_with_the_last_axis_fastest() -> None:
     mesh = Mesh(2, 2, 2)
     assert mesh.coordinates(0) == {"data": 0, "fsdp": 0, "model": 0}

@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.child_processes import run_python
 from tpu_kit.hardware.chips import CHIPS, FREE_SLICES, GIB, KAGGLE_HOURS_PER_WEEK, Chip, chip, parse_accelerator_type
-from tpu_kit.hardware.slices import find_slice
+from tpu_kit.hardware.slices import find_slice, find_topology
 
 TPUS = [c for c in CHIPS.values() if c.accelerator_prefix is not None]
 FIGURES = (
@@ -15,6 +15,7 @@ FIGURES = (
     "bf16_flops",
     "hbm_bandwidth",
     "ici_bandwidth",
+    "dcn_bandwidth",
     "cores",
 )
 
@@ -75,11 +76,26 @@ def test_speed_grows_from_one_tpu_to_the_next():
         ("v6e-256", "v6e-256", 256, 256, "v6e:16x16"),
         ("tpu7x-8", "tpu7x-8", 4, 8, None),
         ("tpu7x-2", "tpu7x-2", 1, 2, None),
+        ("2xv5litepod-64", "2xv5litepod-64", 128, 128, "2xv5e:8x8"),
+        ("4xv5e:4x4", "4xv5litepod-16", 64, 64, "4xv5e:4x4"),
+        ("2xv4-32", "2xv4-32", 32, 32, "2xv4:2x2x4"),
     ],
 )
 def test_slice_names(name, canonical, chips, devices, topology):
     found = find_slice(name, None)
     assert (found.name, found.chips, found.replicas, found.topology) == (canonical, chips, devices, topology)
+
+
+def test_slices_have_hosts_and_a_network() -> None:
+    hosts = {name: find_topology(name, 1)[1].hosts for name in ("v5e:2x4", "v5e:8x8", "2xv5e:8x8", "3xv4:2x2x4")}
+    assert hosts == {"v5e:2x4": 1, "v5e:8x8": 16, "2xv5e:8x8": 32, "3xv4:2x2x4": 12}
+    assert {c.name: c.dcn_bandwidth for c in TPUS if c.dcn_bandwidth} == {
+        "v5e": 6.4e12 / 8 / 256, "v5p": 50e9 / 8, "v6e": 25.6e12 / 8 / 256, "v7x": 100e9 / 8
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"launch.num_replicas=20: 2xv5litepod-8 has 16 devices; use 1 to that many"):
+        find_slice("2xv5litepod-8", 20)
+    with pytest.raises(ValueError, match=r"'0xv5e-8' names no slice; write 2xv5e-8 for two of them"):
+        find_slice("0xv5e-8", None)
 
 
 @pytest.mark.parametrize("c", TPUS, ids=lambda c: c.name)

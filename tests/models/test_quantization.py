@@ -345,8 +345,9 @@ def test_a_mesh_is_loaded_with_one_stack_beyond_what_the_devices_hold(tmp_path: 
     done = run_python(["-c", SHARDED_MEMORY, str(folder), str(tmp_path / "kept")], env=env | devices)
     found = [json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("figures")]
     assert len(found) == 4 and done.stdout.count("kept for the next run") == 1
-    for beyond, stacks, largest in found:
+    for stacked, beyond, stacks, largest in found:
         assert beyond < 2 * largest + 2**22 < 0.7 * stacks, found
+        assert stacked < largest, found
 
 
 # ------------------------------------------------------------------------------------------------------------- training

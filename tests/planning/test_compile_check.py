@@ -21,10 +21,13 @@ import pytest
 from tests.support.child_processes import REPOSITORY, child_environment, run_python
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, write_config
 from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.slices import find_topology
+from tpu_kit.models.architecture import read_shape
 from tpu_kit.planning import compile_check
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable, compile_step
+from tpu_kit.planning.cost import weight_transfers
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 GIB = 2**30
@@ -118,6 +121,19 @@ def test_a_second_call_compiles_nothing(eight: Compiled, tiny: Path, cache: Path
     assert known == replace(eight, cached=True)
     assert len(list(cache.glob("plan-*.json"))) == 2 and len(list(cache.glob("[0-9a-f]*.json"))) == 1
     assert Compiled.from_dict(json.loads(json.dumps(eight.to_dict()))) == eight
+
+
+@needs_libtpu
+def test_between_slices_the_hosts_reduce_what_a_slice_has_reduced(tiny: Path, tmp_path: Path) -> None:
+    config = small(tiny, "mesh=data=2")
+    two = compile_step(config, "2xv5e:1x1", num_replicas=2, effort="low", progress=False, cache_dir=tmp_path)
+    assert two.topology == "2xv5e:1x1" and two.fits
+    between = {one.kind: one for one in two.collectives if one.over_dcn}
+    trained = 2 * 16 * (2 * 512 + 2 * 384 + 3 * 768)  # layers x rank x (inputs + outputs)
+    moved = between["all-reduce between slices"].transfer
+    assert moved.over_dcn and moved.bytes == pytest.approx(2 * trained, rel=0.02)  # bf16
+    found = weight_transfers(config, read_shape(config.model), 1, Mesh(2, 1, 1), slices=2)
+    assert moved.bytes == pytest.approx(sum(one.bytes for one in found), rel=0.02)
 
 
 @needs_libtpu

@@ -14,13 +14,13 @@ from tests.planning.test_memory_estimate import ANSWERS, configuration, name_of
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
-from tpu_kit.config.mesh import resolve_mesh
+from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.distributed import runtime
 from tpu_kit.hardware.chips import CHIPS, chip
 from tpu_kit.hardware.slices import find_slice
 from tpu_kit.models.architecture import read_shape
-from tpu_kit.planning.cost import break_even, sharded_work, step_time
-from tpu_kit.planning.mesh_choice import largest_models
+from tpu_kit.planning.cost import break_even, link_seconds, sharded_work, step_time, transfers
+from tpu_kit.planning.mesh_choice import largest_models, placed
 from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.preflight import check_before_launch
 from tpu_kit.planning.report import mesh_lines, next_parameters, report, tensor_rows, transfer_rows
@@ -178,6 +178,37 @@ def test_from_how_many_tokens_on_products_hide_the_collectives(tmp_path: Path) -
         tokens[rank] = break_even(config, read_shape(config.model), mesh, CHIPS["v5e"])
     assert tokens == {16: pytest.approx(580, abs=30), 0: pytest.approx(670, abs=40)}
     assert break_even(run(model), read_shape(run(model).model), resolve_mesh("data=8", 8), CHIPS["v5e"]) is None
+
+
+# ------------------------------------------------------------------------------------------------- several slices
+
+
+def test_the_data_axis_spreads_over_slices(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "8b", LLAMA_8B)
+    config = run(model, "lora.r=0", "batch_size=1", "optimizer=adafactor")
+    shape, where = read_shape(config.model), find_slice("2xv5e:8x8", None)
+    chosen, on, note = placed(config, shape, where)
+    assert (chosen.launch.mesh, on.mesh, on.slices) == ("data=16,fsdp=8", Mesh(16, 8, 1), 2)
+    assert "so mesh=data=16,fsdp=8" in note
+    # A device has an eighth of the gradients in bf16, and its slice reduces it over 8 devices first.
+    (between,) = (one for one in transfers(chosen, shape, batch_arithmetic(chosen, 128), Mesh(16, 8, 1), 2)
+                  if one.over_dcn)  # fmt: skip
+    assert between.bytes == pytest.approx(2 * shape.parameters / 8 / 8, rel=0.01)
+    assert link_seconds([between], where.chip) == pytest.approx(between.bytes / (3.125e9 * 0.7))
+    # A model that a device holds is on a mesh too, with its weights on each device.
+    small = load_config(None, {"model.name": "Qwen/Qwen2.5-0.5B-Instruct", "batch_size": 1, "max_steps": 1})
+    assert str(placed(small, read_shape(small.model), where)[1].mesh) == "data=128"
+
+
+def test_what_several_slices_cannot_have_is_refused(tmp_path: Path) -> None:
+    model, where = write_config(tmp_path / "8b", LLAMA_8B), find_slice("2xv5e:8x8", None)
+    config = run(model, "mesh=fsdp=128")
+    text = r"data=1 does not divide by 2; the other axes would gather .* Use data=2,fsdp=-1"
+    with pytest.raises(ConfigError, match=text):
+        placed(config, read_shape(config.model), where)
+    config = run(model, "num_replicas=128")
+    with pytest.raises(ValueError, match=r"num_replicas=128: 2xv5litepod-64 is trained by a mesh; set launch.mesh="):
+        placed(config, read_shape(config.model), where)
 
 
 # ------------------------------------------------------------------------------------------ shipped configurations

@@ -4,8 +4,8 @@
     print(describe(config))
 
 A parameter has its section in its name (`optim.batch_size`); a leaf name that is unique may stand alone (`batch_size`).
-Later sources win: default, file, notebook parameter, command line. schema.py declares the parameters, fields.py
-converts their values.
+Later sources win: default, environment, file, notebook parameter, command line. schema.py declares the parameters,
+fields.py converts their values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from yaml import MarkedYAMLError, YAMLError
 
 from tpu_kit.config import migration_hints
 from tpu_kit.config.fields import SECRET_ADVICE, ConfigError, closest, is_secret_name, near_multiples, nest, show
-from tpu_kit.config.mesh import mesh_text
+from tpu_kit.config.mesh import environment_mesh, mesh_text
 from tpu_kit.config.schema import (  # noqa: F401 - other modules import the sections from here
     SECTIONS,
     CheckpointConfig,
@@ -92,6 +92,8 @@ def load_config(
 ) -> TrainConfig:
     """Reads a configuration, with the source of each value in `config.sources`.
 
+    Before all others comes the mesh of the variables that `mesh.environment_mesh` reads.
+
     Args:
         path: a YAML file, the name of a shipped one (`embedded-cot`), the values of a file (see `stored_values`), or
             None for the defaults.
@@ -100,9 +102,14 @@ def load_config(
         parameters: a notebook's parameters by leaf name, such as `{"batch_size": 2}`.
 
     Raises:
-        ConfigError: with all problems of the three.
+        ConfigError: with all problems of these.
     """
     reader = _Reader()
+    try:
+        if mesh := environment_mesh():
+            reader.mapping({"launch.mesh": mesh}, "environment")
+    except ValueError as error:
+        reader.problems.append(str(error))
     if isinstance(path, Mapping):
         reader.mapping(path, "file")
     elif path is not None:

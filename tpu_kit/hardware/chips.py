@@ -49,11 +49,21 @@ class Topology:
     chips_per_host_bounds: tuple[int, int, int]
     chip_config_name: str | None = None
     """"megacore" where it must be named to get one device a chip (v4), otherwise None."""
+    slices: int = 1
+    """Equal slices, which the data center network joins."""
 
     @property
     def chips(self) -> int:
-        """Chips in the slice: the product of its shape."""
-        return math.prod(int(side) for side in self.name.split(":")[1].split("x"))
+        """Chips in all slices: the product of the shape, for each."""
+        return self.slices * math.prod(int(side) for side in self.name.split(":")[1].split("x"))
+
+    @property
+    def hosts(self) -> int:
+        """Hosts of all slices."""
+        return max(self.slices, self.chips // math.prod(self.chips_per_host_bounds))
+
+    def __str__(self) -> str:
+        return self.name if self.slices == 1 else f"{self.slices}x{self.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +83,8 @@ class Chip:
     """Bytes/s."""
     ici_bandwidth: float | None = None
     """Bytes/s between chips, over all links and both directions (NVLink for GPUs; None for those that have none)."""
+    dcn_bandwidth: float | None = None
+    """Bytes/s that a chip can send to other slices over the data center network, all chips of a host at once."""
     cores: int | None = None
     """TensorCores of a TPU chip."""
     devices_per_chip: int = 1
@@ -112,6 +124,7 @@ def _topologies(chip: str, shapes: str, one_host: int = 4, config: str | None = 
 
 
 _DOCS = "https://docs.cloud.google.com/tpu/docs/"
+_DCN = f"{_DOCS}tpu7x: data center network bandwidth per chip"
 _TPU7X = _DOCS + "tpu7x"
 _JAX = "jax-ml/jax jax/_src/pallas/mosaic/tpu_info.py (commit 04c63627260d)"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (2025-02)"
@@ -165,7 +178,7 @@ _CHIPS = (
     Chip(
         name="v5e", aliases=("TPU v5 lite", "TPU v5e", "v5litepod", "v5lite"), hbm_bytes=16 * GIB,
         usable_hbm_bytes=16909238272, bf16_flops=197e12, hbm_bandwidth=819e9,
-        ici_bandwidth=400e9, cores=1, accelerator_prefix="v5litepod",
+        ici_bandwidth=400e9, dcn_bandwidth=3.125e9, cores=1, accelerator_prefix="v5litepod",
         vector_memory_bytes=112 * MIB,
         slice_sizes=(1, 4, 8, 16, 32, 64, 128, 256), topologies=_topologies("v5e", _FLAT, one_host=8),
         price=Price(1.20, 0.24493, _CATALOG + "us-central1 tpu-v5litepod-1 (spot is 0.48 in us-west4)"),
@@ -176,10 +189,12 @@ _CHIPS = (
             "bf16_flops": f"{_DOCS}v5e (393 TOP/s is int8); {_JAX} agrees",
             "hbm_bandwidth": f"{_DOCS}v5e: 819 GB/s, later 800 GiB/s; {_JAX} says 820e9; {_BOOK} 8.1e11",
             "ici_bandwidth": f"{_DOCS}v5e: 400 GB/s both ways, earlier 1600 Gbit/s one way; {_BOOK} makes it 360e9",
+            "dcn_bandwidth": f"{_DOCS}v6e: 6.4 Tbit/s a pod of 256 chips, 2 x 100 Gbit/s a host of 8",
             "devices_per_chip": f"{_LIBTPU}; {_XPK}; {_DOCS}v5e: machines of 1, 4 or 8 chips"})),
     Chip(
         name="v5p", aliases=("TPU v5", "TPU v5p"), hbm_bytes=96 * GIB, usable_hbm_bytes=102802882560,
         bf16_flops=459e12, hbm_bandwidth=2765e9, ici_bandwidth=1200e9, cores=2, vector_memory_bytes=46 * MIB,
+        dcn_bandwidth=6.25e9,
         accelerator_prefix="v5p", name_counts_cores=True,
         slice_sizes=(4, 8, 16, 32, *range(64, 6145, 64)), topologies=_topologies("v5p", _CUBES),
         price=Price(4.20, 0.83570, _CATALOG + "us-central1 tpu-v5p-12288, over 6144 chips (spot 1.68 in us-east5)"),
@@ -189,11 +204,12 @@ _CHIPS = (
             "vector_memory_bytes": f"{_LIBTPU}: buffer assignment of TinyLlama-1.1B in full (Llama-3.2-1B: 44)",
             "bf16_flops hbm_bandwidth": f"{_DOCS}v5p; {_JAX} agrees on FLOP/s, says 2.46e12 bytes/s",
             "ici_bandwidth": f"{_TPU7X}: 1200 GB/s both ways; {_DOCS}v5p: 4800 Gbit/s one way; {_BOOK} makes it 1080e9",
+            "dcn_bandwidth": f"{_DCN}, 50 Gbit/s",
             "cores devices_per_chip": f"{_DOCS}v5p; {_XPK}; {_LIBTPU}: v5p:2x2x1 is 4 devices"})),
     Chip(
         name="v6e", aliases=("TPU v6 lite", "TPU v6e", "trillium"), hbm_bytes=32 * GIB,
         usable_hbm_bytes=33550073856, bf16_flops=918e12, hbm_bandwidth=1638e9,
-        ici_bandwidth=800e9, cores=1, accelerator_prefix="v6e",
+        ici_bandwidth=800e9, dcn_bandwidth=12.5e9, cores=1, accelerator_prefix="v6e",
         slice_sizes=(1, 4, 8, 16, 32, 64, 128, 256), topologies=_topologies("v6e", _FLAT, one_host=8),
         price=Price(2.70, 0.54421, _CATALOG + "us-central1 tpu-v6e-1 (spot is 1.215 in us-east5)"),
         sources=_sources({
@@ -201,15 +217,17 @@ _CHIPS = (
             "usable_hbm_bytes": f"{_LIBTPU}: limit 31.25G, reserved 260M",
             "bf16_flops": f"{_DOCS}v6e (1836 TOP/s is int8); {_JAX} and {_BOOK} say 920e12",
             "hbm_bandwidth": f"{_TPU7X}; {_DOCS}v6e: 1640, later 1600 GB/s",
+            "dcn_bandwidth": f"{_DCN}, 100 Gbit/s; {_DOCS}v6e: 25.6 Tbit/s a pod of 256 chips",
             "ici_bandwidth": f"{_DOCS}v6e: 800 GB/s both ways; earlier 3584, then 3200 Gbit/s one way",
             "devices_per_chip": f"{_LIBTPU}; {_XPK}; {_DOCS}v6e: 16 chips are 4 VMs on 2 hosts"})),
     Chip(
         name="v7x", aliases=("tpu7x", "TPU v7x", "TPU v7", "ironwood"), hbm_bytes=192 * GIB,
         bf16_flops=2307e12, hbm_bandwidth=7380e9, ici_bandwidth=1200e9, cores=2, devices_per_chip=2,
-        accelerator_prefix="tpu7x", name_counts_cores=True,
+        dcn_bandwidth=12.5e9, accelerator_prefix="tpu7x", name_counts_cores=True,
         slice_sizes=(1, 4, 8, 16, 32, *range(64, 9217, 64)),
         sources=_sources({
             "hbm_bytes ici_bandwidth cores bf16_flops": f"{_TPU7X} (4614 TFLOP/s is fp8)",
+            "dcn_bandwidth": f"{_DCN}, 100 Gbit/s",
             "hbm_bandwidth": f"{_TPU7X}; https://aiwiki.ai/wiki/tpu_ironwood has the announced 7.37e12",
             "devices_per_chip": f"{_TPU7X}: two chiplets, two devices (JAX; PyTorch/XLA was not tried)"})),
     Chip(

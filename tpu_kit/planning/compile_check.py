@@ -75,6 +75,7 @@ class Collective:
         bytes: of their results.
         moved: bytes that a device sends one way, in a ring.
         synchronous: the part of `moved` that the compiler does not overlap with computation.
+        over_dcn: whether they go from slice to slice.
     """
 
     kind: str
@@ -82,11 +83,13 @@ class Collective:
     bytes: int
     moved: float
     synchronous: float
+    over_dcn: bool = False
 
     @property
     def transfer(self) -> Transfer:
         """The same for `cost.step_time`."""
-        return Transfer(self.kind, self.count, self.moved, self.synchronous / self.moved if self.moved else 0.0)
+        share = self.synchronous / self.moved if self.moved else 0.0
+        return Transfer(self.kind, self.count, self.moved, share, self.over_dcn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +340,7 @@ def _compiled(
 ) -> Compiled:
     assert kind.usable_hbm_bytes is not None
     about: dict[str, Any] = {
-        "chip": kind.name, "topology": topology.name, "num_replicas": plan.num_replicas, "effort": effort,
+        "chip": kind.name, "topology": str(topology), "num_replicas": plan.num_replicas, "effort": effort,
         "batch_size": plan.batch_size, "gradient_accumulation": plan.gradient_accumulation, "libtpu": libtpu,
         "limit_bytes": kind.usable_hbm_bytes,
         **{name: answer[name] for name in ("program", "trace_seconds", "trace_host_bytes", "compile_seconds")},

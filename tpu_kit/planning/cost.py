@@ -35,6 +35,8 @@ HBM_EFFICIENCY = 0.8
 """Share of the peak bandwidth that streaming reaches: an assumption."""
 ICI_EFFICIENCY = 0.7
 """Share of the interconnect's bandwidth that an all-reduce reaches: an assumption."""
+DCN_EFFICIENCY = 0.7
+"""Share of the data center network's bandwidth that an all-reduce between slices reaches: an assumption."""
 TRAFFIC = 25.0
 """HBM traffic of a layer's activations in a step, over the bytes of the inputs and outputs of its linear layers: they
 are read and written in the forward pass, the recomputation and the backward pass, and by norms, rotary angles, adapters
@@ -80,12 +82,14 @@ class Transfer:
         bytes: that a device sends one way: (g - 1) / g of an all-gather's result or of a reduce-scatter's operand in a
             ring of g devices, twice that for an all-reduce.
         synchronous: the share of them that no computation hides.
+        over_dcn: whether they go from slice to slice, over the data center network.
     """
 
     kind: str
     count: int
     bytes: float
     synchronous: float
+    over_dcn: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     return Work(passes * flops, passes * traffic + update, 4.0 * trained_count(shape, lora))
 
 
-def sharded_work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh) -> Work:
+def sharded_work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh, slices: int = 1) -> Work:
     """The work of one update on one device of a mesh: its part of the products, of the update and the collectives.
 
     Args:
@@ -178,9 +182,10 @@ def sharded_work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh)
         shape: of the whole model.
         plan: the batch of one of the mesh's batch shards.
         mesh: the devices.
+        slices: over which the data axis spreads.
     """
     own = per_device(shape, mesh)
-    done, moved = work(config, own, plan), transfers(config, shape, plan, mesh)
+    done, moved = work(config, own, plan), transfers(config, shape, plan, mesh, slices)
     gathered = sum(one.bytes for one in moved if one.kind.startswith("all-gather"))
     elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config.lora) * (1 - 1 / mesh.fsdp)
     flops = done.flops
@@ -190,7 +195,7 @@ def sharded_work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh)
     return Work(flops, done.traffic - elsewhere + GATHERED_TRAFFIC * gathered, 0.0, tuple(moved))
 
 
-def transfers(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh) -> list[Transfer]:
+def transfers(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh, slices: int = 1) -> list[Transfer]:
     """The collectives of an update on a mesh: those of `weight_transfers`, and those of activations.
 
     The rows of the embedding are exchanged. For the loss, the hidden states of a chunk are gathered over fsdp, and
@@ -199,7 +204,7 @@ def transfers(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh) ->
     passes, tokens = plan.gradient_accumulation, plan.batch_size * config.data.max_length
     states = float(tokens * shape.hidden * (4 if config.model.base_dtype == "fp32" else 2))
     tiles = -(-tokens // min(config.optim.mlp_tile or tokens, tokens))
-    found, columns = list(weight_transfers(config, shape, passes, mesh, tiles)), mesh.fsdp * mesh.model
+    found, columns = list(weight_transfers(config, shape, passes, mesh, tiles, slices)), mesh.fsdp * mesh.model
     if columns > 1:
         found.append(Transfer("all-to-all of embeddings", passes, passes * states * (columns - 1) / columns, 1.0))
     if mesh.fsdp > 1:
@@ -214,12 +219,14 @@ def transfers(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh) ->
     return found
 
 
-def weight_transfers(config: TrainConfig, shape: Shape, passes: int, mesh: Mesh, tiles: int = 1) -> Iterator[Transfer]:
+def weight_transfers(
+    config: TrainConfig, shape: Shape, passes: int, mesh: Mesh, tiles: int = 1, slices: int = 1
+) -> Iterator[Transfer]:
     """The collectives of weights and gradients, whose bytes do not depend on the number of tokens.
 
     A layer's tensors are gathered over fsdp in the forward and in the backward pass, as they are stored; trained ones
     in bf16. The gradient of each trained matrix is reduce-scattered in bf16 in each pass, an MLP's for each tile
-    of its tokens, and all-reduced over data in fp32 once.
+    of its tokens, and all-reduced over data in bf16 in each pass: within each slice, then between the slices.
     """
     gathered, scattered, summed, gathers, matrices = 0.0, 0.0, 0.0, 0, 0
     for tensor in model_tensors(shape, config):
@@ -233,19 +240,26 @@ def weight_transfers(config: TrainConfig, shape: Shape, passes: int, mesh: Mesh,
         if tensor.trained:
             times = ("fsdp" in axes) * (tiles if ".mlp." in tensor.name else 1)
             matrices, scattered = matrices + layers * times, scattered + size * times
-            summed += 4 * own / (mesh.fsdp if "fsdp" in axes else 1)
+            summed += size / (mesh.fsdp if "fsdp" in axes else 1)
     ring = (mesh.fsdp - 1) / mesh.fsdp
     if mesh.fsdp > 1:
         yield Transfer("all-gather of weights", passes * gathers, passes * gathered * ring, SYNCHRONOUS_GATHERS)
         yield Transfer("reduce-scatter of gradients", passes * matrices, passes * scattered * ring, 1.0)
-    if mesh.data > 1:
-        yield Transfer("all-reduce of gradients", 1, 2 * summed * (mesh.data - 1) / mesh.data, 1.0)
+    data = mesh.data // slices
+    if data > 1:
+        yield Transfer("all-reduce of gradients", passes, passes * 2 * summed * (data - 1) / data, 1.0)
+    if slices > 1:  # each device of a slice sends an equal part
+        sent = passes * 2 * summed / data * (slices - 1) / slices
+        yield Transfer("all-reduce between slices", passes, sent, 1.0, over_dcn=True)
 
 
 def link_seconds(transfers: Iterable[Transfer], chip: Chip, *, synchronous: bool = False) -> float:
     """Seconds that collectives take on a device's links in one direction; of all, or of the synchronous share."""
-    sent = sum(one.bytes * (one.synchronous if synchronous else 1.0) for one in transfers)
-    return sent / ((chip.ici_bandwidth or 100e9) / chip.devices_per_chip / 2 * ICI_EFFICIENCY)
+    links, network = (chip.ici_bandwidth or 100e9) / 2 * ICI_EFFICIENCY, (chip.dcn_bandwidth or 3e9) * DCN_EFFICIENCY
+    return chip.devices_per_chip * sum(
+        one.bytes * (one.synchronous if synchronous else 1.0) / (network if one.over_dcn else links)
+        for one in transfers
+    )
 
 
 def break_even(config: TrainConfig, shape: Shape, mesh: Mesh, chip: Chip) -> float | None:
@@ -299,7 +313,7 @@ def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None 
 def predict_time(config: TrainConfig, shape: Shape, where: TargetSlice) -> StepTime:
     """Estimates the seconds of a step on a slice, by the formula's counts."""
     plan = batch_arithmetic(config, where.replicas)
-    done = sharded_work(config, shape, plan, where.mesh) if where.mesh else work(config, shape, plan)
+    done = sharded_work(config, shape, plan, where.mesh, where.slices) if where.mesh else work(config, shape, plan)
     return step_time(done, where.chip, where.replicas, where.calibration.time)
 
 
@@ -320,7 +334,7 @@ def factors() -> Mapping[str, float]:
     """The assumptions, by name."""
     return {
         "MXU_EFFICIENCY": MXU_EFFICIENCY, "HBM_EFFICIENCY": HBM_EFFICIENCY, "ICI_EFFICIENCY": ICI_EFFICIENCY,
-        "HOST_SECONDS": HOST_SECONDS,
+        "DCN_EFFICIENCY": DCN_EFFICIENCY, "HOST_SECONDS": HOST_SECONDS,
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def placed(
 
     If the user has set neither launch.mesh nor launch.num_replicas, or launch.mesh=auto, it is data parallel by
     replicas where the run fits one device, else the mesh with the fewest fsdp devices that holds it; all of them where
-    none does.
+    none does. On several slices it is a mesh in any case, and its data axis spreads over them.
 
     Args:
         config: the run.
@@ -33,23 +33,31 @@ def placed(
         one_row: whether one row of a device is enough; so too with optim.batch_size=auto.
 
     Raises:
-        ConfigError: the mesh does not divide the attention heads.
-        ValueError: the mesh is of another number of devices, or its rules do not fit the model.
+        ConfigError: the mesh does not divide the attention heads, or the slices do not divide its data axis.
+        ValueError: the mesh is of another number of devices, or its rules do not fit the model; or several slices are
+            to have replicas.
     """
     launch, devices = config.launch, where.replicas
     if launch.mesh not in _UNSET:
-        mesh = check_mesh(config, devices, shape)
+        mesh = check_mesh(config, devices, shape, where.slices)
         table(shape, config, mesh)
         return config, where.sharded(mesh), ""
     config = replace(config, launch=replace(launch, mesh=None))
     rows = 1 if one_row or config.optim.batch_size == "auto" else config.optim.batch_size
+    if launch.num_replicas is not None and where.slices > 1:
+        raise ValueError(
+            f"launch.num_replicas={launch.num_replicas}: {where.name} is trained by a mesh; set launch.mesh="
+            f"data={where.slices},fsdp=-1 instead"
+        )
     if devices == 1 or launch.num_replicas is not None:
         return config, where, ""
     peak, time = _predicted(config, shape, where, rows)
     limit = where.limit * (1 - max(where.free, reserve(config)))
     asked, text = f"launch.mesh={launch.mesh or 'null'}", f"{peak / GIB:.2f} of {where.limit / GIB:.2f} GiB"
-    if peak <= limit:
+    if peak <= limit and where.slices == 1:
         return config, where, f"{asked}: a replica on each of the {devices} devices, which takes {text}"
+    if where.slices > 1 and not can_shard(config, shape):
+        raise ValueError(f"{where.name}: several slices are trained by a mesh, and this run cannot be sharded")
     if not can_shard(config, shape):
         return config, where, f"{asked}: replicas, which take {text}; this run cannot be sharded over a mesh"
     found = list(_meshes(config, shape, where, rows))
@@ -67,8 +75,8 @@ def _meshes(
     config: TrainConfig, shape: Shape, where: TargetSlice, rows: int
 ) -> Iterator[tuple[TrainConfig, TargetSlice, int, StepTime]]:
     """The run on each mesh of data and fsdp, fewest devices in fsdp first, with its peak and time."""
-    for size in range(2, where.replicas + 1):
-        if where.replicas % size == 0:
+    for size in range(1 if where.slices > 1 else 2, where.replicas // where.slices + 1):
+        if where.replicas % (size * where.slices) == 0:
             data = where.replicas // size
             mesh = resolve_mesh(f"data={data},fsdp={size}", where.replicas, config.launch.mesh_rules)
             table(shape, config, mesh)
@@ -83,17 +91,22 @@ def _predicted(config: TrainConfig, shape: Shape, where: TargetSlice, rows: int)
     return estimate_on(config, shape, where).total_bytes, predict_time(config, shape, where)
 
 
-def check_mesh(config: TrainConfig, devices: int, shape: Shape | None) -> Mesh:
-    """Returns the run's mesh on so many devices.
+def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: int = 1) -> Mesh:
+    """Returns the run's mesh on so many devices of so many slices.
 
     Raises:
-        ConfigError: the mesh does not divide the attention heads, or the batch size is open and the formula does not
-            know the model.
+        ConfigError: the mesh does not divide the attention heads, the slices do not divide its data axis, or the batch
+            size is open and the formula does not know the model.
         ValueError: the mesh is of another number of devices.
     """
     assert config.launch.mesh is not None
     mesh = resolve_mesh(config.launch.mesh, devices, config.launch.mesh_rules)
     problems = mesh.problems(shape.heads, shape.kv_heads) if shape else []
+    if mesh.data % slices:
+        problems.append(
+            f"launch.mesh={mesh}: the data axis spreads over the {slices} slices, and data={mesh.data} does not divide "
+            f"by {slices}; the other axes would gather weights over the data center network. Use data={slices},fsdp=-1"
+        )
     if shape is None and config.optim.batch_size == "auto":
         problems.append(f'optim.batch_size: "auto" is not chosen for launch.mesh={mesh}; give the rows of a shard')
     if problems:

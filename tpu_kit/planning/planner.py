@@ -284,7 +284,7 @@ def _placed(config: TrainConfig, where: TargetSlice) -> tuple[TrainConfig, Targe
     """The run and the slice with the run's own mesh; without one, with replicas."""
     if config.launch.mesh in (None, "auto"):
         return replace(config, launch=replace(config.launch, mesh=None)), where
-    return config, where.sharded(check_mesh(config, where.replicas, None))
+    return config, where.sharded(check_mesh(config, where.replicas, None, where.slices))
 
 
 def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, rows: Rows | None = None) -> Plan:
@@ -441,7 +441,7 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows
     mesh, batch = where.mesh, batch_arithmetic(picked.config, where.replicas)
     return Plan(
         tensors=tuple(table(shape, picked.config, mesh)) if mesh else (),
-        transfers=tuple(transfers(picked.config, shape, batch, mesh)) if mesh else (),
+        transfers=tuple(transfers(picked.config, shape, batch, mesh, where.slices)) if mesh else (),
         break_even=break_even(picked.config, shape, mesh, where.chip) if mesh else None,
         where=where, config=picked.config, settings=tuple(settings), fits=bool(fitting), peak_bytes=memory.total_bytes,
         parts=dict(memory.parts), source="formula", time=picked.time, checkpoint_bytes=held,
@@ -536,7 +536,8 @@ def _with(found: Plan, compiled: Compiled, shape: Shape | None, rows: Rows) -> P
         batch = batch_arithmetic(config, where.replicas)
         own = Work(0.0, 0.0, 0.0)
         if shape:
-            own = sharded_work(config, shape, batch, where.mesh) if where.mesh else work(config, shape, batch)
+            mesh = where.mesh
+            own = sharded_work(config, shape, batch, mesh, where.slices) if mesh else work(config, shape, batch)
         # Splash attention reports no FLOPs, so the formula's count may be larger.
         moved = tuple(one.transfer for one in compiled.collectives) if where.mesh else ()
         done = Work(max(compiled.flops, own.flops), compiled.bytes_accessed, own.reduced, moved)

@@ -18,7 +18,6 @@ from datasets import Dataset, DatasetDict
 
 from tpu_kit.checkpointing.manager import CheckpointManager
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
-from tpu_kit.config.mesh import environment_mesh
 from tpu_kit.data.batching import batch_line, updates
 from tpu_kit.data.prepare import Prepared, prepare, prepare_once
 from tpu_kit.data.sources import keep_rows, kept_place
@@ -122,8 +121,6 @@ def train(
         ValueError: the configuration, the data or the machine do not allow the run.
         LaunchError: a replica failed.
     """
-    if config.launch.mesh is None and (mesh := environment_mesh()):
-        config = replace(config, launch=replace(config.launch, mesh=mesh))
     check_tracking(config)
     verifier_named(config.tracking.verifier)
     runtime.detect(config.launch)

@@ -20,6 +20,8 @@ MOST_TRIPS = 1_000_000
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64,
          "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "f8e5m2": 8, "f8e4m3fn": 8}  # fmt: skip
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::([^{}]*))?\})?")
+# What a device sends to its host for a collective between slices, whose target is such as "{1,2}x{0:7}".
+_BETWEEN_SLICES = re.compile(r"_xla_megascale_target=\"\{([\d,:]+)\}.*_xla_megascale_transfer_type=\"(\w+)\"")
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _SAME = {"copy", "bitcast", "bitcast-convert", "convert", "reshape", "opt-barrier"}
 
@@ -160,6 +162,9 @@ class Module:
         The compiler writes an asynchronous collective as a chain of fusions that compute beside it. Each of them
         contains the collective, so a chain is counted once by its channel. A reduce-scatter is a fusion of an
         all-reduce and a slice, named all-reduce-scatter; it is synchronous.
+
+        Between slices, the compiler leaves a collective to the hosts: a device sends its operand to its host, and
+        receives the result. These are rows of their own.
         """
         found: dict[str, dict[str, Any]] = {}
         for name, times in self.weights().items():
@@ -175,10 +180,15 @@ class Module:
                 if kind == "reduce-scatter":
                     size //= group if one.opcode == "all-reduce" else 1
                     moved = size * (group - 1)
-                row = found.setdefault(kind, {"kind": kind, "count": 0, "bytes": 0, "moved": 0.0, "synchronous": 0.0})
-                added = {"count": times, "bytes": times * size, "moved": times * moved}
-                added["synchronous"] = times * moved if synchronous else 0.0
-                row |= {key: row[key] + value for key, value in added.items()}
+                _add(found, kind, times, size, moved, synchronous)
+            for one in self.computations[name]:
+                if one.opcode == "send" and (across := _BETWEEN_SLICES.search(one.rest)):
+                    first, _, last = across[1].partition(":")
+                    slices = int(last) - int(first) + 1 if last else first.count(",") + 1
+                    kind = across[2].lower().replace("_", "-")
+                    size = logical_bytes(*_ARRAY.findall(one.shape)[0][:2])
+                    moved = size * (slices - 1) / slices * (2 if kind == "all-reduce" else 1)
+                    _add(found, f"{kind} between slices", times, size, moved, True, over_dcn=True)
         return list(found.values())
 
     def _collectives_in(
@@ -199,6 +209,16 @@ class Module:
                 for name in one.called:
                     if name in self.computations:
                         yield from self._collectives_in(name, chains, fused=True)
+
+
+def _add(
+    found: dict[str, dict[str, Any]], kind: str, times: int, size: int, moved: float, synchronous: bool, **fixed: bool
+) -> None:
+    row = found.setdefault(kind, {"kind": kind, "count": 0, "bytes": 0, "moved": 0.0, "synchronous": 0.0, **fixed})
+    row["count"] += times
+    row["bytes"] += times * size
+    row["moved"] += times * moved
+    row["synchronous"] += times * moved if synchronous else 0.0
 
 
 def _group_size(attributes: str) -> int:

@@ -171,13 +171,14 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
 
     count = request["num_replicas"]
     devices = _devices(request["topology"])[:count]
+    numbers = np.array([device.id for device in devices])  # not 0, 1, ... with several slices
     if program.mesh is None:
         options = compiler.get_compile_options(
-            num_replicas=count, num_partitions=1, device_assignment=np.arange(count).reshape(count, 1)
+            num_replicas=count, num_partitions=1, device_assignment=numbers.reshape(count, 1)
         )
     else:
         options = compiler.get_compile_options(
-            num_replicas=1, num_partitions=count, device_assignment=np.arange(count).reshape(1, count),
+            num_replicas=1, num_partitions=count, device_assignment=numbers.reshape(1, count),
             use_spmd_partitioning=True, env_options_overrides=_SPMD_OPTIONS,
         )  # fmt: skip
         options.executable_build_options.allow_spmd_sharding_propagation_to_output = [True]
@@ -221,6 +222,8 @@ def _devices(topology: dict[str, Any]) -> Any:
     from jax.experimental import topologies
 
     config = {"chip_config_name": topology["chip_config_name"]} if topology["chip_config_name"] else {}
+    if topology["slices"] > 1:
+        config["num_slices"] = topology["slices"]
     bounds = list(topology["chips_per_host_bounds"])
     description = topologies.get_topology_desc(
         platform="tpu", topology_name=topology["name"], chips_per_host_bounds=bounds, **config
