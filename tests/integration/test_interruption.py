@@ -316,24 +316,25 @@ def test_hundreds_of_kills_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @needs_xla
-def test_faults_of_a_launch_on_xla(tmp_path: Path) -> None:
-    """The caller killed, or the process that holds the replicas, or an exception in one rank: 20 times, at random."""
+@pytest.mark.parametrize(("where", "count"), [(XLA, 20), ({"device_type": "xla-cpu", "mesh": "fsdp=2"}, 30)])
+def test_faults_of_a_launch_on_xla(tmp_path: Path, where: dict[str, Any], count: int) -> None:
+    """The caller killed, or the process that holds the devices, or an exception in a step, at random."""
     whole, chance, faults, number = tmp_path / "whole", random.Random(0), 0, 0
-    sft.train(run_config(whole, **{**LONG, **XLA}))
-    while faults < 20:
+    sft.train(run_config(whole, **{**LONG, **where}))
+    while faults < count:
         number += 1
         folder, status = tmp_path / f"run-{number}", -1
         while status != 0:
             saved = complete(folder)
-            if faults < 20 and chance.random() < 0.3:
-                config = run_config(folder, **{**LONG, **XLA, "run_name": f"fail-{chance.randint(1, 6)}"})
+            if faults < count and chance.random() < 0.3:
+                config = run_config(folder, **{**LONG, **where, "run_name": f"fail-{chance.randint(1, 6)}"})
                 with contextlib.suppress(LaunchError):  # it may be over before
-                    launch(training_functions.failing, config)
+                    launch(training_functions.failing, config, sharded=True)
                     continue
                 faults += 1
             else:
-                run = start(folder, **XLA)
-                if faults < 20:
+                run = start(folder, **where)
+                if faults < count:
                     at = reached(run, folder, min(saved[-1] if saved else 0, 12) + chance.randint(1, 3))
                     victim = chance.choice([run.pid, holder(run)]) if at < 15 else 0
                     time.sleep(chance.uniform(0, 0.3))

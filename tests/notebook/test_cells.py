@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import sys
 import types
@@ -15,7 +16,7 @@ import nbformat
 import papermill
 import pytest
 
-from tests.support.child_processes import REPOSITORY
+from tests.support.child_processes import PYTHONPATH, REPOSITORY, run_python
 from tests.support.kernels import run_cell
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.hardware.machine import Check
@@ -58,6 +59,14 @@ def test_parameters(cells: list[str], expected: dict[str, Any]) -> None:
 
 def test_parameters_of_a_script() -> None:
     assert cells_module.parameters({"a": 1, "_b": 2, "module": sys, "c": [1]}) == {"a": 1, "c": [1]}
+
+
+@pytest.mark.parametrize(("first", "kind"), [("os", "notebook"), ("tpu_kit.notebook.cells", "std")])
+def test_progress_bars_are_text_where_ipywidgets_is_installed(tmp_path: Path, first: str, kind: str) -> None:
+    (tmp_path / "ipywidgets.py").write_text("FloatProgress = HBox = HTML = object\n")
+    code = f"import ipykernel.zmqshell, {first}; from tqdm.auto import tqdm; print(tqdm.__mro__[1].__module__)"
+    done = run_python(["-W", "ignore", "-c", code], env={"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{tmp_path}"})
+    assert done.stdout.split() == [f"tqdm.{kind}"]
 
 
 def test_no_parameters_cell() -> None:

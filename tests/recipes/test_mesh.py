@@ -105,6 +105,14 @@ def test_a_mesh_trains_like_one_device_and_resumes_bit_for_bit(
 
 
 @pytest.mark.slow
+def test_twenty_updates_are_those_of_one_device(world: Path, tmp_path: Path) -> None:
+    found = [losses(run(world, tmp_path / str(mesh), mesh, max_steps=20)) for mesh in (None, "fsdp=8", MESHES[-1])]
+    assert len(found[0]) == 20
+    for mine in found[1:]:
+        torch.testing.assert_close(mine, found[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[:-1])
 def test_other_meshes_train_like_one_device(
     world: Path, tmp_path: Path, single: Callable[[], TrainConfig], mesh: str

@@ -363,12 +363,12 @@ def poisoned(config: TrainConfig) -> dict[str, Any] | None:
 
 
 def failing(config: TrainConfig) -> None:
-    """`sft.fine_tune` where rank 1 raises in its n-th step, `run_name` being "fail-n"."""
+    """`sft.fine_tune` where rank 1, or a mesh, raises in its n-th step, `run_name` being "fail-n"."""
     calls, fail = 0, int(config.run_name.removeprefix("fail-"))
 
     def failing_step(*given: Any) -> None:
         nonlocal calls
-        if runtime.current().rank == 1:
+        if config.launch.mesh or runtime.current().rank == 1:
             calls += 1
             if calls == fail:
                 raise RuntimeError("a fault")

@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import tqdm.notebook  # type: ignore[import-untyped]  # tqdm ships no types
+
 from tpu_kit.config import schema
 from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config, stored_values
@@ -66,7 +68,9 @@ _PART_COLOURS = ("#6b7280", "#2563eb", "#60a5fa", "#0d9488", "#a3e635", "#f59e0b
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # The notebook keeps each state of a tqdm bar, so only work of more than 5 s gets a bar, in child processes too.
 os.environ.setdefault("TQDM_DELAY", "5")
-# Progress bars are plain text here, so the warning about missing widgets is noise.
+# Progress bars are plain text also where ipywidgets is installed: a widget is dead without its kernel. For that tqdm
+# warns that it is missing, unless tqdm.auto was imported before.
+tqdm.notebook.IProgress = None
 warnings.filterwarnings("ignore", message="IProgress not found")
 explain_missing_names()
 # Deprecation warnings of libraries, in the processes that a cell starts, would stay in the notebook.
