@@ -428,16 +428,19 @@ def _inherited(backend: Backend) -> dict[str, str]:
 
 
 def _environment(backend: Backend) -> dict[str, str]:
+    # For each program of a mesh, XLA warns that its partitioner, GSPMD, will be replaced by Shardy.
+    logs = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")} if backend.mesh else {}
     if backend.device_type == "xla-cpu":
         from tpu_kit.distributed import cpu_simulation
 
         if backend.mesh is not None:
-            return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(backend.mesh.size)}
+            return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(backend.mesh.size), **logs}
         assert backend.num_replicas is not None
         return {"USE_TORCH_XLA": "1", **cpu_simulation.environment(backend.num_replicas)}
     if backend.device_type == "tpu":
         # Programs are cached for the next run; XLA:CPU could write them, but not load them.
-        return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU", "XLA_PERSISTENT_CACHE_PATH": str(compile_cache(Machine()))}
+        cache = {"XLA_PERSISTENT_CACHE_PATH": str(compile_cache(Machine()))}
+        return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU", **cache, **logs}
     return {"USE_TORCH_XLA": "0"}
 
 

@@ -123,6 +123,10 @@ def _mesh_process(address: str, key: bytes, flag: str, payload: bytes, backend: 
     preemption.join(StopFlag(flag))
     assert backend.mesh is not None
     mesh = backend.mesh
+    from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
+
+    # tqdm's own lock has a semaphore, which Python reports as leaked when this process ends by `os._exit`.
+    tqdm.set_lock(threading.RLock())
 
     def make() -> Runtime:
         import torch_xla
