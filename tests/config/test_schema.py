@@ -185,7 +185,14 @@ def test_output_path() -> None:
     ("values", "text"),
     [
         ({"optim__objective": "mine"},
-         "optim.objective: 'mine' is neither supervised nor module:function; write one of these"),
+         "optim.objective: 'mine' must be supervised, error-correction, error-correction-alone or module:function"),
+        ({"optim__objective": "error-correction", "tracking__eval_generate_rows": 4},
+         "tracking.eval_generate_rows: 4 would answer without the head; set it to 0"),
+        ({"optim__objective": "error-correction-alone", "lora__r": 0},
+         "optim.objective: 'error-correction-alone' keeps the weights, and lora.r=0 saves all of them anew; set "
+         "lora.r=1"),
+        ({"optim__objective": "error-correction", "distill__teacher": "t"},
+         "optim.objective: 'error-correction' is another loss than that of distill.teacher; remove one of the two"),
         ({"optim__objective": "a:b", "distill__teacher": "t"},
          "optim.objective: 'a:b' is another loss than that of distill.teacher; remove one of the two"),
         ({"distill__temperature": 2.0},
@@ -219,7 +226,7 @@ def test_output_path() -> None:
          "remove it"),
     ],
 )  # fmt: skip
-def test_contradictions_of_a_distillation(values: dict[str, Any], text: str) -> None:
+def test_contradictions_of_an_objective(values: dict[str, Any], text: str) -> None:
     found = problems(**values)
     assert len(found) == 1, found
     assert found[0].startswith(text), found[0]

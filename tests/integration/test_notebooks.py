@@ -1,4 +1,4 @@
-"""The notebooks, run in kernels of their own as a batch job runs them: all five in order, and one that is stopped."""
+"""The notebooks, run in kernels of their own as a batch job runs them: in order, alone, and one that is stopped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tpu_kit.checkpointing import manager
 from tpu_kit.training.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(1800)  # all five take three minutes on two idle cores; a busy machine is no failure
-NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+*NOTEBOOKS, DISTILL = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 # Both keys in each of the three places; who looks in the right order takes the first of each.
 CANARIES = {
     "environment": {"HF_TOKEN": "canary-hf-environment-5b1f"},
@@ -126,6 +126,24 @@ def test_inference_compares_searches_and_exports(folder: Path) -> None:
     assert "answer: " in text
     assert "<li style=" in html, "the tree is drawn"
     assert "checked, " in text and (folder / "runs/notebook-4/export/merged/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_student_learns_from_a_teacher(tmp_path: Path) -> None:
+    """Notebook 6 alone makes its teacher and its student."""
+    arguments = ["num_replicas=2", "generate_rows=40", "out=done"]
+    run_python(["-m", "tpu_kit", "notebooks", str(DISTILL), *arguments], cwd=tmp_path, timeout=1700)
+    outputs = outputs_of(tmp_path, "6-")
+    text = shown(outputs)
+    assert "80 of 80 updates" in text and "compiled programs 2" in text
+    before, after = (re.search(rf"^{name} +(\d+) of 40 ", text, re.MULTILINE) for name in ("base", "tuned"))
+    assert before and after and int(after[1]) > int(before[1])
+    records = read_metrics(tmp_path / "runs" / "notebook-6")
+    losses = [one["distill_logits"] for one in records if one["kind"] == "train"]
+    assert losses[-1] < losses[0] / 2
+    student = json.loads((tmp_path / "runs/notebook-6/adapter/config.json").read_text())
+    teacher = json.loads((tmp_path / "runs/notebook-6-teacher/export/merged/config.json").read_text())
+    assert (student["num_hidden_layers"], teacher["num_hidden_layers"]) == (2, 4)
 
 
 def test_no_secret_is_written_anywhere(folder: Path) -> None:

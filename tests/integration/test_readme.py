@@ -31,6 +31,7 @@ TEXTS = {path: path.read_text() for path in (MAIN, *ROOMS)}
 # the same commands, under headings that say so.
 RUN_BY = {
     "make train": "test_notebooks.test_all_run_in_order_and_leave_html",  # its notebook, by the same command
+    "make distill": "test_notebooks.test_a_student_learns_from_a_teacher",  # its notebook, by the same command
     "make train-real": "network",
     "make notebooks": "test_notebooks.test_all_run_in_order_and_leave_html",
     "make test": "test_packaging.test_continuous_integration_runs_the_one_command",

@@ -71,7 +71,7 @@ def weights(config: TrainConfig, step: int = 4) -> dict[str, torch.Tensor]:
 
 def assert_alike(one: TrainConfig, other: TrainConfig) -> None:
     for mine, wanted in zip(logged(one), logged(other), strict=True):
-        names = [name for name in wanted if name.startswith(("loss", "distill_"))]
+        names = [name for name in wanted if name.startswith(("loss", "distill_", "nll"))]
         assert names[1:], wanted
         assert [mine[name] for name in names] == pytest.approx([wanted[name] for name in names], rel=1e-4)
     start, last = weights(other, 2), weights(other)
@@ -279,6 +279,39 @@ def test_layers_that_do_not_exist_are_refused(
     with pytest.raises(ValueError, match=re.escape(f"distill.layers={layers}: ")) as error:
         distill(config_of(world, teacher, tmp_path, **{"distill.layers": layers, "hidden_weight": 1}))
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"max_length": 256}, "data.max_length=256 is longer than the 128 positions of distill.teacher="),
+        ({"files": "f", "top_k": 641}, " has 640 logits; set distill.top_k to 640 or less"),
+        ({"distill.teacher": "./nowhere"}, "distill.teacher=./nowhere: there is no such folder. Give a folder, a hub"),
+    ],
+    ids=str,
+)
+def test_a_teacher_that_does_not_fit_is_refused(
+    world: Path, teacher: Path, tmp_path: Path, settings: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        distill(config_of(world, teacher, tmp_path / "run", **settings))
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_training_with_files_that_are_not_there_is_refused(
+    world: Path, teacher: Path, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpu_kit.recipes.sft import check_run
+    from tpu_kit.training import teacher_files
+
+    monkeypatch.setattr(teacher_files, "_FILE_BYTES", 4 * 96 * (8 * 8 + 4))
+    files = shutil.copytree(few, tmp_path / "files")
+    gone, *rest = files_of(files)
+    gone.unlink()
+    config = config_of(world, teacher, tmp_path / "run", files=str(files), top_k=8, max_steps=1)
+    with pytest.raises(ValueError, match=r"run `distill`, which computes them") as error:
+        teacher_files.read_columns(config, check_run(config)[0])
+    assert f"distill.files={files} lacks 1 of {1 + len(rest)} files, such as {gone.name}; " in str(error.value)
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ class OptimConfig:
     gradient_accumulation: int = knob(
         1, "Passes per update; leave it at 1 when global_batch_size is given.", at_least=1, at_most=10**6
     )
-    objective: str = knob("supervised", "The loss: supervised, or your own as module:function.")
+    objective: str = knob("supervised", "supervised, error-correction, error-correction-alone, or module:function.")
     optimizer: Literal["adamw", "adamw8bit", "adafactor"] = knob(
         "adamw", "adamw8bit keeps AdamW's moments in 8 bits; adafactor keeps hardly any. All three run on XLA."
     )
@@ -479,12 +479,10 @@ def _mesh_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if config.launch.device_type in ("cuda", "cpu"):
         text = f"needs XLA, and launch.device_type={config.launch.device_type}; use tpu or xla-cpu, or remove it"
         yield "launch.mesh launch.device_type", text
-    if config.model.base_dtype == "int4" and sizes.get("model", 1) != 1:
-        text = "splits columns that int4 keeps two in a byte; use fsdp in place of model, or model.base_dtype=int8"
-        yield "launch.mesh model.base_dtype", text
-    if config.distill.teacher_dtype == "int4" and sizes.get("model", 1) != 1:
-        text = "splits columns that int4 keeps two in a byte; use fsdp in place of model, or distill.teacher_dtype=int8"
-        yield "launch.mesh distill.teacher_dtype", text
+    for name in ("model.base_dtype", "distill.teacher_dtype"):
+        if config[name] == "int4" and sizes.get("model", 1) != 1:
+            text = f"splits columns that int4 keeps two in a byte; use fsdp in place of model, or {name}=int8"
+            yield f"launch.mesh {name}", text
     if config.optim.scan_layers == "off":
         yield "launch.mesh optim.scan_layers", "needs layers that run as a loop; remove optim.scan_layers=off"
 
@@ -492,8 +490,12 @@ def _mesh_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     optim, distill = config.optim, config.distill
     own = optim.objective != "supervised"
-    if own and not re.fullmatch(r"[\w.]+:\w+", optim.objective):
-        yield "optim.objective", "is neither supervised nor module:function; write one of these"
+    if own and not re.fullmatch(r"[\w.]+:\w+|error-correction(-alone)?", optim.objective):
+        yield "optim.objective", "must be supervised, error-correction, error-correction-alone or module:function"
+    if optim.objective.startswith("error-") and config.tracking.eval_generate_rows:
+        yield "tracking.eval_generate_rows optim.objective", "would answer without the head; set it to 0"
+    if optim.objective == "error-correction-alone" and not config.lora.r:
+        yield "optim.objective lora.r", "keeps the weights, and lora.r=0 saves all of them anew; set lora.r=1"
     leaves = [name.partition(".")[2] for name in parameters() if name.startswith("distill.")]
     if distill.teacher is None:
         for name in _changed(config, "distill", *leaves):

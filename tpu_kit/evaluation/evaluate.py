@@ -7,6 +7,7 @@ print(evaluate_adapter(config, "runs/my-run/adapter"))
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import sys
@@ -27,6 +28,7 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import GenerationRequest, answer
 from tpu_kit.models.architecture import read_shape
+from tpu_kit.models.error_correction import without_head
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.storage.object_store import ObjectFolder, at_hand, is_url
 
@@ -193,6 +195,7 @@ class Comparison:
         lost: rows that only the base model answers correctly.
         p_value: of `mcnemar`: the probability of such a difference if tuning changed nothing.
         seen_in_training: held-out rows left out because the training data have their questions.
+        head: the tuned model without its error-correction head, as base, and with it; None without a head.
     """
 
     base: Evaluation
@@ -201,6 +204,7 @@ class Comparison:
     lost: int
     p_value: float
     seen_in_training: int = 0
+    head: Comparison | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
@@ -216,7 +220,7 @@ class Comparison:
             "p_value": self.p_value,
             "seen_in_training": self.seen_in_training,
             "samples": samples,
-        }
+        } | ({"without_head": self.head.to_dict()} if self.head else {})
 
     def __str__(self) -> str:
         before, after = self.base.figures(), self.tuned.figures()
@@ -228,6 +232,13 @@ class Comparison:
             lines.append(
                 f"{self.gained} rows only the tuned model answers correctly, {self.lost} only the base; "
                 f"p = {self.p_value:.2g} (McNemar, exact)"
+            )
+        if self.head:
+            without = self.head.base
+            lines.append(
+                f"without its error-correction head: {without.accuracy}, perplexity {without.figures()['perplexity']}; "
+                f"{self.head.gained} rows correct only with it, {self.head.lost} only without; "
+                f"p = {self.head.p_value:.2g}"
             )
         lines.append(f"{self.seen_in_training} rows left out, because the training data have their questions")
         pairs = list(zip(self.base.samples, self.tuned.samples, strict=True))
@@ -280,6 +291,10 @@ def evaluate_adapter(
     base = evaluate(config, rows, prompts, verifier=verifier)
     tuned = evaluate(config, rows, prompts, adapter_dir, verifier)
     found = compare(base, tuned, seen)
+    with at_hand(adapter_dir) as folder, without_head(folder) as plain:
+        if plain != folder:
+            alone = evaluate(config, rows, prompts, plain, verifier)
+            found = dataclasses.replace(found, head=compare(alone, tuned))
     url = str(adapter_dir).rstrip("/").rpartition("/")[0]
     run = url if is_url(adapter_dir) else Path(adapter_dir).absolute().parent
     if not replace and (before := _rows_of(run)) > len(rows):

@@ -29,6 +29,7 @@ from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.exporting.streaming import stream
 from tpu_kit.generation.service import ADAPTER_FILES, load_for_generation
 from tpu_kit.hardware.chips import GIB, MIB
+from tpu_kit.models.error_correction import FILES, has_head, without_head
 from tpu_kit.models.loading import load_base, load_tokenizer
 from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import at_hand, is_url
@@ -118,9 +119,16 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
             f"format={format}: llama.cpp does not know the tokenizer of the embedded model, so it has no GGUF. Use "
             "format=merged, or train a model of a family that llama.cpp knows, such as Llama or Qwen"
         )
+    corrected = has_head(folder / "adapter")
+    if corrected and (format != "adapter" or config.optim.objective.endswith("-alone")):
+        raise ValueError(
+            f"format={format}: {folder / 'adapter'} has an error-correction head, a function of hidden states that is "
+            f"not linear, for which this format has no place. `generate adapter={folder / 'adapter'}` answers with it; "
+            f"to export the rest, delete {' and '.join(FILES)} there"
+        )
     tools = formats.converter() if format.startswith("gguf") else None  # before minutes of loading
-    with atomic.replacing(target) as part:
-        work = _load(config, folder, part, options)
+    with atomic.replacing(target) as part, without_head(folder / "adapter") as adapter:
+        work = _load(config, folder, adapter, part, options)
         _check_free_space(target, _bytes_needed(work, format))
         part.mkdir(parents=True)
         if format == "adapter":
@@ -131,6 +139,8 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
             kind, checks, notes, use = formats.gguf_adapter(work, tools)
         else:
             kind, checks, notes, use = formats.gguf_model(work, format.removeprefix("gguf-"), tools)
+        if corrected:
+            notes.append("PEFT loads the adapter without the error-correction head, tpu_kit's generate with it")
         card = model_card(config, folder, kind, work.base_id, use, [*map(str, checks), *notes])
         (part / "README.md").write_text(card)
         done = {"format": format, "checks": [asdict(check) for check in checks], "notes": notes}
@@ -147,9 +157,8 @@ def _read_config(folder: Path) -> TrainConfig:
     return load_stored(folder / "config.yaml")
 
 
-def _load(config: TrainConfig, folder: Path, part: Path, options: ExportOptions) -> formats.Work:
+def _load(config: TrainConfig, folder: Path, adapter: Path, part: Path, options: ExportOptions) -> formats.Work:
     """Opens the tuned model in fp32, and compares its logits with those of the base."""
-    adapter = folder / "adapter"
     # The released base, not the base that training rounded (to int8, for instance).
     settings = replace(config.model, base_dtype="fp32", trust_remote_code=False)
     streamed = stream(settings, adapter)

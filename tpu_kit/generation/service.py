@@ -34,6 +34,7 @@ from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, from_jso
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models import error_correction
 from tpu_kit.models.architecture import read_shape
 from tpu_kit.models.loading import brief, load_base, load_frozen, load_tokenizer, read_config
 from tpu_kit.storage.object_store import at_hand
@@ -361,7 +362,7 @@ def load_for_generation(
         config: the base model. Its weights are rounded to `base_dtype`, int8 and int4 included, as in training. On the
             CPU models of up to 1e9 parameters then compute in fp32, which is faster there.
         adapter_dir: the result of a run: a PEFT adapter, or a whole model (lora.r = 0), which replaces the base. None
-            for the base model.
+            for the base model. An error-correction head in it corrects the model's hidden states.
         device: the CPU or a CUDA device.
 
     Raises:
@@ -379,6 +380,8 @@ def load_for_generation(
     if folder is not None and saved is not None:
         # Before any change of dtype: PEFT repeats an initialisation that changed the base (PiSSA) exactly.
         model = _with_adapter(model, folder, *saved, config.name)
+    if folder is not None and error_correction.has_head(folder):
+        error_correction.attach(models.base_model(model).get_decoder(), folder, models.text_config(model).hidden_size)
     if on_cpu and sum(p.numel() for p in model.parameters()) <= _FP32_UP_TO:
         model = model.float()
     return model.to(device).eval()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tpu_kit.distributed.mesh import current_mesh
-from tpu_kit.models import activation_checkpointing, attention, partition
+from tpu_kit.models import activation_checkpointing, attention, error_correction, partition
 from tpu_kit.models.architecture import FAMILIES
 from tpu_kit.models.layer_scan import stacked_prefixes
 from tpu_kit.models.loading import load_base, load_frozen
@@ -499,6 +499,22 @@ def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 
+def result_files(
+    model: Any, trained: Mapping[str, torch.Tensor], config: TrainConfig
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+    """Makes the tensors and the JSON documents, by name of the file, of the adapter and of an error-correction head."""
+    files, documents = {}, {}
+    if hasattr(model, "peft_config"):
+        files["adapter_model"] = adapter_tensors(model, trained)
+        documents["adapter_config"] = adapter_settings(model, config)
+    if isinstance(head := getattr(model, "objective", None), error_correction.ErrorCorrection):
+        files[error_correction.NAME] = {
+            name: trained[f"objective.{name}"].contiguous() for name, _ in head.named_parameters()
+        }
+        documents[error_correction.NAME] = head.settings
+    return files, documents
+
+
 def save_adapter(
     folder: Path, model: torch.nn.Module, trained: Mapping[str, torch.Tensor], config: TrainConfig, tokenizer: Any
 ) -> None:
@@ -515,19 +531,19 @@ def save_adapter(
     """
     from safetensors.torch import save_file
 
+    files, documents = result_files(model, trained, config)
     with atomic.replacing(folder) as part:
         part.mkdir(parents=True)
-        if hasattr(model, "peft_config"):
-            save_file(adapter_tensors(model, trained), part / "adapter_model.safetensors", metadata={"format": "pt"})
-            settings = json.dumps(adapter_settings(model, config), indent=2, sort_keys=True)
-            (part / "adapter_config.json").write_text(settings)
-        else:
+        if not hasattr(model, "peft_config"):
             whole = base_model(model)
             whole.config.save_pretrained(part)
             if whole.generation_config is not None:
                 whole.generation_config.save_pretrained(part)
-            named = {name: value.contiguous() for name, value in _own(trained).items()}
-            save_file(named, part / "model.safetensors", metadata={"format": "pt"})
-        for path in part.glob("*.safetensors"):
+            files["model"] = {name: value.contiguous() for name, value in _own(trained).items()}
+        for name, content in documents.items():
+            (part / f"{name}.json").write_text(json.dumps(content, indent=2, sort_keys=True))
+        for name, tensors in files.items():
+            path = part / f"{name}.safetensors"
+            save_file(tensors, path, metadata={"format": "pt"})
             path.chmod(0o644)  # safetensors makes it readable by the owner alone
         tokenizer.save_pretrained(part)

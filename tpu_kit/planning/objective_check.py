@@ -38,7 +38,7 @@ def check_objective(config: TrainConfig) -> None:
     objective = objective_of(config)
     if config.distill.teacher is not None:
         check_teacher(config)
-    elif config.optim.objective != "supervised":
+    elif ":" in config.optim.objective:
         _check_own(config, objective)
 
 

@@ -213,14 +213,18 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, kind: str) -> torch.Ten
 
 
 def check_teacher(config: TrainConfig) -> None:
-    """Checks before the launch that teacher and model fit each other: vocabulary, layers and length.
+    """Checks before the launch that teacher and model fit each other: vocabulary, layers, logits and length.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they do not, or the teacher cannot be read.
     """
     theirs, name = config.teacher, f"distill.teacher={config.distill.teacher}"
     assert theirs is not None
-    own, other = (load_tokenizer(one).get_vocab() for one in (config.model, theirs))
+    own = load_tokenizer(config.model).get_vocab()
+    try:
+        other = load_tokenizer(theirs).get_vocab()
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.name", "distill.teacher")) from error
     if differ := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
         token = differ[0]
         raise ValueError(
@@ -237,6 +241,11 @@ def check_teacher(config: TrainConfig) -> None:
             raise ValueError(
                 f"distill.layers={config.distill.layers}: {key}={one.name} has {text.num_hidden_layers} layers, and no "
                 f"layer {', '.join(map(str, wrong))}; name layers from 1 to {text.num_hidden_layers}"
+            )
+        if config.distill.files and config.distill.top_k > text.vocab_size:
+            raise ValueError(
+                f"distill.top_k={config.distill.top_k}: {key}={one.name} has {text.vocab_size} logits; set "
+                f"distill.top_k to {text.vocab_size} or less"
             )
         positions = getattr(text, "max_position_embeddings", None)
         if place and positions is not None and config.data.max_length > positions:

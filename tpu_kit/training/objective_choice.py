@@ -1,4 +1,4 @@
-"""Selects the objective of a run: supervised, distillation, or the user's own."""
+"""Selects the objective of a run: supervised, distillation, error correction, or the user's own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.evaluation.verifiers import imported
 from tpu_kit.training.distillation import DistillationObjective
+from tpu_kit.training.error_correction import ErrorCorrectionObjective
 from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
 
 
@@ -38,6 +39,8 @@ def objective_of(config: TrainConfig) -> Objective:
         return DistillationObjective(config)
     if name == "supervised":
         return SupervisedObjective(config.optim)
+    if ":" not in name:
+        return ErrorCorrectionObjective(config)
     try:
         found = imported(name)
     except ValueError as error:

@@ -69,18 +69,16 @@ class SupervisedObjective(Objective):
 
     def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
         """See `Objective.__call__`."""
-        hidden = models.hidden_states(model, batch)
-        head = models.output_embedding(model)
+        return self.of_states(model, models.hidden_states(model, batch), batch, models.output_embedding(model))
+
+    def of_states(
+        self, model: torch.nn.Module, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor], head: models.OutputHead
+    ) -> Sums:
+        """Computes the sums from last hidden states, (B, S, H)."""
         labels = shift_labels(batch["labels"], batch["segment_ids"])
         (hidden, labels), chunk = rows_in_chunks(self._optim.loss_chunk, [hidden, labels])
-        loss, tokens = chunked_nll(
-            hidden.flatten(0, 1),
-            head.weight,
-            labels.flatten(),
-            chunk,
-            head.softcap,
-            self._optim.label_smoothing if model.training else 0.0,
-            head.bias,
-            head.scale,
+        hidden, smoothing = hidden.flatten(0, 1), self._optim.label_smoothing if model.training else 0.0
+        found = chunked_nll(
+            hidden, head.weight, labels.flatten(), chunk, head.softcap, smoothing, head.bias, head.scale
         )
-        return Sums(loss, tokens)
+        return Sums(*found)

@@ -27,7 +27,7 @@ from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import count_correct
 from tpu_kit.hardware.host import chip_name, chips_of
-from tpu_kit.models.causal_lm import adapter_settings, adapter_tensors
+from tpu_kit.models.causal_lm import result_files
 from tpu_kit.models.layer_scan import unstacked
 from tpu_kit.training.metrics import Evaluations, MemoryMonitor, RecompileMonitor, Tracker, model_flops_per_token
 from tpu_kit.training.objectives import Objective
@@ -394,7 +394,6 @@ class Trainer:
         self._saved, self._saved_at = self.step, self._started
         stored = sections(tensors)
         tensors |= {f"best/{name}": tensor for name, tensor in (self.best or {}).items()}
-        files = {"training": tensors}
         state = {
             "logged": self._logged, "rows": self._rows, "tokens": self._tokens, "skipped": self.skipped,
             "train_seconds": self._seconds,
@@ -402,10 +401,9 @@ class Trainer:
             "fingerprint": self.prepared.fingerprint, "global_batch_size": self.plan.global_batch_size,
             "versions": versions(),
         }  # fmt: skip
-        documents: dict[str, Any] = {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
-        if hasattr(self.model, "peft_config"):
-            files["adapter_model"] = adapter_tensors(self.model, stored.get("average", stored["parameters"]))
-            documents["adapter_config"] = adapter_settings(self.model, self.config)
+        files, documents = result_files(self.model, stored.get("average", stored["parameters"]), self.config)
+        files["training"] = tensors
+        documents |= {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
         evaluated = self.evaluations.figures(self.step)
         evaluated.pop("eval_step", None)
         best = self.evaluations.best_step == self.step

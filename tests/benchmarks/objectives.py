@@ -1,0 +1,147 @@
+"""What distillation gains over fine-tuning of the same student, and what an error-correction head is worth.
+
+    python -m tests.benchmarks.objectives [FOLDER] [--smoke] [--json]
+
+The plan was written down before the first run; `PLAN` has its numbers:
+
+- Teacher: the embedded model with LoRA, as notebook 4 trains it, merged. Student: two of the teacher's four layers,
+  all weights trained, without (`fine-tuning`) and with (`distillation`: forward KL alone) the teacher.
+- Head: the embedded model with LoRA and objective=error-correction; the same run with and without its head.
+- Each seed has other training problems and another order of rows, and its own held-out problems, which no training
+  problem equals (`cot_rows("eval", ...)`). Both sides of a pair see the same of all. Answers are greedy.
+- The gain of a seed is the difference in the share of correct answers. The 95 % interval is Student's, over seeds. A
+  gain counts as shown if the lower end is above 0. Nothing is chosen by these results, and no seed is left out.
+
+What a folder has already is not computed again. On the CPU, with plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from tpu_kit.assets.embedded import cot_rows, is_correct
+from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
+from tpu_kit.distributed.backends import CpuRuntime
+from tpu_kit.exporting.export import export
+from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.generation.service import load_for_generation
+from tpu_kit.models.error_correction import without_head
+from tpu_kit.models.loading import load_tokenizer
+from tpu_kit.recipes.distillation import derive_student, distill
+from tpu_kit.recipes.sft import train
+
+PLAN: dict[str, Any] = {
+    "seeds": [0, 1, 2, 3, 4], "problems": 1000, "teacher_updates": 120, "student_layers": 2,
+    "student_updates": 80, "student_learning_rate": 2e-3, "head_updates": 40, "rows": 8,
+}  # fmt: skip
+SMOKE = PLAN | {
+    "seeds": [7, 8],
+    "problems": 8,
+    "teacher_updates": 4,
+    "student_updates": 2,
+    "head_updates": 2,
+    "rows": 2,
+}
+PAIRS = (("fine-tuning", "distillation"), ("without head", "with head"))
+_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
+"""The 97.5 % quantile of Student's t by degrees of freedom."""
+
+
+def interval(gains: list[float]) -> tuple[float, float, float]:
+    """The mean of one gain a seed, and its 95 % interval."""
+    half = _T[len(gains) - 1] * stdev(gains) / math.sqrt(len(gains))
+    return mean(gains), mean(gains) - half, mean(gains) + half
+
+
+def configuration(folder: Path, updates: int, plan: dict[str, Any], **settings: Any) -> TrainConfig:
+    """A run on the CPU."""
+    given = {
+        "output_dir": str(folder), "max_steps": updates, "warmup_steps": min(10, updates // 2), "device_type": "cpu",
+        "num_replicas": 1, "batch_size": plan["rows"], "generate_rows": 0, "eval_rows": 16, "eval_steps": None,
+        "save_steps": 10**6, "base_dtype": "fp32",
+    }  # fmt: skip
+    return load_config("embedded-cot", given | settings)
+
+
+def correct(config: TrainConfig, adapter: Path, count: int, seed: int) -> list[bool]:
+    """Whether each held-out problem of a seed is solved."""
+    model, tokenizer = load_for_generation(config.model, adapter), load_tokenizer(config.model, adapter)
+    generator = Generator(
+        model, tokenizer, CpuRuntime(0, 1, next(model.parameters()).device), max_new_tokens=80, batch_size=100
+    )
+    rows = cot_rows("eval", count, seed=1000 + seed)
+    replies = generator.generate([[{"role": "user", "content": row["question"]}] for row in rows], Sampling(80))
+    return [is_correct(row, reply.text) for row, reply in zip(rows, replies, strict=True)]
+
+
+def teacher_and_student(folder: Path, plan: dict[str, Any]) -> tuple[str, str]:
+    """The folders of both models."""
+    run, merged, student = folder / "teacher", folder / "teacher/export/merged", folder / "student"
+    if not merged.is_dir():
+        train(configuration(run, plan["teacher_updates"], plan, seed=100))
+        export(run, "merged")
+    if not student.is_dir():
+        derive_student(ModelConfig(name=str(merged)), student, plan["student_layers"])
+    return str(merged), str(student)
+
+
+def measure(folder: Path, plan: dict[str, Any], seed: int) -> dict[str, list[bool]]:
+    """The answers of one seed's four models."""
+    teacher, student = teacher_and_student(folder, plan)
+    count, runs = plan["problems"], folder / f"seed-{seed}"
+    learns = {"lora.r": 0, "learning_rate": plan["student_learning_rate"], "model.name": student, "seed": seed}
+    found = {}
+    for name, more in (("fine-tuning", {}), ("distillation", {"distill.teacher": teacher, "teacher_dtype": "fp32"})):
+        config = configuration(runs / name, plan["student_updates"], plan, **learns, **more)
+        (distill if more else train)(config)
+        found[name] = correct(config, runs / name / "adapter", count, seed)
+    config = configuration(runs / "head", plan["head_updates"], plan, objective="error-correction", seed=seed)
+    train(config)
+    with without_head(runs / "head/adapter") as plain:
+        found["without head"] = correct(config, plain, count, seed)
+    found["with head"] = correct(config, runs / "head/adapter", count, seed)
+    return found
+
+
+def report(plan: dict[str, Any], results: dict[int, dict[str, list[bool]]]) -> dict[str, Any]:
+    """Shares, gains and intervals; and the lines of the tables."""
+    found: dict[str, Any] = {"plan": plan}
+    for before, after in PAIRS:
+        shares = {name: [mean(one[name]) for one in results.values()] for name in (before, after)}
+        gains = [b - a for a, b in zip(shares[before], shares[after], strict=True)]
+        middle, low, high = interval(gains)
+        lines = [f"| seed | {before} | {after} | gain |", "|---|---:|---:|---:|"]
+        for seed, a, b, gain in zip(results, shares[before], shares[after], gains, strict=True):
+            lines.append(f"| {seed} | {a:.1%} | {b:.1%} | {gain:+.1%} |")
+        verdict = "a gain" if low > 0 else "no gain shown"
+        lines.append(f"\n{after}: {middle:+.1%} ({low:+.1%} to {high:+.1%}): {verdict}")
+        found[after] = {"gain": middle, "low": low, "high": high, "verdict": verdict, "lines": lines}
+    return found
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("folder", nargs="?", default="runs/objectives", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="a few updates and problems, which show nothing")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    plan, results = SMOKE if options.smoke else PLAN, {}
+    for seed in plan["seeds"]:
+        kept = options.folder / f"seed-{seed}.json"
+        if not kept.is_file():
+            found = measure(options.folder.absolute(), plan, seed)
+            kept.write_text(json.dumps(found))
+        results[seed] = json.loads(kept.read_text())
+    found = report(plan, results)
+    print(json.dumps(found) if options.json else "\n\n".join("\n".join(found[pair[1]]["lines"]) for pair in PAIRS))
+
+
+if __name__ == "__main__":
+    main()
