@@ -4,8 +4,9 @@
 
 The plan was written down before the first run; `PLAN` has its numbers:
 
-- Teacher: the embedded model with LoRA, as notebook 4 trains it, merged. Student: two of the teacher's four layers,
-  all weights trained, without (`fine-tuning`) and with (`distillation`: forward KL alone) the teacher.
+- Teacher: the embedded model with LoRA, as `make train` and notebook 6 tune it, merged. Student: two of the
+  teacher's four layers, all weights trained, without (`fine-tuning`) and with (`distillation`: forward KL alone) the
+  teacher.
 - Head: the embedded model with LoRA and objective=error-correction; the same run with and without its head.
 - Each seed has other training problems and another order of rows, and its own held-out problems, which no training
   problem equals (`cot_rows("eval", ...)`). Both sides of a pair see the same of all. Answers are greedy.
@@ -37,17 +38,13 @@ from tpu_kit.recipes.distillation import derive_student, distill
 from tpu_kit.recipes.sft import train
 
 PLAN: dict[str, Any] = {
-    "seeds": [0, 1, 2, 3, 4], "problems": 1000, "teacher_updates": 120, "student_layers": 2,
-    "student_updates": 80, "student_learning_rate": 2e-3, "head_updates": 40, "rows": 8,
+    "seeds": [0, 1, 2, 3, 4], "problems": 1000, "teacher_updates": 80, "teacher_rows": 16,
+    "student_layers": 2, "student_updates": 120, "student_learning_rate": 2e-3, "head_updates": 60, "rows": 8,
 }  # fmt: skip
 SMOKE = PLAN | {
-    "seeds": [7, 8],
-    "problems": 8,
-    "teacher_updates": 4,
-    "student_updates": 2,
-    "head_updates": 2,
+    "seeds": [7, 8], "problems": 8, "teacher_updates": 4, "teacher_rows": 2, "student_updates": 2, "head_updates": 2,
     "rows": 2,
-}
+}  # fmt: skip
 PAIRS = (("fine-tuning", "distillation"), ("without head", "with head"))
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 """The 97.5 % quantile of Student's t by degrees of freedom."""
@@ -84,7 +81,7 @@ def teacher_and_student(folder: Path, plan: dict[str, Any]) -> tuple[str, str]:
     """The folders of both models."""
     run, merged, student = folder / "teacher", folder / "teacher/export/merged", folder / "student"
     if not merged.is_dir():
-        train(configuration(run, plan["teacher_updates"], plan, seed=100))
+        train(configuration(run, plan["teacher_updates"], plan, batch_size=plan["teacher_rows"]))
         export(run, "merged")
     if not student.is_dir():
         derive_student(ModelConfig(name=str(merged)), student, plan["student_layers"])
