@@ -23,8 +23,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import tqdm.notebook  # type: ignore[import-untyped]  # tqdm ships no types
-
 from tpu_kit.config import schema
 from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config, stored_values
@@ -70,7 +68,10 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 os.environ.setdefault("TQDM_DELAY", "5")
 # Progress bars are plain text also where ipywidgets is installed: a widget is dead without its kernel. For that tqdm
 # warns that it is missing, unless tqdm.auto was imported before.
-tqdm.notebook.IProgress = None
+with contextlib.suppress(ImportError):  # nothing is installed yet
+    import tqdm.notebook  # type: ignore[import-untyped]  # tqdm ships no types
+
+    tqdm.notebook.IProgress = None
 warnings.filterwarnings("ignore", message="IProgress not found")
 explain_missing_names()
 # Deprecation warnings of libraries, in the processes that a cell starts, would stay in the notebook.
