@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "tpu_kit"
 
 ROOMS = (
     "assets", "config", "hardware", "storage", "distributed", "xla", "models", "data", "checkpointing", "generation",
-    "evaluation", "training", "planning", "exporting", "recipes", "notebook", "diagnostics",
+    "evaluation", "training", "planning", "exporting", "recipes", "pods", "notebook", "diagnostics",
 )  # fmt: skip
 """In order: a room imports itself and those before it. The modules on top may import all of them."""
 
@@ -34,7 +34,7 @@ XLA_MODULES = {
 # Modules that answer before torch is loaded, or without it.
 LIGHT = (
     "config.loader", "hardware.chips", "diagnostics.doctor", "diagnostics.install", "notebook.cells",
-    "distributed.launch", "cli", "__main__",
+    "distributed.launch", "pods.report", "cli", "__main__",
 )  # fmt: skip
 
 

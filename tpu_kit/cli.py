@@ -24,6 +24,7 @@ from tpu_kit.config.migration_hints import NAMES
 from tpu_kit.config.schema import parameters
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.generation.sampling import Sampling, SearchOptions
+from tpu_kit.pods.engines import ENGINES
 
 OK, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again
 
@@ -454,6 +455,29 @@ def plan(given: argparse.Namespace) -> int:
         if one.note:
             print(f"{one.where.name}: {one.note}", file=sys.stderr)
     print(json.dumps([one.to_dict() for one in found], indent=2) if given.json else report(given.config, found))
+    return OK
+
+
+@command(
+    "It starts nothing. The files name the secrets that are set here (HF_TOKEN, WANDB_API_KEY), never their values.\n\n"
+    "Exit codes: 0 written, 1 the folder cannot be written, 2 bad arguments.",
+    {
+        **_CONFIG,
+        "--slice": {"required": True, "metavar": "NAME", "help": "the slice, such as v5litepod-64 or v4-32"},
+        "--with": {"required": True, "dest": "engine", "choices": list(ENGINES), "help": "what launches the job"},
+        "--spot": {"action": "store_true", "help": "ask for Spot capacity, which is cheaper and may be taken away"},
+        "--zone": {"metavar": "ZONE", "help": "where; xpk and gcloud need it"},
+        "--image": {"metavar": "NAME", "help": "for jobset and xpk another container image"},
+        "--out": {"metavar": "FOLDER", "help": "the folder for the files; pods/RUN_NAME by default"},
+    },
+)
+def pod(given: argparse.Namespace) -> int:
+    """Write the files and commands that run a configuration on a slice of several hosts."""
+    from tpu_kit.pods.report import write
+    from tpu_kit.pods.slice_job import check_job
+
+    job = check_job(given.config, given.slice, given.engine, given.zone, given.image, given.spot)
+    print(write(job, given.engine, Path(given.out or f"pods/{job.name}")))
     return OK
 
 

@@ -53,6 +53,7 @@ RUN_BY = {
     "python -m tpu_kit generate": "test_service.test_the_command_answers",
     "python -m tpu_kit notebooks": "test_notebooks.test_all_run_in_order_and_leave_html",
     "python -m tpu_kit plan": "test_planner.test_the_report",
+    "python -m tpu_kit pod": "test_pods.test_the_page_shows_what_the_commands_print",
     "python -m tpu_kit search": "test_tree_search.test_the_command",
     "python -m tpu_kit sweep": "test_sweep.test_what_was_under_way_goes_on",
     "python -m tpu_kit verify": "test_verify.test_what_fails_is_told_and_stops_nothing",
@@ -140,7 +141,7 @@ def test_what_a_command_is_given_exists(command: str, tmp_path: Path, monkeypatc
     assert name in COMMANDS
     assert all((REPOSITORY / one).is_file() for one in given if one.endswith(".ipynb"))
     monkeypatch.chdir(tmp_path)
-    Path("my.yaml").write_text(block_with("run_name"))
+    Path("my.yaml").write_text(block_with("everything is written to"))
     for one in given:
         key, equals, _ = one.partition("=")
         if one.endswith("my.yaml"):

@@ -1,0 +1,414 @@
+"""The files and commands of four engines, against recorded schemas; and their scripts, run by bash."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.support.child_processes import REPOSITORY
+from tpu_kit.cli import main
+from tpu_kit.config.loader import ConfigError, load_config
+from tpu_kit.diagnostics.install import REPOSITORY as ADDRESS
+from tpu_kit.pods.engines import ENGINES, KIT, RESTARTS
+from tpu_kit.pods.slice_job import OFFERS, SliceJob, check_job
+
+RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
+SLICES = {  # hosts, chips of a host, shape, zone
+    "v5litepod-16": (4, 4, "4x4", "us-west4-a"),
+    "v5litepod-64": (16, 4, "8x8", "us-west4-a"),
+    "v6e-32": (8, 4, "4x8", "us-east5-b"),
+    "v4-32": (4, 4, "2x2x4", "us-central2-b"),
+    "v5p-64": (8, 4, "2x4x4", "us-east5-a"),
+}
+VALUES = {
+    "model": {"name": "Qwen/Qwen2.5-0.5B-Instruct"},
+    "data": {"source": "gs://bucket/rows.jsonl", "system_prompt": 'It\'s $5:\n"`date`" \\ $(date)\nEOF'},
+    "output_dir": "gs://bucket/my-run",
+    "run_name": "my-run",
+    "optim": {"max_steps": 1000},
+}
+PLACES = ["data.source", "data.eval_source", "model.name", "distill.teacher", "distill.files"]
+
+
+def make_job(engine: str, name: str = "v5litepod-64", spot: bool = False, **changes: Any) -> SliceJob:
+    config = load_config(VALUES, changes)
+    return check_job(config, name, engine, SLICES[name][3], None, spot)
+
+
+def programs(text: str) -> Iterator[list[str]]:
+    """The words of each call of sky, xpk, gcloud and kubectl in a text of bash."""
+    text = text.replace("\\\n", " ")
+    for found in re.finditer(
+        r"(?:^|(?<=[|(;])|(?<=! )|(?<=if ))\s*((?:sky|xpk|gcloud|kubectl) .*)", text, re.MULTILINE
+    ):
+        lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|;&<>()")
+        lexer.whitespace_split = True
+        words = []
+        for word in lexer:
+            if set(word) <= set("|;&<>()"):
+                break
+            words.append(word)
+        yield [word for word in words if word not in ("2", "1")]
+
+
+@pytest.mark.parametrize("spot", [False, True])
+@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_files_and_commands_are_of_the_recorded_form(
+    engine: str, name: str, spot: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_the_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "wandb_the_secret")
+    job = make_job(engine, name, spot)
+    hosts, chips, shape, zone = SLICES[name]
+    assert (job.hosts, job.chips_per_host, job.shape) == (hosts, chips, shape)
+    files, commands = ENGINES[engine](job, Path("a folder"))
+    everything = "\n".join([*files.values(), *commands.values()])
+    assert "_the_secret" not in everything and "HF_TOKEN" in everything and "WANDB_API_KEY" in everything
+    assert {"launch", "watch", "logs", "end"} <= commands.keys()
+    calls = [*programs("\n".join(commands.values())), *programs(files.get("launch.sh", ""))]
+    assert len(calls) >= (7 if engine == "gcloud" else 4)
+    for words in calls:
+        (known,) = [one for one in RECORDED["flags"] if f"{' '.join(words)} ".startswith(f"{one} ")]
+        flags = {word.partition("=")[0] for word in words if word.startswith("-") and word != "-"}
+        assert flags <= {*RECORDED["flags"][known]}, (words, flags)
+    if engine in ("skypilot", "jobset"):
+        (file,) = [file for file in files if file.endswith(".yaml")]
+        jsonschema.validate(values := yaml.safe_load(files[file]), RECORDED[engine])
+    if engine == "skypilot":
+        resources = values["resources"]
+        assert resources["accelerators"] == f"tpu-{name}:1" and resources["use_spot"] is spot
+        assert resources["infra"] == f"gcp/{zone[:-2]}/{zone}" and values["secrets"]["HF_TOKEN"] is None
+    elif engine == "jobset":
+        of_job = values["spec"]["replicatedJobs"][0]["template"]["spec"]
+        pod = of_job["template"]["spec"]
+        assert of_job["completions"] == of_job["parallelism"] == hosts
+        assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == shape
+        assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": chips}
+        assert ("cloud.google.com/gke-spot" in pod["nodeSelector"]) is spot
+        assert "&id" not in files[file]
+    elif engine == "xpk":
+        assert RECORDED["xpk"][name] == [shape, hosts]
+        assert (f"--tpu-type={name}" in commands["launch"], "--spot" in commands["launch"]) == (True, spot)
+    else:
+        assert (f"--accelerator-type={name}" in files["launch.sh"], "--spot" in files["launch.sh"]) == (True, spot)
+
+
+def test_a_misspelt_key_is_not_of_the_recorded_form() -> None:
+    for engine, key in (("skypilot", "resources"), ("jobset", "spec")):
+        files, _ = ENGINES[engine](make_job(engine), Path())
+        values = yaml.safe_load(next(iter(files.values())))
+        values[key]["ressource"] = 1
+        with pytest.raises(jsonschema.ValidationError, match="ressource"):
+            jsonschema.validate(values, RECORDED[engine])
+
+
+def test_errors_end_the_job_and_other_exit_codes_restart_it() -> None:
+    files, _ = ENGINES["jobset"](make_job("jobset"), Path())
+    spec = yaml.safe_load(files["jobset.yaml"])["spec"]
+    of_job = spec["replicatedJobs"][0]["template"]["spec"]
+    (rule,) = of_job["podFailurePolicy"]["rules"]
+    container = of_job["template"]["spec"]["containers"][0]["name"]
+    assert rule == {
+        "action": "FailJob", "onExitCodes": {"containerName": container, "operator": "In", "values": [1, 2]},
+    }  # fmt: skip
+    assert spec["failurePolicy"]["rules"][0]["action"] == "FailJobSet" and of_job["backoffLimit"] == 0
+    assert spec["failurePolicy"]["maxRestarts"] == RESTARTS
+    files, _ = ENGINES["skypilot"](make_job("skypilot"), Path())
+    recovery = yaml.safe_load(files["task.yaml"])["resources"]["job_recovery"]
+    assert recovery == {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75, 134, 137, 139, 143]}
+
+
+def test_the_hosts_install_this_kit_from_its_repository() -> None:
+    assert KIT == ADDRESS
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    files, _ = ENGINES["xpk"](make_job("xpk"), Path())
+    revision = head.stdout.strip() or "main"
+    assert f"tpu_kit @ {KIT}/archive/{revision}.tar.gz" in files["start.sh"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (["--slice", "v5litepod-60"], ["--slice: there is no v5litepod-60: the number counts chips. Nearest: "
+                                       "v5litepod-16, v5litepod-32, v5litepod-64."]),
+        (["--slice", "v5litpod-64"], ["--slice: unknown chip 'v5litpod': did you mean v5e"]),
+        (["--slice", "v4-31"], ["the number counts TensorCores, 2 a chip. Nearest: v4-8, v4-16, v4-32"]),
+        (["--slice", "v3-32"], ["--slice: v3-32: files are written for v4, v5e, v5p, v6e"]),
+        (["--slice", "v4-4096"], ["--slice: the topology of v4-4096 is not known; use one of v4-8, v4-16, v4-32"]),
+        (["--zone", "us-west-4a"], ["--zone: us-west-4a has no v5e; did you mean us-west4-a? It is offered in us-"]),
+        (["--zone", "us-central2-b"], ["--zone: us-central2-b has no v5e; did you mean us-central1-a? "]),
+        (["--with", "gcloud"], ["--zone: gcloud needs one; v5e is offered in us-central1-a, us-east5-a"]),
+        (["--with", "xpk", "--slice", "v4-8"], ["--with: xpk is for several hosts, and v4-8 has one; use skypilot"]),
+        (["--image", "v2-alpha-tpuv5lite"], ["--image: v2-alpha-tpuv5lite is not a software version of TPU VMs for "
+                                             "PyTorch (did you mean v2-alpha-tpuv5-lite?); v5e needs v2-alpha-tpu"]),
+        (["--image", "v2-alpha-tpuv6e"], ["--image: v2-alpha-tpuv6e is for v6e; v5e needs v2-alpha-tpuv5-lite: leave"]),
+        (["--with", "jobset", "--image", "My Image"], ["--image: My Image is not the name of a container image; write "
+                                                       "it with its tag, such as python:3.12"]),
+        (["--with", "jobset", "--image", "us-docker.pkg.dev/p/r/kit"], ["is not the name of a container image"]),
+        (["output_dir=runs/x", "run_name=My Run_3"],
+         ["2 problems", "run_name: 'My Run_3': engines take at most 40 lowercase letters, digits and dashes, a letter "
+          "first; set run_name=my-run-3", "output_dir: 'runs/x': the disks of the hosts end with them, and a restarted "
+          "host could not resume; set output_dir=gs://BUCKET/my-run-3"]),
+        (["device_type=xla-cpu"], ["launch.device_type: 'xla-cpu': the hosts have TPUs; set device_type=tpu"]),
+        (["source=my_rows.jsonl", "name=./model"],
+         ["data.source: 'my_rows.jsonl' is on this machine, and the hosts cannot read it; copy it (gcloud storage cp -r"
+          " ... gs://bucket/my-run/) and give its gs:// address",
+          "model.name: './model' is on this machine, and the hosts cannot read it; give its name on the Hugging Face"]),
+        (["objective=mine:loss"], ["optim.objective: the hosts do not have the module of mine:loss; use --with job"]),
+        (["wandb=online"], ["tracking.wandb: online needs WANDB_API_KEY on the hosts; set it in this environment"]),
+        (["--with", "skypilott"], ["argument --with: invalid choice: 'skypilott' (choose from"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(
+    arguments: list[str], texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    Path("my.yaml").write_text(json.dumps(VALUES))
+    assert main(["pod", "my.yaml", "--slice", "v5litepod-64", "--with", "skypilot", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and [*Path().iterdir()] == [Path("my.yaml")]
+    for text in texts:
+        assert text in printed.err, printed.err
+
+
+@pytest.mark.parametrize("image", ["python:3.12", "europe-docker.pkg.dev/a/b/kit:1.2_3", f"a/b@sha256:{'0' * 64}"])
+def test_images_with_the_users_own_modules(image: str) -> None:
+    config = load_config(VALUES, ["objective=mine:loss"])
+    assert check_job(config, "v4-32", "jobset", None, image, False).image == image
+
+
+def test_zones_and_images_of_each_chip_are_accepted() -> None:
+    for chip, (name, *_) in {
+        "v4": ("v4-32",),
+        "v5e": ("v5litepod-16",),
+        "v5p": ("v5p-64",),
+        "v6e": ("v6e-32",),
+    }.items():
+        for zone in OFFERS[chip].zones:
+            assert re.fullmatch(r"[a-z]+-[a-z]+\d-(ai\d)?[a-f]", zone)
+            job = check_job(load_config(VALUES), name, "gcloud", zone, OFFERS[chip].runtime, True)
+            assert (job.chip.name, job.zone) == (chip, zone)
+
+
+# ------------------------------------------------------------------------------------------------ the scripts, executed
+
+
+TRAIN = """#!/bin/bash
+# Stands for the environment's Python: the arguments, then what a test asks for.
+echo "$@" >> "$CALLS"
+[ -z "${SIGNAL-}" ] || { trap 'exit 75' TERM; touch "$CALLS.ready"; for i in $(seq 200); do sleep 0.05; done; }
+exit "$(head -c 3 "$CODE" 2> /dev/null || echo 0)"
+"""
+
+
+def host(tmp_path: Path, **environment: str) -> dict[str, str]:
+    """A host whose packages are installed; `CALLS` names the file that has the arguments of its Python."""
+    folder = tmp_path / "tpu_kit"
+    for name, text in {"uv/bin/uv": "#!/bin/bash\n", "env/bin/python": TRAIN}.items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    own = {"HOME": str(tmp_path), "CALLS": str(tmp_path / "calls"), "CODE": str(tmp_path / "code")}
+    return {"PATH": os.environ["PATH"]} | own | environment
+
+
+def stand_in(tmp_path: Path, name: str, text: str) -> str:
+    """Puts a program of this name in the way; returns the PATH with it."""
+    folder = tmp_path / "bin"
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{text}")
+    (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("code", [0, 75, 1])
+def test_a_host_reads_this_configuration_and_ends_with_the_code_of_training(code: int, tmp_path: Path) -> None:
+    files, _ = ENGINES["xpk"](make_job("xpk"), tmp_path)
+    (tmp_path / "code").write_text(str(code))
+    done = subprocess.run(["bash", "-c", files["start.sh"]], env=host(tmp_path), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert (tmp_path / "calls").read_text() == "-m tpu_kit train config.yaml\n"
+    assert load_config(tmp_path / "tpu_kit" / "config.yaml") == load_config(VALUES)
+    pins = (tmp_path / "tpu_kit" / "requirements.txt").read_text()
+    assert "torch_xla==2.9.0\n" in pins and "gcsfs==" in pins and "#" not in pins
+
+
+def test_xpk_runs_the_script_and_hands_on_the_signal(tmp_path: Path) -> None:
+    """As xpk's container does: the command in a subshell in the background, to which it sends SIGTERM."""
+    files, commands = ENGINES["xpk"](make_job("xpk"), tmp_path / "a folder")
+    (tmp_path / "a folder").mkdir()
+    for name, text in files.items():
+        (tmp_path / "a folder" / name).write_text(text)
+    path = stand_in(tmp_path, "xpk", 'for one; do last="$one"; done; printf %s "$last" > "$GIVEN"; echo "$@"\n')
+    environment = host(tmp_path, SIGNAL="1", CLUSTER="mine") | {"PATH": path, "GIVEN": str(tmp_path / "given")}
+    printed = subprocess.run(["bash", "-c", commands["launch"]], env=environment, capture_output=True, text=True)
+    assert "--cluster mine" in printed.stdout and not printed.stderr
+    command = (tmp_path / "given").read_text()
+    assert "\n" not in command
+    outer = f"trap 'kill -TERM $!' TERM; ({command}) & PID=$!; wait $PID; wait $PID; exit $?"
+    with subprocess.Popen(["bash", "-c", outer], env=environment) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "calls.ready").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+
+
+GCLOUD = """
+echo "$@" >> "$CALLS"
+case "$*" in
+  *"queued-resources create"*) touch "$ROOT/slice"; cp /dev/null "$ROOT/polls";;
+  *"queued-resources delete"*) rm "$ROOT/slice";;
+  *"queued-resources describe"*)
+    [ -e "$ROOT/slice" ] || exit 1
+    case "$*" in *format*) echo ACTIVE; echo >> "$ROOT/polls";; esac;;
+  *"storage cp -"*) cat > "$ROOT/code-${!#: -1}";;
+  *"storage rm"*) rm -f "$ROOT"/code-*;;
+  *"storage cat"*) bash -c "$HOSTS";;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "code", "slices"),
+    [
+        ("yes 0 | head -4", 0, 1),  # all hosts have ended well
+        ("yes 0 | head -$(wc -l < $ROOT/polls)", 0, 1),  # one after the other
+        ("echo 0; echo 1", 1, 1),  # one with an error, while others may hang
+        ("echo 2", 1, 1),
+        ("[ $(grep -c create $CALLS) = 1 ] && echo 75 || yes 0 | head -4", 0, 2),  # given up once, then ended
+        ("echo 137", 75, RESTARTS + 1),
+    ],
+)  # fmt: skip
+def test_gcloud_keeps_the_slice_until_all_hosts_have_ended(hosts: str, code: int, slices: int, tmp_path: Path) -> None:
+    files, _ = ENGINES["gcloud"](make_job("gcloud", "v4-32"), tmp_path)
+    (tmp_path / "launch.sh").write_text(files["launch.sh"])
+    path = stand_in(tmp_path, "gcloud", GCLOUD)
+    environment = {"PATH": path, "ROOT": str(tmp_path), "CALLS": str(tmp_path / "calls"), "HOSTS": hosts}
+    command = ["bash", str(tmp_path / "launch.sh")]
+    done = subprocess.run(command, env=environment | {"POLL_SECONDS": "0"}, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done.stdout + done.stderr
+    calls = (tmp_path / "calls").read_text()
+    assert calls.count("queued-resources create") == calls.count("queued-resources delete") == slices
+    assert not (tmp_path / "slice").exists(), "the slice would cost on"
+
+
+@pytest.mark.parametrize("lost", ["SUSPENDED", "FAILED"])
+def test_gcloud_asks_again_for_a_slice_that_was_taken_away(lost: str, tmp_path: Path) -> None:
+    files, _ = ENGINES["gcloud"](make_job("gcloud", "v4-32", spot=True), tmp_path)
+    (tmp_path / "launch.sh").write_text(files["launch.sh"])
+    text = GCLOUD.replace("echo ACTIVE;", f"[ $(grep -c create $CALLS) = 1 ] && echo {lost} || echo ACTIVE;")
+    hosts = "[ $(grep -c create $CALLS) = 1 ] && yes 0 | head -2 || yes 0 | head -4"  # two had ended when it was lost
+    environment = {"PATH": stand_in(tmp_path, "gcloud", text), "ROOT": str(tmp_path), "CALLS": str(tmp_path / "calls")}
+    done = subprocess.run(
+        ["bash", str(tmp_path / "launch.sh")], env=environment | {"POLL_SECONDS": "0", "HOSTS": hosts}, timeout=100
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "calls").read_text().count("queued-resources create") == 2
+
+
+@pytest.mark.parametrize(("codes", "runs"), [("0", 1), ("1", 1), ("75", RESTARTS + 1)])
+def test_a_host_of_gcloud_tries_again_and_leaves_its_exit_code(
+    codes: str, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_the_secret")
+    files, _ = ENGINES["gcloud"](make_job("gcloud"), tmp_path)
+    (tmp_path / "code").write_text(codes)
+    environment = host(tmp_path)
+    text = """case "$*" in *secrets*) echo the-token;; *"storage cp -"*) cat > "$HOME/uploaded"; echo "$@";; esac"""
+    environment["PATH"] = stand_in(tmp_path, "gcloud", text)
+    done = subprocess.run(["bash", "-c", files["start.sh"]], env=environment, capture_output=True, text=True)
+    assert done.returncode == int(codes), done.stderr
+    assert (tmp_path / "uploaded").read_text() == f"{codes}\n" and "gs://bucket/my-run/exit-codes/" in done.stdout
+    assert (tmp_path / "calls").read_text().count("tpu_kit train") == runs
+
+
+def test_a_host_of_gcloud_that_cannot_install_says_so(tmp_path: Path) -> None:
+    files, _ = ENGINES["gcloud"](make_job("gcloud"), tmp_path)
+    environment = host(tmp_path)
+    (tmp_path / "tpu_kit" / "uv" / "bin" / "uv").write_text("#!/bin/bash\nexit 2\n")
+    environment["PATH"] = stand_in(tmp_path, "gcloud", """cat > "$HOME/uploaded" """)
+    done = subprocess.run(["bash", "-c", files["start.sh"]], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and (tmp_path / "uploaded").read_text() == "2\n"
+    assert not (tmp_path / "calls").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- command and page
+
+
+def transcripts() -> list[tuple[str, str]]:
+    """The commands `$ ...` of the page, each with what stands below it."""
+    page = (REPOSITORY / "tpu_kit" / "pods" / "README.md").read_text()
+    blocks = re.findall(r"^```\n\$ (.*?)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return [(command, printed) for command, printed in blocks]
+
+
+def without_figures(text: str) -> str:
+    """The text without the figures of the planner and of the price list, which have tests of their own."""
+    return re.sub(r"^estimate: .*", lambda line: re.sub(r"[\d.]+", "#", line[0]), text.strip(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("command", "printed"), transcripts())
+def test_the_page_shows_what_the_commands_print(
+    command: str, printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (REPOSITORY / "tpu_kit" / "pods" / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    (tmp_path / "my.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0])
+    status = main(shlex.split(command)[3:])
+    found = capsys.readouterr()
+    assert without_figures(f"{found.out}{found.err}") == without_figures(printed)
+    assert status == (0 if found.out else 2)
+    if found.out:
+        folder = Path(re.search(r" to (pods/\S+);", found.out)[1])
+        written = re.search(r"wrote (.*) to ", found.out)[1].split(", ")
+        assert sorted(written) == sorted(path.name for path in folder.iterdir())
+        assert (folder / "commands.txt").read_text() in found.out
+
+
+def test_what_the_planner_says_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for changes, text in (
+        (["name=Qwen/Qwen2.5-7B-Instruct", "lora.r=0", "num_replicas=16"], "estimate: DOES NOT FIT: it takes "),
+        (["max_steps=null"], "not known for the run: data.source=gs://bucket/rows.jsonl is in an object store"),
+        (["name=nobody/nothing"], "(list price); not known for the run: "),
+    ):
+        Path("my.yaml").write_text(json.dumps(VALUES))
+        assert main(["pod", "my.yaml", "--slice", "v5litepod-16", "--with", "jobset", *changes]) == 0
+        printed = capsys.readouterr().out
+        assert text in printed and "estimate: $19.20 an hour (list price)" in printed, printed
+    Path("file").write_text("")
+    arguments = ["my.yaml", "--slice", "v5litepod-16", "--with", "jobset", "--out", "file/folder"]
+    assert main(["pod", *arguments]) == 1
+    assert "--out file/folder: cannot be written (Not a directory); name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_each_name_of_a_place_is_checked(name: str) -> None:
+    teacher = {"distill.teacher": "Qwen/Qwen2.5-7B-Instruct"} if name.startswith("distill.") else {}
+    with pytest.raises(ConfigError, match=f"{name}: './here' is on this machine"):
+        check_job(load_config(VALUES, teacher | {name: "./here"}), "v4-32", "skypilot", None, None, False)
+
+
+def test_a_run_with_a_teacher_is_distilled() -> None:
+    files, _ = ENGINES["xpk"](make_job("xpk", teacher="Qwen/Qwen2.5-7B-Instruct"), Path())
+    assert files["start.sh"].endswith("exec env/bin/python -m tpu_kit distill config.yaml\n")

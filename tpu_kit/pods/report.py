@@ -1,0 +1,69 @@
+"""Writes the files of a job, and formats its hosts, its estimated cost and the engine's commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tpu_kit.hardware.chips import GIB
+from tpu_kit.pods.engines import ENGINES
+from tpu_kit.pods.slice_job import SliceJob
+from tpu_kit.storage.atomic import write_text
+
+
+def write(job: SliceJob, engine: str, folder: Path) -> str:
+    """Writes the files of a job into a folder, and starts nothing.
+
+    Args:
+        job: of `check_job`, for the same engine.
+        engine: a name in `ENGINES`.
+        folder: made if it does not exist; files of the same names are replaced.
+
+    Returns:
+        The text that `python -m tpu_kit pod` prints.
+
+    Raises:
+        ValueError: a file cannot be written.
+    """
+    files, commands = ENGINES[engine](job, folder)
+    wide = max(map(len, commands)) + 2
+    lines = "\n".join(f"{what:<{wide}}{command}" for what, command in commands.items())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            write_text(folder / name, text)
+        write_text(folder / "commands.txt", f"{lines}\n")
+    except OSError as error:
+        raise ValueError(f"--out {folder}: cannot be written ({error.strerror}); name another folder") from error
+    written = ", ".join([*files, "commands.txt"])
+    return "\n".join([*_size(job), *_cost(job), f"wrote {written} to {folder}; nothing was started", lines])
+
+
+def _size(job: SliceJob) -> list[str]:
+    capacity = "Spot" if job.spot else "on demand"
+    at = f" in {job.zone}" if job.zone else ""
+    return [
+        f"{job.slice}: {job.topology.chips} chips of {job.chip.name}, {job.shape}, on {job.hosts} hosts of "
+        f"{job.chips_per_host}; {capacity}{at}; image {job.image}"
+    ]
+
+
+def _cost(job: SliceJob) -> list[str]:
+    """The price of an hour, and of the run where the planner knows its length. All are estimates."""
+    from tpu_kit.planning.planner import plan  # loads much
+
+    price = job.chip.price
+    rate = price and (price.spot if job.spot else price.on_demand)
+    kind = "Spot price, which changes daily" if job.spot else "list price"
+    an_hour = f"estimate: ${rate * job.topology.chips:.2f} an hour ({kind})" if rate else "estimate: no known price"
+    try:
+        (found,) = plan(job.config, [job.slice])
+    except ValueError as error:
+        return [f"{an_hour}; not known for the run: {error}"]
+    memory = f"it takes {found.peak_bytes / GIB:.2f} of {found.where.limit / GIB:.2f} GiB of a device"
+    if not found.fits:
+        return [an_hour, f"estimate: DOES NOT FIT: {memory}; before you launch: {found.advice}"]
+    if found.run is None or found.run.run_hours is None:
+        return [f"{an_hour}; not known for the run: {found.unknown}; {memory}"]
+    dollars = found.run.spot if job.spot else found.run.on_demand
+    cost = "" if dollars is None else f" and ${dollars:.2f}" + (" with interruptions" if job.spot else "")
+    return [f"{an_hour}; {found.run.run_hours:.3g} hours{cost} for the run; {memory}"]

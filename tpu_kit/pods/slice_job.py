@@ -1,0 +1,214 @@
+"""Checks a run for a slice of several hosts: the slice, its zone, the image of its hosts, and what the run reads."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpu_kit.config.fields import ConfigError, closest
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.hardware.chips import Chip, Topology, parse_accelerator_type
+
+CONTAINER = "python:3.12"
+"""The image of a host on GKE. Any image does that has bash and python3 with pip."""
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
+"""Environment variables that a run reads. The files name those that are set; they never have the value."""
+_ON_GKE = ("jobset", "xpk")
+_IN_A_ZONE = ("xpk", "gcloud")
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # what all four accept: xpk allows 40 characters
+_IMAGE = re.compile(r"([\w.-]+(:\d+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*(:[\w.-]+|@sha256:[0-9a-f]{64})")
+_ROW_FILE = re.compile(r"^[./~]|[*?\[\]]|\.(jsonl?|ndjson|csv|tsv|parquet)(\.\w+)?$")
+_GENERATED = ("embedded", "rationales", "synthetic")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What Google Cloud calls a chip's hosts, and where it has them.
+
+    Attributes:
+        runtime: software version of a TPU VM for PyTorch (docs.cloud.google.com/tpu/docs/runtimes).
+        label: value of GKE's node label `cloud.google.com/gke-tpu-accelerator` (xpk 1.16, system_characteristics.py).
+        zones: docs.cloud.google.com/tpu/docs/regions-zones and types-zones, among them those for single tenants; zones
+            of v5p and v6e outside the USA also after SkyPilot's catalogue. All read 2026-11-23.
+    """
+
+    runtime: str
+    label: str
+    zones: tuple[str, ...]
+
+
+OFFERS = {
+    "v4": Offer("tpu-ubuntu2204-base", "tpu-v4-podslice", ("us-central2-b",)),
+    "v5e": Offer(
+        "v2-alpha-tpuv5-lite", "tpu-v5-lite-podslice",
+        ("us-central1-a", "us-east5-a", "us-east5-b", "us-east5-c", "us-south1-a", "us-west1-c", "us-west4-a",
+         "europe-west4-b")),
+    "v5p": Offer(
+        "v2-alpha-tpuv5", "tpu-v5p-slice",
+        ("us-central1-a", "us-east5-a", "us-east5-b", "us-east5-c", "us-south1-a", "europe-west4-b")),
+    "v6e": Offer(
+        "v2-alpha-tpuv6e", "tpu-v6e-slice",
+        ("us-central1-b", "us-central1-ai1a", "us-east1-d", "us-east4-a", "us-east4-b", "us-east5-a", "us-east5-b",
+         "us-east5-c", "us-south1-ai1b", "us-west1-c", "europe-west4-a", "asia-northeast1-b", "southamerica-west1-a")),
+}  # fmt: skip
+"""By chip: those that the TPU compiler was asked about and that have slices of several hosts today."""
+
+
+@dataclass(frozen=True)
+class SliceJob:
+    """A checked run on a slice.
+
+    Attributes:
+        config: the run.
+        slice: the slice's name, such as "v5litepod-64".
+        chip: its chip.
+        topology: its shape, and the chips of a host.
+        zone: where; None for the engine's choice.
+        image: of the hosts: a TPU VM's software version, or on GKE a container image.
+        spot: whether the slice is a Spot slice, which may be taken away at any time.
+        secrets: the environment variables to pass on.
+    """
+
+    config: TrainConfig
+    slice: str
+    chip: Chip
+    topology: Topology
+    zone: str | None
+    image: str
+    spot: bool
+    secrets: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The run's name, which the engine's job has too."""
+        return self.config.run_name
+
+    @property
+    def offer(self) -> Offer:
+        """Google Cloud's names for the chip."""
+        return OFFERS[self.chip.name]
+
+    @property
+    def shape(self) -> str:
+        """The chips in each direction, such as "8x8"."""
+        return self.topology.name.partition(":")[2]
+
+    @property
+    def chips_per_host(self) -> int:
+        """Chips of a host."""
+        return math.prod(self.topology.chips_per_host_bounds)
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return self.topology.chips // self.chips_per_host
+
+
+def check_job(
+    config: TrainConfig, slice_name: str, engine: str, zone: str | None, image: str | None, spot: bool
+) -> SliceJob:
+    """Checks a run for a slice.
+
+    Args:
+        config: the run.
+        slice_name: the provider's name of the slice, such as "v4-32".
+        engine: a name in `engines.ENGINES`.
+        zone: None for the engine's choice.
+        image: None for the one that PyTorch needs.
+        spot: whether to ask for a Spot slice.
+
+    Raises:
+        ConfigError: with all problems, each with the value and what to do.
+    """
+    problems = [*_run_problems(config), *_place_problems(config, in_own_image=image is not None and engine in _ON_GKE)]
+    secrets = tuple(name for name in SECRETS if os.environ.get(name))
+    if config.tracking.wandb == "online" and "WANDB_API_KEY" not in secrets:
+        problems.append("tracking.wandb: online needs WANDB_API_KEY on the hosts; set it in this environment")
+    try:
+        chip, topology = find_hosts(slice_name)
+    except ValueError as error:
+        raise ConfigError([*problems, f"--slice: {error}"]) from None
+    offer = OFFERS[chip.name]
+    if engine == "xpk" and topology.chips == math.prod(topology.chips_per_host_bounds):
+        problems.append(f"--with: xpk is for several hosts, and {slice_name} has one; use skypilot, jobset or gcloud")
+    if zone is None and engine in _IN_A_ZONE:
+        problems.append(f"--zone: {engine} needs one; {chip.name} is offered in {', '.join(offer.zones)}")
+    elif zone is not None and zone not in offer.zones:
+        near = " or ".join(closest(zone, offer.zones))
+        advice = f"did you mean {near}? " if near else ""
+        problems.append(f"--zone: {zone} has no {chip.name}; {advice}It is offered in {', '.join(offer.zones)}")
+    if problem := _image_problem(image, chip.name, engine):
+        problems.append(problem)
+    if problems:
+        raise ConfigError(problems)
+    image = image or (CONTAINER if engine in _ON_GKE else offer.runtime)
+    return SliceJob(config, slice_name, chip, topology, zone, image, spot, secrets)
+
+
+def find_hosts(slice_name: str) -> tuple[Chip, Topology]:
+    """Finds the chip and the topology of a slice.
+
+    Raises:
+        ValueError: of `chips.parse_accelerator_type`; or Google Cloud's names or the topology are not known.
+    """
+    chip, chips = parse_accelerator_type(slice_name)
+    if chip.name not in OFFERS:
+        raise ValueError(f"{slice_name}: files are written for {', '.join(OFFERS)}")
+    if chips not in chip.topologies:
+        known = ", ".join(map(chip.slice_name, sorted(chip.topologies)))
+        raise ValueError(f"the topology of {slice_name} is not known; use one of {known}")
+    return chip, chip.topologies[chips]
+
+
+def _run_problems(config: TrainConfig) -> list[str]:
+    problems, name = [], config.run_name
+    if not _NAME.fullmatch(name):
+        near = re.sub(r"^[-0-9]+", "", re.sub(r"[^a-z0-9]+", "-", name.lower()))[:40].rstrip("-") or "my-run"
+        rule = "engines take at most 40 lowercase letters, digits and dashes, a letter first"
+        problems.append(f"run_name: {name!r}: {rule}; set run_name={near}")
+        name = near
+    if not config.remote:
+        where = "the disks of the hosts end with them, and a restarted host could not resume"
+        problems.append(f"output_dir: {config.output_dir!r}: {where}; set output_dir=gs://BUCKET/{name}")
+    if config.launch.device_type not in ("auto", "tpu"):
+        problems.append(f"launch.device_type: {config.launch.device_type!r}: the hosts have TPUs; set device_type=tpu")
+    return problems
+
+
+def _place_problems(config: TrainConfig, in_own_image: bool) -> list[str]:
+    """The parameters that name something of this machine, which the hosts do not have."""
+    problems = []
+    copy = f"copy it (gcloud storage cp -r ... {config.remote or 'gs://BUCKET/run'}/) and give its gs:// address"
+    for name, advice in (
+        ("data.source", copy), ("data.eval_source", copy), ("model.name", "give its name on the Hugging Face hub"),
+        ("distill.teacher", "give its name on the Hugging Face hub"), ("distill.files", "set distill.files=null"),
+    ):  # fmt: skip
+        place = config[name]
+        if place is None or place in _GENERATED or "://" in place:
+            continue
+        if name == "distill.files" or _ROW_FILE.search(place) or Path(place).exists():
+            problems.append(f"{name}: {place!r} is on this machine, and the hosts cannot read it; {advice}")
+    for name in ("optim.objective", "tracking.verifier"):
+        if re.fullmatch(r"[\w.]+:\w+", config[name]) and not config[name].startswith("regex:") and not in_own_image:
+            advice = "use --with jobset or xpk, and --image with an image that has it"
+            problems.append(f"{name}: the hosts do not have the module of {config[name]}; {advice}")
+    return problems
+
+
+def _image_problem(image: str | None, chip: str, engine: str) -> str | None:
+    if image is None:
+        return None
+    if engine in _ON_GKE:
+        if _IMAGE.fullmatch(image):
+            return None
+        return f"--image: {image} is not the name of a container image; write it with its tag, such as {CONTAINER}"
+    runtimes = {offer.runtime: name for name, offer in OFFERS.items()}
+    if runtimes.get(image) == chip:
+        return None
+    known = f"is for {runtimes[image]}" if image in runtimes else "is not a software version of TPU VMs for PyTorch"
+    near = closest(image, runtimes) if image not in runtimes else []
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"--image: {image} {known}{hint}; {chip} needs {OFFERS[chip].runtime}: leave --image out"
