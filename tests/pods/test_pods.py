@@ -3,64 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
 from tests.support.child_processes import REPOSITORY
+from tests.support.slice_jobs import SLICES, VALUES, host, make_job, programs, stand_in
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, load_config
 from tpu_kit.diagnostics.install import REPOSITORY as ADDRESS
-from tpu_kit.pods.engines import ENGINES, KIT, RESTARTS
-from tpu_kit.pods.slice_job import OFFERS, SliceJob, check_job
+from tpu_kit.pods.engines import ENGINES, KIT, RESTARTS, start_script
+from tpu_kit.pods.slice_job import OFFERS, check_job
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
-SLICES = {  # hosts, chips of a host, shape, zone
-    "v5litepod-16": (4, 4, "4x4", "us-west4-a"),
-    "v5litepod-64": (16, 4, "8x8", "us-west4-a"),
-    "v6e-32": (8, 4, "4x8", "us-east5-b"),
-    "v4-32": (4, 4, "2x2x4", "us-central2-b"),
-    "v5p-64": (8, 4, "2x4x4", "us-east5-a"),
-}
-VALUES = {
-    "model": {"name": "Qwen/Qwen2.5-0.5B-Instruct"},
-    "data": {"source": "gs://bucket/rows.jsonl", "system_prompt": 'It\'s $5:\n"`date`" \\ $(date)\nEOF'},
-    "output_dir": "gs://bucket/my-run",
-    "run_name": "my-run",
-    "optim": {"max_steps": 1000},
-}
 PLACES = ["data.source", "data.eval_source", "model.name", "distill.teacher", "distill.files"]
-
-
-def make_job(engine: str, name: str = "v5litepod-64", spot: bool = False, **changes: Any) -> SliceJob:
-    config = load_config(VALUES, changes)
-    return check_job(config, name, engine, SLICES[name][3], None, spot)
-
-
-def programs(text: str) -> Iterator[list[str]]:
-    """The words of each call of sky, xpk, gcloud and kubectl in a text of bash."""
-    text = text.replace("\\\n", " ")
-    for found in re.finditer(
-        r"(?:^|(?<=[|(;])|(?<=! )|(?<=if ))\s*((?:sky|xpk|gcloud|kubectl) .*)", text, re.MULTILINE
-    ):
-        lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|;&<>()")
-        lexer.whitespace_split = True
-        words = []
-        for word in lexer:
-            if set(word) <= set("|;&<>()"):
-                break
-            words.append(word)
-        yield [word for word in words if word not in ("2", "1")]
 
 
 @pytest.mark.parametrize("spot", [False, True])
@@ -90,15 +53,18 @@ def test_files_and_commands_are_of_the_recorded_form(
     if engine == "skypilot":
         resources = values["resources"]
         assert resources["accelerators"] == f"tpu-{name}:1" and resources["use_spot"] is spot
-        assert resources["infra"] == f"gcp/{zone[:-2]}/{zone}" and values["secrets"]["HF_TOKEN"] is None
+        assert resources["infra"] == f"gcp/{zone[:-2]}/{zone}" and values["run"] == start_script(job)
+        assert values["secrets"] == {"HF_TOKEN": None, "WANDB_API_KEY": None}
     elif engine == "jobset":
         of_job = values["spec"]["replicatedJobs"][0]["template"]["spec"]
         pod = of_job["template"]["spec"]
         assert of_job["completions"] == of_job["parallelism"] == hosts
         assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == shape
-        assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": chips}
+        (container,) = pod["containers"]
+        assert container["resources"]["limits"] == {"google.com/tpu": chips}
+        assert container["command"] == ["bash", "-c", start_script(job)]
+        assert container["envFrom"] == [{"secretRef": {"name": "my-run", "optional": True}}]
         assert ("cloud.google.com/gke-spot" in pod["nodeSelector"]) is spot
-        assert "&id" not in files[file]
     elif engine == "xpk":
         assert RECORDED["xpk"][name] == [shape, hosts]
         assert (f"--tpu-type={name}" in commands["launch"], "--spot" in commands["launch"]) == (True, spot)
@@ -152,9 +118,9 @@ def test_the_hosts_install_this_kit_from_its_repository() -> None:
         (["--zone", "us-central2-b"], ["--zone: us-central2-b has no v5e; did you mean us-central1-a? "]),
         (["--with", "gcloud"], ["--zone: gcloud needs one; v5e is offered in us-central1-a, us-east5-a"]),
         (["--with", "xpk", "--slice", "v4-8"], ["--with: xpk is for several hosts, and v4-8 has one; use skypilot"]),
-        (["--image", "v2-alpha-tpuv5lite"], ["--image: v2-alpha-tpuv5lite is not a software version of TPU VMs for "
-                                             "PyTorch (did you mean v2-alpha-tpuv5-lite?); v5e needs v2-alpha-tpu"]),
-        (["--image", "v2-alpha-tpuv6e"], ["--image: v2-alpha-tpuv6e is for v6e; v5e needs v2-alpha-tpuv5-lite: leave"]),
+        (["--image", "v2-alpha-tpuv5lite"], ["--image: v2-alpha-tpuv5lite: the hosts need the software version "
+                                             "v2-alpha-tpuv5-lite of TPU VMs; leave --image out"]),
+        (["--with", "gcloud", "--zone", "us-west4-a", "--image", "python:3.12"], ["--image: python:3.12: the hosts"]),
         (["--with", "jobset", "--image", "My Image"], ["--image: My Image is not the name of a container image; write "
                                                        "it with its tag, such as python:3.12"]),
         (["--with", "jobset", "--image", "us-docker.pkg.dev/p/r/kit"], ["is not the name of a container image"]),
@@ -206,34 +172,6 @@ def test_zones_and_images_of_each_chip_are_accepted() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the scripts, executed
-
-
-TRAIN = """#!/bin/bash
-# Stands for the environment's Python: the arguments, then what a test asks for.
-echo "$@" >> "$CALLS"
-[ -z "${SIGNAL-}" ] || { trap 'exit 75' TERM; touch "$CALLS.ready"; for i in $(seq 200); do sleep 0.05; done; }
-exit "$(head -c 3 "$CODE" 2> /dev/null || echo 0)"
-"""
-
-
-def host(tmp_path: Path, **environment: str) -> dict[str, str]:
-    """A host whose packages are installed; `CALLS` names the file that has the arguments of its Python."""
-    folder = tmp_path / "tpu_kit"
-    for name, text in {"uv/bin/uv": "#!/bin/bash\n", "env/bin/python": TRAIN}.items():
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    own = {"HOME": str(tmp_path), "CALLS": str(tmp_path / "calls"), "CODE": str(tmp_path / "code")}
-    return {"PATH": os.environ["PATH"]} | own | environment
-
-
-def stand_in(tmp_path: Path, name: str, text: str) -> str:
-    """Puts a program of this name in the way; returns the PATH with it."""
-    folder = tmp_path / "bin"
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/bash\n{text}")
-    (folder / name).chmod(0o755)
-    return f"{folder}:{os.environ['PATH']}"
 
 
 @pytest.mark.parametrize("code", [0, 75, 1])
@@ -407,6 +345,11 @@ def test_each_name_of_a_place_is_checked(name: str) -> None:
     teacher = {"distill.teacher": "Qwen/Qwen2.5-7B-Instruct"} if name.startswith("distill.") else {}
     with pytest.raises(ConfigError, match=f"{name}: './here' is on this machine"):
         check_job(load_config(VALUES, teacher | {name: "./here"}), "v4-32", "skypilot", None, None, False)
+
+
+def test_another_name_of_a_slice_is_written_as_the_provider_does() -> None:
+    job = check_job(load_config(VALUES), "v5e-64", "skypilot", None, None, False)
+    assert "accelerators: tpu-v5litepod-64:1\n" in ENGINES["skypilot"](job, Path())[0]["task.yaml"]
 
 
 def test_a_run_with_a_teacher_is_distilled() -> None:

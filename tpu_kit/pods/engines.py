@@ -13,20 +13,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from textwrap import indent
 
-import yaml
-
-from tpu_kit.pods.slice_job import SliceJob
+from tpu_kit.pods.slice_job import OFFERS, SliceJob
 
 KIT = "https://github.com/tpu-kit/tpu_kit"
 RESTARTS = 20
 """The most restarts of a job whose hosts end with neither 0, 1 nor 2."""
-GRACE_SECONDS = 120
-"""Seconds that a host has to save before it is killed, where the engine can choose them."""
-QUEUE = "multislice-queue"
-"""The LocalQueue of Kueue, as xpk and Google's tutorials name it. Without Kueue the label means nothing."""
-_FINAL = (1, 2)
+_GRACE_SECONDS = 120  # until a host that is told to stop is killed, where the engine lets one choose
+_QUEUE = "multislice-queue"  # the LocalQueue of Kueue, as xpk and Google's tutorials name it
 _KILLED = (134, 137, 139, 143)  # SIGABRT, of XLA; SIGKILL, as of a lost node; SIGSEGV; SIGTERM
 _PREEMPTED = 75
 
@@ -75,39 +70,23 @@ def _revision() -> str:
     return "main"
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks."""
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
-
-
-def _yaml(values: Mapping[str, Any]) -> str:
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120)
-
-
 def skypilot(job: SliceJob, folder: Path) -> Written:
     """A task for `sky jobs launch`: SkyPilot replaces a Spot slice that it lost, and restarts by exit code."""
     where = f"gcp/{job.zone.rpartition('-')[0]}/{job.zone}" if job.zone else "gcp"
-    task = {
-        "name": job.name,
-        "num_nodes": 1,  # a slice is one node, and each of its hosts runs the script
-        "resources": {
-            "infra": where,
-            "accelerators": f"tpu-{job.slice}:1",
-            "accelerator_args": {"runtime_version": job.image},
-            "use_spot": job.spot,
-            "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [_PREEMPTED, *_KILLED]},
-        },
-        **({"secrets": dict.fromkeys(job.secrets)} if job.secrets else {}),
-        "run": start_script(job),
-    }
+    secrets = f"secrets: {{{', '.join(f'{name}: null' for name in job.secrets)}}}\n" if job.secrets else ""
+    task = f"""\
+name: {job.name}
+num_nodes: 1  # a slice is one node, and each of its hosts runs the script
+resources:
+  infra: {where}
+  accelerators: tpu-{job.slice}:1
+  accelerator_args: {{runtime_version: {job.image}}}
+  use_spot: {"true" if job.spot else "false"}
+  job_recovery: {{max_restarts_on_errors: 0, recover_on_exit_codes: {[_PREEMPTED, *_KILLED]}}}
+{secrets}run: |
+{indent(start_script(job), "  ")}"""
     given = "".join(f" --secret {name}" for name in job.secrets)
-    return {"task.yaml": _yaml(task)}, {
+    return {"task.yaml": task}, {
         "launch": f"sky jobs launch --name {job.name}{given} {_quoted(folder, 'task.yaml')}",
         "watch": "sky jobs queue",
         "logs": f"sky jobs logs --name {job.name}",
@@ -117,57 +96,61 @@ def skypilot(job: SliceJob, folder: Path) -> Written:
 
 def jobset(job: SliceJob, folder: Path) -> Written:
     """A JobSet for a GKE cluster whose node pool has the slice; Kueue may queue it."""
-    tpus = {"google.com/tpu": job.chips_per_host}
-    selector = {
-        "cloud.google.com/gke-tpu-accelerator": job.offer.label,
-        "cloud.google.com/gke-tpu-topology": job.shape,
-        **({"cloud.google.com/gke-spot": "true"} if job.spot else {}),
-        **({"topology.kubernetes.io/zone": job.zone} if job.zone else {}),
-    }
-    tainted = ["google.com/tpu", *(["cloud.google.com/gke-spot"] if job.spot else [])]
-    container = {
-        "name": "train",
-        "image": job.image,
-        "command": ["bash", "-c", start_script(job)],
-        "env": [{"name": name, "valueFrom": {"secretKeyRef": {"name": job.name, "key": name}}} for name in job.secrets],
-        "resources": {"requests": {**tpus}, "limits": {**tpus}},
-        "securityContext": {"privileged": True},  # to lock the memory that the TPU's driver maps
-    }
-    pod = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
-        "hostNetwork": True,
-        "dnsPolicy": "ClusterFirstWithHostNet",
-        "nodeSelector": selector,
-        "tolerations": [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in tainted],
-        "containers": [container],
-    }
-    hosts = {
-        "parallelism": job.hosts,
-        "completions": job.hosts,
-        "backoffLimit": 0,  # the loss of a host ends the Job, and the JobSet restarts all hosts
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [*_FINAL]}}
-            ]
-        },
-        "template": {"spec": pod},
-    }
-    final = {"name": "error", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    values = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {
-            "name": job.name,
-            "labels": {"kueue.x-k8s.io/queue-name": QUEUE},
-            "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"},
-        },
-        "spec": {
-            "failurePolicy": {"maxRestarts": RESTARTS, "rules": [final]},
-            "replicatedJobs": [{"name": "hosts", "replicas": 1, "template": {"spec": hosts}}],
-        },
-    }
-    files, commands = {"jobset.yaml": _yaml(values)}, {}
+    selector = tolerations = ""
+    if job.spot:
+        selector += '\n              cloud.google.com/gke-spot: "true"'
+        tolerations = "\n            - {key: cloud.google.com/gke-spot, operator: Exists, effect: NoSchedule}"
+    if job.zone:
+        selector += f"\n              topology.kubernetes.io/zone: {job.zone}"
+    values = f"""\
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: {job.name}
+  labels: {{kueue.x-k8s.io/queue-name: {_QUEUE}}}
+  annotations: {{alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool}}
+spec:
+  failurePolicy:
+    maxRestarts: {RESTARTS}
+    rules:
+    - {{name: error, action: FailJobSet, onJobFailureReasons: [PodFailurePolicy]}}
+  replicatedJobs:
+  - name: hosts
+    replicas: 1
+    template:
+      spec:
+        parallelism: {job.hosts}
+        completions: {job.hosts}
+        backoffLimit: 0  # the loss of a host ends the Job, and the JobSet restarts all hosts
+        podFailurePolicy:
+          rules:
+          - {{action: FailJob, onExitCodes: {{containerName: train, operator: In, values: [1, 2]}}}}
+        template:
+          spec:
+            restartPolicy: Never
+            terminationGracePeriodSeconds: {_GRACE_SECONDS}
+            hostNetwork: true
+            dnsPolicy: ClusterFirstWithHostNet
+            nodeSelector:
+              cloud.google.com/gke-tpu-accelerator: {OFFERS[job.chip.name].label}
+              cloud.google.com/gke-tpu-topology: {job.shape}{selector}
+            tolerations:
+            - {{key: google.com/tpu, operator: Exists, effect: NoSchedule}}{tolerations}
+            containers:
+            - name: train
+              image: {job.image}
+              securityContext: {{privileged: true}}  # to lock the memory that the TPU's driver maps
+              resources:
+                requests: {{google.com/tpu: {job.chips_per_host}}}
+                limits: {{google.com/tpu: {job.chips_per_host}}}
+              envFrom:
+              - secretRef: {{name: {job.name}, optional: true}}
+              command:
+              - bash
+              - -c
+              - |
+{indent(start_script(job), " " * 16)}"""
+    files, commands = {"jobset.yaml": values}, {}
     if job.secrets:
         files |= _secret_names(job)
         names = _quoted(folder, "secrets.env")
@@ -189,7 +172,7 @@ def xpk(job: SliceJob, folder: Path) -> Written:
         f"xpk workload create --workload {job.name} {of_cluster}",
         f"--tpu-type={job.slice} --docker-image={shlex.quote(job.image)}{' --spot' if job.spot else ''}",
         f"--max-restarts={RESTARTS} --restart-on-exit-codes={_PREEMPTED}",  # also on 42 and 127 to 255, its default
-        f"--termination-grace-period-seconds={GRACE_SECONDS}",
+        f"--termination-grace-period-seconds={_GRACE_SECONDS}",
     ]
     if job.secrets:
         files |= _secret_names(job)
@@ -212,9 +195,10 @@ def gcloud(job: SliceJob, folder: Path) -> Written:
     codes = f"{job.config.remote}/exit-codes"
     setup, _, train = start_script(job).rstrip().rpartition("exec ")
     # Whatever ends the script, launch.sh must learn of it: until then the slice costs.
-    setup = setup.replace("\ncd ", f"""\ntrap 'echo $? | gcloud storage cp - "{codes}/$(hostname)"' EXIT\ncd """, 1)
+    report = f'report() {{ echo $? | gcloud storage cp - "{codes}/$(hostname)"; }}\ntrap report EXIT\n'
+    setup = setup.replace("cd ", f"{report}cd ", 1)
     for name in job.secrets:
-        setup += f'export {name}="$(gcloud secrets versions access latest --secret={name})"\n'
+        setup += f"{name}=$(gcloud secrets versions access latest --secret={name})\nexport {name}\n"
     start = f"""\
 {setup}\
 for restart in $(seq 0 {RESTARTS}); do

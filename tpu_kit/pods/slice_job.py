@@ -63,9 +63,8 @@ class SliceJob:
 
     Attributes:
         config: the run.
-        slice: the slice's name, such as "v5litepod-64".
-        chip: its chip.
-        topology: its shape, and the chips of a host.
+        chip: the slice's chip.
+        topology: the slice's shape, and the chips of a host.
         zone: where; None for the engine's choice.
         image: of the hosts: a TPU VM's software version, or on GKE a container image.
         spot: whether the slice is a Spot slice, which may be taken away at any time.
@@ -73,7 +72,6 @@ class SliceJob:
     """
 
     config: TrainConfig
-    slice: str
     chip: Chip
     topology: Topology
     zone: str | None
@@ -87,9 +85,9 @@ class SliceJob:
         return self.config.run_name
 
     @property
-    def offer(self) -> Offer:
-        """Google Cloud's names for the chip."""
-        return OFFERS[self.chip.name]
+    def slice(self) -> str:
+        """The provider's name of the slice, such as "v5litepod-64"."""
+        return self.chip.slice_name(self.topology.chips)
 
     @property
     def shape(self) -> str:
@@ -140,12 +138,12 @@ def check_job(
         near = " or ".join(closest(zone, offer.zones))
         advice = f"did you mean {near}? " if near else ""
         problems.append(f"--zone: {zone} has no {chip.name}; {advice}It is offered in {', '.join(offer.zones)}")
-    if problem := _image_problem(image, chip.name, engine):
+    image = image or (CONTAINER if engine in _ON_GKE else offer.runtime)
+    if problem := _image_problem(image, offer, engine):
         problems.append(problem)
     if problems:
         raise ConfigError(problems)
-    image = image or (CONTAINER if engine in _ON_GKE else offer.runtime)
-    return SliceJob(config, slice_name, chip, topology, zone, image, spot, secrets)
+    return SliceJob(config, chip, topology, zone, image, spot, secrets)
 
 
 def find_hosts(slice_name: str) -> tuple[Chip, Topology]:
@@ -198,17 +196,10 @@ def _place_problems(config: TrainConfig, in_own_image: bool) -> list[str]:
     return problems
 
 
-def _image_problem(image: str | None, chip: str, engine: str) -> str | None:
-    if image is None:
+def _image_problem(image: str, offer: Offer, engine: str) -> str | None:
+    if engine not in _ON_GKE:
+        needed = f"the hosts need the software version {offer.runtime} of TPU VMs; leave --image out"
+        return None if image == offer.runtime else f"--image: {image}: {needed}"
+    if _IMAGE.fullmatch(image):
         return None
-    if engine in _ON_GKE:
-        if _IMAGE.fullmatch(image):
-            return None
-        return f"--image: {image} is not the name of a container image; write it with its tag, such as {CONTAINER}"
-    runtimes = {offer.runtime: name for name, offer in OFFERS.items()}
-    if runtimes.get(image) == chip:
-        return None
-    known = f"is for {runtimes[image]}" if image in runtimes else "is not a software version of TPU VMs for PyTorch"
-    near = closest(image, runtimes) if image not in runtimes else []
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    return f"--image: {image} {known}{hint}; {chip} needs {OFFERS[chip].runtime}: leave --image out"
+    return f"--image: {image} is not the name of a container image; write it with its tag, such as {CONTAINER}"

@@ -1,0 +1,77 @@
+"""Jobs on slices, and hosts that stand for theirs, for the tests of `tpu_kit.pods`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.config.loader import load_config
+from tpu_kit.pods.slice_job import SliceJob, check_job
+
+SLICES = {  # hosts, chips of a host, shape, zone
+    "v5litepod-16": (4, 4, "4x4", "us-west4-a"),
+    "v5litepod-64": (16, 4, "8x8", "us-west4-a"),
+    "v6e-32": (8, 4, "4x8", "us-east5-b"),
+    "v4-32": (4, 4, "2x2x4", "us-central2-b"),
+    "v5p-64": (8, 4, "2x4x4", "us-east5-a"),
+}
+VALUES = {
+    "model": {"name": "Qwen/Qwen2.5-0.5B-Instruct"},
+    "data": {"source": "gs://bucket/rows.jsonl", "system_prompt": 'It\'s $5:\n"`date`" \\ $(date)\nEOF'},
+    "output_dir": "gs://bucket/my-run",
+    "run_name": "my-run",
+    "optim": {"max_steps": 1000},
+}
+
+
+def make_job(engine: str, name: str = "v5litepod-64", spot: bool = False, **changes: Any) -> SliceJob:
+    config = load_config(VALUES, changes)
+    return check_job(config, name, engine, SLICES[name][3], None, spot)
+
+
+def programs(text: str) -> Iterator[list[str]]:
+    """The words of each call of sky, xpk, gcloud and kubectl in a text of bash."""
+    text = text.replace("\\\n", " ")
+    for found in re.finditer(
+        r"(?:^|(?<=[|(;])|(?<=! )|(?<=if ))\s*((?:sky|xpk|gcloud|kubectl) .*)", text, re.MULTILINE
+    ):
+        lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|;&<>()")
+        lexer.whitespace_split = True
+        words = []
+        for word in lexer:
+            if set(word) <= set("|;&<>()"):
+                break
+            words.append(word)
+        yield [word for word in words if word not in ("2", "1")]
+
+
+TRAIN = """#!/bin/bash
+# Stands for the environment's Python: the arguments, then what a test asks for.
+echo "$@" >> "$CALLS"
+[ -z "${SIGNAL-}" ] || { trap 'exit 75' TERM; touch "$CALLS.ready"; for i in $(seq 200); do sleep 0.05; done; }
+exit "$(head -c 3 "$CODE" 2> /dev/null || echo 0)"
+"""
+
+
+def host(tmp_path: Path, **environment: str) -> dict[str, str]:
+    """A host whose packages are installed; `CALLS` names the file that has the arguments of its Python."""
+    folder = tmp_path / "tpu_kit"
+    for name, text in {"uv/bin/uv": "#!/bin/bash\n", "env/bin/python": TRAIN}.items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    own = {"HOME": str(tmp_path), "CALLS": str(tmp_path / "calls"), "CODE": str(tmp_path / "code")}
+    return {"PATH": os.environ["PATH"]} | own | environment
+
+
+def stand_in(tmp_path: Path, name: str, text: str) -> str:
+    """Puts a program of this name in the way; returns the PATH with it."""
+    folder = tmp_path / "bin"
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{text}")
+    (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
