@@ -129,6 +129,7 @@ assert main(["plan", "--chip", "v66e"]) == 2
 assert main(["--version"]) == 0
 for command in COMMANDS:
     assert main([command, "--help"]) == 0
+assert main(["pod", "--slice", "v4-32", "--with", "xpk"]) == 2
 assert main(["export", "run", "format=xyz"]) == 2
 assert main(["export", "run", "--format", "xyz"]) == 2
 assert main(["generate", "n=0"]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -186,6 +187,12 @@ def test_a_host_reads_this_configuration_and_ends_with_the_code_of_training(code
     assert "torch_xla==2.9.0\n" in pins and "gcsfs==" in pins and "#" not in pins
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def test_xpk_runs_the_script_and_hands_on_the_signal(tmp_path: Path) -> None:
     """As xpk's container does: the command in a subshell in the background, to which it sends SIGTERM."""
     files, commands = ENGINES["xpk"](make_job("xpk"), tmp_path / "a folder")
@@ -200,9 +207,7 @@ def test_xpk_runs_the_script_and_hands_on_the_signal(tmp_path: Path) -> None:
     assert "\n" not in command
     outer = f"trap 'kill -TERM $!' TERM; ({command}) & PID=$!; wait $PID; wait $PID; exit $?"
     with subprocess.Popen(["bash", "-c", outer], env=environment) as process:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "calls.ready").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(tmp_path / "calls.ready")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75
 
@@ -260,7 +265,7 @@ def test_gcloud_asks_again_for_a_slice_that_was_taken_away(lost: str, tmp_path: 
     assert (tmp_path / "calls").read_text().count("queued-resources create") == 2
 
 
-@pytest.mark.parametrize(("codes", "runs"), [("0", 1), ("1", 1), ("75", RESTARTS + 1)])
+@pytest.mark.parametrize(("codes", "runs"), [("0", 1), ("1", 1), ("137", RESTARTS + 1)])
 def test_a_host_of_gcloud_tries_again_and_leaves_its_exit_code(
     codes: str, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,9 +276,22 @@ def test_a_host_of_gcloud_tries_again_and_leaves_its_exit_code(
     text = """case "$*" in *secrets*) echo the-token;; *"storage cp -"*) cat > "$HOME/uploaded"; echo "$@";; esac"""
     environment["PATH"] = stand_in(tmp_path, "gcloud", text)
     done = subprocess.run(["bash", "-c", files["start.sh"]], env=environment, capture_output=True, text=True)
-    assert done.returncode == int(codes), done.stderr
-    assert (tmp_path / "uploaded").read_text() == f"{codes}\n" and "gs://bucket/my-run/exit-codes/" in done.stdout
+    assert done.returncode == (75 if codes == "137" else int(codes)), done.stderr
+    assert (
+        tmp_path / "uploaded"
+    ).read_text() == f"{done.returncode}\n" and "gs://bucket/my-run/exit-codes/" in done.stdout
     assert (tmp_path / "calls").read_text().count("tpu_kit train") == runs
+
+
+def test_a_host_of_gcloud_that_is_shut_down_is_not_at_its_end(tmp_path: Path) -> None:
+    files, _ = ENGINES["gcloud"](make_job("gcloud", run_name="abcd"), tmp_path)
+    environment = host(tmp_path, SIGNAL="1")
+    environment["PATH"] = stand_in(tmp_path, "gcloud", """cat > "$HOME/uploaded" """)
+    with subprocess.Popen(["bash", "-c", files["start.sh"]], env=environment, start_new_session=True) as process:
+        wait_for(tmp_path / "calls.ready")
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(60) in (143, -signal.SIGTERM)
+    assert not (tmp_path / "uploaded").exists()
 
 
 def test_a_host_of_gcloud_that_cannot_install_says_so(tmp_path: Path) -> None:

@@ -193,10 +193,14 @@ def gcloud(job: SliceJob, folder: Path) -> Written:
     at = f"{job.name} --zone={job.zone}"
     resource = "gcloud compute tpus queued-resources"
     codes = f"{job.config.remote}/exit-codes"
+    objects = shlex.quote(f"{codes}/*")
     setup, _, train = start_script(job).rstrip().rpartition("exec ")
-    # Whatever ends the script, launch.sh must learn of it: until then the slice costs.
-    report = f'report() {{ echo $? | gcloud storage cp - "{codes}/$(hostname)"; }}\ntrap report EXIT\n'
-    setup = setup.replace("cd ", f"{report}cd ", 1)
+    # Whatever ends the script, launch.sh must learn of it, as the slice costs until then. After a reboot it runs again.
+    report = f"""
+report() {{ local code=$?; [ $code -gt 128 ] || echo $code | gcloud storage cp - {shlex.quote(codes)}/"$(hostname)"; }}
+trap report EXIT
+trap 'exit 143' TERM"""
+    setup = setup.replace("\ncd ", f"{report}\ncd ", 1)
     for name in job.secrets:
         setup += f"{name}=$(gcloud secrets versions access latest --secret={name})\nexport {name}\n"
     start = f"""\
@@ -204,9 +208,9 @@ def gcloud(job: SliceJob, folder: Path) -> Written:
 for restart in $(seq 0 {RESTARTS}); do
   code=0
   {train} || code=$?
-  case $code in 0|1|2) break;; esac
+  case $code in 0|1|2) break;; *) code={_PREEMPTED};; esac
 done
-exit "$code"
+exit $code
 """
     launch = f"""\
 #!/bin/bash
@@ -217,14 +221,14 @@ cd "$(dirname "$0")"
 ended() {{ [ "$(wc -w <<< "$codes")" -eq {job.hosts} ] || [[ $codes =~ [1-9] ]]; }}
 for restart in $(seq 0 {RESTARTS}); do
   if ! {resource} describe {at} > /dev/null 2>&1; then
-    gcloud storage rm '{codes}/*' > /dev/null 2>&1
+    gcloud storage rm {objects} > /dev/null 2>&1
     {resource} create {at} --node-id={job.name} \\
       --accelerator-type={job.slice} --runtime-version={job.image}{" --spot" if job.spot else ""} \\
       --metadata-from-file=startup-script=start.sh || exit 1
   fi
   while sleep "${{POLL_SECONDS:-60}}"; do
     state=$({resource} describe {at} --format='value(state.state)')
-    codes=$(gcloud storage cat '{codes}/*' 2> /dev/null | xargs)
+    codes=$(gcloud storage cat {objects} 2> /dev/null | xargs)
     echo "$(date) restart $restart: ${{state:-unknown}}${{codes:+; exit codes of hosts: $codes}}"
     if ended || [ "$state" = SUSPENDED ] || [ "$state" = FAILED ]; then break; fi
   done
