@@ -23,7 +23,7 @@ from tests.support.child_processes import run_python
 from tests.support.slice_jobs import SLICES, host, make_job, programs
 from tpu_kit.pods.engines import ENGINES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # the installation may take minutes
 
 PACKAGES = ("skypilot==0.14.1", "xpk==1.16.0", "kubeflow-trainer-api==2.3.0")
 CRD = os.environ.get(  # JOBSET_CRD=file:///... where there is no network
