@@ -20,6 +20,7 @@ from tests.support.slice_jobs import SLICES, VALUES, host, make_job, programs, s
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, load_config
 from tpu_kit.diagnostics.install import REPOSITORY as ADDRESS
+from tpu_kit.hardware.chips import CHIPS
 from tpu_kit.pods.engines import ENGINES, KIT, RESTARTS, start_script
 from tpu_kit.pods.slice_job import OFFERS, check_job
 
@@ -117,7 +118,7 @@ def test_the_hosts_install_this_kit_from_its_repository() -> None:
         (["--slice", "v4-4096"], ["--slice: the topology of v4-4096 is not known; use one of v4-8, v4-16, v4-32"]),
         (["--zone", "us-west-4a"], ["--zone: us-west-4a has no v5e; did you mean us-west4-a? It is offered in us-"]),
         (["--zone", "us-central2-b"], ["--zone: us-central2-b has no v5e; did you mean us-central1-a? "]),
-        (["--with", "gcloud"], ["--zone: gcloud needs one; v5e is offered in us-central1-a, us-east5-a"]),
+        (["--with", "gcloud"], ["--zone: gcloud needs one; v5e is offered in us-central1-a, us-east1-b"]),
         (["--with", "xpk", "--slice", "v4-8"], ["--with: xpk is for several hosts, and v4-8 has one; use skypilot"]),
         (["--image", "v2-alpha-tpuv5lite"], ["--image: v2-alpha-tpuv5lite: the hosts need the software version "
                                              "v2-alpha-tpuv5-lite of TPU VMs; leave --image out"]),
@@ -160,12 +161,8 @@ def test_images_with_the_users_own_modules(image: str) -> None:
 
 
 def test_zones_and_images_of_each_chip_are_accepted() -> None:
-    for chip, (name, *_) in {
-        "v4": ("v4-32",),
-        "v5e": ("v5litepod-16",),
-        "v5p": ("v5p-64",),
-        "v6e": ("v6e-32",),
-    }.items():
+    for chip, name in {"v4": "v4-32", "v5e": "v5litepod-16", "v5p": "v5p-64", "v6e": "v6e-32"}.items():
+        assert "us-central" in CHIPS[chip].price.source  # as the printed price says
         for zone in OFFERS[chip].zones:
             assert re.fullmatch(r"[a-z]+-[a-z]+\d-(ai\d)?[a-f]", zone)
             job = check_job(load_config(VALUES), name, "gcloud", zone, OFFERS[chip].runtime, True)
@@ -346,12 +343,12 @@ def test_what_the_planner_says_is_printed(
     for changes, text in (
         (["name=Qwen/Qwen2.5-7B-Instruct", "lora.r=0", "num_replicas=16"], "estimate: DOES NOT FIT: it takes "),
         (["max_steps=null"], "not known for the run: data.source=gs://bucket/rows.jsonl is in an object store"),
-        (["name=nobody/nothing"], "(list price); not known for the run: "),
+        (["name=nobody/nothing"], "(list price of us-central); not known for the run: "),
     ):
         Path("my.yaml").write_text(json.dumps(VALUES))
         assert main(["pod", "my.yaml", "--slice", "v5litepod-16", "--with", "jobset", *changes]) == 0
         printed = capsys.readouterr().out
-        assert text in printed and "estimate: $19.20 an hour (list price)" in printed, printed
+        assert text in printed and "estimate: $19.20 an hour (list price of us-central)" in printed, printed
     Path("file").write_text("")
     arguments = ["my.yaml", "--slice", "v5litepod-16", "--with", "jobset", "--out", "file/folder"]
     assert main(["pod", *arguments]) == 1

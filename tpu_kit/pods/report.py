@@ -53,7 +53,7 @@ def _cost(job: SliceJob) -> list[str]:
 
     price = job.chip.price
     rate = price and (price.spot if job.spot else price.on_demand)
-    kind = "Spot price, which changes daily" if job.spot else "list price"
+    kind = "Spot price of us-central, which changes daily" if job.spot else "list price of us-central"
     an_hour = f"estimate: ${rate * job.topology.chips:.2f} an hour ({kind})" if rate else "estimate: no known price"
     try:
         (found,) = plan(job.config, [job.slice])

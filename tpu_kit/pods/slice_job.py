@@ -31,8 +31,7 @@ class Offer:
     Attributes:
         runtime: software version of a TPU VM for PyTorch (docs.cloud.google.com/tpu/docs/runtimes).
         label: value of GKE's node label `cloud.google.com/gke-tpu-accelerator` (xpk 1.16, system_characteristics.py).
-        zones: docs.cloud.google.com/tpu/docs/regions-zones and types-zones, among them those for single tenants; zones
-            of v5p and v6e outside the USA also after SkyPilot's catalogue. All read 2026-11-23.
+        zones: those with a price in the catalogue that `chips` has the prices from.
     """
 
     runtime: str
@@ -44,15 +43,20 @@ OFFERS = {
     "v4": Offer("tpu-ubuntu2204-base", "tpu-v4-podslice", ("us-central2-b",)),
     "v5e": Offer(
         "v2-alpha-tpuv5-lite", "tpu-v5-lite-podslice",
-        ("us-central1-a", "us-east5-a", "us-east5-b", "us-east5-c", "us-south1-a", "us-west1-c", "us-west4-a",
-         "europe-west4-b")),
+        ("us-central1-a", "us-east1-b", "us-east1-c", "us-east4-b", "us-east5-a", "us-east5-b", "us-east5-c",
+         "us-south1-a", "us-south1-b", "us-west1-c", "us-west4-a", "us-west4-b", "asia-east1-a", "asia-east1-b",
+         "asia-east1-c", "asia-northeast1-b", "asia-southeast1-b", "europe-north1-a", "europe-north1-c",
+         "europe-west1-b", "europe-west1-c", "europe-west3-c", "europe-west4-a", "europe-west4-b",
+         "northamerica-northeast1-b", "southamerica-west1-b", "southamerica-west1-c")),
     "v5p": Offer(
         "v2-alpha-tpuv5", "tpu-v5p-slice",
-        ("us-central1-a", "us-east5-a", "us-east5-b", "us-east5-c", "us-south1-a", "europe-west4-b")),
+        ("us-central1-a", "us-east1-d", "us-east5-a", "us-east5-b", "us-east5-c", "us-south1-a", "us-south1-b",
+         "us-south1-c", "europe-west1-b", "europe-west1-d", "europe-west4-b")),
     "v6e": Offer(
         "v2-alpha-tpuv6e", "tpu-v6e-slice",
-        ("us-central1-b", "us-central1-ai1a", "us-east1-d", "us-east4-a", "us-east4-b", "us-east5-a", "us-east5-b",
-         "us-east5-c", "us-south1-ai1b", "us-west1-c", "europe-west4-a", "asia-northeast1-b", "southamerica-west1-a")),
+        ("us-central1-a", "us-central1-b", "us-central1-c", "us-east1-d", "us-east4-a", "us-east5-a", "us-east5-b",
+         "us-east5-c", "us-south1-a", "us-south1-ai1b", "us-south1-c", "us-west1-c", "asia-northeast1-b",
+         "asia-south1-b", "asia-south1-c", "asia-southeast1-b", "europe-west4-a", "southamerica-west1-a")),
 }  # fmt: skip
 """By chip: those that the TPU compiler was asked about and that have slices of several hosts today."""
 
