@@ -265,7 +265,7 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
         segment_ids = torch.ones_like(ids)
     masks = attention.inputs(base.config._attn_implementation, segment_ids)
     dtype = compute_dtype(model)
-    with _autocast(ids.device.type, dtype):
+    with _autocast(ids.device.type, dtype), partition.embedding_by_columns(base):
         output = base.get_decoder()(input_ids=ids, position_ids=batch.get("position_ids"), use_cache=False, **masks)
     return partition.by_rows(output.last_hidden_state.to(dtype))
 

@@ -6,8 +6,9 @@ over "model", which shards the matrix product itself.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +75,20 @@ def gather_layer(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None)
 def by_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Shards hidden states or labels, (B, ...), by rows."""
     return constrain(tensor, (BATCH, *[None] * (tensor.ndim - 1)))
+
+
+@contextlib.contextmanager
+def embedding_by_columns(model: Any) -> Iterator[None]:
+    """Shards what a trained embedding returns by columns, as its table, and by rows over "data" alone.
+
+    Otherwise the compiler may make the table's whole gradient on each device (in fp32 2 GiB for 8B).
+    """
+    embedding = model.get_input_embeddings()
+    if current_mesh() is None or not embedding.weight.requires_grad or is_tied(model):  # a tied one is sharded by rows
+        yield
+        return
+    with embedding.register_forward_hook(lambda *given: constrain(given[-1], ("data", None, ("model", "fsdp")))):
+        yield
 
 
 def tiles(tensor: torch.Tensor, count: int) -> torch.Tensor:
