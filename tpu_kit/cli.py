@@ -47,11 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_USAGE
     except (ValueError, RuntimeError) as error:
         from tpu_kit.distributed.launch import LaunchError
+        from tpu_kit.distributed.meeting import HostError
 
-        if given is None or not isinstance(error, ValueError | LaunchError):
+        if given is None or not isinstance(error, ValueError | LaunchError | HostError):
             raise
         print(error, file=sys.stderr)  # the text has the traceback of a failed replica
-        return FAILED
+        return PREEMPTED if isinstance(error, HostError) and error.again else FAILED
 
 
 # ------------------------------------------------------------------------------------------------------------- parsing
@@ -248,7 +249,10 @@ def checkpoints(given: argparse.Namespace) -> int:
     return report(given.run, given.verify, given.json)
 
 
-_TRAINS = "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted (the same command resumes)."
+_TRAINS = (
+    "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted, or another host is lost or hangs (the same "
+    "command resumes)."
+)
 _EXACT = {"--exact": {"action": "store_true", "help": "ask the TPU compiler first whether the batch fits"}}
 
 

@@ -69,7 +69,7 @@ def check(place: Path | str, tell: Callable[[int], None]) -> None:
     if is_url(place):
         objects = ObjectFolder(str(place)).list()
         known = {name for one in complete for name in one.names()}  # type: ignore[attr-defined]
-        left = {name for name in objects if name not in known and not name.startswith("writer-")}
+        left = {name for name in objects if name not in known and not name.startswith("owner-")}
     else:
         left = {path.name for path in Path(place).iterdir() if path.name != ".lock" and path.name[:5] != "step-"}
     assert not left, left
@@ -170,7 +170,7 @@ def copy(seed: Path | str, place: Path | str) -> None:
     if is_url(seed):
         source, target = ObjectFolder(str(seed)), ObjectFolder(str(place))
         for name in source.list():
-            if not name.startswith("writer-"):
+            if not name.startswith("owner-"):
                 source.copy(name, target)
     else:
         shutil.copytree(seed, place)

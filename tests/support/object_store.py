@@ -129,7 +129,11 @@ class Proxy:
             _reset(client)
             return
         host, port = self.target.removeprefix("http://").split(":")
-        server = socket.create_connection((host, int(port)))
+        try:
+            server = socket.create_connection((host, int(port)))
+        except OSError:  # not there yet
+            _reset(client)
+            return
         back = threading.Thread(target=_pump, args=(server, client), daemon=True)
         back.start()
         with contextlib.suppress(OSError):

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import torch
 
+from tpu_kit.config.loader import TrainConfig
 from tpu_kit.models import causal_lm as models
 from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
 
 _calls = 0
+
+
+class Hanging(SupervisedObjective):
+    """The usual loss; on the host of TPU_KIT_TEST_HANG it does not return from the 8th batch."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config.optim)
+        self._batches = 0
+
+    def __call__(self, model: Any, batch: Any) -> Sums:
+        self._batches += 1
+        if self._batches == 8 and os.environ["TPU_KIT_TEST_HANG"] == os.environ["TPU_KIT_HOST_INDEX"]:
+            self.hang_here()
+        return super().__call__(model, batch)
+
+    def hang_here(self) -> None:
+        time.sleep(1e6)
 
 
 def _loss(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

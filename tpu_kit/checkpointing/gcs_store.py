@@ -1,4 +1,4 @@
-"""Stores checkpoints in an object store, where a rename is not atomic: a marker object is created last.
+"""Stores checkpoints in an object store, where a rename is not atomic: a marker object is created last, then listed.
 
 <output_dir>/checkpoints/
   step-00000400/
@@ -7,7 +7,7 @@
     manifest.0.json          the marker (see manifest.py); it names the folder above; created only if absent
     manifest.1.json          the same step, saved again: the larger number counts, and the other is deleted
     manifest.0.json.corrupt  set aside by `CheckpointManager.newest`
-  writer-00000000.json       see `Lease`
+  owner-00000007.json        lists the markers that count; see `Owner`
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ import shutil
 import socket
 import sys
 import tempfile
-import threading
-import time
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,8 +50,7 @@ from tpu_kit.storage.object_store import ObjectFolder
 
 _MARKER = re.compile(r"(step-\d{8,})/manifest\.(\d+)\.json")
 _FILE = re.compile(r"(step-\d{8,}/[0-9a-f]{12})/[^/]+")
-_WRITER = re.compile(r"writer-(\d{8})\.json")
-LEASE_SECONDS, BEAT_SECONDS = 60.0, 15.0
+_OWNER = re.compile(r"owner-(\d{8,})\.json")
 
 
 @dataclass(frozen=True)
@@ -132,16 +129,16 @@ class BucketStore:
     def __init__(self, url: str) -> None:
         self.objects = ObjectFolder(url)
         self.known: list[Checkpoint] = []  # of the last scan, in case the next one fails
-        self._lease = Lease(self.objects)
+        self._owner = Owner(self.objects)
         try:
             self._clean()
         except BaseException:
-            self._lease.close()
+            self._owner.close()
             raise
 
     def close(self) -> None:
         """Releases the place for another process."""
-        self._lease.close()
+        self._owner.close()
 
     def scan(self) -> tuple[list[Checkpoint], list[Rejected]]:
         """See `tpu_kit.checkpointing.manager.scan`."""
@@ -153,32 +150,28 @@ class BucketStore:
         return None
 
     def write(self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str]) -> None:
-        """Uploads the files, then creates the marker.
+        """Uploads the files, creates the marker, then commits it.
 
         Raises:
-            ValueError: another process has saved this step, or taken the folder, in the meantime; the text names it.
+            ValueError: another process has become the owner in the meantime; the text names it.
             OSError: the object store, or the temporary folder of this machine, cannot be written to.
         """
         step = f"step-{about['step']:08d}"
-        older = sorted(
-            int(match[2]) for name in self.objects.list() if (match := _MARKER.match(name)) and match[1] == step
-        )
+        names = self.objects.list()
+        self._owner.check(names)
+        older = sorted(int(match[2]) for name in names if (match := _MARKER.match(name)) and match[1] == step)
         prefix, marker = f"{step}/{uuid.uuid4().hex[:12]}", f"{step}/manifest.{older[-1] + 1 if older else 0}.json"
         files = {**self._put_tensors(prefix, tensors), **self._put_texts(prefix, texts)}
         manifest = seal({**about, "folder": prefix.rpartition("/")[2], "files": files}).encode()
         try:
-            self._lease.check()
             self.objects.create(marker, manifest)
+            self._owner.update(add=[marker])
         except (FileExistsError, ValueError) as error:
+            mine = [] if isinstance(error, FileExistsError) else [marker]
             with contextlib.suppress(OSError):  # else the next run's `_clean` removes them
-                self.objects.remove([f"{prefix}/{name}" for name in files])
-            if isinstance(error, ValueError):
-                raise
-            writer = unseal(self.objects.read(marker), marker, marker).get("writer", "another process")
-            raise ValueError(
-                f"{self.objects.url} is being written to by {writer}: it has just saved step {about['step']}, too; end "
-                "one of the two, or set another output_dir"
-            ) from error
+                self.objects.remove([*mine, *(f"{prefix}/{name}" for name in files)])
+            self._owner.check(self.objects.list())
+            raise
         for number in older:
             self._discard_replaced(f"{step}/manifest.{number}.json")
 
@@ -209,6 +202,7 @@ class BucketStore:
     def discard(self, checkpoint: Checkpoint) -> None:
         """Deletes a checkpoint, its marker first; if killed in between, it leaves none that looks damaged."""
         assert isinstance(checkpoint, RemoteCheckpoint)
+        self._owner.update(drop=[checkpoint.marker])
         self.objects.remove(checkpoint.names())
 
     def set_aside(self, found: Rejected) -> str:
@@ -218,6 +212,7 @@ class BucketStore:
         while aside in self.objects.list():
             aside = f"{marker}.{uuid.uuid4().hex[:6]}{CORRUPT}"
         self.objects.write(aside, self.objects.read(marker))
+        self._owner.update(drop=[marker])
         self.objects.remove([marker])
         return aside
 
@@ -230,6 +225,7 @@ class BucketStore:
         _remove_markers_first(previous, list(previous.list()))
         for name in sorted(names, key=lambda name: bool(_MARKER.fullmatch(name))):
             self.objects.copy(name, previous)
+        self._owner.update(drop=self._owner.commits)
         _remove_markers_first(self.objects, names)
 
     def _discard_replaced(self, marker: str) -> None:
@@ -242,7 +238,7 @@ class BucketStore:
     def _clean(self) -> None:
         """Removes the leftovers of killed writers: files without a marker, and replaced checkpoints."""
         sizes = self.objects.list()
-        markers = [name for name in sizes if _MARKER.fullmatch(name)]
+        markers = [name for name in sizes if name in self._owner.commits]
         newest: dict[str, RemoteCheckpoint] = {}
         unclear = set()
         for marker, text in sorted(self.objects.read_all(markers).items(), key=lambda item: _number(item[0])):
@@ -260,7 +256,8 @@ class BucketStore:
         unclear |= {name.partition("/")[0] for name in sizes if name.endswith(CORRUPT)}
         for name in sizes:
             match = _FILE.fullmatch(name)
-            if match and match[1] not in kept and name.partition("/")[0] not in unclear:
+            late = _MARKER.fullmatch(name) and name not in self._owner.commits  # a former owner's
+            if late or (match and match[1] not in kept and name.partition("/")[0] not in unclear):
                 self.objects.remove([name])
 
 
@@ -268,9 +265,10 @@ def scan_bucket(url: str, *, verify: bool = False) -> tuple[list[Checkpoint], li
     """`tpu_kit.checkpointing.manager.scan` of an object store."""
     objects = ObjectFolder(url)
     sizes = objects.list()
+    owner = read_owner(objects, sizes)[1]
     found: dict[int, Checkpoint] = {}
     rejected = []
-    texts = objects.read_all([name for name in sizes if _MARKER.fullmatch(name)])
+    texts = objects.read_all([name for name in sizes if _MARKER.fullmatch(name) and counts(name, owner)])
     for marker in sorted(texts, key=_number):
         try:
             checkpoint = _read(objects, marker, texts[marker])
@@ -304,100 +302,70 @@ def _remove_markers_first(objects: ObjectFolder, names: list[str]) -> None:
     objects.remove(sorted(names, key=lambda name: not _MARKER.fullmatch(name)))
 
 
-class Lease:
-    """The right of one process at a time to write to a folder of an object store, from construction to `close`.
+class Owner:
+    """The right of one process to commit checkpoints to a folder of an object store.
 
-    An object store has no locks that die with their holder. Here the holder owns the object writer-<number>.json of the
-    largest number, and a thread rewrites it every BEAT_SECONDS. Another process takes the folder by creating the next
-    number, which only one process can do, if the holder has released it, is a dead process of the same machine, or has
-    not changed its object for LEASE_SECONDS: no clocks of two machines are compared. Numbers are never used twice.
+    An object store has no locks that die with their holder. Here the object owner-<number>.json of the largest number
+    names the owner and lists the markers of the checkpoints that count. Each commit, and each process that becomes the
+    owner, creates the next number on the condition that no object has that name (if-generation-match=0), which only one
+    process can do. So a former owner can't commit any more, however late it wakes up, and nobody waits for it: a
+    machine that replaces another one goes on at once. A number that was deleted may be created again by a former owner,
+    but it is not the largest then; that is looked up after each creation.
 
-    Its limit: a holder that is frozen for LEASE_SECONDS and wakes up between its check and the commit that follows can
-    still commit one checkpoint. That checkpoint is whole, since all files have names of their own.
+    A living process of the same machine is not deposed.
+
+    Attributes:
+        commits: the markers that count.
 
     Raises:
-        ValueError: another process holds it; its host and PID are named.
+        ValueError: a process of this machine writes there; its PID is named.
         OSError: the folder cannot be written to.
     """
 
     def __init__(self, folder: ObjectFolder) -> None:
         self.folder = folder
-        self._content = {"holder": holder_name(), **_identity(), "beat": 0, "released": False}
-        self._stop = threading.Event()
-        older = self._numbers()
-        if older:
-            self._wait_for(older[-1])
-        self._name = _writer_name(older[-1] + 1 if older else 0)
-        try:
-            folder.create(self._name, self._text())
-        except FileExistsError as error:
-            raise self._refused(json.loads(folder.read(self._name))) from error
-        try:
-            self.check()
-            folder.remove(map(_writer_name, older))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._write(released=True)
-            raise
-        self._thread = threading.Thread(target=self._beat, daemon=True, name="tpu_kit-lease")
-        self._thread.start()
+        self._content: dict[str, Any] = {
+            "holder": holder_name(), **_identity(), "id": uuid.uuid4().hex, "released": False
+        }  # fmt: skip
+        names = folder.list()
+        self._number, before = read_owner(folder, names)
+        self.commits = [name for name in names if _MARKER.fullmatch(name) and counts(name, before)]
+        if before and not before.get("released"):
+            if _alive(before):
+                raise self._refused(before)
+            holder = before.get("holder", "another process")
+            print(f"{holder} was writing to {folder.url}: this process takes it over", file=sys.stderr, flush=True)
+        self.update()
 
-    def check(self) -> None:
-        """Makes sure that the folder is still held; raises ValueError if another process has taken it."""
-        numbers = self._numbers()
-        newest = _writer_name(numbers[-1]) if numbers else self._name  # the next beat writes a deleted one again
-        if newest != self._name:
-            raise self._refused(json.loads(self.folder.read(newest)))
+    def update(self, add: Iterable[str] = (), drop: Iterable[str] = ()) -> None:
+        """Changes the markers that count; raises ValueError if another process has become the owner."""
+        gone, name = set(drop), _owner_name(self._number + 1)
+        commits = [one for one in self.commits if one not in gone] + list(add)
+        try:
+            self.folder.create(name, json.dumps({**self._content, "commits": commits}).encode())
+        except FileExistsError:
+            self._number, other = read_owner(self.folder, self.folder.list())
+            if other is None or other.get("id") != self._content["id"]:
+                raise self._refused(other or {}) from None
+            self.update(add, drop)  # an update whose answer was lost was made
+            return
+        names = self.folder.list()
+        self._number += 1
+        self.check(names)
+        self.commits = commits
+        with contextlib.suppress(OSError):  # the next update deletes them
+            self.folder.remove(_owner_name(number) for number in _owner_numbers(names) if number < self._number)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Makes sure that none of the objects is a later owner's; raises ValueError else."""
+        if max(_owner_numbers(names), default=-1) > self._number:
+            raise self._refused(read_owner(self.folder, names)[1] or {})
 
     def close(self) -> None:
-        """Releases the folder."""
-        self._stop.set()
-        self._thread.join(BEAT_SECONDS)
-        with contextlib.suppress(OSError):  # then the next process waits for LEASE_SECONDS
-            self._write(released=True)
-
-    def _numbers(self) -> list[int]:
-        return sorted(int(match[1]) for name in self.folder.list() if (match := _WRITER.fullmatch(name)))
-
-    def _text(self) -> bytes:
-        return json.dumps(self._content).encode()
-
-    def _write(self, **changes: Any) -> None:
-        self._content |= changes
-        self.folder.write(self._name, self._text())
-
-    def _beat(self) -> None:
-        while not self._stop.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # the next one may succeed; `check` decides
-                self._write(beat=self._content["beat"] + 1)
-
-    def _wait_for(self, number: int) -> None:
-        """Returns when no process holds the folder; raises ValueError when one is alive."""
-        first = self._read(number)
-        alive = _alive(first)
-        if first.get("released") or alive is False:
-            return
-        if alive:
-            raise self._refused(first)
-        waits = f"waiting {LEASE_SECONDS:g} s to see if it still is"
-        print(f"{first.get('holder')} was writing to {self.folder.url}: {waits}", file=sys.stderr, flush=True)
-        end = time.monotonic() + LEASE_SECONDS
-        while time.monotonic() < end:
-            time.sleep(min(1.0, LEASE_SECONDS / 10))
-            now = self._read(number)
-            if now.get("released"):
-                return
-            if now != first:
-                raise self._refused(now)
-
-    def _read(self, number: int) -> dict[str, Any]:
-        try:
-            found = json.loads(self.folder.read(_writer_name(number)))
-        except FileNotFoundError:  # another process has taken it over; `check` will find that
-            return {"released": True}
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
+        """Releases the folder, so that the next owner is not told of this one."""
+        self._content["released"] = True
+        with contextlib.suppress(OSError, ValueError):
+            self.update()
 
     def _refused(self, other: dict[str, Any]) -> ValueError:
         holder = other.get("holder", "another process")
@@ -406,8 +374,30 @@ class Lease:
         )
 
 
-def _writer_name(number: int) -> str:
-    return f"writer-{number:08d}.json"
+def read_owner(folder: ObjectFolder, names: Iterable[str]) -> tuple[int, dict[str, Any] | None]:
+    """Returns the number and the content of the newest owner object; (-1, None) where there is none."""
+    numbers = _owner_numbers(names)
+    while numbers:
+        try:
+            found = json.loads(folder.read(_owner_name(numbers[-1])))
+        except FileNotFoundError:  # a commit has replaced it since
+            numbers = _owner_numbers(folder.list())
+            continue
+        return numbers[-1], found
+    return -1, None
+
+
+def counts(marker: str, owner: dict[str, Any] | None) -> bool:
+    """Whether a marker is of a committed checkpoint; without an owner object, as an earlier tpu_kit wrote, each is."""
+    return owner is None or marker in owner["commits"]
+
+
+def _owner_numbers(names: Iterable[str]) -> list[int]:
+    return sorted(int(match[1]) for name in names if (match := _OWNER.fullmatch(name)))
+
+
+def _owner_name(number: int) -> str:
+    return f"owner-{number:08d}.json"
 
 
 def _identity() -> dict[str, Any]:

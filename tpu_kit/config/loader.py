@@ -412,6 +412,7 @@ REMOVED: dict[str, tuple[str, Any]] = {}
 
 ADDED: dict[str, tuple[str, Any]] = {
     "data.on_bad_row": ("0.1.0", "stop"),
+    "launch.meeting_timeout": ("0.1.0", 300.0),
     "launch.mesh": ("0.1.0", None),
     "launch.mesh_rules": ("0.1.0", None),
     "optim.objective": ("0.1.0", "supervised"),

@@ -69,7 +69,8 @@ class DataConfig:
 
     source: str = knob(
         "embedded",
-        'Hub id (openai/gsm8k:main), path, glob or gs:// of jsonl/json/csv/tsv/parquet, "embedded" or "rationales".',
+        'Hub id (openai/gsm8k:main), path, glob or gs:// of jsonl/json/csv/tsv/parquet, "embedded", "rationales", or '
+        '"synthetic": rows of random tokens, for rehearsals; split=train[:N] sets their number.',
     )
     eval_source: str | None = knob(None, "Another source of evaluation rows, in the same forms as source.")
     split: str = knob("train", "The split of source to train on.")
@@ -253,6 +254,7 @@ class LaunchConfig:
         600.0, "Seconds without any sign of life, or three times as long in one step, before a launch is ended.",
         above=0, at_most=1e9,
     )  # fmt: skip
+    meeting_timeout: float = knob(300.0, "Seconds in which all hosts of a run must come.", above=0, at_most=1e9)
 
 
 @dataclass(frozen=True)
@@ -544,11 +546,15 @@ def _is_name(text: str) -> bool:
 def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     data, optim = config.data, config.optim
     rows = "data.eval_rows data.eval_source data.eval_split"
+    answers = "tracking.generate_rows", "tracking.eval_generate_rows"
     if data.eval_source is None and data.eval_split == data.split:
         yield "data.eval_split data.split", "is the training split; name another split, or null to hold out eval_rows"
+    if data.source == "synthetic":
+        for name in ("data.eval_source", "data.eval_split", "data.eval_rows", *answers):
+            if config[name]:
+                yield f"{name} data.source", "needs text, but data.source=synthetic has random tokens; remove that"
     if data.eval_source is None and data.eval_split is None and data.eval_rows == 0:
-        counted = "optim.eval_steps", "optim.early_stop_patience"
-        for name in (*counted, "tracking.generate_rows", "tracking.eval_generate_rows"):
+        for name in ("optim.eval_steps", "optim.early_stop_patience", *answers):
             if config[name]:
                 advice = "remove that, or set data.eval_source or data.eval_split"
                 yield f"{name} {rows}", f"needs rows to evaluate on, but data.eval_rows=0; {advice}"

@@ -26,7 +26,16 @@ from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_templ
 from tpu_kit.data.columns import detect_layout, first_values
 from tpu_kit.data.records import PROBLEM
 from tpu_kit.data.schemas import Layout, RowError, final_answer, normalised, problem
-from tpu_kit.data.sources import EMBEDDED_ROWS, GENERATED, SHOWN, load_rows, pick_split, places
+from tpu_kit.data.sources import (
+    EMBEDDED_ROWS,
+    GENERATED,
+    SHOWN,
+    SYNTHETIC,
+    load_rows,
+    pick_split,
+    places,
+    synthetic_rows,
+)
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.storage import atomic
 
@@ -135,7 +144,7 @@ class Prepared:
             include their special tokens: tokenise them with `add_special_tokens=False`.
         report: of the training rows.
         eval_report: of the held-out rows.
-        encoder: encodes other rows of the same kind.
+        encoder: encodes other rows of the same kind; None for random tokens.
         fingerprint: hash of all tokens, loss masks, packing and order.
     """
 
@@ -145,7 +154,7 @@ class Prepared:
     eval_prompts: list[str]
     report: DataReport
     eval_report: DataReport | None
-    encoder: Encoder
+    encoder: Encoder | None
     fingerprint: str
 
     def __str__(self) -> str:
@@ -195,8 +204,8 @@ def prepare(
 
     Args:
         config: the data section.
-        tokenizer: a fast Hugging Face tokenizer; without a chat template it gets `chat_encoding.DEFAULT_TEMPLATE` if
-            the rows are chats.
+        tokenizer: a fast Hugging Face tokenizer (None for the synthetic source); without a chat template it gets
+            `chat_encoding.DEFAULT_TEMPLATE` if the rows are chats.
         model_positions: `max_position_embeddings` of the model; None skips the check.
         vocab_size: rows of the model's embedding; None skips the check.
         dataset: rows in place of `config.source`.
@@ -209,6 +218,8 @@ def prepare(
             f"data.max_length={config.max_length} is longer than the {model_positions} positions of the model; "
             f"set it to {model_positions} or less"
         )
+    if dataset is None and config.source == SYNTHETIC:
+        return _synthetic(config, vocab_size)
     source = "the data set given" if dataset is not None else config.source
     load = partial(load_rows, seed=config.seed, skip=config.on_bad_row == "skip")
     rows = load(source, config.split) if dataset is None else pick_split(dataset, config.split)
@@ -239,9 +250,32 @@ def prepare(
         eval_rows, prompts = _raw_rows(held, np.unique(held_tokens.documents.source_rows[chosen]), eval_encoder)
     held_out = _count(everything, everything.good & ~train)
     packed, report = _pack(everything, train, encoder, source, held_out=held_out)
+    return Prepared(
+        packed, eval_data, eval_rows, prompts, report, eval_report, encoder, _fingerprint_of(packed, config)
+    )
+
+
+def _fingerprint_of(packed: PackedDataset, config: DataConfig) -> str:
     order = f"{packed.fingerprint()} {config.seed} {config.shuffle}"
-    fingerprint = hashlib.blake2b(order.encode(), digest_size=16).hexdigest()
-    return Prepared(packed, eval_data, eval_rows, prompts, report, eval_report, encoder, fingerprint)
+    return hashlib.blake2b(order.encode(), digest_size=16).hexdigest()
+
+
+def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
+    """Makes rows of `max_length` random tokens that all carry loss; they depend on the seed and the sizes alone."""
+    if vocab_size is None:
+        raise ValueError("data.source=synthetic needs the size of the model's vocabulary, which is not known here")
+    count, length = synthetic_rows(config.split), config.max_length
+    random = np.random.PCG64(np.random.SeedSequence([config.seed, vocab_size])).random_raw(count * length)
+    ids, lengths = (random % np.uint64(vocab_size)).astype(np.int32), np.full(count, length)
+    documents = Documents(ids, np.ones(len(ids), dtype=bool), lengths, np.arange(count))
+    packed = PackedDataset(documents, length, packing=False)
+    report = DataReport(
+        source=SYNTHETIC, layout=f"random tokens below {vocab_size:,}", rows_read=count, held_out=0,
+        seen_in_training=0, dropped_too_long=0, truncated=0, dropped_no_loss=0, rows_used=count, documents=count,
+        tokens=len(ids), loss_tokens=len(ids), packed_rows=count, fill=1.0, lengths=tuple(lengths.tolist()),
+        reasoning=Kept(0, 0, 0),
+    )  # fmt: skip
+    return Prepared(packed, None, [], [], report, None, None, _fingerprint_of(packed, config))
 
 
 def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> Encoder:
@@ -508,8 +542,8 @@ def write_prepared(prepared: Prepared, folder: Path) -> None:
             "eval_prompts": prepared.eval_prompts,
             "report": asdict(prepared.report),
             "eval_report": prepared.eval_report and asdict(prepared.eval_report),
-            "layout": asdict(prepared.encoder.layout),
-            "chat_template": prepared.encoder.tokenizer.chat_template,
+            "layout": prepared.encoder and asdict(prepared.encoder.layout),
+            "chat_template": prepared.encoder and prepared.encoder.tokenizer.chat_template,
             "fingerprint": prepared.fingerprint,
         }
         # Cells without a form in JSON, such as dates of Parquet, are text in the held-out rows.
@@ -529,8 +563,11 @@ def read_prepared(folder: Path, tokenizer: Any, config: DataConfig) -> Prepared:
 
     train = packed("train")
     assert train is not None
-    tokenizer.chat_template = document["chat_template"]
-    layout = {name: _tuple(value) for name, value in document["layout"].items()}
+    encoder = None
+    if document["layout"]:
+        tokenizer.chat_template = document["chat_template"]
+        layout = {name: _tuple(value) for name, value in document["layout"].items()}
+        encoder = Encoder(tokenizer, Layout(**layout), config)
     return Prepared(
         train=train,
         eval=packed("eval"),
@@ -538,7 +575,7 @@ def read_prepared(folder: Path, tokenizer: Any, config: DataConfig) -> Prepared:
         eval_prompts=document["eval_prompts"],
         report=_report(document["report"]),
         eval_report=document["eval_report"] and _report(document["eval_report"]),
-        encoder=Encoder(tokenizer, Layout(**layout), config),
+        encoder=encoder,
         fingerprint=document["fingerprint"],
     )
 

@@ -44,6 +44,12 @@ from tpu_kit.storage import atomic
 GENERATED = ("embedded", "rationales")
 """Sources whose rows come from installed packages; their splits are "train" and "eval"."""
 
+SYNTHETIC = "synthetic"
+"""The source of rows of random tokens, which need no tokenizer."""
+
+SYNTHETIC_ROWS = 4096
+"""Rows of the synthetic source, unless the split has a slice."""
+
 EMBEDDED_ROWS = {"train": 4000, "eval": 500}
 """Rows of the embedded source, unless the split has a slice, as in `train[:100]`."""
 
@@ -96,6 +102,14 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
     if not len(rows):
         raise ValueError(f"data source {source}, split {split}: it has no rows, or rows without columns")
     return rows
+
+
+def synthetic_rows(split: str) -> int:
+    """Returns the number of rows of the synthetic source; raises ValueError for another split than "train"."""
+    match = _SPLIT.fullmatch(split)
+    if not match or match[1] != "train" or match[2] == "0":
+        raise ValueError(f'data source {SYNTHETIC} has the split "train", as in "train[:100]", not {split!r}')
+    return int(match[2]) if match[2] else SYNTHETIC_ROWS
 
 
 def places(source: str, split: str, numbers: Sequence[int]) -> list[str]:

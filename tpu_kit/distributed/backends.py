@@ -17,6 +17,24 @@ from tpu_kit.distributed.runtime import DeviceType, Runtime
 
 
 class _NativeRuntime(Runtime):
+    """A replica of PyTorch.
+
+    Args:
+        rank: number of this replica.
+        world_size: number of replicas.
+        local_device: the device of this replica.
+        num_hosts: number of hosts, with as many replicas each.
+    """
+
+    def __init__(self, rank: int, world_size: int, local_device: torch.device, num_hosts: int = 1) -> None:
+        super().__init__(rank, world_size, local_device)
+        self.num_hosts = num_hosts
+
+    @property
+    def local_rank(self) -> int:
+        """See `Runtime.local_rank`."""
+        return self.rank % (self.world_size // self.num_hosts)
+
     def sync(self) -> None:
         """Does nothing: tensors are not lazy."""
 

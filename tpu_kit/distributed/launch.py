@@ -41,6 +41,8 @@ from typing import IO, Any, TypeVar
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import preemption, runtime
+from tpu_kit.distributed.hosts import ONE, interface_to
+from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.preemption import Notices, StopFlag
 from tpu_kit.distributed.runtime import Backend
 from tpu_kit.distributed.worker import LAUNCHER, processes
@@ -57,7 +59,10 @@ _SPINS = 3  # times the hang_timeout without a step are too many for a replica t
 _SLOWER = 10  # times the longest step so far are too many as well
 _LAST_LINES = 10  # of stderr, in the error on a replica that left no traceback
 # How a replica ends because another one did, which is not reported as a cause.
-_CONSEQUENCE = r"MeetingError|Connection (closed|reset) by peer|remote process exited|ncclRemoteError"
+_CONSEQUENCE = (
+    r"MeetingError|Connection (closed|reset|refused)( by peer)?|remote process exited|ncclRemoteError|Broken pipe"
+    r"|DistStoreError|DistNetworkError|Socket Timeout|failed to recv"
+)
 # A cell that calls the device, not one that only imports the library.
 _TOUCHES = r"xla_device\(|torch_xla\.(device|devices|real_devices|sync|launch)\(|\b(xm|xr|xmp)\.\w+\(|\.to\(.xla"
 
@@ -113,6 +118,11 @@ class LaunchError(RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether a replica failed because another one, perhaps of another host, no longer answered."""
+        return re.search(_CONSEQUENCE, self.traceback.rstrip().rpartition("\n")[2]) is not None
 
 
 class Steps:
@@ -170,17 +180,20 @@ class Supervisor:
         backend: where it runs.
         hang_timeout: seconds without output or processor time after which the launch is ended.
         time_limit: seconds after which the launch is ended in any case; None for no limit.
+        meeting: of several hosts.
     """
 
-    def __init__(self, backend: Backend, hang_timeout: float, time_limit: float | None = None) -> None:
+    def __init__(
+        self, backend: Backend, hang_timeout: float, time_limit: float | None = None, meeting: Meeting | None = None
+    ) -> None:
         self._backend = backend
         self._hang_timeout = hang_timeout
-        self._time_limit = time_limit
+        self._time_limit, self._meeting = time_limit, meeting
         self._messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
         self._pids: dict[int, int] = {}
         self._results: dict[int, bytes] = {}  # by rank
         self._last_active = time.monotonic()
-        self._stderr = ""  # the last 4,096 characters
+        self._stderr = ""  # the last 16,384 characters
 
     def run(self, payload: bytes, notices: Notices) -> Any:
         """Starts the launcher and waits until all processes have ended.
@@ -190,10 +203,11 @@ class Supervisor:
             notices: of the launch's early end; a function that handles preemption then ends by itself.
 
         Returns:
-            Rank 0's result.
+            The result of this host's first replica.
 
         Raises:
             LaunchError: a replica failed, died or hung.
+            HostError: another host failed, hangs or is lost.
             KeyboardInterrupt, SystemExit: see `Notices`; after all processes have ended.
         """
         with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder, self._listen(folder) as (address, key):
@@ -256,7 +270,7 @@ class Supervisor:
                 self._last_active = time.monotonic()
                 text = decoder.decode(chunk)
                 if target is sys.stderr:
-                    self._stderr = (self._stderr + text)[-4096:]
+                    self._stderr = (self._stderr + text)[-16384:]
                 # Where our own output is closed (`| head`), the replicas must still not block on a full pipe.
                 with contextlib.suppress(OSError, ValueError):
                     target.write(text)
@@ -270,14 +284,20 @@ class Supervisor:
         ticks: dict[int, int] = {}
         gone: dict[int, float] = {}  # process id -> when it ended with status 0
         started = checked = time.monotonic()
-        steps = Steps(self._hang_timeout)
+        steps, first, meeting = Steps(self._hang_timeout), self._backend.first_rank, self._meeting
         while True:
+            if meeting is not None:
+                meeting.check()
+                if meeting.hung:
+                    raise self._hung(process, "another host waits")
             if time.monotonic() - checked > _BEAT:
                 checked, before, ticks = time.monotonic(), ticks, _ticks(process.pid)
                 # A process that computes or compiles is alive, however long it writes nothing; one that waits is not.
                 computing = {pid for pid, now in ticks.items() if now - before.get(pid, 0) > _TICKS}
                 if computing:
-                    self._last_active = checked
+                    self._last_active = checked if meeting is None else meeting.active()
+                elif meeting is not None and meeting.idle_since() > self._last_active:
+                    self._last_active = meeting.idle_since()
                 elif checked - self._last_active > self._hang_timeout:
                     silent = f"no sign of life for {self._hang_timeout:g} s (launch.hang_timeout)"
                     raise self._hung(process, f"{silent}: no output, no processor time used")
@@ -298,8 +318,8 @@ class Supervisor:
                 time.sleep(0.2)  # for the last messages
                 if not self._messages.empty():
                     continue
-                if process.returncode == 0 and 0 in self._results:
-                    return _unpickled(self._results[0])
+                if process.returncode == 0 and first in self._results:
+                    return _unpickled(self._results[first])
                 raise self._died(process) from None
             if kind == "started":
                 self._pids[rank], count = value
@@ -366,11 +386,18 @@ class Supervisor:
         holds = "that holds all replicas " if self._backend.device_type == "xla-cpu" else "that starts the replicas "
         return LaunchError(f"the process {holds}({process.pid}) {_how(process.returncode)}{self._last_words()}")
 
-    def _hung(self, process: subprocess.Popen[bytes], text: str, rank: int | None = None) -> LaunchError:
+    def _hung(self, process: subprocess.Popen[bytes], text: str, rank: int | None = None) -> LaunchError | HostError:
+        stacks: dict[str, str] = {}
         for pid in dict.fromkeys([*self._pids.values(), process.pid]):
+            self._stderr = ""
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)  # faulthandler prints all stacks, even of threads without the GIL
             time.sleep(0.5)  # so that the stacks of two processes are not mixed
+            ranks = [one for one, at in self._pids.items() if at == pid and one != LAUNCHER]
+            if ranks:
+                stacks[_names(ranks)] = self._stderr[-4096:]
+        if self._meeting is not None:
+            return self._meeting.hang(stacks)
         text = f"{text}. The replicas were ended; what each thread was doing is printed above"
         return LaunchError(text, rank)
 
@@ -441,11 +468,19 @@ def _environment(backend: Backend) -> dict[str, str]:
         # Programs are cached for the next run; XLA:CPU could write them, but not load them.
         cache = {"XLA_PERSISTENT_CACHE_PATH": str(compile_cache(Machine()))}
         return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU", **cache, **logs}
-    return {"USE_TORCH_XLA": "0"}
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if backend.hosts.count > 1 else ()
+    missing = [name for name in names if name not in os.environ]
+    interface = interface_to(backend.hosts.address) if missing else ""
+    return {"USE_TORCH_XLA": "0", **dict.fromkeys(missing, interface)}
 
 
 def launch(
-    fn: Callable[[TrainConfig], T], config: TrainConfig, time_limit: float | None = None, *, sharded: bool = False
+    fn: Callable[[TrainConfig], T],
+    config: TrainConfig,
+    time_limit: float | None = None,
+    *,
+    sharded: bool = False,
+    meeting: Meeting | None = None,
 ) -> T:
     """Runs `fn(config)` in every replica and returns rank 0's result.
 
@@ -455,28 +490,36 @@ def launch(
         config: the run; its `launch` section chooses the device.
         sharded: whether `fn` runs once, for all devices of `launch.mesh`, where that is set.
         time_limit: seconds after which all replicas are ended; with a limit a single CPU replica is a process too.
+        meeting: of the hosts whose replicas work together; None for this host alone.
 
     Returns:
-        What rank 0 returned; it must be picklable.
+        What rank 0, or the first replica of this host, returned; it must be picklable.
 
     Raises:
         ValueError: the device or the host memory is not there, or `fn` cannot be sent.
         LaunchError: a replica failed, or the time limit was exceeded; the message has the rank and the traceback.
+        HostError: another host failed, hangs or is lost.
         KeyboardInterrupt, SystemExit: a signal, once all replicas have ended. A function that handles preemption
             (`preemption.PreemptionGuard`) returns its result at the first signal, and is ended at the second.
     """
-    backend = runtime.detect(config.launch if sharded else replace(config.launch, mesh=None))
+    hosts = meeting.hosts if meeting else ONE
+    backend = runtime.detect(config.launch if sharded else replace(config.launch, mesh=None), hosts=hosts)
     # A notebook shows stderr as if it were an error; a command's stdout may be JSON.
     print(f"tpu_kit: {backend}", file=sys.stdout if hasattr(builtins, "__IPYTHON__") else sys.stderr, flush=True)
     minutes = config.checkpoint.budget_minutes
-    notices = Notices(None if minutes is None else minutes * 60)
-    if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None:
+    notices = Notices(None if minutes is None else minutes * 60, meeting)
+    if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None and meeting is None:
         with notices:
             return _inline(fn, config, notices.flag)
     payload = _payload(fn, config)
     _check_host(backend, config)
     with notices:
-        return Supervisor(backend, config.launch.hang_timeout, time_limit).run(payload, notices)
+        try:
+            return Supervisor(backend, config.launch.hang_timeout, time_limit, meeting).run(payload, notices)
+        except LaunchError as error:
+            if meeting is None or not error.is_consequence:
+                raise
+            raise meeting.cause(error) from error
 
 
 def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, flag: StopFlag) -> T:

@@ -9,7 +9,8 @@ a time budget                                      while guard.should_run(step):
 A replica records the step that it is about to start and reads whether there is a limit: it sends no message and does
 not read the device. To stop the replicas, the calling process forbids new steps for a moment, takes the largest step
 that any replica has started as the limit, and lets them continue. All replicas run that step and none starts a later
-one, so no collective waits for a replica that has stopped, even if one replica is far ahead.
+one, so no collective waits for a replica that has stopped, even if one replica is far ahead. Several hosts do the same
+together: each forbids new steps when it hears of a notice, and the limit is the largest step of all hosts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from tpu_kit.distributed.meeting import Meeting
     from tpu_kit.distributed.runtime import Runtime
 
 _POLL = 0.2  # seconds between two reads of the clock and the flag
@@ -134,11 +136,19 @@ class StopFlag:
         self._cells[_ASKED] = 1
 
     def stop(self, reason: str) -> None:
-        """Sets the limit to the largest step started, after a pause in which all writes arrive; called once."""
+        """Sets the limit to the largest step started; called once."""
+        self.release(self.hold(reason))
+
+    def hold(self, reason: str) -> int:
+        """Forbids new steps, and returns the largest step started, after a pause in which all writes arrive."""
         self._map[_TEXT:_SIZE] = reason.encode()[: _SIZE - _TEXT].ljust(_SIZE - _TEXT, b"\0")
         self._cells[_LIMIT] = _DECIDING
         time.sleep(_SETTLE)
-        self._cells[_LIMIT] = 1 + max(self._cells[_STARTED : _STARTED + _RANKS])
+        return max(self._cells[_STARTED : _STARTED + _RANKS])
+
+    def release(self, last: int) -> None:
+        """Allows the steps up to the last one, after `hold`."""
+        self._cells[_LIMIT] = 1 + last
 
     def steps(self) -> dict[int, int]:
         """The step that each replica has started, by rank; empty while a replica is paused between two steps."""
@@ -361,6 +371,7 @@ class Notices:
 
     Args:
         budget: seconds from now after which the run is to end; None for no such limit.
+        meeting: of several hosts, which stop together.
 
     Attributes:
         flag: what the replicas read.
@@ -369,10 +380,10 @@ class Notices:
 
     flag: StopFlag
 
-    def __init__(self, budget: float | None = None) -> None:
-        self.at_once = False
+    def __init__(self, budget: float | None = None, meeting: Meeting | None = None) -> None:
+        self.at_once, self._meeting = False, meeting
         self._budget, self._deadline = budget, time.monotonic() + budget if budget is not None else None
-        self._signalled = False
+        self._signalled, self._closed = False, threading.Event()
         self._notices: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a signal's handler may put into it
         self._before: dict[int, Any] = {}
         self._stack = contextlib.ExitStack()
@@ -401,6 +412,7 @@ class Notices:
                     signal.signal(number, self._on_signal)
 
     def __exit__(self, *_: object) -> None:
+        self._closed.set()
         self._stack.close()
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -431,8 +443,7 @@ class Notices:
             is_signal = notice in signal.Signals.__members__
             text = f"{notice} received" if is_signal else notice
             if not stopped:
-                stopped = True
-                self.flag.stop(text)
+                stopped, text = True, self._stop(text)
                 text += ": saving a checkpoint at the next step" if self.flag.handled else ""
             elif is_signal:
                 text += ", too: the checkpoint is being saved"
@@ -440,7 +451,24 @@ class Notices:
                 continue
             print(f"tpu_kit: {text}{'; once more ends at once' if is_signal else ''}", file=sys.stderr, flush=True)
 
+    def _stop(self, text: str) -> str:
+        """Stops the replicas, those of all hosts at one step; returns the reason."""
+        if self._meeting is None:
+            self.flag.stop(text)
+            return text
+        if self._meeting.stop_asked() is None:
+            self._meeting.ask_stop(text)
+        text = self._meeting.stop_asked() or text
+        started = self.flag.hold(text)
+        # The launch ends if another host is lost meanwhile.
+        while (last := self._meeting.last_step(started)) is None and not self._closed.wait(0.02):
+            pass
+        self.flag.release(started if last is None else last)
+        return text
+
     def _poll(self) -> str | None:
+        if self._meeting is not None and (asked := self._meeting.stop_asked()):
+            return asked
         if self._deadline is not None and time.monotonic() > self._deadline:
             assert self._budget is not None
             return f"the time budget of {_duration(self._budget)} is used up"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tpu_kit.config.loader import LaunchConfig, TrainConfig
 from tpu_kit.config.mesh import Mesh, Spec, mesh_size, resolve_mesh
+from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.calibration import Calibration, load
 from tpu_kit.hardware.chips import Chip
@@ -48,24 +49,33 @@ class Backend:
 
     Attributes:
         device_type: what the replicas compute on.
-        num_replicas: number of replicas; None where only the TPU runtime knows it (all its devices).
+        num_replicas: number of replicas of each host; None where only the TPU runtime knows it (all its devices).
         reason: why `detect` chose this backend.
         mesh: the devices over which one process shards the model; None for replicas.
+        hosts: of the run.
     """
 
     device_type: DeviceType
     num_replicas: int | None
     reason: str
     mesh: Mesh | None = None
+    hosts: Hosts = ONE
+
+    @property
+    def first_rank(self) -> int:
+        """The rank of this host's first replica."""
+        return self.hosts.index * (self.num_replicas or 1)
 
     def __str__(self) -> str:
         if self.mesh is not None:
             return f"device_type={self.device_type}, a mesh of {self.mesh.size} devices, {self.mesh}: {self.reason}"
         count = "all devices" if self.num_replicas is None else f"{self.num_replicas} replica(s)"
+        if self.hosts.count > 1:
+            count += f" on each of {self.hosts.count} hosts"
         return f"device_type={self.device_type}, {count}: {self.reason}"
 
 
-def detect(launch: LaunchConfig | None = None, at: Machine | None = None) -> Backend:
+def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts: Hosts = ONE) -> Backend:
     """Decides where to run, without initialising a device or asking the network.
 
     `auto` takes what PJRT_DEVICE names, else the TPU, else CUDA, else the CPU.
@@ -73,9 +83,11 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None) -> Bac
     Args:
         launch: what the user asked for; all automatic by default. A mesh needs XLA.
         at: the machine to look at; this one by default.
+        hosts: of the run.
 
     Raises:
-        ValueError: the device that was asked for is not there, or PJRT_DEVICE or the number of replicas contradict it.
+        ValueError: the device that was asked for is not there, or PJRT_DEVICE or the number of replicas contradict it;
+            or it cannot be used on several hosts.
     """
     launch, at = launch or LaunchConfig(), at or Machine()
     wish, pjrt = launch.device_type, at.environ.get("PJRT_DEVICE", "").upper()
@@ -89,9 +101,14 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None) -> Bac
                 f"PJRT_DEVICE, or set launch.device_type={pjrt_wish}"
             )
     _require(device_type, at)
+    if hosts.count > 1 and device_type in ("tpu", "xla-cpu"):
+        raise ValueError(
+            f"device_type={device_type} on {hosts.count} hosts ({hosts.source}): several hosts train with cpu or cuda. "
+            "torch_xla connects no hosts on the CPU; the kit does not train on TPU slices of several hosts yet"
+        )
     if launch.mesh not in (None, "auto"):  # "auto" is chosen by `planning.preflight`, and means replicas elsewhere
         return Backend(device_type, 1, reason, _mesh(device_type, launch, at))
-    return Backend(device_type, _replicas(device_type, launch.num_replicas, at), reason)
+    return Backend(device_type, _replicas(device_type, launch.num_replicas, at), reason, hosts=hosts)
 
 
 def _choose(pjrt: str, at: Machine) -> tuple[DeviceType, str]:
@@ -181,7 +198,7 @@ class MemoryBudget:
     Attributes:
         name: of what the replica runs on, such as "v5litepod-8".
         device_type: as `Backend` has it.
-        replicas: number of replicas.
+        replicas: number of replicas, of all hosts.
         limit: bytes of each replica.
         free: the least share of `limit` that a choice of the batch leaves free.
         where: the slice to plan for; None where the device's speed is not known.
@@ -225,14 +242,16 @@ def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
     return replace(config, model=model, optim=optim)
 
 
-def device_memory_budget(config: TrainConfig, at: Machine | None = None) -> MemoryBudget | None:
+def device_memory_budget(config: TrainConfig, at: Machine | None = None, hosts: Hosts = ONE) -> MemoryBudget | None:
     """Finds the memory that each replica, or each device of a mesh, will have; None where the machine does not tell.
+
+    All hosts are alike.
 
     Raises:
         ValueError: as `detect`.
     """
     at = at or Machine()
-    backend = detect(config.launch, at)
+    backend = detect(config.launch, at, hosts)
     if backend.device_type == "tpu":
         found = at.tpus()
         if not found:  # device files alone, of a chip that is not known
@@ -245,13 +264,14 @@ def device_memory_budget(config: TrainConfig, at: Machine | None = None) -> Memo
         return None
     replicas = backend.num_replicas or 1
     if backend.device_type == "cuda":
-        return _gpu_budget(replicas, at)
+        return _gpu_budget(replicas * hosts.count, at)
     memory = free_memory(at)
     if memory is None:
         return None
     processes = 1 if backend.device_type == "xla-cpu" else replicas
     each = max(0, int((memory - processes * PROCESS_BYTES) / replicas))
-    return MemoryBudget("this host", backend.device_type, replicas, each, HOST_FREE)
+    name = "this host" if hosts.count == 1 else f"{hosts.count} hosts"
+    return MemoryBudget(name, backend.device_type, replicas * hosts.count, each, HOST_FREE)
 
 
 def _gpu_budget(replicas: int, at: Machine) -> MemoryBudget | None:
@@ -285,10 +305,12 @@ class Runtime(ABC):
     Attributes:
         device_type: "tpu", "cuda", "cpu" or "xla-cpu".
         is_xla: whether tensors are lazy: nothing runs before `sync`.
+        num_hosts: number of hosts of the run.
     """
 
     device_type: DeviceType
     is_xla = False
+    num_hosts = 1
 
     def __init__(self, rank: int, world_size: int, local_device: torch.device) -> None:
         self.rank = rank

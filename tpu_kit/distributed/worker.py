@@ -3,7 +3,7 @@
 Each of them sends the calling process (launch.py) messages `(rank, kind, value)`:
 
 - started: its process id, and how many replicas this host has,
-- done: of rank 0, the pickled result,
+- done: of the first replica of this host, the pickled result,
 - error: the traceback,
 - refused: the text of an error in the user's input,
 - ended: of the launcher, the id and the status of a process that has ended.
@@ -79,7 +79,7 @@ def _replica(rank: int, replicas: int, make: Callable[[], Runtime], address: str
         runtime.enter(make())
         fn, config = pickle.loads(payload)
         result = fn(config)
-        reporter.send("done", _pickled(fn.__qualname__, result) if rank == 0 else None)
+        reporter.send("done", _pickled(fn.__qualname__, result) if rank % replicas == 0 else None)
     except BaseException as error:
         if _is_for_the_user(error):
             reporter.send("refused", str(error))
@@ -147,7 +147,9 @@ def _mesh_process(address: str, key: bytes, flag: str, payload: bytes, backend: 
     os._exit(status)  # without waiting for threads of the XLA runtime
 
 
-def _torch_replica(rank: int, address: str, key: bytes, flag: str, payload: bytes, backend: Backend, port: int) -> None:
+def _torch_replica(
+    local_rank: int, address: str, key: bytes, flag: str, payload: bytes, backend: Backend, port: int
+) -> None:
     """Runs a replica in a GPU's process, or in one of several CPU processes."""
     _prepare()
     preemption.join(StopFlag(flag))
@@ -156,22 +158,28 @@ def _torch_replica(rank: int, address: str, key: bytes, flag: str, payload: byte
 
     from tpu_kit.distributed.backends import CpuRuntime, CudaRuntime
 
-    device_type, world_size = backend.device_type, backend.num_replicas or 1
+    device_type, replicas, hosts = backend.device_type, backend.num_replicas or 1, backend.hosts
+    rank, world_size = backend.first_rank + local_rank, replicas * hosts.count
 
     def make() -> Runtime:
-        device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+        device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
         if device_type == "cuda":
             torch.cuda.set_device(device)
         else:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // replicas))
         if world_size > 1:
             kind = "nccl" if device_type == "cuda" else "gloo"
             with _no_stdout():  # gloo writes its connections to stdout, and has no switch for it
-                dist.init_process_group(kind, f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-        return (CudaRuntime if device_type == "cuda" else CpuRuntime)(rank, world_size, device)
+                if hosts.count > 1:  # they have met at the store of host 0
+                    store = dist.PrefixStore("replicas", dist.TCPStore(*hosts.address))
+                    dist.init_process_group(kind, store=store, rank=rank, world_size=world_size)
+                else:
+                    dist.init_process_group(kind, f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+        kept = CudaRuntime if device_type == "cuda" else CpuRuntime
+        return kept(rank, world_size, device, hosts.count)
 
-    _quiet(threads=rank == 0)
-    _replica(rank, world_size, make, address, key, payload)
+    _quiet(threads=local_rank == 0)
+    _replica(rank, replicas, make, address, key, payload)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -336,7 +336,7 @@ def check_answers(config: TrainConfig, prepared: Prepared) -> None:
         f"tracking.{name}={getattr(tracking, name)}" for name in _ANSWERED if getattr(tracking, name) == wanted
     )
     rows, prompts = prepared.eval_rows[:wanted], prepared.eval_prompts[:wanted]
-    if not rows:
+    if not rows or prepared.encoder is None:
         raise ConfigError([f"{asked} needs held-out rows, and there are none; remove data.eval_rows"])
     tokenizer = prepared.encoder.tokenizer
     try:

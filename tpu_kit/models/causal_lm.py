@@ -527,7 +527,7 @@ def save_adapter(
         model: the replica's model, on any device; only its names and settings are used.
         trained: CPU tensors by the names of `trainable_parameters` of the model without stacks.
         config: the run.
-        tokenizer: saved beside the weights, with its chat template.
+        tokenizer: saved beside the weights, with its chat template; None if the run needed none.
     """
     from safetensors.torch import save_file
 
@@ -546,4 +546,5 @@ def save_adapter(
             path = part / f"{name}.safetensors"
             save_file(tensors, path, metadata={"format": "pt"})
             path.chmod(0o644)  # safetensors makes it readable by the owner alone
-        tokenizer.save_pretrained(part)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(part)

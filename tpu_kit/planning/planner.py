@@ -83,6 +83,10 @@ class Rows:
 
 def count_rows(config: TrainConfig) -> Rows:
     """Counts the packed rows of a run with `prepare.prepare`, as the run itself does, where that is cheap."""
+    if config.data.source == "synthetic":
+        from tpu_kit.data.sources import synthetic_rows
+
+        return Rows(synthetic_rows(config.data.split))
     if reason := _costly(config):
         return Rows(None, reason)
     # Here, because they load torch, transformers and datasets.

@@ -11,6 +11,7 @@ from tpu_kit.checkpointing.manager import scan
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, migrate
 from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.data.batching import too_few_rows
+from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import MOST_ROWS, MemoryBudget, Runtime, detect, device_memory_budget, seen_on
 from tpu_kit.hardware.chips import GIB, NO_KERNELS
 from tpu_kit.hardware.machine import Machine
@@ -98,7 +99,11 @@ class Preflight:
 
 
 def check_before_launch(
-    config: TrainConfig, exact: bool = False, at: Machine | None = None, rows: int | None = None
+    config: TrainConfig,
+    exact: bool = False,
+    at: Machine | None = None,
+    rows: int | None = None,
+    hosts: Hosts = ONE,
 ) -> Preflight:
     """Chooses what the launch needs, and predicts memory and time.
 
@@ -107,13 +112,14 @@ def check_before_launch(
         exact: whether the TPU compiler verifies the batch size that `auto` chooses.
         at: the machine; this one by default.
         rows: packed rows of the training data; None where they are not known yet.
+        hosts: of the run.
 
     Raises:
         ConfigError: the batch cannot be split over the replicas, the rows do not fill one, or the attention asked
             for is not for this chip.
         ValueError: as `runtime.detect`; `optim.batch_size=auto` cannot be chosen.
     """
-    room = device_memory_budget(config, at)
+    room = device_memory_budget(config, at, hosts)
     config, notes = _attention(config, room)
     notes += room.calibration.notes if room else []
     given = config.optim.batch_size != "auto"

@@ -17,12 +17,14 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from tpu_kit.checkpointing.manager import CheckpointManager
-from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic, plain
 from tpu_kit.data.batching import batch_line, updates
 from tpu_kit.data.prepare import Prepared, prepare, prepare_once
-from tpu_kit.data.sources import keep_rows, kept_place
+from tpu_kit.data.sources import SYNTHETIC, keep_rows, kept_place
 from tpu_kit.distributed import runtime
+from tpu_kit.distributed.hosts import ONE, Hosts, find_hosts, keep_log
 from tpu_kit.distributed.launch import launch
+from tpu_kit.distributed.meeting import Meeting, open_meeting
 from tpu_kit.distributed.preemption import PreemptionGuard, sigterm_raises
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import check_answers, evaluate_adapter
@@ -39,7 +41,14 @@ from tpu_kit.storage import atomic
 from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir, upload_results
 from tpu_kit.training.metrics import check_tracking, log_result
 from tpu_kit.training.objective_choice import objective_of
-from tpu_kit.training.resume import check_resume, find_checkpoint, keep_held_out, refuse_early, training_tensors
+from tpu_kit.training.resume import (
+    check_resume,
+    find_checkpoint,
+    keep_held_out,
+    refuse_early,
+    training_tensors,
+    versions,
+)
 from tpu_kit.training.step import place
 from tpu_kit.training.teacher_files import read_columns
 from tpu_kit.training.trainer import Status, Trainer
@@ -107,7 +116,8 @@ def train(
     """Fine-tunes a model on all devices, and returns when the result is on disk.
 
     Before the launch it prints the estimated memory (`preflight.Preflight`). With `tracking.generate_rows` the base and
-    the tuned model also answer held-out rows; eval.json has their accuracy.
+    the tuned model also answer held-out rows; eval.json has their accuracy. On several hosts each calls this function;
+    host 0 answers, saves and uploads the result.
 
     Args:
         config: the run.
@@ -120,31 +130,59 @@ def train(
         OutOfMemory: a device or the host had too little memory; the text names the next setting that fits.
         ValueError: the configuration, the data or the machine do not allow the run.
         LaunchError: a replica failed.
+        HostError: another host failed, hangs, is lost, or has not come.
     """
+    hosts = find_hosts()
+    with contextlib.ExitStack() as stack:
+        meeting = stack.enter_context(open_meeting(hosts, config.launch.meeting_timeout))
+        if meeting is not None:
+            print(f"hosts            {hosts.count}, by {hosts.source}; this is {hosts.name(hosts.index)}", flush=True)
+            meeting.agree({"number of hosts": hosts.count, "packages": versions(), **plain(config)})
+        return _train(config, dataset, exact, prepare_more, meeting, stack)
+
+
+def _train(
+    config: TrainConfig,
+    dataset: Dataset | DatasetDict | None,
+    exact: bool,
+    prepare_more: Callable[[TrainConfig, Prepared], None] | None,
+    meeting: Meeting | None,
+    stack: contextlib.ExitStack,
+) -> TrainResult:
+    hosts = meeting.hosts if meeting else ONE
     check_tracking(config)
     verifier_named(config.tracking.verifier)
-    runtime.detect(config.launch)
+    backend = runtime.detect(config.launch, hosts=hosts)
+    if meeting is not None and prepare_more is not None:
+        raise ValueError("distill.files is not for several hosts: set it to null, so that each host runs the teacher")
     config = keep_held_out(resolve_output_dir(config))
     folder = make_output_folder(config)
+    if meeting is not None:
+        stack.enter_context(keep_log(hosts, folder))
     if dataset is not None:
         config = replace(config, data=replace(config.data, source=str(kept_place(dataset, folder / "data"))))
-    refuse_early(config)
+    refuse_early(config, hosts)
     if dataset is not None:
         keep_rows(dataset, folder / "data")
-    prepared, outlook = check_run(config, exact)
+    prepared, outlook = check_run(config, exact, hosts)
     config = outlook.config
+    if meeting is not None:
+        batch = {"optim.batch_size": config.optim.batch_size, "replicas of a host": backend.num_replicas}
+        meeting.agree({"data (hash)": prepared.fingerprint, "device": backend.device_type, "batch": batch})
     print(outlook, flush=True)
     if warning := suggestion(outlook):
         print(warning, file=sys.stderr, flush=True)
     if prepare_more is not None:
         prepare_more(config, prepared)
     try:
-        result = launch(fine_tune, config, sharded=True)
+        result = launch(fine_tune, config, sharded=True, meeting=meeting)
     except (RuntimeError, MemoryError) as error:
         if explained := out_of_memory(error, outlook):
             raise explained from error
         raise
-    assert result is not None, "rank 0 returns it"
+    assert result is not None, "the first replica of each host returns it"
+    if hosts.index:
+        return result
     compared = None
     if config.tracking.generate_rows and result.status != "preempted":
         try:
@@ -166,12 +204,13 @@ def train(
     return result
 
 
-def check_run(config: TrainConfig, exact: bool = False) -> tuple[Prepared, Preflight]:
+def check_run(config: TrainConfig, exact: bool = False, hosts: Hosts = ONE) -> tuple[Prepared, Preflight]:
     """Prepares the data and the batch in this process, so that errors appear before the launch.
 
     Args:
         config: the run.
         exact: as in `train`.
+        hosts: of the run.
 
     Raises:
         ValueError: the data cannot be used, do not fill one update, or have no answers although the run generates.
@@ -181,9 +220,13 @@ def check_run(config: TrainConfig, exact: bool = False) -> tuple[Prepared, Prefl
     with contextlib.suppress(ValueError):  # an unknown family: the replicas read the sizes from the model
         shape = read_shape(config.model)
         sizes = {"model_positions": shape.positions, "vocab_size": shape.vocabulary}
-    prepared = prepare(config.data, models.load_tokenizer(config.model), **sizes)
+    prepared = prepare(config.data, _tokenizer(config), **sizes)
     check_answers(config, prepared)
-    return prepared, check_before_launch(config, exact, rows=len(prepared.train))
+    return prepared, check_before_launch(config, exact, rows=len(prepared.train), hosts=hosts)
+
+
+def _tokenizer(config: TrainConfig) -> Any:
+    return None if config.data.source == SYNTHETIC else models.load_tokenizer(config.model)
 
 
 # ------------------------------------------------------------------------------------------------------- in a replica
@@ -206,9 +249,10 @@ def _load(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, 
 
 def _read(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
     check_training(config, rt.device_type)
-    tokenizer = models.load_tokenizer(config.model)
+    tokenizer = _tokenizer(config)
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
-    models.check_vocabulary(model, tokenizer)
+    if tokenizer is not None:
+        models.check_vocabulary(model, tokenizer)
     objective_of(config).attach(model, load_frozen)
     text = models.text_config(model)
     positions = getattr(text, "max_position_embeddings", None)
@@ -221,7 +265,7 @@ def _read(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, 
 
 
 def fine_tune(config: TrainConfig) -> TrainResult | None:
-    """Trains in one replica; rank 0 returns the result.
+    """Trains in one replica; the first replica of each host returns the result.
 
     Its metrics: loss (of the last window) and eval_loss (of the weights in adapter_dir), nats per loss token;
     eval_accuracy with tracking.eval_generate_rows; eval_step, the step of both; train_seconds of all launches, with
@@ -237,6 +281,8 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
         found = find_checkpoint(config, checkpoints)
         rt.barrier()  # rank 0 has moved damaged checkpoints aside
         found = found if checkpoints else find_checkpoint(config, None)
+        if rt.num_hosts > 1:
+            _check_same(config, rt, found.step if found else 0)
         saved = None
         if found:
             total = sum(1 for _ in updates(len(prepared.train), plan, config.optim))
@@ -263,15 +309,32 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
         status = loop.run(agreement)
         peaks = loop.peaks.end()
         reason = loop.evaluations.reason if status == "stopped" else agreement.reason or ""
-        return _finish(loop, status, reason, tokenizer, peaks) if rt.rank == 0 else None
+        result = _finish(loop, status, reason, tokenizer, peaks) if rt.local_rank == 0 else None
+        if rt.num_hosts > 1:
+            rt.barrier()  # a host that ends early could make its engine stop host 0, which saves
+        return result
+
+
+def _check_same(config: TrainConfig, rt: Runtime, step: int) -> None:
+    """Checks that all hosts continue from the same checkpoint."""
+    steps = torch.zeros(rt.world_size)
+    steps[rt.rank] = step
+    rt.all_reduce([steps])
+    if len(set(steps.tolist())) > 1:
+        raise ValueError(
+            f"the hosts do not see the same checkpoints in {config.checkpoints_place}: the newest is of step "
+            f"{', '.join(f'{one:.0f}' for one in steps.tolist())} (by rank; 0: none). Set output_dir to an object "
+            "store (gs://bucket/run), or to a folder that all hosts share"
+        )
 
 
 def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any, peaks: dict[str, float]) -> TrainResult:
-    """Waits until the last checkpoint is durable, and saves the adapter of a run that has ended; on rank 0 alone."""
-    assert loop.checkpoints is not None
-    loop.checkpoints.wait()
+    """Waits until the last checkpoint is durable, and saves the adapter of a run that has ended, on rank 0 alone."""
     folder, adapter = loop.config.output_path, ""
     weights, metrics = loop.weights()
+    if loop.checkpoints is None:
+        return TrainResult(status, reason, loop.step, loop.total, metrics, "", None, str(folder))
+    loop.checkpoints.wait()
     if status != "preempted":
         adapter = str(folder / "adapter")
         models.save_adapter(folder / "adapter", loop.model, weights, loop.config, tokenizer)

@@ -24,6 +24,7 @@ import torch
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.manifest import FORMAT, Checkpoint, DamagedError
 from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, migrate, plain
+from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import device_memory_budget
 from tpu_kit.models.architecture import spans
 from tpu_kit.models.causal_lm import trainable_parameters
@@ -73,7 +74,7 @@ def keep_held_out(config: TrainConfig) -> TrainConfig:
     return replace(config, data=replace(config.data, eval_rows=before))
 
 
-def refuse_early(config: TrainConfig) -> None:
+def refuse_early(config: TrainConfig, hosts: Hosts = ONE) -> None:
     """Refuses a run whose configuration differs from its checkpoint's, before the run writes anything.
 
     `check_resume` also compares the data, and reports unreadable checkpoints.
@@ -92,7 +93,7 @@ def refuse_early(config: TrainConfig) -> None:
         return
     if problems:
         with contextlib.suppress(ValueError):  # batch_size is "auto", or the batch does not divide
-            room = device_memory_budget(config)
+            room = device_memory_budget(config, hosts=hosts)
             if room is not None:
                 problems += _other_rows(state, batch_arithmetic(config, room.replicas).global_batch_size)
         _refuse(found[-1], problems)

@@ -343,6 +343,7 @@ class Trainer:
             if self.state.average is not None:
                 rt.sync()  # the generator's programs take the parts of the average as inputs
             rows, prompts = prepared.eval_rows[:count], prepared.eval_prompts[:count]
+            assert prepared.encoder is not None, "there are held-out rows"
             found = count_correct(self.model, prepared.encoder.tokenizer, self.config, rows, prompts, rt)
         sums = rt.place_batch([{"sums": torch.tensor(found, dtype=torch.float32)}])[0]["sums"]
         rt.all_reduce([sums])

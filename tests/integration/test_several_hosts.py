@@ -1,0 +1,112 @@
+"""Runs on several hosts: processes of their own, which meet, train, save, stop and fail together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.host_processes import Rehearsal, steps
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Rehearsal]:
+    made = Rehearsal(tmp_path, 2)
+    yield made
+    made.close()
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "machine-0" / "runs" / "default" / "adapter" / "adapter_model.safetensors")
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_two_hosts_stop_together_and_one_goes_on_alike(two: Rehearsal, bucket: str, tmp_path: Path) -> None:
+    """SIGTERM to host 1: both save one step and end as preempted; one host continues, and ends as without the stop."""
+    settings = {"max_steps": 400, "save_steps": 1000, "schedule": "constant", "warmup_ratio": 0}
+    first, second = two.start(f"{bucket}/run", **settings)
+    first.wait_for_step(3)
+    os.kill(second.process.pid, signal.SIGTERM)
+    assert two.wait() == [75, 75], first.text + second.text
+    (saved,) = steps(f"{bucket}/run")
+    for host in (first, second):
+        assert f"preempted at step {saved} of 400 (SIGTERM received on host 1 of 2, machine-1)" in host.text
+    assert "hosts            2, by TPU_KIT_HOST_INDEX and TPU_KIT_HOSTS; this is host 1 of 2, machine-1" in second.text
+    kept = (tmp_path / "machine-1" / "runs" / "default" / "logs" / "host-1.log").read_text()
+    assert "[host 1] " in kept and "[host 0] rows " in first.text
+    two.close()
+    alone = Rehearsal(tmp_path / "alone", 1)
+    more = {**settings, "max_steps": saved + 4, "num_replicas": 1, "gradient_accumulation": 2}
+    (resumed,) = alone.start(f"{bucket}/run", **more)
+    assert alone.wait() == [0], resumed.text
+    assert f"resumed          from step {saved}" in resumed.text
+    (whole,) = (undisturbed := Rehearsal(tmp_path / "undisturbed", 1)).start(f"{bucket}/other", **more)
+    assert undisturbed.wait() == [0], whole.text
+    assert_equal(adapter(tmp_path / "alone"), adapter(tmp_path / "undisturbed"), 1e-5)
+
+
+RUN = {"max_steps": 4000, "save_steps": 5, "schedule": "constant", "warmup_ratio": 0, "checkpoint.keep": 3}
+
+
+@pytest.mark.slow
+def test_a_killed_host_is_named_and_all_go_on_from_its_last_checkpoint(two: Rehearsal, bucket: str) -> None:
+    first, second = two.start(f"{bucket}/run", **RUN)
+    first.wait_for_step(12)
+    second.signal(signal.SIGKILL)
+    start = time.monotonic()
+    first.process.wait(two.lost + 30)
+    assert first.process.returncode == 75 and time.monotonic() - start < two.lost + 10
+    assert "host 1 of 2, machine-1, has given no sign of life for 8 s" in first.text
+    saved = steps(f"{bucket}/run")[-1]
+    assert saved >= 5
+    first, second = two.start(f"{bucket}/run", **RUN | {"max_steps": saved + 3})
+    assert two.wait() == [0, 0], first.text + second.text
+    assert f"resumed          from step {saved}" in first.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_host_that_hangs_is_named_with_its_stack(two: Rehearsal, bucket: str, which: int) -> None:
+    """Its replica sleeps in a step, and the other host waits for it in the step's collective."""
+    hang = {"objective": "tests.support.own_objectives:Hanging", "hang_timeout": 15}
+    hosts = two.start(f"{bucket}/run", env={"TPU_KIT_TEST_HANG": str(which)}, **RUN | hang)
+    assert two.wait() == [75, 75], hosts[0].text + hosts[1].text
+    for host in hosts:
+        told = host.text.partition(f"host {which} of 2, machine-{which}, hangs, and the others wait for it")[2]
+        assert f"rank {which}:" in told and "hang_here" in told, host.text[-4000:]
+        assert f"host {1 - which} of 2, machine-{1 - which}, hangs" not in host.text
+
+
+@pytest.mark.slow
+def test_a_failure_of_one_host_is_told_by_all(two: Rehearsal, bucket: str) -> None:
+    """The disk of host 0, which stages checkpoints, is full: no file may be larger than a few kilobytes."""
+    first, second = two.start(f"{bucket}/run", env={"TPU_KIT_TEST_FULL": "0"}, **RUN)
+    assert two.wait() == [1, 1], first.text + second.text
+    assert "cannot be written to" in first.text and "host 0 of 2, machine-0, failed:" in second.text
+    assert steps(f"{bucket}/run") == []
+
+
+@pytest.mark.slow
+def test_hosts_that_share_no_folder_are_told(two: Rehearsal, tmp_path: Path) -> None:
+    """With output_dir in a folder of each machine only host 0 has the checkpoints."""
+    settings = {**RUN, "max_steps": 6}
+    first, second = two.start("mine", **settings)
+    assert two.wait() == [0, 0], first.text + second.text
+    first, second = two.start("mine", **settings | {"max_steps": 8})
+    assert two.wait() == [1, 1], first.text + second.text
+    told = (
+        "the hosts do not see the same checkpoints in mine/checkpoints: the newest is of step 6, 0 (by rank; 0: none)"
+    )
+    assert told in first.text and "Set output_dir to an object store" in first.text

@@ -1,0 +1,165 @@
+"""Several hosts on one machine: a process each, as `python -m tpu_kit` starts it, in a folder of its own.
+
+    python -m tests.support.host_processes LOST COMMAND ...
+
+runs a command of the kit in which a silent host is lost after LOST seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.child_processes import PYTHONPATH, child_environment
+from tests.support.object_store import Proxy, free_port
+from tpu_kit.checkpointing.manager import scan
+
+TINY: Mapping[str, Any] = {
+    "model.name": "embedded", "base_dtype": "fp32", "lora.r": 2, "source": "synthetic", "data.split": "train[:64]",
+    "max_length": 32, "eval_rows": 0, "batch_size": 2, "learning_rate": 1e-2, "device_type": "cpu", "num_replicas": 1,
+    "loss_chunk": 32, "logging_steps": 1, "optim.seed": 0, "hang_timeout": 60, "meeting_timeout": 60,
+}  # fmt: skip
+
+
+@dataclass
+class Host:
+    """One host: its process, and what it writes."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    @property
+    def text(self) -> str:
+        """Its stdout and stderr."""
+        return (self.folder / "output").read_text(errors="replace")
+
+    def wait_for(self, text: str, seconds: float = 90) -> None:
+        until = time.monotonic() + seconds
+        while text not in self.text:
+            assert time.monotonic() < until and self.process.poll() is None, f"no {text!r}:\n{self.text}"
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int, seconds: float = 90) -> None:
+        """Waits until the run, whose log host 0 writes, has made an update."""
+        log, until = self.folder / "runs" / "default" / "metrics.jsonl", time.monotonic() + seconds
+        while not log.is_file() or f'"step": {step},' not in log.read_text():
+            assert time.monotonic() < until and self.process.poll() is None, f"no step {step}:\n{self.text[-5000:]}"
+            time.sleep(0.02)
+
+    def processes(self) -> list[int]:
+        """All processes of this host, its replicas last."""
+        found, parents = [self.process.pid], {self.process.pid}
+        for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) in parents:
+                parents.add(int(folder.name))
+                found.append(int(folder.name))
+        return found
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signals all of its processes, as the end or the sleep of a machine does."""
+        for pid in self.processes():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+@dataclass
+class Rehearsal:
+    """Starts the hosts of a run; host 0 is reached through a proxy for each of the others.
+
+    Attributes:
+        folder: of all hosts.
+        count: of hosts.
+        lost: seconds after which a silent host is lost.
+        proxies: between each host and the store of host 0.
+    """
+
+    folder: Path
+    count: int
+    lost: float = 8.0
+    proxies: dict[int, Proxy] = field(default_factory=dict)
+    hosts: list[Host] = field(default_factory=list)
+
+    def start(self, output_dir: str, env: Mapping[str, str] | None = None, **settings: Any) -> list[Host]:
+        """Starts all hosts; `settings` are parameters of the run, besides `TINY`."""
+        self.close()
+        port = free_port()
+        self.proxies = {index: Proxy(f"http://127.0.0.1:{port}") for index in range(1, self.count)}
+        self.hosts = []
+        for index in range(self.count):
+            at = f"127.0.0.1:{port}" if index == 0 else self.proxies[index].url.removeprefix("http://")
+            names = ",".join(f"machine-{number}" for number in range(self.count))
+            several = {"TPU_KIT_HOSTS": names, "TPU_KIT_HOST_INDEX": str(index), "TPU_KIT_COORDINATOR": at}
+            self.hosts.append(
+                self.host(index, output_dir, (several if self.count > 1 else {}) | dict(env or {}), settings)
+            )
+        return self.hosts
+
+    def host(self, index: int, output_dir: str, env: Mapping[str, str], settings: Mapping[str, Any]) -> Host:
+        folder = self.folder / f"machine-{index}"
+        folder.mkdir(parents=True, exist_ok=True)
+        values = {**TINY, "output_dir": output_dir, **settings}
+        command = [sys.executable, "-m", "tests.support.host_processes", str(self.lost), "train"]
+        own = {
+            "PYTHONPATH": PYTHONPATH, "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "PJRT_DEVICE": None,
+            "GCE_METADATA_HOST": "127.0.0.1:9",
+        }  # fmt: skip
+        with (folder / "output").open("w") as output:
+            process = subprocess.Popen(
+                [*command, *(f"{name}={value}" for name, value in values.items())], cwd=folder, text=True,
+                env=child_environment(own) | dict(env), stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        return Host(process, folder)
+
+    def wait(self, seconds: float = 180) -> list[int]:
+        """The exit codes of all hosts."""
+        until = time.monotonic() + seconds
+        for host in self.hosts:
+            try:
+                host.process.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                told = "\n".join(f"--- {one.folder.name}\n{one.text[-3000:]}" for one in self.hosts)
+                raise AssertionError(f"{host.folder.name} does not end\n{told}") from None
+        return [host.process.returncode for host in self.hosts]
+
+    def close(self) -> None:
+        for proxy in self.proxies.values():
+            proxy.close()
+        for host in self.hosts:
+            host.signal(signal.SIGKILL)
+            host.process.wait()
+
+
+def steps(output_dir: str) -> list[int]:
+    """The steps of a run's checkpoints, all of whose bytes are right."""
+    good, damaged = scan(f"{output_dir}/checkpoints", verify=True)
+    assert not damaged, damaged
+    return [found.step for found in good]
+
+
+def main(lost: str, *arguments: str) -> int:
+    from tpu_kit.cli import main as run
+    from tpu_kit.distributed import meeting
+
+    meeting.LOST = float(lost)
+    if os.environ.get("TPU_KIT_TEST_FULL", "none") == os.environ.get("TPU_KIT_HOST_INDEX"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, 2**17))  # less than a checkpoint's tensors
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,198 @@
+"""Finds the hosts of a run: how many there are, which one this is, and where they meet.
+
+Each host runs the same command. The variables and their order are listed in README.md of this folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import http.client
+import re
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from tpu_kit.hardware.machine import Machine
+
+PORT = 29477  # of host 0, where the hosts meet; libtpu uses 8471 to 8479, and Megascale 8080
+_METADATA = "/computeMetadata/v1/instance/attributes/"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a run, as one of them sees them.
+
+    Attributes:
+        index: number of this host.
+        names: of all hosts, in the order of their numbers.
+        coordinator: "address:port" of host 0, where the hosts meet; empty for one host.
+        source: where this was found.
+    """
+
+    index: int = 0
+    names: tuple[str, ...] = ("localhost",)
+    coordinator: str = ""
+    source: str = "one host"
+
+    @property
+    def count(self) -> int:
+        """Number of hosts."""
+        return len(self.names)
+
+    def name(self, index: int) -> str:
+        """Names a host in messages: "host 2 of 4, 10.0.0.7"."""
+        return f"host {index} of {self.count}, {self.names[index]}"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Address and port of the coordinator."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host, int(port)
+
+
+ONE = Hosts()
+
+
+def find_hosts(at: Machine | None = None) -> Hosts:
+    """Finds the hosts from the environment, then, on a TPU VM, from its metadata server; else there is one.
+
+    Args:
+        at: the machine to look at; this one by default.
+
+    Raises:
+        ValueError: the variables are incomplete or contradict each other.
+    """
+    at = at or Machine()
+    environ = at.environ
+    if "TPU_KIT_HOSTS" in environ or "TPU_KIT_HOST_INDEX" in environ:
+        names, index = environ.get("TPU_KIT_HOSTS", ""), environ.get("TPU_KIT_HOST_INDEX", "")
+        return _hosts(at, index, names, "TPU_KIT_HOST_INDEX", "TPU_KIT_HOSTS")
+    if "MEGASCALE_NUM_SLICES" in environ or "," in environ.get("TPU_WORKER_HOSTNAMES", ""):
+        return _of_slices(at)
+    if "SKYPILOT_NODE_IPS" in environ:
+        names = ",".join(environ["SKYPILOT_NODE_IPS"].split())
+        return _hosts(at, environ.get("SKYPILOT_NODE_RANK", ""), names, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")
+    if at.tpus() and not environ.get("TPU_SKIP_MDS_QUERY"):
+        with contextlib.suppress(OSError, http.client.HTTPException, IndexError):
+            ends = _attribute(at, "worker-network-endpoints").split(",")  # name:id:address, each
+            names = ",".join(end.split(":")[2] for end in ends)
+            return _hosts(at, _attribute(at, "agent-worker-number"), names, "agent-worker-number", "the metadata")
+    return ONE
+
+
+def _of_slices(at: Machine) -> Hosts:
+    """Reads what JobSet and xpk set on GKE: the hosts of this slice by name, the other slices by number."""
+    environ = at.environ
+    index, names = environ.get("TPU_WORKER_ID", ""), environ.get("TPU_WORKER_HOSTNAMES", "")
+    found = _hosts(at, index, names, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
+    slices = _number(environ.get("MEGASCALE_NUM_SLICES", "1"), "MEGASCALE_NUM_SLICES", 1 << 20)
+    if slices <= 1:
+        return found
+    mine = _number(environ.get("MEGASCALE_SLICE_ID", ""), "MEGASCALE_SLICE_ID", slices)
+    first = environ.get("MEGASCALE_COORDINATOR_ADDRESS", "").partition(":")[0]
+    if not first and "TPU_KIT_COORDINATOR" not in environ:
+        raise ValueError(f"MEGASCALE_NUM_SLICES={slices}, but MEGASCALE_COORDINATOR_ADDRESS is not set: set it")
+    every = [
+        name if number == mine else f"slice {number} worker {worker}"
+        for number in range(slices)
+        for worker, name in enumerate(found.names or (f"slice {number} worker 0",))
+    ]
+    at_port = environ.get("TPU_KIT_COORDINATOR") or f"{first}:{PORT}"
+    return Hosts(mine * len(found.names) + found.index, tuple(every), at_port, "MEGASCALE_SLICE_ID and TPU_WORKER_ID")
+
+
+def _hosts(at: Machine, index: str, names: str, index_from: str, names_from: str) -> Hosts:
+    found = tuple(name.strip() for name in names.split(",") if name.strip())
+    if not found:
+        raise ValueError(f"{index_from}={index}, but {names_from} names no hosts: set it to all hosts, host 0 first")
+    number = _number(index, index_from, len(found))
+    if len(found) == 1:
+        return ONE
+    if len(set(found)) < len(found) and "TPU_KIT_COORDINATOR" not in at.environ:
+        raise ValueError(f"{names_from}={names} names a host twice: name each once")
+    coordinator = at.environ.get("TPU_KIT_COORDINATOR") or f"{found[0]}:{PORT}"
+    if not coordinator.rpartition(":")[0] or not coordinator.rpartition(":")[2].isdigit():
+        raise ValueError(f"TPU_KIT_COORDINATOR={coordinator} is not address:port, such as {found[0]}:{PORT}")
+    return Hosts(number, found, coordinator, f"{index_from} and {names_from}")
+
+
+def _number(text: str, name: str, below: int) -> int:
+    if not text.strip().isdigit() or int(text) >= max(below, 1) + (name == "MEGASCALE_NUM_SLICES"):
+        raise ValueError(f"{name}={text!r} is not a number from 0 to {below - 1}: set it to this host's own")
+    return int(text)
+
+
+def _attribute(at: Machine, name: str) -> str:
+    with contextlib.closing(http.client.HTTPConnection(at.metadata_server, timeout=2)) as connection:
+        connection.request("GET", _METADATA + name, headers={"Metadata-Flavor": "Google"})
+        answer = connection.getresponse()
+        if answer.status != http.client.OK or answer.getheader("Metadata-Flavor") != "Google":
+            raise http.client.HTTPException(f"{name}: {answer.status}")
+        return answer.read(65536).decode()
+
+
+def interface_to(address: tuple[str, int]) -> str:
+    """Returns the network interface through which this host reaches an address.
+
+    gloo and NCCL would take the interface of the host's name, which is often the loopback.
+
+    Raises:
+        OSError: the address cannot be reached, or is not IPv4.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        mine = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                asked = struct.pack("256s", name.encode()[:15])
+                if fcntl.ioctl(probe.fileno(), _GET_ADDRESS, asked)[20:24] == mine:
+                    return name
+    raise OSError(f"no interface has the address {socket.inet_ntoa(mine)}")
+
+
+@contextlib.contextmanager
+def keep_log(hosts: Hosts, folder: Path) -> Iterator[None]:
+    """Gives each line of stdout and stderr its host and keeps it in `<folder>/logs`; only host 0 shows its stdout."""
+    path = folder / "logs" / f"host-{hosts.index}.log"
+    path.parent.mkdir(exist_ok=True)
+    if hosts.index:
+        print(f"log              {path.absolute()}", flush=True)
+    before = sys.stdout, sys.stderr
+    with path.open("a", buffering=1) as file:
+        out = _HostStream(sys.stdout if hosts.index == 0 else None, file, hosts.index)
+        sys.stdout, sys.stderr = out, _HostStream(sys.stderr, file, hosts.index)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+class _HostStream:
+    """Writes each line, with its host before it, to a file and to a stream."""
+
+    def __init__(self, shown: TextIO | None, file: TextIO, index: int) -> None:
+        self._shown, self._file, self._prefix = shown, file, f"[host {index}] "
+        self._line, self._begins = "", True
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._file.write(f"{self._prefix}{line.rpartition(chr(13))[2]}\n")  # the last state of a progress bar
+        if self._shown is not None:
+            for part in re.findall(r"[^\r\n]*[\r\n]|[^\r\n]+", text):
+                self._shown.write((self._prefix if self._begins else "") + part)
+                self._begins = part[-1] in "\r\n"
+        return len(text)
+
+    def flush(self) -> None:
+        if self._shown is not None:
+            self._shown.flush()
+
+    def isatty(self) -> bool:
+        return False

@@ -1,0 +1,318 @@
+"""Lets the hosts of a run meet before they start, and tells each of them what the others do until the run ends.
+
+Each host keeps one document in a store of host 0 (torch's TCPStore), rewrites it every `_BEAT` seconds, and reads those
+of the other hosts. A document holds:
+
+- beat: a counter; a host whose counter stands still for `LOST` seconds is lost,
+- facts: what must be equal on all hosts, such as the configuration,
+- stop, reached: a notice that the run must end, and the largest step that this host had started when it heard of one,
+- active: a counter of the moments in which a replica has computed,
+- hung: the stacks of this host's replicas, once nothing has moved for `launch.hang_timeout`,
+- over: how this host's run has ended.
+
+No host writes another one's document, so the order of writes does not matter. One thread talks to the store, because a
+call may never return where the network is cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from tpu_kit.distributed.hosts import Hosts
+
+LOST = 20.0
+_BEAT = 0.25
+_FAREWELL = 10.0  # seconds for which host 0 keeps the store for hosts that have not read how it ended
+_TOLD = 5.0  # seconds in which the hosts tell their stacks
+_WAITS = re.compile(r'File "[^"]*torch/distributed/[^"]*", line \d+ in')  # in a collective, for the others
+
+
+class HostError(RuntimeError):
+    """Another host of the run failed, hangs or is lost.
+
+    Attributes:
+        again: whether the run may succeed if it is started again.
+    """
+
+    def __init__(self, message: str, again: bool) -> None:
+        super().__init__(message)
+        self.again = again
+
+
+class Meeting:
+    """This host's part in the meeting of all hosts. A context manager: an error of the body is told to the others.
+
+    Args:
+        hosts: of the run.
+        patience: seconds in which all hosts must come.
+    """
+
+    def __init__(self, hosts: Hosts, patience: float) -> None:
+        self.hosts, self._patience = hosts, patience
+        self._mine: dict[str, Any] = {
+            "beat": 0, "begun": False, "facts": {}, "stop": None, "reached": None, "active": 0, "hung": None,
+            "over": None,
+        }  # fmt: skip
+        self._lock = threading.Lock()
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._documents: dict[int, dict[str, Any]] = {}
+        self._moved: dict[int, float] = {}  # when a host's beat was last seen to change
+        self._alive = 0.0  # when a replica of any host was last seen to compute
+        self._answered = time.monotonic()
+        self._gone = self._busy = ""
+        self._came = time.monotonic()
+        self._thread = threading.Thread(target=self._serve, name="tpu_kit hosts", daemon=True)
+
+    def __enter__(self) -> Meeting:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        relayed = isinstance(error, HostError)
+        text = None if error is None else str(error) or type(error).__name__
+        again = (isinstance(error, HostError) and error.again) or isinstance(error, KeyboardInterrupt | SystemExit)
+        self._tell(over={"error": text, "again": again, "relayed": relayed})
+        self._closing.set()
+        self._thread.join(_FAREWELL + 2)
+
+    # ------------------------------------------------------------------------------------------ what this host asks
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Waits until every host has told its values of these facts.
+
+        Args:
+            facts: by name, values for JSON.
+
+        Raises:
+            ValueError: a host has another value; both are in the text.
+            HostError: hosts have not come in time, or as `check`.
+        """
+        facts = json.loads(json.dumps(facts))
+        self._tell(facts={**self._mine["facts"], **facts})
+        first, others = not self._mine["begun"], [i for i in range(self.hosts.count) if i != self.hosts.index]
+        while True:
+            self._compare(facts)
+            self.check()
+            told = [i for i in others if facts.keys() <= self._documents.get(i, {"facts": {}})["facts"].keys()]
+            if len(told) == len(others):
+                self._tell(begun=True)
+                return
+            if first and time.monotonic() - self._came > self._patience:
+                raise self._missing(sorted({*others} - {*told}))
+            time.sleep(0.05)
+
+    def check(self) -> None:
+        """Raises HostError if another host has failed or is lost."""
+        now, name = time.monotonic(), self.hosts.name
+        for index, document in sorted(self._documents.items()):
+            over = document["over"]
+            if over and over["error"] and index != self.hosts.index:
+                text = over["error"] if over["relayed"] else f"{name(index)}, failed: {over['error']}"
+                raise HostError(text, over["again"])
+        if self._gone and self._documents:
+            raise HostError(f"{name(0)}, is gone: its store has closed the connection ({self._gone})", True)
+        if self._documents and now - self._answered > LOST:
+            if self.hosts.index:
+                raise HostError(f"{name(0)}, has not answered for {LOST:g} s", True)
+            return  # this host itself was asleep
+        lost = [i for i, at in self._moved.items() if now - at > LOST and not self._documents[i]["over"]]
+        if lost:
+            raise HostError("; ".join(f"{name(i)}, has given no sign of life for {LOST:g} s" for i in lost), True)
+
+    def cause(self, error: Exception) -> Exception:
+        """Waits for the failure of another host of which `error`, a broken connection, is the consequence."""
+        until = time.monotonic() + LOST + 2
+        while time.monotonic() < until:
+            try:
+                self.check()
+            except HostError as found:
+                return found
+            time.sleep(0.1)
+        return error
+
+    def active(self) -> float:
+        """Tells that a replica of this host computes; see `idle_since`."""
+        self._mine["active"] += 1
+        return time.monotonic()
+
+    def idle_since(self) -> float:
+        """When a replica of another host was last seen to compute, seconds, monotonic."""
+        return self._alive
+
+    def hang(self, stacks: Mapping[str, str]) -> HostError:
+        """Tells the stacks of this host's replicas, and finds the hosts for which the others wait.
+
+        Args:
+            stacks: by the name of the replica.
+        """
+        self._tell(hung=dict(stacks))
+        until = time.monotonic() + _TOLD
+        while time.monotonic() < until and len(self.hung) < self.hosts.count:
+            time.sleep(0.1)
+        told = self.hung
+        guilty = {
+            index: {rank: text for rank, text in told.get(index, {}).items() if not _WAITS.search(text)}
+            for index in range(self.hosts.count)
+        }
+        hangs = [index for index in guilty if guilty[index] or index not in told] or list(guilty)
+        texts = []
+        for index in hangs:
+            shown = guilty[index] or told.get(index, {})
+            lines = [f"{rank}:\n{text or '(no stack: the process does not run)'}" for rank, text in shown.items()]
+            begin = f"{self.hosts.name(index)}, hangs, and the others wait for it"
+            texts += [begin, *(lines or ["(it does not answer)"])]
+        return HostError("\n".join(texts), True)
+
+    @property
+    def hung(self) -> dict[int, dict[str, str]]:
+        """The stacks that hosts have told, by host."""
+        found = {i: document["hung"] for i, document in self._documents.items() if document["hung"] is not None}
+        return found | ({self.hosts.index: self._mine["hung"]} if self._mine["hung"] is not None else {})
+
+    # ----------------------------------------------------------------------------------------------- the early end
+
+    def ask_stop(self, reason: str) -> None:
+        """Tells all hosts that the run must end."""
+        self._tell(stop=f"{reason} on {self.hosts.name(self.hosts.index)}")
+
+    def stop_asked(self) -> str | None:
+        """The reason of the lowest host that has asked to end the run; None if none has."""
+        documents = {**self._documents, self.hosts.index: self._mine}
+        return next((found for index in sorted(documents) if (found := documents[index]["stop"])), None)
+
+    def last_step(self, started: int) -> int | None:
+        """The largest step that any host has started; None until all have told theirs.
+
+        Args:
+            started: this host's, which starts no other step until this is known.
+        """
+        if self._mine["reached"] is None:
+            self._tell(reached=started)
+        # A host that has ended counts as well, if it has told a step.
+        others = self._documents.values()
+        reached = [other["reached"] for other in others if other["reached"] is not None or not other["over"]]
+        return None if None in reached else max([started, *reached])
+
+    # -------------------------------------------------------------------------------------------------- the thread
+
+    def _tell(self, **changes: Any) -> None:
+        with self._lock:
+            self._mine |= changes
+        self._wake.set()
+
+    def _serve(self) -> None:
+        store = None
+        while store is None and not self._closing.is_set():
+            store = self._join()
+        if store is None:
+            return
+        try:
+            while True:
+                ending = self._closing.is_set()
+                self._round(store)
+                if ending:
+                    break
+                self._wake.wait(_BEAT)
+                self._wake.clear()
+            until = time.monotonic() + _FAREWELL
+            while self.hosts.index == 0 and time.monotonic() < until and not self._all_over():
+                time.sleep(_BEAT)
+                self._round(store)
+        except Exception as error:  # torch raises errors of several kinds, all of which say that the store is gone
+            self._gone = str(error).partition("\n")[0]
+
+    def _join(self) -> Any:
+        """Connects to the store of this run; None where it is not there yet, or is an earlier run's."""
+        from torch.distributed import TCPStore
+
+        mine, (host, port) = str(self.hosts.index), self.hosts.address
+        another = f"there is a run with another process as {self.hosts.name(self.hosts.index)}"
+        try:
+            if self.hosts.index == 0:
+                return TCPStore(host, port, None, True, wait_for_workers=False)
+            socket.create_connection((host, port), 5).close()  # TCPStore would print a stack for each failed attempt
+            store = TCPStore(host, port, None, False, timedelta(seconds=5), wait_for_workers=False)
+            while not store.check(["0"]) and not self._closing.wait(_BEAT):
+                pass
+            first = json.loads(store.get("0"))
+            if first["begun"] or first["over"]:
+                self._busy = another
+            elif store.add(f"claims of {mine}", 1) == 1 or not self._lives(store, mine):
+                return store
+            else:
+                self._busy = another
+        except Exception as error:
+            self._busy = str(error).partition("\n")[0]
+        self._closing.wait(_BEAT)
+        return None
+
+    def _lives(self, store: Any, mine: str) -> bool:
+        """Whether another process writes this host's document."""
+        beats = []
+        for _ in range(2):
+            self._closing.wait(4 * _BEAT)
+            beats.append(json.loads(store.get(mine))["beat"] if store.check([mine]) else None)
+        return beats[0] != beats[1]
+
+    def _round(self, store: Any) -> None:
+        with self._lock:
+            self._mine["beat"] += 1
+            text = json.dumps(self._mine)
+        store.set(str(self.hosts.index), text)
+        there = [
+            i for i in range(self.hosts.count) if i != self.hosts.index and (i in self._moved or store.check([str(i)]))
+        ]
+        texts = store.multi_get([str(i) for i in there]) if there else []
+        self._answered = now = time.monotonic()
+        documents = {i: json.loads(one) for i, one in zip(there, texts, strict=True)}
+        for i, document in documents.items():
+            before = self._documents.get(i)
+            if before is None or before["beat"] != document["beat"]:
+                self._moved[i] = now
+            if before is None or before["active"] != document["active"]:
+                self._alive = now
+        self._documents = documents
+
+    def _all_over(self) -> bool:
+        now = time.monotonic()
+        return all(document["over"] or now - self._moved[i] > LOST for i, document in self._documents.items())
+
+    # -------------------------------------------------------------------------------------------------- the errors
+
+    def _compare(self, facts: Mapping[str, Any]) -> None:
+        name, mine = self.hosts.name, self.hosts.index
+        told = {**{i: document["facts"] for i, document in self._documents.items()}, mine: facts}
+        problems = []
+        for key in facts:
+            values = {i: told[i][key] for i in sorted(told) if key in told[i]}
+            first = next(iter(values))
+            other = next((i for i, value in values.items() if value != values[first]), None)
+            if other is not None:
+                problems.append(f"{key}: {values[first]!r} on {name(first)}; {values[other]!r} on {name(other)}")
+        if problems:
+            raise ValueError("the hosts differ in\n  " + "\n  ".join(problems) + "\nMake them equal, and start again")
+
+    def _missing(self, missing: list[int]) -> HostError:
+        if not self._documents and self.hosts.index:
+            why = f" ({self.hosts.coordinator}: {self._busy})" if self._busy else f" ({self.hosts.coordinator})"
+            missing, end = [0], why
+        else:
+            end = f" ({self._busy})" if self._busy else ""
+        texts = [f"{self.hosts.name(i)}, has not come within {self._patience:g} s" for i in missing]
+        return HostError(
+            "; ".join(texts) + f"{end}. Start all {self.hosts.count} hosts, and let host 0 take connections on port "
+            f"{self.hosts.address[1]}; {self.hosts.source} say which hosts there are", True
+        )  # fmt: skip
+
+
+def open_meeting(hosts: Hosts, patience: float) -> contextlib.AbstractContextManager[Meeting | None]:
+    """The meeting of several hosts; None for one."""
+    return Meeting(hosts, patience) if hosts.count > 1 else contextlib.nullcontext()
