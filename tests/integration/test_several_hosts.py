@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support import hosts_campaign
 from tests.support.host_processes import Rehearsal, steps
 
 
@@ -110,3 +111,11 @@ def test_hosts_that_share_no_folder_are_told(two: Rehearsal, tmp_path: Path) -> 
         "the hosts do not see the same checkpoints in mine/checkpoints: the newest is of step 6, 0 (by rank; 0: none)"
     )
     assert told in first.text and "Set output_dir to an object store" in first.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(14400)
+@pytest.mark.parametrize(("hosts", "faults"), [(2, 10), (4, 60)])
+def test_faults_at_random_moments(tmp_path: Path, hosts: int, faults: int) -> None:
+    done = hosts_campaign.main(str(tmp_path), str(hosts), str(faults), "1")
+    assert sum(done["faults"].values()) == faults

@@ -1,0 +1,119 @@
+"""Faults at random moments of a run on several hosts; for tests/integration/test_several_hosts.py.
+
+    python -m tests.support.hosts_campaign FOLDER HOSTS COUNT SEED
+
+starts an object store, and a run on HOSTS hosts that is disturbed COUNT times: a host is killed, stopped for some
+seconds, cut off from the others, told to end, or its disk is full. After each fault every host must end as it should,
+each error must name the host within its limit, and all checkpoints must be whole. The run goes on until its end, and
+its result must equal that of a run without faults bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.support.host_processes import Host, Rehearsal, steps
+from tests.support.object_store import environment, make_bucket, run_server
+
+KINDS = ("kill", "delay", "partition", "end", "full")
+STEPS = 12  # that each fault lets the run advance, at least
+SETTINGS: dict[str, Any] = {"save_steps": 4, "schedule": "constant", "warmup_ratio": 0, "checkpoint.keep": 2}
+SLACK = 20.0  # seconds that processes of a busy machine take to see, tell and end
+
+
+def adapter(hosts: list[Host]) -> dict[str, torch.Tensor]:
+    return load_file(hosts[0].folder / "runs" / "default" / "adapter" / "adapter_model.safetensors")
+
+
+def disturb(run: Rehearsal, url: str, kind: str, which: int, at: int, total: int) -> float:
+    """Starts the run and disturbs host `which` once it has made step `at`; returns the seconds until all have ended."""
+    full = {"TPU_KIT_TEST_FULL": str(which)} if kind == "full" else {}
+    log = run.folder / "machine-0" / "runs" / "default" / "metrics.jsonl"
+    log.unlink(missing_ok=True)  # of the start before; the resumed run writes it anew
+    hosts = run.start(url, env=full, max_steps=total, **SETTINGS)
+    name, others = f"host {which} of {run.count}, machine-{which}", [i for i in range(run.count) if i != which]
+    if kind != "full":
+        hosts[0].wait_for_step(at, 240)
+        time.sleep(random.random())
+    began = time.monotonic()
+    if kind == "kill":
+        hosts[which].signal(signal.SIGKILL)
+    elif kind == "partition":
+        run.proxies[which].silent = True
+    elif kind == "end":
+        os.kill(hosts[which].process.pid, signal.SIGTERM)
+    elif kind == "delay":
+        hosts[which].signal(signal.SIGSTOP)
+        time.sleep(run.lost / 3)
+        hosts[which].signal(signal.SIGCONT)
+        hosts[0].wait_for_step(at + 4, 240)
+        os.kill(hosts[which].process.pid, signal.SIGTERM)
+    codes = run.wait(240)
+    took = time.monotonic() - began
+    told = "\n".join(f"--- {host.folder.name}: {codes[i]}\n{host.text[-2500:]}" for i, host in enumerate(hosts))
+    if kind in ("delay", "end"):
+        assert codes == [75] * run.count, told
+        stops = {host.text.partition("preempted at step ")[2].partition(" (")[0] for host in hosts}
+        assert len(stops) == 1 and f"SIGTERM received on {name}" in hosts[0].text, told
+    elif kind == "full":
+        if which == 0:  # the host that saves
+            assert codes == [1] * run.count and all(f"{name}, failed: " in hosts[i].text for i in others), told
+        else:
+            assert codes == [0] * run.count, told
+    else:
+        assert all(codes[i] == 75 for i in others), told
+        limit = {"kill": "no sign of life|is gone|has not answered", "partition": "no sign of life|has not answered"}
+        for i in others:
+            assert f"{name}, " in hosts[i].text and any(one in hosts[i].text for one in limit[kind].split("|")), told
+        assert took < run.lost + SLACK, (took, told)
+    return took
+
+
+def main(folder: str, hosts: str, count: str, seed: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    random.seed(seed)
+    done: dict[str, int] = dict.fromkeys(KINDS, 0)
+    slowest, last, number = 0.0, 0, int(hosts)
+    with run_server() as server, environment(server):
+        url = f"{make_bucket(server)}/run"
+        run = Rehearsal(Path(folder, "disturbed"), number)
+        try:
+            for turn in range(int(count)):
+                kind = KINDS[turn % len(KINDS)]
+                # Host 0 is reached by the others through their proxies, and by nobody when all of them are silent.
+                which = random.randrange(1, number) if kind == "partition" else random.randrange(number)
+                total = 10**4 if kind != "full" or which == 0 else last + 1
+                took = disturb(run, url, kind, which, last + random.randint(1, STEPS), total)
+                found = steps(url)
+                newest = found[-1] if found else 0
+                assert newest >= last, (found, last)
+                done[kind], slowest, last = done[kind] + 1, max(slowest, took), newest
+                print(f"{turn + 1}: {kind} of host {which}, {took:.0f} s, checkpoints {found}", flush=True)
+            ended = run.start(url, max_steps=last + 3, **SETTINGS)
+            assert run.wait(240) == [0] * number, ended[0].text[-3000:]
+            disturbed = adapter(ended)
+        finally:
+            run.close()
+        whole = Rehearsal(Path(folder, "whole"), number)
+        try:
+            hosts_of_whole = whole.start(f"{make_bucket(server)}/run", max_steps=last + 3, **SETTINGS)
+            assert whole.wait(600) == [0] * number, hosts_of_whole[0].text[-3000:]
+            for name, tensor in adapter(hosts_of_whole).items():
+                assert torch.equal(tensor, disturbed[name]), name
+        finally:
+            whole.close()
+    return {"faults": done, "steps": last + 3, "slowest": slowest}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))
