@@ -66,6 +66,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "doctor._accelerator": (3, NEVER, "the doctor's rows and its measurement"),
     "doctor.check_device": (1, NEVER, "the doctor's rows and its measurement"),
     "doctor.judge": (1, RECORDED, "test_doctor"),
+    "hosts.find_hosts": (1, RECORDED, "test_hosts"),
     "host.chip_name": (2, NEVER, "MFU and cost by the chip's name"),
     "install.check": (1, RUNS, "test_install"),
     "install.options": (1, RUNS, "test_install"),

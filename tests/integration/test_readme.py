@@ -39,6 +39,7 @@ RUN_BY = {
     "make test-slow": "network",
     "make install": "network",
     "git clone": "network",
+    "export": "test_several_hosts.test_two_hosts_stop_together_and_one_goes_on_alike",
     "%pip install": "network",
     "pip install": "network",
     "python -m papermill": "test_template.test_the_five_lines_of_the_readme_train_on_rows_of_ones_own",
