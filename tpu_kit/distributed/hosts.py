@@ -186,7 +186,7 @@ class _HostStream:
             self._file.write(f"{self._prefix}{line.rpartition(chr(13))[2]}\n")  # the last state of a progress bar
         if self._shown is not None:
             for part in re.findall(r"[^\r\n]*[\r\n]|[^\r\n]+", text):
-                self._shown.write((self._prefix if self._begins else "") + part)
+                self._shown.write((self._prefix if self._begins and part not in "\r\n" else "") + part)
                 self._begins = part[-1] in "\r\n"
         return len(text)
 

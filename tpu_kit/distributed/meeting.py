@@ -76,9 +76,11 @@ class Meeting:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        relayed = isinstance(error, HostError)
-        text = None if error is None else str(error) or type(error).__name__
-        again = (isinstance(error, HostError) and error.again) or isinstance(error, KeyboardInterrupt | SystemExit)
+        text, again, relayed = None if error is None else str(error) or type(error).__name__, False, False
+        if isinstance(error, HostError):
+            again, relayed = error.again, True
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
+            text, again = "a signal has ended it", True
         self._tell(over={"error": text, "again": again, "relayed": relayed})
         self._closing.set()
         self._thread.join(_FAREWELL + 2)

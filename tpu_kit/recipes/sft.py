@@ -68,7 +68,7 @@ class TrainResult:
         total_steps: updates of the whole run.
         metrics: see `fine_tune`.
         adapter_dir: the trained weights: an adapter for PEFT, or a whole model where lora.r=0; empty after a
-            preemption.
+            preemption, and on hosts other than host 0.
         checkpoint_dir: the newest checkpoint; None if there is none.
         output_dir: the run's folder.
     """
@@ -89,11 +89,11 @@ class TrainResult:
                 f"preempted at step {self.step} of {self.total_steps} ({self.reason}); {kept}. To go on from there, "
                 "run this again: the same cell, or the same command"
             )
-        lines = [f"finished at step {self.step}; adapter in {self.adapter_dir}"]
+        adapter = self.adapter_dir or "the folder of host 0"
+        lines = [f"finished at step {self.step}; adapter in {adapter}"]
         if self.status == "stopped":
             lines = [
-                f"stopped early at step {self.step} of {self.total_steps}: {self.reason}; "
-                f"adapter in {self.adapter_dir}",
+                f"stopped early at step {self.step} of {self.total_steps}: {self.reason}; adapter in {adapter}",
                 "  To train on from there, raise optim.early_stop_patience or set it to null, and run this again",
             ]
         for name, value in self.metrics.items():
@@ -133,6 +133,8 @@ def train(
         HostError: another host failed, hangs, is lost, or has not come.
     """
     hosts = find_hosts()
+    if hosts.count > 1:
+        runtime.detect(config.launch, hosts=hosts)  # refuses devices before it waits for the others
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(open_meeting(hosts, config.launch.meeting_timeout))
         if meeting is not None:
@@ -333,7 +335,8 @@ def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any, peaks: d
     folder, adapter = loop.config.output_path, ""
     weights, metrics = loop.weights()
     if loop.checkpoints is None:
-        return TrainResult(status, reason, loop.step, loop.total, metrics, "", None, str(folder))
+        place = str(loop.config.checkpoints_place)
+        return TrainResult(status, reason, loop.step, loop.total, metrics, "", place, str(folder))
     loop.checkpoints.wait()
     if status != "preempted":
         adapter = str(folder / "adapter")
