@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.xla.test_hlo import LOOPS
-from tpu_kit.xla.hlo import Cost, Module, count_trips, hbm_bytes, splash_flops
+from tpu_kit.xla.hlo import Cost, Module, count_trips, hbm_bytes, operations, splash_flops
 
 # A row is taken from a table and kept on the chip, added to what is prefetched, and written into a stack in place.
 ROWS = """HloModule rows, is_scheduled=true
@@ -84,3 +86,41 @@ def test_splash_counts_the_blocks_that_a_mask_leaves() -> None:
     assert flops(forward, 4, 4) == 2 * (1 + 2 + 3 + 4)
     assert flops(backward, 4, 4) == 5 * (1 + 2 + 3 + 4)
     assert flops(forward, 4, 2) == 2 * (1 + 2 + 2 + 2)  # a window
+
+
+PRODUCT = """HloModule product, is_scheduled=true
+
+%multiplying (m.p: f32[8,128], m.q: f32[128,128]) -> f32[8,128] {
+  %m.p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %m.q = f32[128,128]{1,0:T(8,128)} parameter(1)
+  ROOT %m.r = f32[8,128]{1,0:T(8,128)} dot(%m.p, %m.q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[8,128], w: f32[128,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %w = f32[128,128]{1,0:T(8,128)} parameter(1)
+  %y = f32[8,128]{1,0:T(8,128)} fusion(%x, %w), kind=kOutput, calls=%multiplying
+  ROOT %z = f32[8,128]{1,0:T(8,128)} negate(%y)
+}
+"""
+
+
+def test_operations_share_the_bytes_of_the_step_and_count_each_turn() -> None:
+    rows = {one.name: (kind, cost) for one, kind, cost in operations(Module(LOOPS), lambda _: {"flops": 0.0})}
+    assert rows["sum"][0] == "collective"
+    turn = (8 * 128 + 64 * 128) * 4
+    assert rows["big"] == ("elementwise", Cost(0.0, 5 * 3 * turn))  # in the inner loop of the outer one
+    for text in (LOOPS, ROWS, PRODUCT):
+        found = operations(Module(text), lambda _: {"flops": 0.0})
+        assert sum(cost.bytes for _, _, cost in found) == hbm_bytes(Module(text))
+
+
+def test_xlas_own_analysis_reads_an_instruction_alone() -> None:
+    xla_client = pytest.importorskip("jaxlib.xla_client")
+    client = xla_client.make_cpu_client()
+
+    def analyse(text: str) -> dict[str, float]:
+        return dict(xla_client._xla.hlo_module_cost_analysis(client, xla_client._xla.hlo_module_from_text(text)))
+
+    found = {one.name: (kind, cost.flops) for one, kind, cost in operations(Module(PRODUCT), analyse)}
+    assert found == {"y": ("matrix product", 2 * 8 * 128 * 128), "z": ("elementwise", 0.0)}

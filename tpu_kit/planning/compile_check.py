@@ -92,6 +92,25 @@ class Collective:
         return Transfer(self.kind, self.count, self.moved, share, self.over_dcn)
 
 
+@dataclass(frozen=True)
+class Operation:
+    """The instructions of a step that one operation of the model became.
+
+    Attributes:
+        operation: of the model, such as "model/layers/3/mlp/aten__mm"; empty where the compiler does not tell.
+        source: file and line of its Python code; empty likewise.
+        kind: of the work: "matrix product", "kernel", "collective", "copy" or "elementwise".
+        flops: of all its runs in a step.
+        bytes: read from and written to HBM, likewise.
+    """
+
+    operation: str
+    source: str
+    kind: str
+    flops: float
+    bytes: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
     """The TPU compiler's figures of a step. Bytes are of one device; a figure is None where the step does not fit.
@@ -120,6 +139,7 @@ class Compiled:
         hbm_bytes: the part of them that is read from or written to HBM (`hlo.hbm_bytes`).
         collectives: by kind.
         largest_buffers: the largest buffers alive at the peak, in order.
+        operations: what each operation of the model costs.
         loop_trips: number of trips of each loop, by its name; None where it is not known (counted as one).
         out_of_memory: the compiler's error, if the step does not fit.
         trace_seconds: time to trace the step; from the cache, the time of the first trace.
@@ -150,6 +170,7 @@ class Compiled:
     hbm_bytes: float | None = None
     collectives: tuple[Collective, ...] = ()
     largest_buffers: tuple[Buffer, ...] = ()
+    operations: tuple[Operation, ...] = ()
     loop_trips: Mapping[str, int | None]
     out_of_memory: str | None = None
     trace_seconds: float
@@ -169,6 +190,7 @@ class Compiled:
         lists = {
             "collectives": tuple(Collective(**one) for one in values["collectives"]),
             "largest_buffers": tuple(Buffer(**one) for one in values["largest_buffers"]),
+            "operations": tuple(Operation(**one) for one in values.get("operations", ())),
         }
         return Compiled(**{**values, **lists})
 
@@ -363,6 +385,7 @@ def _compiled(
         bytes_accessed=answer["bytes_accessed"], hbm_bytes=answer["hbm_bytes"], loop_trips=answer["loop_trips"],
         collectives=tuple(Collective(**one) for one in answer["collectives"]),
         largest_buffers=tuple(Buffer(**one) for one in answer["largest_buffers"]),
+        operations=tuple(Operation(**one) for one in answer["operations"]),
         peak_bytes=answer["peak_bytes"],
         **{name: answer[name] for name in parts},
     )  # fmt: skip

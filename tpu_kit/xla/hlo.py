@@ -107,6 +107,16 @@ class Module:
         others = "\n\n".join(self._texts[name] for name in self._texts if name in needed and name != computation)
         return f"HloModule part\n\n{others}\n\nENTRY {self._texts[computation]}\n"
 
+    def alone(self, computation: str, one: Instruction) -> str:
+        """Returns the text of a module whose program is one instruction of a computation."""
+        names, given = self.by_name(computation), dict.fromkeys(one.operands)
+        parameters = [f"  %{name} = {names[name].shape} parameter({number})" for number, name in enumerate(given)]
+        called = [self.part(name).replace("ENTRY ", "") for name in one.called]
+        others = "\n\n".join(text.partition("\n\n")[2] for text in called)
+        operands = ", ".join(f"%{name}" for name in one.operands)
+        line = f"  ROOT %{one.name} = {one.shape} {one.opcode}({operands}){one.rest}"
+        return "\n".join(["HloModule alone\n", others, "ENTRY %alone {", *parameters, line, "}\n"])
+
     def loops(self, computation: str) -> Iterator[tuple[Instruction, str, str]]:
         """Yields the while loops of a computation and of those it calls: (loop, its body, the computation it is in)."""
         for one in self.computations[computation]:
@@ -397,11 +407,44 @@ def _kernel_flops(module: Module, computation: str) -> float:
     """Sums the kernels' own estimates of FLOPs in a computation, with one trip of each loop."""
     total = 0.0
     for one in module.computations[computation]:
-        estimate = re.search(r'"cost_estimate":(\{[^}]*\})', one.rest) if one.opcode == "custom-call" else None
-        total += float(json.loads(estimate[1]).get("flops", 0)) if estimate else 0.0
+        total += _own_flops(one) if one.opcode == "custom-call" else 0.0
         if one.opcode in ("while", "call", "conditional"):
             total += sum(_kernel_flops(module, name) for name in one.called)
     return total
+
+
+def _own_flops(kernel: Instruction) -> float:
+    """Returns a kernel's own estimate of its FLOPs; 0 without one."""
+    estimate = re.search(r'"cost_estimate":(\{[^}]*\})', kernel.rest)
+    return float(json.loads(estimate[1]).get("flops", 0)) if estimate else 0.0
+
+
+def operations(module: Module, analyse: Callable[[str], dict[str, float]]) -> Iterator[tuple[Instruction, str, Cost]]:
+    """Yields each instruction outside of fusions: (instruction, kind of work, cost of all its runs in a step).
+
+    The kinds are "matrix product", "kernel", "collective", "copy" and "elementwise". The bytes are of HBM, as in
+    `hbm_bytes`.
+
+    Args:
+        module: the program.
+        analyse: as in `count_trips`.
+    """
+    for name, times in module.weights().items():
+        for one in module.computations[name]:
+            if one.opcode in _MOVES_NOTHING or one.opcode.endswith("-done"):
+                continue
+            inside = [one.opcode, *(part.opcode for called in one.called for part in module.computations[called])]
+            flops = 0.0
+            if one.opcode.removesuffix("-start") in _COLLECTIVES or {*inside} & {*_COLLECTIVES}:
+                kind = "collective"
+            elif one.opcode == "custom-call":
+                kind = "kernel"
+                flops = _splash(one) if "splash_mha" in one.name else _own_flops(one)
+            elif {"dot", "convolution"} & {*inside}:
+                kind, flops = "matrix product", analyse(module.alone(name, one))["flops"]
+            else:
+                kind = "copy" if one.opcode.startswith(("copy", "slice-start", "dynamic-slice")) else "elementwise"
+            yield one, kind, Cost(times * flops, times * _moved(module, name, one))
 
 
 def splash_flops(module: Module) -> float:

@@ -272,7 +272,13 @@ def _costs(module: hlo.Module, once: dict[str, float]) -> dict[str, Any]:
         return cost
 
     total, single = hlo.count_trips(module, analyse)
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for one, kind, cost in hlo.operations(module, analyse):
+        place = hlo_memory.where(one.rest)
+        row = rows.setdefault((*place.values(), kind), {**place, "kind": kind, "flops": 0.0, "bytes": 0.0})
+        row |= {"flops": row["flops"] + cost.flops, "bytes": row["bytes"] + cost.bytes}
     return {
+        "operations": list(rows.values()),
         "flops": once["flops"] + total.flops - single.flops + hlo.splash_flops(module),
         "bytes_accessed": once["bytes accessed"] * total.bytes / single.bytes,
         "hbm_bytes": hlo.hbm_bytes(module),
