@@ -16,6 +16,7 @@ FIGURES = (
     "hbm_bandwidth",
     "ici_bandwidth",
     "dcn_bandwidth",
+    "watts",
     "cores",
 )
 

@@ -1,8 +1,8 @@
 """Figures of each TPU and of a few GPUs, each with its source: memory, speed, names of slices, list prices.
 
 A figure without a source is None; `Chip.sources` names, per field, the source of a figure and the sources that differ.
-Today these are None: interconnect of v2 and v3; usable memory, topologies and price of v7x; bf16 speed of the T4 (it
-has no bf16 units); usable memory of most GPUs.
+Today these are None: power of v2, v5e, v5p, v6e and v7x; interconnect of v2 and v3; usable memory, topologies and price
+of v7x; bf16 speed of the T4 (it has no bf16 units); usable memory of most GPUs.
 
 Things that guides often get wrong:
 
@@ -85,6 +85,8 @@ class Chip:
     """Bytes/s between chips, over all links and both directions (NVLink for GPUs; None for those that have none)."""
     dcn_bandwidth: float | None = None
     """Bytes/s that a chip can send to other slices over the data center network, all chips of a host at once."""
+    watts: float | None = None
+    """Mean power in use; for a GPU its rated limit, which is more."""
     cores: int | None = None
     """TensorCores of a TPU chip."""
     devices_per_chip: int = 1
@@ -131,6 +133,8 @@ _BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (2025-02)"
 _XPK = "AI-Hypercomputer/xpk src/xpk/core/system_characteristics.py (commit 02b0c0928aee)"
 _LIBTPU = "measured without a TPU: libtpu 0.0.21, compile-only client"
 _CATALOG = "skypilot-org/skypilot-catalog catalogs/v8/gcp/vms.csv (commit 006059e0f18a, read 2026-11-21), row "
+_POWER = "Jouppi et al. 2023, arXiv:2304.01433, table 4: mean of production workloads"
+_RATED = "the board power that NVIDIA's datasheet names, a limit"
 _A100 = "https://glennklockwood.com/garden/processors/A100, after NVIDIA's A100 datasheet"
 _H100 = "https://glennklockwood.com/garden/processors/h100, after NVIDIA's H100 datasheet (SXM5)"
 _H200 = "https://huggingface.co/datasets/devidasmishra/ai-inference-hardware-economics-2026"
@@ -158,7 +162,8 @@ _CHIPS = (
         slice_sizes=(4, 16, 32, 64, 128, 256, 512, 1024),
         topologies=_topologies("v3", "2x2 4x4 4x8 8x8 8x16 16x16 16x32 32x32"),
         price=Price(8 / 4, 2.04 / 4, _CATALOG + "us-central1 tpu-v3-8, over 4 chips"),
-        sources=_sources({
+        watts=220, sources=_sources({
+            "watts": _POWER,
             "hbm_bytes hbm_bandwidth": f"{_DOCS}v3; {_JAX} says 825e9 bytes/s",
             "usable_hbm_bytes": f"{_LIBTPU}: limit 15.48G, reserved 530M, per core",
             "bf16_flops": f"{_DOCS}v3; {_JAX} says 140e12, the marketed 420 TFLOP/s of a v3-8 make 105",
@@ -169,7 +174,8 @@ _CHIPS = (
         accelerator_prefix="v4", name_counts_cores=True,
         slice_sizes=(4, 8, 16, 32, *range(64, 4097, 64)), topologies=_topologies("v4", _CUBES, config="megacore"),
         price=Price(12.88 / 4, 3.686 / 4, _CATALOG + "us-central2 tpu-v4-8, over 4 chips"),
-        sources=_sources({
+        watts=170, sources=_sources({
+            "watts": _POWER,
             "hbm_bytes bf16_flops hbm_bandwidth": f"{_DOCS}v4; {_JAX} says 1.23e12 bytes/s",
             "usable_hbm_bytes": f"{_LIBTPU}, megacore: limit 30.75G, reserved 1.25G",
             "vector_memory_bytes": f"{_LIBTPU}: buffer assignment of SmolLM2-1.7B in full",
@@ -233,16 +239,21 @@ _CHIPS = (
     Chip(
         name="t4", aliases=("Tesla T4", "NVIDIA T4"), hbm_bytes=16 * GIB, bf16_flops=None, hbm_bandwidth=320e9,
         price=Price(0.35, 0.175, _CATALOG + "us-central1 T4 x4, over 4"),
-        sources=_sources({"hbm_bytes hbm_bandwidth": f"{_T4} (fp16 is 65 TFLOP/s; Turing has no bf16 units)"})),
+        watts=70, sources=_sources({
+            "watts": _RATED,
+            "hbm_bytes hbm_bandwidth": f"{_T4} (fp16 is 65 TFLOP/s; Turing has no bf16 units)"})),
     Chip(
         name="l4", aliases=("NVIDIA L4",), hbm_bytes=24 * GIB, bf16_flops=121e12, hbm_bandwidth=300e9,
         price=Price(0.56004, 0.2231, _CATALOG + "us-central1 L4"),
-        sources=_sources({"hbm_bytes bf16_flops hbm_bandwidth": f"{_L4} (often quoted as 242, with sparsity); {_T4}"})),
+        watts=72, sources=_sources({
+            "watts": _RATED,
+            "hbm_bytes bf16_flops hbm_bandwidth": f"{_L4} (often quoted as 242, with sparsity); {_T4}"})),
     Chip(
         name="a100-40gb", aliases=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"), hbm_bytes=40 * GIB,
         usable_hbm_bytes=42405855232, bf16_flops=312e12, hbm_bandwidth=1555e9, ici_bandwidth=600e9,
         price=Price(3.67339, 1.80385, _CATALOG + "us-central1 A100 + a2-highgpu-1g"),
-        sources=_sources({
+        watts=400, sources=_sources({
+            "watts": _RATED,
             "hbm_bytes bf16_flops hbm_bandwidth ici_bandwidth": _A100,
             "usable_hbm_bytes": "deviceQuery output at https://upb-pc2.atlassian.net/wiki/spaces/PC2DOK/pages/1900609"})),
     Chip(
@@ -250,18 +261,23 @@ _CHIPS = (
         bf16_flops=312e12, hbm_bandwidth=2039e9, ici_bandwidth=600e9,
         price=Price(5.52382, 1.64753, _CATALOG + "us-east5 A100-80GB + a2-ultragpu-1g; its us-central1 row is "
                     "below its spot price, so it was not used"),
-        sources=_sources({"hbm_bytes bf16_flops hbm_bandwidth ici_bandwidth": f"{_A100}; the PCIe card has 1935e9"})),
+        watts=400, sources=_sources({
+            "watts": _RATED,
+            "hbm_bytes bf16_flops hbm_bandwidth ici_bandwidth": f"{_A100}; the PCIe card has 1935e9"})),
     Chip(
         name="h100", aliases=("NVIDIA H100 80GB HBM3", "H100 SXM"), hbm_bytes=80 * GIB,
         bf16_flops=989e12, hbm_bandwidth=3350e9, ici_bandwidth=900e9,
         price=Price(10.97906, 2.50556, _CATALOG + "us-east4 H100 + a3-highgpu-1g; its us-central1 row has 4.20 for "
                     "the GPU, which looks like another kind of contract"),
-        sources=_sources({"hbm_bytes bf16_flops hbm_bandwidth ici_bandwidth": f"{_H100} (1979 is with sparsity)"})),
+        watts=700, sources=_sources({
+            "watts": _RATED,
+            "hbm_bytes bf16_flops hbm_bandwidth ici_bandwidth": f"{_H100} (1979 is with sparsity)"})),
     Chip(
         name="h200", aliases=("NVIDIA H200",), hbm_bytes=141 * GIB, bf16_flops=989e12, hbm_bandwidth=4800e9,
         ici_bandwidth=900e9, price=Price(74.49392 / 8, 37.2472 / 8, _CATALOG + "us-central1 H200 x8, over 8; its "
                                          "us-east5 row has 36.60"),
-        sources=_sources({
+        watts=700, sources=_sources({
+            "watts": _RATED,
             "hbm_bytes ici_bandwidth": "mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT*",
             "bf16_flops hbm_bandwidth": f"{_H200}; {_H100} calls it an H100 with more HBM"})),
 )  # fmt: skip
