@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "tpu_kit"
 
 ROOMS = (
     "assets", "config", "hardware", "storage", "distributed", "xla", "models", "data", "checkpointing", "generation",
-    "evaluation", "training", "planning", "exporting", "recipes", "pods", "notebook", "diagnostics",
+    "evaluation", "training", "planning", "exporting", "recipes", "profiling", "pods", "notebook", "diagnostics",
 )  # fmt: skip
 """In order: a room imports itself and those before it. The modules on top may import all of them."""
 
@@ -28,7 +28,7 @@ MOST_MODULES, MOST_LINES = 14, 600  # of a room, of a module
 XLA_STACK = ("torch_xla", "jax", "jaxlib", "libtpu")
 XLA_MODULES = {
     "distributed.cpu_simulation", "distributed.backends", "distributed.mesh", "distributed.worker", "models.causal_lm",
-    "xla.pallas", "xla.program", "xla.scan", "xla.sharding",
+    "profiling.recorder", "profiling.trace", "xla.pallas", "xla.program", "xla.scan", "xla.sharding",
 }  # fmt: skip
 
 # Modules that answer before torch is loaded, or without it.
@@ -206,7 +206,7 @@ def test_light_modules_do_not_load_torch() -> None:
 def test_no_module_and_no_public_name_loads_torch_xla() -> None:
     names = (
         "ConfigError", "SearchOptions", "TrainConfig", "evaluate", "export", "generate", "launch", "load_config",
-        "plan", "think", "train",
+        "plan", "profile", "think", "train",
     )  # fmt: skip
     public = f"import tpu_kit\nfor name in {names}: assert name in dir(tpu_kit) and getattr(tpu_kit, name)\n"
     run_python(public + import_all(MODULES, "torch_xla"))

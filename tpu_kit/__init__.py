@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tpu_kit.generation.service import generate
     from tpu_kit.generation.tree_search import SearchOptions, think
     from tpu_kit.planning.planner import plan
+    from tpu_kit.profiling.profile import profile
     from tpu_kit.recipes.sft import TrainResult, train
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ _HOMES = {
     "launch": "tpu_kit.distributed.launch",
     "load_config": "tpu_kit.config.loader",
     "plan": "tpu_kit.planning.planner",
+    "profile": "tpu_kit.profiling.profile",
     "think": "tpu_kit.generation.tree_search",
     "train": "tpu_kit.recipes.sft",
 }

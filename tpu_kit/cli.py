@@ -486,6 +486,28 @@ def pod(given: argparse.Namespace) -> int:
 
 
 @dataclass
+class _Window:
+    steps: int = knob(20, "Steps to trace.", at_least=1, at_most=200)
+    chip: str | None = knob(None, "A TPU that is not here, such as v5e: profile the compiled program instead.")
+
+
+@command(
+    "It runs the step without evaluations, trackers and checkpoints, and writes the trace and report.html to\n"
+    "OUTPUT_DIR/profile. A trace of a TPU opens in XProf (pip install xprof), that of a CPU or GPU in Perfetto.\n\n"
+    "Exit codes: 0 the report is printed, 1 error, 2 bad arguments.",
+    _CONFIG,
+    (_Window,),
+)
+def profile(given: argparse.Namespace) -> int:
+    """Measure or predict where the time of a step goes, and what to change."""
+    from tpu_kit.profiling.profile import profile as run
+
+    (own,) = given.own
+    print(run(given.config, own.steps, own.chip))
+    return OK
+
+
+@dataclass
 class _Question(_Result):
     prompt: str | None = knob(None, "The question.")
 

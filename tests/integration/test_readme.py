@@ -43,6 +43,7 @@ RUN_BY = {
     "%pip install": "network",
     "pip install": "network",
     "python -m papermill": "test_template.test_the_five_lines_of_the_readme_train_on_rows_of_ones_own",
+    "python -m tpu_kit profile": "test_profile.test_the_command_prints_the_report",
     "python -m pytest": "by hand",  # as this test is
     "python -m tests.benchmarks": "by hand",  # a benchmark of minutes, whose figures stand beside it
     "python -m tests.benchmarks.step": "test_benchmarks.test_the_step_benchmark_runs_and_its_exact_goals_are_met",

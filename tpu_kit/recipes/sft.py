@@ -9,7 +9,7 @@ import contextlib
 import copy
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -273,6 +273,19 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
     eval_accuracy with tracking.eval_generate_rows; eval_step, the step of both; train_seconds of all launches, with
     evaluations and checkpoints; skipped_updates; compiles on XLA; and peak memory (`metrics.MemoryMonitor.read`).
     """
+    with trainer(config) as (loop, agreement, tokenizer):
+        status = loop.run(agreement)
+        peaks = loop.peaks.end()
+        reason = loop.evaluations.reason if status == "stopped" else agreement.reason or ""
+        result = _finish(loop, status, reason, tokenizer, peaks) if loop.rt.local_rank == 0 else None
+        if loop.rt.num_hosts > 1:
+            loop.rt.barrier()  # a host that ends early could make its engine stop host 0, which saves
+        return result
+
+
+@contextlib.contextmanager
+def trainer(config: TrainConfig) -> Iterator[tuple[Trainer, PreemptionGuard, Any]]:
+    """Loads the run in one replica; yields its loop, ready to run, what stops it, and the tokenizer."""
     rt = runtime.current()
     prepared, model, tokenizer = _load(config, rt)
     plan = batch_arithmetic(config, rt.data_size)
@@ -308,13 +321,7 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
                 print(f"stopped          at step {loop.step} before; nothing is trained: {loop.evaluations.reason}")
             print(batch_line(len(prepared.train), plan, loop.total), flush=True)
         stack.enter_context(loop)
-        status = loop.run(agreement)
-        peaks = loop.peaks.end()
-        reason = loop.evaluations.reason if status == "stopped" else agreement.reason or ""
-        result = _finish(loop, status, reason, tokenizer, peaks) if rt.local_rank == 0 else None
-        if rt.num_hosts > 1:
-            rt.barrier()  # a host that ends early could make its engine stop host 0, which saves
-        return result
+        yield loop, agreement, tokenizer
 
 
 def _check_same(config: TrainConfig, rt: Runtime, step: int) -> None:

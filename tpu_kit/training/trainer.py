@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -65,6 +65,7 @@ class Trainer:
             last weights are the result.
         evaluations: of the held-out rows.
         peaks: the measured memory.
+        mark: called with the name of a phase and the step where the phase begins; a profile sets it.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Trainer:
         self.objective, self.state = objective, state
         self.prepared, self.plan, self.checkpoints = prepared, plan, checkpoints
         self.peaks = MemoryMonitor(config, rt, predicted_bytes)
+        self.mark: Callable[[str, int], None] = _ignore
         self.total = sum(1 for _ in self._updates())
         self.step, self.skipped = 0, 0
         self.metrics: dict[str, float] = {}
@@ -166,16 +168,20 @@ class Trainer:
         window = list(islice(self._updates(), self._logged, self.step))
         keep, before, self._started = float(bool(window)), rt.counters(), time.monotonic()
         status: Status = "finished"
+        self.mark("input", self.step + 1)
         for update, tokens, tensors in prefetch(self._batches()):
             if not agreement.should_run(update.step):
                 status = "preempted"
                 break
             step = self.step = update.step
+            self.mark("step", step)
             rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
             *batches, control = rt.place_batch([*tensors, {"control": torch.tensor([rate, keep, float(step)])}])
             seed_dropout(rt, config, step)
             train_step(self.model, self.state, batches, control["control"], self.objective, optim, rt)
+            self.mark("dispatch", step)
             rt.sync()
+            self.mark("host", step)
             keep = 1.0
             window.append(update)
             self._rows, self._tokens = self._rows + update.rows, self._tokens + tokens
@@ -203,6 +209,7 @@ class Trainer:
                 self.checkpoints.poll()
             if status == "stopped":
                 break
+            self.mark("input", step + 1)
         agreement.pause()
         self._log()
         if status == "preempted" and self._saved < self.step:
@@ -415,6 +422,10 @@ def seed_dropout(rt: Runtime, config: TrainConfig, step: int) -> None:
     """Seeds dropout from seed, rank and step alone, so that a resumed run draws the same numbers."""
     if config.lora.dropout:
         rt.seed(int(np.random.SeedSequence([config.optim.seed, rt.rank, step]).generate_state(1)[0]))
+
+
+def _ignore(phase: str, step: int) -> None:
+    pass
 
 
 def _ratio(sums: torch.Tensor) -> float:

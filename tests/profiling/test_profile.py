@@ -1,0 +1,213 @@
+"""What a profile measures in real runs, what it predicts from a compiled program, and how it refuses bad input."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.conftest import world
+from tests.support import profile_functions
+from tests.support.compiler_models import TINY, write_config
+from tpu_kit.cli import main
+from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.profiling import profile as profiling
+from tpu_kit.profiling.profile import Profile, profile
+from tpu_kit.profiling.recorder import record
+from tpu_kit.profiling.trace import BUCKETS, Event, Trace, read_trace
+
+__all__ = ["world"]
+pytestmark = pytest.mark.usefixtures("quick_xla")
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+STEPS = 6
+
+Run = Callable[..., Profile]
+
+
+def settings(world: Path, folder: Path, **changes: Any) -> TrainConfig:
+    return load_config(None, {
+        "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4, "source": str(world / "rows.jsonl"),
+        "max_length": 128, "eval_rows": 8, "max_steps": 50, "loss_chunk": 64, "batch_size": 2, "remat": "none",
+        "output_dir": str(folder), "device_type": "cpu", "num_replicas": 1, **changes,
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Profiles the run with what goes wrong in it, each once."""
+    made: dict[str, Profile] = {}
+
+    def get(what: Callable[[TrainConfig], None] = record, **changes: Any) -> Profile:
+        key = f"{what.__name__} {changes}"
+        if key not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(profiling, "record", what)
+                made[key] = profile(settings(world, tmp_path_factory.mktemp("run"), **changes), STEPS)
+        return made[key]
+
+    return get
+
+
+def test_the_parts_of_a_step_add_up_to_it(run: Run) -> None:
+    found = run()
+    assert found.trace is not None and found.trace.steps == STEPS and found.folder is not None
+    start, end = found.trace.window
+    assert sum(found.split.values()) == pytest.approx((end - start) / STEPS, rel=1e-6)
+    assert found.share("unexplained") < 0.05 and found.split["device compute"] > 0
+    assert sum(found.recordings[0].phases.values()) / STEPS == pytest.approx(found.seconds, rel=0.1)
+    assert any("layers.1.mlp" in one.source for one in found.costs), "operations have the path of their module"
+    backward = [one for one in found.costs if "Backward" in one.name and "layers.0.self_attn" in one.source]
+    assert backward, "those of the backward pass too"
+    assert found.trace.memory, "memory over the step"
+
+
+@pytest.mark.parametrize(
+    ("what", "bucket"),
+    [
+        (profile_functions.slow_input, "input wait"), (profile_functions.slow_host, "host code"),
+        (profile_functions.slow_tracing, "host tracing"), (profile_functions.slow_device, "device compute"),
+    ],
+)  # fmt: skip
+def test_a_planted_delay_lands_in_its_bucket(run: Run, what: Any, bucket: str) -> None:
+    before, after = run(), run(what)
+    grown = {name: after.split[name] - before.split[name] for name in BUCKETS}
+    noise = abs(sum(grown.values()) - profile_functions.DELAY)  # of other processes, over the whole step
+    assert grown[bucket] == pytest.approx(profile_functions.DELAY, rel=0.1, abs=noise), grown
+    assert max(grown, key=lambda name: grown[name]) == bucket
+
+
+def test_the_report_has_tables_pictures_and_the_trace(run: Run) -> None:
+    found = run()
+    text, page = str(found), (found.folder or Path()).joinpath("report.html").read_text()
+    assert f"measured over {STEPS} steps" in text and "the power of this host is not published" in text
+    for title in ("Time of a step", "Operations that cost most", "Memory of a device at its peak, by formula"):
+        assert title in text and title in page
+    assert page.count("<img alt='") == 3 and page.count("data:image/png;base64,iVBOR") == 3
+    assert "traceEvents" in json.loads((found.folder or Path()).joinpath("trace.json").read_text())
+
+
+def test_overlapping_work_and_collectives_are_counted_once() -> None:
+    """By hand: 0..10 of one step; compute 1..4, a collective 3..6 of which 4..6 is exposed."""
+    phases = [("input", 0, 1), ("step", 1, 2), ("dispatch", 2, 3), ("host", 3, 9)]
+    events = [Event(name, "phase", start, end, step=1) for name, start, end in phases]
+    events += [
+        Event("dot.1", "matrix product", 1, 3, "a"), Event("fusion", "elementwise", 2, 4, "a"),
+        Event("all-reduce.1", "collective", 3, 6, "a"),
+    ]  # fmt: skip
+    assert Trace(1, events, (0, 10)).split() == {
+        "device compute": 3, "exposed collectives": 2, "input wait": 1, "host tracing": 0, "host code": 3,
+        "unexplained": 1,
+    }  # fmt: skip
+
+
+def test_the_command_prints_the_report(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my.yaml").write_text(settings(world, tmp_path / "run").to_yaml())
+    assert main(["profile", str(tmp_path / "my.yaml"), "steps=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "measured over 2 steps" in printed and "Advice" in printed
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_bad_traces_are_told_in_a_line(run: Run, tmp_path: Path) -> None:
+    good = (run().folder or Path()) / "trace.json"
+    with pytest.raises(ValueError, match=f"there is no trace in {tmp_path}: profile the run again"):
+        read_trace(tmp_path, 3)
+    text = good.read_text()
+    (tmp_path / "trace.json").write_text(text[: len(text) // 2])
+    with pytest.raises(
+        ValueError, match=r"trace.json cannot be read .* the trace is cut short \([\d,]+ bytes; was the"
+    ):
+        read_trace(tmp_path, 3)
+    (tmp_path / "trace.json").write_text(json.dumps({"schemaVersion": 9, "traceEvents": []}))
+    with pytest.raises(ValueError, match="or of another version of the profiler: profile the run again"):
+        read_trace(tmp_path, 3)
+    (tmp_path / "trace.json").write_text(json.dumps({"events": []}))
+    with pytest.raises(ValueError, match="or of another version of the profiler: profile the run again"):
+        read_trace(tmp_path, 3)
+
+
+def test_a_run_that_is_over_before_the_window(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "record", profile_functions.stops)
+    with pytest.raises(ValueError, match="the run was over before the window of 3 steps, which begins after 5"):
+        profile(settings(world, tmp_path), 3)
+
+
+def test_a_full_disk(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 5 * 2**20))
+    with pytest.raises(ValueError, match=r"no room for a trace: .*profile has 5 MiB free, and a trace may take 1024"):
+        profile(settings(world, tmp_path), 3)
+
+
+def test_a_disk_that_fills_up_meanwhile(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "record", profile_functions.fills_the_disk)
+    with pytest.raises(
+        ValueError, match=r"the profile cannot be written to .*profile \(No space left on device\): free 1024"
+    ):
+        profile(settings(world, tmp_path), 1)
+
+
+def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="steps=0: must be 1 to 200"):
+        profile(load_config(), 0)
+    assert main(["profile", "embedded-cot", "steps=201"]) == 2
+    assert "steps" in capsys.readouterr().err
+    assert main(["profile", "embedded-cot", "chip=v9"]) == 1
+    assert "v9" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ XLA, compiler
+
+
+@needs_xla
+@pytest.mark.slow
+def test_on_xla_the_devices_time_is_in_the_trace(run: Run) -> None:
+    found = run(device_type="xla-cpu", num_replicas=2)
+    assert found.trace is not None and found.trace.steps >= 2
+    assert found.share("unexplained") < 0.05 and found.split["exposed collectives"] > 0
+    assert len(found.recordings) == 2 and found.recordings[0].counts["compiles"] == 0
+    assert found.recordings[0].counts["fallbacks"] == 0 and not found.recordings[0].reads
+    assert {"collective", "phase"} < {one.kind for one in found.trace.events}
+    (path,) = (found.folder or Path()).rglob("*.xplane.pb")
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="the trace is cut short"):
+        read_trace(found.folder or Path(), 3)
+
+
+@needs_xla
+@pytest.mark.slow
+def test_on_xla_reads_and_compiles_are_told_with_their_cause(run: Run) -> None:
+    read = run(profile_functions.reads, device_type="xla-cpu", num_replicas=1)
+    assert [one.rule for one in read.advice if one.rule == "host_reads"]
+    assert any("profile_functions.py" in line and ".item()" in line for line in read.recordings[0].reads)
+    compiled = run(profile_functions.recompiles, device_type="xla-cpu", num_replicas=1)
+    assert compiled.recordings[0].counts["compiles"] >= STEPS
+    assert "a constant of the program" in next(str(one) for one in compiled.advice if one.rule == "recompilation")
+    grown = run(device_type="xla-cpu", num_replicas=1, batch_growth_factor=2.0, batch_growth_steps=7)
+    assert "it takes 2 batches, and 1 before" in str(grown)
+    assert "optim.batch_growth_steps=null" in [one.change for one in grown.advice]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_profile_of_a_tpu_that_is_not_here(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "tiny", TINY)
+    config = load_config(None, [f"model.name={model}", "max_length=256", "batch_size=4", "loss_chunk=256"])
+    found = profile(config, chip="v5e")
+    compiled = found.compiled
+    assert compiled is not None and compiled.flops and compiled.hbm_bytes
+    assert sum(one.bytes for one in found.costs) == pytest.approx(compiled.hbm_bytes, rel=0.01)
+    assert sum(one.flops for one in found.costs) == pytest.approx(compiled.flops, rel=0.1)
+    text = str(found)
+    assert "predicted from the compiled program, not measured" in text and "layers-0/mlp" in text
+    assert "Layers that cost most" in text and "Largest buffers" in text

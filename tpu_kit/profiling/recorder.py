@@ -1,0 +1,338 @@
+"""Records a window of steps in a replica: the host's phases, the profiler's trace, counters, and reads of the device.
+
+`record` runs in every replica. It trains as `sft.fine_tune` does, without checkpoints and results, and marks where a
+phase of a step begins. A mark is an annotation in the trace, so that phases and device have one clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.profiling.trace import MODULE, PHASES, PREFIX
+from tpu_kit.recipes import sft
+from tpu_kit.storage import atomic
+
+WARM_UP = 5
+"""Steps before the window: two compile, one is searched for reads, one ends what was queued, one is timed."""
+AFTER = 3
+"""Steps after the window, as a profiler's server starts and ends late."""
+_STARTS = 1.0  # seconds in which a profiler's server starts
+LEAST_BYTES = 2**30
+"""Free disk that a trace may take."""
+
+
+@dataclass
+class Recording:
+    """What one replica recorded.
+
+    Attributes:
+        rank: of the replica.
+        device_type: as `Runtime.device_type`.
+        fill: share of the packed rows that holds tokens.
+        longest: tokens of the longest example.
+        phases: seconds of each phase over the window, without the profiler.
+        steps: number of steps of the window.
+        first_seconds: time of the first step, which compiles.
+        peak_bytes: of the device; None where it is not counted.
+        limit_bytes: of the device; None likewise.
+        counts: growth of `Runtime.counters` over the window.
+        causes: why programs were compiled in it.
+        reads: lines of code that read the device in a step, with the function.
+    """
+
+    rank: int
+    device_type: str
+    fill: float = 1.0
+    longest: int = 0
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    steps: int = 0
+    first_seconds: float = 0.0
+    peak_bytes: int | None = None
+    limit_bytes: int | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    causes: list[str] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
+
+
+def window(steps: int) -> int:
+    """Number of steps of a run that traces `steps`."""
+    return WARM_UP + steps + math.ceil(steps / 4) + AFTER
+
+
+def record(config: TrainConfig) -> None:
+    """Runs the loop with a trace; each replica writes recording-RANK.json into its output folder, rank 0 the trace.
+
+    Args:
+        config: the run, whose updates are those of `window`.
+    """
+    assert config.optim.max_steps is not None
+    steps = (config.optim.max_steps - WARM_UP - AFTER) * 4 // 5
+    with sft.trainer(config) as (loop, agreement, _):
+        recorder = _Recorder(loop.rt, config.output_path, steps, lambda: loop.state.report)
+        rows, found = loop.prepared.train, recorder.found
+        found.fill, found.longest = rows.fill(), int(rows.documents.lengths.max())
+        loop.checkpoints, loop.prepared = None, replace(loop.prepared, eval=None)
+        loop.mark = recorder.mark
+        loop.rt.place_batch = recorder.placing(loop.rt.place_batch)  # type: ignore[method-assign]
+        if not loop.rt.is_xla:
+            _name_modules(loop.model)
+        try:
+            loop.run(agreement)
+        finally:
+            recorder.close()
+            loop.peaks.end()
+
+
+def _name_modules(model: torch.nn.Module) -> None:
+    """Adds the path of their module to the operations of the forward pass in the trace."""
+    opened: list[Any] = []
+
+    def enter(path: str, *_: Any) -> None:
+        opened.append(torch.profiler.record_function(MODULE + path))
+        opened[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(partial(enter, path))
+        module.register_forward_hook(leave, always_call=True)
+
+
+class _Recorder:
+    """Follows the marks of one replica's loop; see `record`."""
+
+    def __init__(self, rt: Runtime, folder: Path, steps: int, result: Callable[[], torch.Tensor]) -> None:
+        self.rt, self.folder, self.steps, self._result = rt, folder, steps, result
+        self._last: torch.Tensor | None = None
+        self.found = Recording(rt.rank, rt.device_type)
+        self._annotation: Any = None
+        self._stack = contextlib.ExitStack()
+        self._phase, self._since, self._begun = "", time.perf_counter(), 0.0
+        self._before: dict[str, int] = {}
+        self._shapes: list[Mapping[str, str]] = []
+        self._inputs: dict[int, list[Mapping[str, str]]] = {}
+        self._compiles = 0
+        self._session = (_XlaSession if rt.is_xla else _TorchSession)(rt, folder) if rt.rank == 0 else None
+
+    def mark(self, phase: str, step: int) -> None:
+        """Ends the phase before, and begins this one."""
+        now, first, last = time.perf_counter(), WARM_UP + 1, WARM_UP + self.steps
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+            self._annotation = None
+        if self._phase and first <= step - (phase == "input") <= last:
+            self.found.phases[self._phase] += now - self._since
+        if phase == "input":
+            self._between_steps(step, now)
+        self._phase, self._since = phase, time.perf_counter()
+        if self._session is not None and step >= first:
+            self._annotation = self._session.annotate(PREFIX + phase, step)
+        if phase == "host" and step >= WARM_UP - 1:
+            self._follow_device()
+
+    def _follow_device(self) -> None:
+        """Waits for the step before, so that the host is one step ahead: a queue would hide how long a step takes."""
+        now = self._result()
+        self.rt.to_host([now if self._last is None else self._last])
+        self._last = now
+
+    def _between_steps(self, step: int, now: float) -> None:
+        done = step - 1
+        if done == 1:
+            self.found.first_seconds = now - self._begun
+        if done > 0:
+            self._explain(done)
+        if step == WARM_UP - 2:
+            self._stack.enter_context(_Reads(self.rt, self.found.reads))
+        if step == WARM_UP - 1:
+            self._stack.close()
+        if step == WARM_UP + 1:
+            self._before = self.rt.counters()
+            if self._session is not None:
+                self._session.begin(self.steps, now - self._begun)
+        if done == WARM_UP + self.steps:
+            self._end()
+        self._begun = time.perf_counter()
+
+    def _end(self) -> None:
+        now = self.rt.counters()
+        self.found.counts = {name: count - self._before.get(name, 0) for name, count in now.items()}
+        self.found.steps = self.steps
+        if self._session is not None:
+            self._session.end()
+
+    def placing(self, place: Any) -> Any:
+        """Wraps `Runtime.place_batch` to note the shapes that a step's program takes."""
+
+        def noted(batches: list[dict[str, torch.Tensor]]) -> Any:
+            self._shapes += [{name: f"{tuple(one.shape)} {one.dtype}" for name, one in b.items()} for b in batches]
+            return place(batches)
+
+        return noted
+
+    def _explain(self, step: int) -> None:
+        """Notes why the program of a step was compiled anew, by comparing its inputs with those of the step before."""
+        self._inputs[step], self._shapes = self._shapes, []
+        compiles = self.rt.counters().get("compiles", 0)
+        grown, self._compiles = compiles - self._compiles, compiles
+        if grown and WARM_UP < step <= WARM_UP + self.steps and len(self.found.causes) < 5:
+            before, now = self._inputs[step - 1], self._inputs[step]
+            changes = [
+                f"{name} was {old.get(name)} and is {shape}"
+                for old, new in zip(before, now, strict=False)
+                for name, shape in new.items()
+                if old.get(name) != shape
+            ]
+            if len(before) != len(now):
+                changes = [f"it takes {len(now) - 1} batches, and {len(before) - 1} before"]
+            why = "; ".join(changes) or (
+                "its inputs have the shapes of the step before, so a number of Python that changes by step is a "
+                "constant of the program"
+            )
+            self.found.causes.append(f"step {step} compiled {grown}: {why}")
+
+    def close(self) -> None:
+        """Ends the trace, and writes the recording."""
+        self._stack.close()
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+        if self._session is not None:
+            self._session.close()
+        self.found.peak_bytes, self.found.limit_bytes = self.rt.memory()
+        text = json.dumps(asdict(self.found))
+        with full_disk(self.folder):
+            atomic.write_text(self.folder / f"recording-{self.found.rank}.json", text)
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """Says which folder could not be written to.
+
+    Raises:
+        ValueError: instead of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"the profile cannot be written to {folder} ({error.strerror}): free {LEAST_BYTES >> 20} MiB there, or set "
+            "output_dir to another disk"
+        ) from error
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the calls after which a counter of reads and fallbacks has grown, with the line of the caller.
+
+    The backward pass runs in another thread, where this sees nothing.
+    """
+
+    def __init__(self, rt: Runtime, found: list[str]) -> None:
+        super().__init__()
+        self._rt, self._found = rt, found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self._count()
+        result = func(*args, **(kwargs or {}))
+        if self._count() > before:
+            own = [one for one in traceback.extract_stack()[:-1] if "/torch/" not in one.filename]
+            line = f"{'/'.join(Path(own[-1].filename).parts[-3:])}:{own[-1].lineno} {own[-1].line}"
+            if line not in self._found:
+                self._found.append(line)
+        return result
+
+    def _count(self) -> int:
+        counts = self._rt.counters()
+        return counts.get("fallbacks", 0) + counts.get("device_reads", 0)
+
+
+class _XlaSession:
+    """Traces by torch_xla's profiler: a server in this process, and a request from a thread."""
+
+    def __init__(self, rt: Runtime, folder: Path) -> None:
+        import torch_xla.debug.profiler as profiler
+
+        self._profiler, self._folder = profiler, folder
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self._port = found.getsockname()[1]
+        self._server = profiler.start_server(self._port)
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def annotate(self, name: str, step: int) -> Any:
+        """Begins an annotation, without the scope that it opens: none may be open where the graph is cut."""
+        annotation = self._profiler.Trace(name, step=step)
+        annotation.__enter__()
+        del annotation.scope
+        return annotation
+
+    def begin(self, steps: int, seconds: float) -> None:
+        """Requests a trace of so many steps of the duration of the last one, and waits until it has started."""
+        milliseconds = round(1000 * (_STARTS + 1.25 * seconds * steps))
+
+        def request() -> None:
+            try:
+                self._profiler.trace(f"localhost:{self._port}", str(self._folder), milliseconds, 1)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=request)
+        self._thread.start()
+        time.sleep(_STARTS)
+
+    def end(self) -> None:
+        """Leaves the request alone: it ends after its duration."""
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise ValueError(f"torch_xla's profiler recorded no trace: {self._error}") from self._error
+
+
+class _TorchSession:
+    """Traces by torch.profiler."""
+
+    def __init__(self, rt: Runtime, folder: Path) -> None:
+        from torch.profiler import ProfilerActivity
+
+        self._folder = folder
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if rt.device_type == "cuda" else [])]
+        self._profile: Any = torch.profiler.profile(activities=kinds, profile_memory=True, with_flops=True)
+        self._running = False
+
+    def annotate(self, name: str, step: int) -> Any:
+        annotation = torch.profiler.record_function(name)
+        annotation.__enter__()
+        return annotation
+
+    def begin(self, steps: int, seconds: float) -> None:
+        self._profile.start()
+        self._running = True
+
+    def end(self) -> None:
+        if self._running:
+            self._profile.stop()
+            self._running = False
+            with full_disk(self._folder):
+                self._profile.export_chrome_trace(str(self._folder / "trace.json"))
+
+    def close(self) -> None:
+        self.end()

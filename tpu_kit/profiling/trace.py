@@ -1,0 +1,252 @@
+"""Reads a recorded trace, and divides the time of a step by what it was spent on.
+
+torch_xla's profiler writes XPlane, which jaxlib's `ProfileData` reads; torch.profiler writes Chrome's JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.distributed.child_process import run_child
+
+PHASES = ("input", "step", "dispatch", "host")
+"""In the order of a step: waiting for the batch, sending it and tracing, starting the program, logging."""
+PREFIX, MODULE = "tpu_kit/", "tpu_kit module "
+"""Of the names of phases and of modules in a trace."""
+BUCKETS = ("device compute", "exposed collectives", "input wait", "host tracing", "host code", "unexplained")
+_BUCKET = {"input": "input wait", "step": "host tracing", "dispatch": "host tracing", "host": "host code"}
+_COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|nccl|c10d::|gloo:")
+_PRODUCT = re.compile(r"(?i)\bdot|convolution|gemm|(::|: |add|\bb)mm|linear|matmul|attention|splash|flash")
+_COPY = re.compile(r"copy|transpose|::to\b|memcpy|Memcpy|dynamic-slice|dynamic-update")
+_NO_WORK = re.compile(r"(while|call|conditional|tuple|parameter|get-tuple-element|bitcast)(\.(\d+|clone))*( = |$)")
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that ran, seconds since the start of the trace.
+
+    Attributes:
+        name: of the operation, or of the phase.
+        kind: "phase", or that of the work as `compile_check.Operation.kind`.
+        start: when.
+        end: until when.
+        device: name of the device; empty for the host.
+        source: file and line, or the scope in the model; empty where the trace has none.
+        flops: as the profiler counts them; 0 where it does not.
+        bytes: likewise.
+        step: of a phase.
+    """
+
+    name: str
+    kind: str
+    start: float
+    end: float
+    device: str = ""
+    source: str = ""
+    flops: float = 0.0
+    bytes: float = 0.0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The whole steps of a trace.
+
+    Attributes:
+        steps: number of steps.
+        events: of these steps, in order.
+        window: from the beginning of the first step to the end of the last.
+        memory: (seconds, bytes of the device that are allocated), where the trace has them.
+    """
+
+    steps: int
+    events: Sequence[Event]
+    window: Span
+    memory: Sequence[tuple[float, int]] = field(default=(), repr=False)
+
+    def split(self) -> dict[str, float]:
+        """Returns the seconds of a step in each of `BUCKETS`.
+
+        While a device computes, the time is device compute; while it only communicates, exposed collectives. The rest
+        is the host's, by the phase in which it was. On several devices it is the mean.
+        """
+        begin, end = self.window
+        devices = sorted({one.device for one in self.events if one.device}) or [""]
+        found = dict.fromkeys(BUCKETS, 0.0)
+
+        def spans(device: str, wanted: Callable[[Event], bool]) -> list[Span]:
+            mine = [one for one in self.events if one.device == device and wanted(one)]
+            return _union((max(one.start, begin), min(one.end, end)) for one in mine)
+
+        for device in devices:
+            busy = spans(device, lambda one: one.kind not in ("phase", "collective"))
+            moving = _minus(spans(device, lambda one: one.kind == "collective"), busy)
+            free = _minus(_minus([self.window], busy), moving)
+            times = {"device compute": _sum(busy), "exposed collectives": _sum(moving)}
+            for phase, bucket in _BUCKET.items():
+                idle = _minus(free, spans("", lambda one, phase=phase: one.name == phase))  # type: ignore[misc]
+                times[bucket] = times.get(bucket, 0.0) + _sum(free) - _sum(idle)
+                free = idle
+            times["unexplained"] = _sum(free)
+            for name, seconds in times.items():
+                found[name] += seconds / len(devices) / self.steps
+        return found
+
+
+def read_trace(folder: Path, steps: int) -> Trace:
+    """Reads the trace in a folder of `recorder.record`.
+
+    Args:
+        folder: of the profile.
+        steps: number of steps that were asked for, for the text of errors.
+
+    Raises:
+        ValueError: there is no trace, it is cut short or of another version, or no whole step is in it.
+    """
+    planes, plain = sorted(folder.rglob("*.xplane.pb")), folder / "trace.json"
+    if not planes and not plain.is_file():
+        raise ValueError(f"there is no trace in {folder}: profile the run again")
+    path = planes[-1] if planes else plain
+    memory: list[tuple[float, int]] = []
+    try:
+        events = _in_child(path) if planes else list(_chrome(path, memory))
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        size = path.stat().st_size
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}): the trace is cut short ({size:,} bytes; was the disk "
+            "full?) or of another version of the profiler: profile the run again"
+        ) from error
+    events.sort(key=lambda one: one.start)
+    phases = [one for one in events if one.kind == "phase"]
+    ended = {one.step for one in phases if one.name == "host"}
+    whole = sorted({one.step for one in phases if one.name == "input"} & ended)[:steps]
+    if not whole:
+        raise ValueError(
+            f"the trace in {folder} has no whole step of the {steps} asked for: the run ended, or the profiler started "
+            "too late; profile it again with more steps="
+        )
+    inside = [one for one in phases if whole[0] <= one.step <= whole[-1]]
+    window = (inside[0].start, max(one.end for one in inside))
+    kept = [one for one in events if one.end > window[0] and one.start < window[1]]
+    return Trace(len(whole), kept, window, [one for one in memory if window[0] <= one[0] <= window[1]])
+
+
+def _in_child(path: Path) -> list[Event]:
+    """Reads XPlane in another process, which jaxlib aborts if the file is damaged."""
+    done = run_child(["-m", "tpu_kit.profiling.trace", str(path)], os.environ | {"JAX_PLATFORMS": "cpu"})
+    if done.status:
+        raise ValueError(f"{done.how}: {done.last_lines(1)}")
+    return [Event(*row) for row in json.loads(done.output)]
+
+
+def _xplane(path: Path) -> Iterator[Event]:
+    from jax.profiler import ProfileData
+
+    for plane in ProfileData.from_file(str(path)).planes:
+        on_tpu = plane.name.startswith("/device:")
+        for line in plane.lines:
+            if on_tpu and line.name not in ("XLA Ops", "Async XLA Ops"):
+                continue
+            for one in line.events:
+                stats = dict(one.stats)
+                span = (one.start_ns / 1e9, (one.start_ns + one.duration_ns) / 1e9)
+                if one.name.startswith(PREFIX):
+                    name, _, _ = one.name.removeprefix(PREFIX).partition("#")
+                    yield Event(name, "phase", *span, step=int(stats["step"]))
+                elif (on_tpu or "hlo_op" in stats) and not _NO_WORK.match(name := one.name.lstrip("%")):
+                    device = plane.name if on_tpu else f"/device:{stats.get('device_ordinal', 'CPU')}"
+                    source = str(stats.get("tf_op") or stats.get("source") or "")
+                    flops, moved = float(stats.get("flops") or 0), float(stats.get("bytes_accessed") or 0)
+                    yield Event(name.partition(" = ")[0], _kind(name), *span, device, source, flops, moved)
+
+
+def _chrome(path: Path, memory: list[tuple[float, int]]) -> Iterator[Event]:
+    """Reads Chrome's JSON; on a CPU, the operations that the main thread runs are the device's."""
+    found = json.loads(path.read_bytes())
+    rows = found["traceEvents"]
+    if found.get("schemaVersion", 1) != 1:
+        raise ValueError(f"schema {found['schemaVersion']}")
+    on_gpu = any(row.get("cat") == "kernel" for row in rows)
+    work = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op",)
+    ends: dict[Any, float] = defaultdict(float)
+    steps: dict[str, int] = defaultdict(int)
+    open_modules: dict[Any, list[tuple[float, str]]] = defaultdict(list)
+    scopes: dict[Any, str] = {}  # of the operations of the forward pass, by the numbers that join them to others
+    for row in sorted(rows, key=lambda row: (row.get("ts", 0.0), -row.get("dur", 0.0))):
+        kind, name, thread, given = row.get("cat"), row.get("name", ""), row.get("tid"), row.get("args", {})
+        start = float(row.get("ts", 0.0)) / 1e6
+        end = start + float(row.get("dur", 0.0)) / 1e6
+        if kind == "user_annotation" and name.startswith(PREFIX):
+            phase = name.removeprefix(PREFIX)
+            steps[phase] += 1
+            yield Event(phase, "phase", start, end, step=steps[phase])
+        elif kind == "user_annotation" and name.startswith(MODULE):
+            open_modules[thread].append((end, name.removeprefix(MODULE)))
+        elif name == "[memory]" and given.get("Device Type", 0) == (1 if on_gpu else 0):
+            memory.append((start, int(given["Total Allocated"])))
+        elif kind in ("cpu_op", *work):
+            inside = open_modules[thread]
+            while inside and inside[-1][0] < end:
+                inside.pop()
+            joins = ("Sequence number", given.get("Sequence number")), ("External id", given.get("External id"))
+            scope = inside[-1][1] if inside else next((scopes[one] for one in joins if one in scopes), "")
+            scopes |= dict.fromkeys((one for one in joins if one[1] is not None), scope)
+            if kind in work and end > ends[thread]:  # without the operations that an operation calls
+                ends[thread] = end
+                name = name.removeprefix("autograd::engine::evaluate_function: ")
+                yield Event(name, _kind(name), start, end, f"/device:{given.get('device', 'CPU')}", scope)
+
+
+def _kind(name: str) -> str:
+    if _COLLECTIVE.search(name):
+        return "collective"
+    if _PRODUCT.search(name):
+        return "matrix product"
+    return "copy" if _COPY.search(name) else "elementwise"
+
+
+# ------------------------------------------------------------------------------------------------------------ intervals
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _minus(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
+    """Returns the parts of disjoint spans that are in none of `taken`, which are disjoint too."""
+    found, place = [], 0
+    for start, end in spans:
+        while place < len(taken) and taken[place][1] <= start:
+            place += 1
+        at = place
+        while at < len(taken) and taken[at][0] < end:
+            if taken[at][0] > start:
+                found.append((start, taken[at][0]))
+            start, at = max(start, taken[at][1]), at + 1
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def _sum(spans: Sequence[Span]) -> float:
+    return sum(end - start for start, end in spans)
+
+
+if __name__ == "__main__":
+    print(json.dumps([astuple(event) for event in _xplane(Path(sys.argv[1]))]))
