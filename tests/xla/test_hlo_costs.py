@@ -99,7 +99,8 @@ PRODUCT = """HloModule product, is_scheduled=true
 ENTRY %main (x: f32[8,128], w: f32[128,128]) -> f32[8,128] {
   %x = f32[8,128]{1,0:T(8,128)} parameter(0)
   %w = f32[128,128]{1,0:T(8,128)} parameter(1)
-  %y = f32[8,128]{1,0:T(8,128)} fusion(%x, %w), kind=kOutput, calls=%multiplying
+  %n = f32[8,128]{1,0:T(8,128)} negate(%x)
+  %y = f32[8,128]{1,0:T(8,128)} fusion(%x, %w), kind=kOutput, calls=%multiplying, control-predecessors={%n}
   ROOT %z = f32[8,128]{1,0:T(8,128)} negate(%y)
 }
 """
@@ -123,4 +124,5 @@ def test_xlas_own_analysis_reads_an_instruction_alone() -> None:
         return dict(xla_client._xla.hlo_module_cost_analysis(client, xla_client._xla.hlo_module_from_text(text)))
 
     found = {one.name: (kind, cost.flops) for one, kind, cost in operations(Module(PRODUCT), analyse)}
+    assert found.pop("n") == ("elementwise", 0.0)
     assert found == {"y": ("matrix product", 2 * 8 * 128 * 128), "z": ("elementwise", 0.0)}

@@ -114,7 +114,8 @@ class Module:
         called = [self.part(name).replace("ENTRY ", "") for name in one.called]
         others = "\n\n".join(text.partition("\n\n")[2] for text in called)
         operands = ", ".join(f"%{name}" for name in one.operands)
-        line = f"  ROOT %{one.name} = {one.shape} {one.opcode}({operands}){one.rest}"
+        rest = re.sub(r", control-predecessors=\{[^}]*\}", "", one.rest)
+        line = f"  ROOT %{one.name} = {one.shape} {one.opcode}({operands}){rest}"
         return "\n".join(["HloModule alone\n", others, "ENTRY %alone {", *parameters, line, "}\n"])
 
     def loops(self, computation: str) -> Iterator[tuple[Instruction, str, str]]:
