@@ -143,7 +143,7 @@ def test_the_gradient_of_the_embedding_stays_in_its_shards(tmp_path: Path) -> No
     """Without `partition.embedding_by_columns` it is whole on each device: f32[128256,4096], 6.2 GiB in all."""
     model = write_config(tmp_path / "model", LLAMA_8B, num_hidden_layers=2)
     config = small(model, "mesh=data=2,fsdp=64", "lora.r=0", "optimizer=adafactor", "batch_size=1", "max_length=1024")
-    found = compile_step(config, "2xv5e:8x8", num_replicas=128, effort="low", progress=False, cache_dir=tmp_path)
+    found = compile_step(config, "2xv5e:8x8", num_replicas=128, progress=False, cache_dir=tmp_path)
     assert found.fits and found.total_bytes < 2 * GIB
     assert not [one for one in found.largest_buffers if "128256,4096" in one.shape]
 

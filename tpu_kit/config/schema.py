@@ -452,7 +452,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     except ValueError as error:
         yield "launch.mesh_rules", str(error)
     if config.launch.mesh is not None:
-        yield from _mesh_conflicts(config)
+        yield from _mesh_conflicts(config, config.launch.mesh)
     if tracking.wandb_adapter and tracking.wandb == "off":
         yield "tracking.wandb_adapter tracking.wandb", "adds to a run on W&B, and tracking.wandb=off; set wandb=online"
     if optim.scan_layers == "on" and optim.remat == "none":
@@ -466,17 +466,15 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield from _batch_conflicts(config)
 
 
-def _mesh_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    assert config.launch.mesh is not None
-    auto = config.launch.mesh == "auto"
+def _mesh_conflicts(config: TrainConfig, mesh: str) -> Iterator[tuple[str, str]]:
     try:
-        sizes = {} if auto else parse_mesh(config.launch.mesh)
+        sizes = {} if mesh == "auto" else parse_mesh(mesh)
     except ValueError as error:
         yield "launch.mesh", str(error)
         return
     if config.launch.num_replicas is not None:
         yield "launch.mesh launch.num_replicas", "has its own number of devices; remove launch.num_replicas"
-    if auto:  # then replicas remain
+    if mesh == "auto":  # then replicas remain
         return
     if config.launch.device_type in ("cuda", "cpu"):
         text = f"needs XLA, and launch.device_type={config.launch.device_type}; use tpu or xla-cpu, or remove it"
