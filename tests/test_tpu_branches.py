@@ -54,7 +54,7 @@ def find_branches(source: str, stem: str) -> dict[str, int]:
 
 COMPILER = "traced as a TPU's replica, and taken by the TPU compiler"
 RECORDED = "given what was recorded of a machine with a TPU, or of its runtime"
-RUNS = "runs here: the word names packages, not a device"
+RUNS = "runs here: it does not ask for a device of this machine"
 NEVER = "never run; tests/README.md says so"
 # How many such expressions, how they are covered, and the module of tests that does so, or words of tests/README.md.
 VERIFY = "the calls of `verify` on a chip: compiled kernels, its larger shapes, its time limit"
@@ -100,6 +100,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "preflight.predicted_bytes": (1, RECORDED, "test_memory_monitor"),
     "preflight._compiled": (1, RECORDED, "test_preflight"),
     "install.decide": (4, RUNS, "test_install"),
+    "slice_job._run_problems": (1, RUNS, "test_pods"),
     "install.look": (1, RECORDED, "test_install"),
     "metrics.MemoryMonitor.read": (1, RECORDED, "test_memory_monitor"),
     "output_location.find_place": (1, RECORDED, "test_output_location"),
