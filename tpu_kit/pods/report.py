@@ -9,6 +9,8 @@ from tpu_kit.pods.engines import ENGINES
 from tpu_kit.pods.slice_job import SliceJob
 from tpu_kit.storage.atomic import write_text
 
+NOT_YET = "NOT YET: train refuses TPU slices of several hosts; until the kit trains there, choose a slice of one host"
+
 
 def write(job: SliceJob, engine: str, folder: Path) -> str:
     """Writes the files of a job into a folder, and starts nothing.
@@ -41,9 +43,11 @@ def write(job: SliceJob, engine: str, folder: Path) -> str:
 def _size(job: SliceJob) -> list[str]:
     capacity = "Spot" if job.spot else "on demand"
     at = f" in {job.zone}" if job.zone else ""
+    refused = [NOT_YET] if job.hosts > 1 else []
     return [
         f"{job.slice}: {job.topology.chips} chips of {job.chip.name}, {job.shape}, on {job.hosts} hosts of "
-        f"{job.chips_per_host}; {capacity}{at}; image {job.image}"
+        f"{job.chips_per_host}; {capacity}{at}; image {job.image}",
+        *refused,
     ]
 
 
