@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import memory
+from tests.benchmarks import memory, objectives
 from tests.support.child_processes import REPOSITORY, run_python
 from tpu_kit.planning.compile_check import Buffer, Compiled
 
@@ -86,3 +87,25 @@ def test_the_checkpoint_benchmark_runs():
         {len(times) for times in report["blocks"].values()} == {2} == {len(times) for times in report["calls"].values()}
     )
     assert report["notices"] and set(report["goals"].values()) <= {True, False}
+
+
+@pytest.mark.slow
+def test_the_objectives_benchmark_runs(tmp_path: Path):
+    done = run_python(["-m", "tests.benchmarks.objectives", str(tmp_path), "--smoke", "--json"], timeout=540)
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert set(report) == {"plan", "distillation", "with head"}
+    assert len(json.loads((tmp_path / "seed-8.json").read_text())["with head"]) == 8
+
+
+def test_the_objectives_benchmark_says_what_is_shown():
+    before = {"fine-tuning": [True] * 40 + [False] * 60, "without head": [True, False]}
+    more = (1, 2, 3, 4, 5)  # correct answers of 100
+    results = {
+        seed: before | {"distillation": [True] * (40 + count) + [False] * (60 - count), "with head": [seed < 2, True]}
+        for seed, count in enumerate(more)
+    }
+    found = objectives.report(objectives.PLAN, results)
+    gain = found["distillation"]
+    assert gain["gain"] == pytest.approx(0.03) and gain["low"] == pytest.approx(0.03 - 2.776 * 0.01581139 / 5**0.5)
+    assert gain["verdict"] == "a gain" and gain["lines"][2] == "| 0 | 40.0% | 41.0% | +1.0% |"
+    assert found["with head"]["verdict"] == "no gain shown"
