@@ -135,7 +135,7 @@ def test_a_student_learns_from_a_teacher(tmp_path: Path) -> None:
     run_python(["-m", "tpu_kit", "notebooks", str(DISTILL), *arguments], cwd=tmp_path, timeout=1700)
     outputs = outputs_of(tmp_path, "6-")
     text = shown(outputs)
-    assert "80 of 80 updates" in text and "compiled programs 2" in text
+    assert "80 of 80 updates" in text and "compiled programs 3" in text, "the evaluation after 40 updates is the third"
     before, after = (re.search(rf"^{name} +(\d+) of 40 ", text, re.MULTILINE) for name in ("base", "tuned"))
     assert before and after and int(after[1]) > int(before[1])
     records = read_metrics(tmp_path / "runs" / "notebook-6")
