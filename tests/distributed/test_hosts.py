@@ -317,6 +317,16 @@ def test_a_store_that_is_gone_is_told(hosts: Callable[[int], list[Hosts]]) -> No
     assert_raised(second, HostError, "host 0 of 2, name-0, ")
 
 
+def test_a_host_that_ends_well_is_no_loss(hosts: Callable[[int], list[Hosts]]) -> None:
+    """The others may still have to end when it, and with it the store, is gone."""
+
+    def lingers(meeting: Meeting) -> None:
+        meeting.agree({"x": 1})
+        wait(meeting, 7)
+
+    assert together(hosts(3), agree(x=1), lingers, lingers) == [None, None, None]
+
+
 def test_a_restarted_host_waits_for_the_next_meeting(hosts: Callable[[int], list[Hosts]]) -> None:
     """Its number is taken by no other host, but the run that it finds has begun without it."""
     two = hosts(2)

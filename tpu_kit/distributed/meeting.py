@@ -119,9 +119,11 @@ class Meeting:
             if over and over["error"] and index != self.hosts.index:
                 text = over["error"] if over["relayed"] else f"{name(index)}, failed: {over['error']}"
                 raise HostError(text, over["again"])
-        if self._gone and self._documents:
+        if not self._documents or self._documents.get(0, {}).get("over"):
+            return  # the run is over, and so is its store
+        if self._gone:
             raise HostError(f"{name(0)}, is gone: its store has closed the connection ({self._gone})", True)
-        if self._documents and now - self._answered > LOST:
+        if now - self._answered > LOST:
             if self.hosts.index:
                 raise HostError(f"{name(0)}, has not answered for {LOST:g} s", True)
             return  # this host itself was asleep
