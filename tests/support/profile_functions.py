@@ -67,8 +67,12 @@ def reads(config: TrainConfig) -> None:
 
 
 def recompiles(config: TrainConfig) -> None:
-    calls = iter(range(1000))
-    _record_with(config, lambda model, state, *_: state.window.add_(1e-6 * next(calls)))
+    sizes = iter(range(3, 1000))
+
+    def extra(model: Any, state: Any, *_: Any) -> None:
+        state.usual.add_(torch.zeros(next(sizes), device=state.usual.device).sum())
+
+    _record_with(config, extra)
 
 
 def stops(config: TrainConfig) -> None:
@@ -92,9 +96,9 @@ def fills_the_disk(config: TrainConfig) -> None:
 
 
 def step_times(config: TrainConfig) -> list[float]:
-    """The seconds of each step, with the recorder where run_name says so."""
+    """Processor time of each step, seconds, with the recorder where run_name says so."""
     begun: list[float] = []
-    with mock.patch.object(trainer, "train_step", lambda *args: begun.append(time.perf_counter()) or _step(*args)):
+    with mock.patch.object(trainer, "train_step", lambda *args: begun.append(time.process_time()) or _step(*args)):
         if config.run_name == "recorded":
             record(config)
         else:

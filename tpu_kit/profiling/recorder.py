@@ -91,7 +91,7 @@ def record(config: TrainConfig) -> None:
         loop.mark = recorder.mark
         loop.rt.place_batch = recorder.placing(loop.rt.place_batch)  # type: ignore[method-assign]
         if not loop.rt.is_xla:
-            _name_modules(loop.model)
+            _name_modules(loop.model, recorder)
         try:
             loop.run(agreement)
         finally:
@@ -99,16 +99,18 @@ def record(config: TrainConfig) -> None:
             loop.peaks.end()
 
 
-def _name_modules(model: torch.nn.Module) -> None:
+def _name_modules(model: torch.nn.Module, recorder: _Recorder) -> None:
     """Adds the path of their module to the operations of the forward pass in the trace."""
     opened: list[Any] = []
 
     def enter(path: str, *_: Any) -> None:
-        opened.append(torch.profiler.record_function(MODULE + path))
-        opened[-1].__enter__()
+        if recorder.is_tracing:
+            opened.append(torch.profiler.record_function(MODULE + path))
+            opened[-1].__enter__()
 
     def leave(*_: Any) -> None:
-        opened.pop().__exit__(None, None, None)
+        if opened:
+            opened.pop().__exit__(None, None, None)
 
     for path, module in model.named_modules():
         module.register_forward_pre_hook(partial(enter, path))
@@ -131,6 +133,11 @@ class _Recorder:
         self._compiles = 0
         self._session = (_XlaSession if rt.is_xla else _TorchSession)(rt, folder) if rt.rank == 0 else None
 
+    @property
+    def is_tracing(self) -> bool:
+        """Whether this replica's trace is running."""
+        return self._session is not None and self._session.is_running
+
     def mark(self, phase: str, step: int) -> None:
         """Ends the phase before, and begins this one."""
         now, first, last = time.perf_counter(), WARM_UP + 1, WARM_UP + self.steps
@@ -142,9 +149,9 @@ class _Recorder:
         if phase == "input":
             self._between_steps(step, now)
         self._phase, self._since = phase, time.perf_counter()
-        if self._session is not None and step >= first:
+        if self._session is not None and self._session.is_running:
             self._annotation = self._session.annotate(PREFIX + phase, step)
-        if phase == "host" and step >= WARM_UP - 1:
+        if phase == "host" and step >= WARM_UP - 1 and self.rt.device_type != "cpu":
             self._follow_device()
 
     def _follow_device(self) -> None:
@@ -203,8 +210,8 @@ class _Recorder:
             if len(before) != len(now):
                 changes = [f"it takes {len(now) - 1} batches, and {len(before) - 1} before"]
             why = "; ".join(changes) or (
-                "its inputs have the shapes of the step before, so a number of Python that changes by step is a "
-                "constant of the program"
+                "its inputs have the shapes of the step before, so a number of Python that changes by step, such as a "
+                "size or the end of a slice, is a constant of the program"
             )
             self.found.causes.append(f"step {step} compiled {grown}: {why}")
 
@@ -276,6 +283,10 @@ class _XlaSession:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def annotate(self, name: str, step: int) -> Any:
         """Begins an annotation, without the scope that it opens: none may be open where the graph is cut."""
         annotation = self._profiler.Trace(name, step=step)
@@ -315,8 +326,8 @@ class _TorchSession:
 
         self._folder = folder
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if rt.device_type == "cuda" else [])]
-        self._profile: Any = torch.profiler.profile(activities=kinds, profile_memory=True, with_flops=True)
-        self._running = False
+        self._profile: Any = torch.profiler.profile(activities=kinds, profile_memory=True)
+        self.is_running = False
 
     def annotate(self, name: str, step: int) -> Any:
         annotation = torch.profiler.record_function(name)
@@ -325,12 +336,12 @@ class _TorchSession:
 
     def begin(self, steps: int, seconds: float) -> None:
         self._profile.start()
-        self._running = True
+        self.is_running = True
 
     def end(self) -> None:
-        if self._running:
+        if self.is_running:
             self._profile.stop()
-            self._running = False
+            self.is_running = False
             with full_disk(self._folder):
                 self._profile.export_chrome_trace(str(self._folder / "trace.json"))
 
