@@ -32,7 +32,7 @@ WARM_UP = 5
 """Steps before the window: two compile, one is searched for reads, one ends what was queued, one is timed."""
 AFTER = 3
 """Steps after the window, as a profiler's server starts and ends late."""
-_STARTS = 1.0  # seconds in which a profiler's server starts
+_STARTS = 1.0  # seconds in which a profiler's server starts on a free machine; on a busy one it took more than 1.4
 LEAST_BYTES = 2**30
 """Free disk that a trace may take."""
 
@@ -296,7 +296,7 @@ class _XlaSession:
 
     def begin(self, steps: int, seconds: float) -> None:
         """Requests a trace of so many steps of the duration of the last one, and waits until it has started."""
-        milliseconds = round(1000 * (_STARTS + 1.25 * seconds * steps))
+        milliseconds = round(1000 * (3 * _STARTS + 1.25 * seconds * steps))
 
         def request() -> None:
             try:
