@@ -81,10 +81,11 @@ def by_rows(tensor: torch.Tensor) -> torch.Tensor:
 def embedding_by_columns(model: Any) -> Iterator[None]:
     """Shards what a trained embedding returns by columns, as its table, and by rows over "data" alone.
 
-    Otherwise the compiler may make the table's whole gradient on each device (in fp32 2 GiB for 8B).
+    Otherwise the compiler may make the table's whole gradient on each device (in fp32 2 GiB for 8B), where the rows are
+    sharded over data as well. A tied table is sharded by rows.
     """
-    embedding = model.get_input_embeddings()
-    if current_mesh() is None or not embedding.weight.requires_grad or is_tied(model):  # a tied one is sharded by rows
+    embedding, mesh = model.get_input_embeddings(), current_mesh()
+    if mesh is None or mesh.data == 1 or not embedding.weight.requires_grad or is_tied(model):
         yield
         return
     with embedding.register_forward_hook(lambda *given: constrain(given[-1], ("data", None, ("model", "fsdp")))):
