@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from tests.recipes.test_distill import assert_alike, logged, weights
 from tests.recipes.test_own_objective import trained
 from tpu_kit.assets.embedded import cot_rows
-from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
 from tpu_kit.evaluation.evaluate import evaluate_adapter
 from tpu_kit.exporting.export import export
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import generate
+from tpu_kit.generation.service import generate, load_for_generation
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.error_correction import FILES, without_head
+from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.recipes import sft
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
@@ -125,6 +126,16 @@ def test_replicas_answer_with_the_head(answered: TrainConfig, tmp_path: Path) ->
     with without_head(adapter) as plain:
         without = [one.tokens for one in generate(config, prompts, sampling, adapter_dir=plain)]
     assert found[0] == found[1] != without
+
+
+@pytest.mark.parametrize("parameter", ["model.name", "distill.teacher"])
+def test_a_model_with_a_head_is_no_base_and_no_teacher(world: Path, tmp_path: Path, parameter: str) -> None:
+    model = shutil.copytree(world / "model", tmp_path / "model")
+    (model / FILES[0]).write_text("{}")
+    with pytest.raises(ValueError, match=f"{parameter}=.*/model: its error-correction head is for generate"):
+        check_objective(load_config("embedded-cot", {parameter: str(model)}))
+    with pytest.raises(ValueError, match=r"the error-correction head in .* cannot be read"):
+        load_for_generation(ModelConfig(name=str(model)))
 
 
 def test_an_export_without_a_place_for_the_head_is_refused(answered: TrainConfig, tmp_path: Path) -> None:

@@ -380,8 +380,9 @@ def load_for_generation(
     if folder is not None and saved is not None:
         # Before any change of dtype: PEFT repeats an initialisation that changed the base (PiSSA) exactly.
         model = _with_adapter(model, folder, *saved, config.name)
-    if folder is not None and error_correction.has_head(folder):
-        error_correction.attach(models.base_model(model).get_decoder(), folder, models.text_config(model).hidden_size)
+    own = folder or Path(config.name)  # a whole model may have a head, too
+    if error_correction.has_head(own):
+        error_correction.attach(models.base_model(model).get_decoder(), own, models.text_config(model).hidden_size)
     if on_cpu and sum(p.numel() for p in model.parameters()) <= _FP32_UP_TO:
         model = model.float()
     return model.to(device).eval()

@@ -12,6 +12,7 @@ import linecache
 import sys
 import traceback
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.evaluation.verifiers import imported
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.error_correction import FILES, has_head
 from tpu_kit.planning.trace import ROW, empty_model
 from tpu_kit.training.distillation import check_teacher
 from tpu_kit.training.objective_choice import objective_of
@@ -33,8 +35,15 @@ def check_objective(config: TrainConfig) -> None:
     """Checks that the teacher fits the model; or the user's loss, by two calls without values.
 
     Raises:
-        ValueError: it does not, or the loss reads the device, changes its operations, or does not return `Sums`.
+        ValueError: it does not, or the loss reads the device, changes its operations, or does not return `Sums`; or the
+            model or the teacher has an error-correction head.
     """
+    for parameter, name in (("model.name", config.model.name), ("distill.teacher", config.distill.teacher)):
+        if name is not None and has_head(Path(name)):
+            raise ValueError(
+                f"{parameter}={name}: its error-correction head is for generate and evaluate alone; copy the "
+                f"folder without {' and '.join(FILES)}, and name the copy"
+            )
     objective = objective_of(config)
     if config.distill.teacher is not None:
         check_teacher(config)

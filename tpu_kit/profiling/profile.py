@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic
-from tpu_kit.config.mesh import environment_mesh
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.runtime import MemoryBudget
 from tpu_kit.hardware.chips import Chip
@@ -148,8 +147,6 @@ def profile(config: TrainConfig, steps: int = 20, chip: str | None = None) -> Pr
 
 
 def _measured(config: TrainConfig, steps: int) -> Profile:
-    if config.launch.mesh is None and (mesh := environment_mesh()):
-        config = replace(config, launch=replace(config.launch, mesh=mesh))
     config = resolve_output_dir(replace(config, checkpoint=replace(config.checkpoint, resume="never")))
     folder = make_output_folder(config) / "profile"
     shutil.rmtree(folder, ignore_errors=True)
