@@ -123,6 +123,7 @@ def test_a_second_call_compiles_nothing(eight: Compiled, tiny: Path, cache: Path
     assert Compiled.from_dict(json.loads(json.dumps(eight.to_dict()))) == eight
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_between_slices_the_hosts_reduce_what_a_slice_has_reduced(tiny: Path, tmp_path: Path) -> None:
     config = small(tiny, "mesh=data=2")

@@ -54,6 +54,7 @@ def test_a_run_saves_its_head_and_resumes_bit_for_bit(world: Path, whole: TrainC
 
 
 @xla
+@pytest.mark.slow
 def test_replicas_train_it_like_one_cpu_in_one_program(world: Path, whole: TrainConfig, tmp_path: Path) -> None:
     found = trained(world, tmp_path, "error-correction", num_replicas=2)
     assert_alike(found, whole)

@@ -130,6 +130,32 @@ def test_collectives_in_fusions_are_counted_once_and_a_reduce_scatter_is_one() -
     ]
 
 
+BETWEEN_SLICES = """
+HloModule between, is_scheduled=true
+
+ENTRY %main (w: bf16[16,128]) -> bf16[16,128] {
+  %w = bf16[16,128]{1,0} parameter(0)
+  %token = token[] after-all()
+  %send = (bf16[16,128]{1,0}, u32[], token[]) send(%w, %token), channel_id=8, TO_HOST "{1,2}x{0:7}", TYPE="ALL_REDUCE"}
+  %sent = token[] send-done(%send), channel_id=8, is_host_transfer=true
+  %gather = (bf16[16,128]{1,0}, u32[], token[]) send(%w, %sent), channel_id=9, TO_HOST "{1:4}x{0}", TYPE="ALL_GATHER"}
+  %gathered = token[] send-done(%gather), channel_id=9, is_host_transfer=true
+  ROOT %out = bf16[16,128]{1,0} copy(%w)
+}
+""".replace(", TYPE=", ",_xla_megascale_transfer_type=").replace(
+    "TO_HOST ", "is_host_transfer=true, frontend_attributes={_xla_megascale_target="
+)
+
+
+def test_what_a_device_sends_to_its_host_goes_between_slices() -> None:
+    size = 16 * 128 * 2
+    assert Module(BETWEEN_SLICES).collectives() == [
+        {"kind": f"{kind} between slices", "over_dcn": True, "count": 1, "bytes": size, "moved": moved,
+         "synchronous": moved}
+        for kind, moved in (("all-reduce", 2 * size / 2), ("all-gather", size * 3 / 4))
+    ]  # fmt: skip
+
+
 def test_a_loop_without_a_known_end_counts_once() -> None:
     module = Module(LOOPS.replace("%nil.copy = u32[]{:T(128)} copy(%nil)", "%nil.copy = u32[]{:T(128)} rng(%nil)"))
     assert module.trips() == {"loop": None, "inner": 3}

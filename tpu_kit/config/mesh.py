@@ -170,12 +170,13 @@ def _near(devices: int) -> str:
     return f"fsdp={devices}{half}"
 
 
-def environment_mesh(environ: Mapping[str, str] = os.environ) -> str | None:
+def environment_mesh(environ: Mapping[str, str] | None = None) -> str | None:
     """The mesh of TPU_MESH_CONFIG="4,4,2" with TPU_AXIS_NAMES="data,model,fsdp", as text; None where neither is set.
 
     Raises:
         ValueError: one of the two is missing, they differ in length, or they make no mesh.
     """
+    environ = os.environ if environ is None else environ
     sizes, names = environ.get("TPU_MESH_CONFIG"), environ.get("TPU_AXIS_NAMES")
     if not sizes and not names:
         return None
