@@ -311,7 +311,11 @@ def test_a_store_that_is_gone_is_told(hosts: Callable[[int], list[Hosts]]) -> No
         proxy.down = True
         wait(meeting, 4)
 
-    first, second = together(two, agree(x=1), cut)
+    def stays(meeting: Meeting) -> None:  # one that has ended would not be missed
+        meeting.agree({"x": 1})
+        time.sleep(4)
+
+    first, second = together(two, stays, cut)
     proxy.close()
     assert first is None
     assert_raised(second, HostError, "host 0 of 2, name-0, ")
