@@ -308,12 +308,13 @@ def test_a_store_that_is_gone_is_told(hosts: Callable[[int], list[Hosts]]) -> No
 
     def cut(meeting: Meeting) -> None:
         meeting.agree({"x": 1})
+        time.sleep(1)  # until host 0 has read what this host told
         proxy.down = True
         wait(meeting, 4)
 
     def stays(meeting: Meeting) -> None:  # one that has ended would not be missed
         meeting.agree({"x": 1})
-        time.sleep(4)
+        time.sleep(5)
 
     first, second = together(two, stays, cut)
     proxy.close()

@@ -372,7 +372,7 @@ def compute_between_steps(config: TrainConfig) -> int:
             assert agreement.should_run(step)
             time.sleep(0.6)
         agreement.pause()
-        until = time.monotonic() + 12
+        until = time.monotonic() + 17
         while time.monotonic() < until:
             pass
         assert agreement.should_run(5)
