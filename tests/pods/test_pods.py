@@ -38,7 +38,7 @@ def test_files_and_commands_are_of_the_recorded_form(
     monkeypatch.setenv("WANDB_API_KEY", "wandb_the_secret")
     job = make_job(engine, name, spot)
     hosts, chips, shape, zone = SLICES[name]
-    assert (job.hosts, job.chips_per_host, job.shape) == (hosts, chips, shape)
+    assert (job.topology.hosts, job.topology.chips_per_host, job.shape) == (hosts, chips, shape)
     files, commands = ENGINES[engine](job, Path("a folder"))
     everything = "\n".join([*files.values(), *commands.values()])
     assert "_the_secret" not in everything and "HF_TOKEN" in everything and "WANDB_API_KEY" in everything

@@ -22,7 +22,7 @@ from tpu_kit.profiling.advice import RULES, Advice, advise, changed, gain, settl
 from tpu_kit.profiling.profile import Profile
 from tpu_kit.profiling.recorder import Recording
 from tpu_kit.profiling.report import energy
-from tpu_kit.profiling.trace import PHASES
+from tpu_kit.profiling.timeline import PHASES
 
 Change = Callable[[Profile], Profile]
 

@@ -21,7 +21,7 @@ from tpu_kit.hardware.machine import Machine
 from tpu_kit.profiling import profile as profiling
 from tpu_kit.profiling.profile import Profile, profile
 from tpu_kit.profiling.recorder import record
-from tpu_kit.profiling.trace import BUCKETS, Event, Trace, read_trace
+from tpu_kit.profiling.timeline import BUCKETS, Event, Trace, read_trace
 
 __all__ = ["world"]
 pytestmark = pytest.mark.usefixtures("quick_xla")

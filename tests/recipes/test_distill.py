@@ -104,15 +104,19 @@ def test_a_run_logs_each_part_and_resumes_bit_for_bit(
     assert [name for name, value in weights(whole).items() if not torch.equal(value, resumed[name])] == []
 
 
+def assert_one_program(config: TrainConfig) -> None:
+    lines = logged(config)
+    assert len({line["compiles"] for line in lines[1:]}) == 1
+    assert all(line["host_syncs_per_step"] == line["fallbacks_per_step"] == 0 for line in lines)
+
+
 @xla
 def test_replicas_distil_like_one_cpu_in_one_program(
     world: Path, teacher: Path, whole: TrainConfig, tmp_path: Path
 ) -> None:
     found = run(world, teacher, tmp_path, **HIDDEN, device_type="xla-cpu", num_replicas=2)
     assert_alike(found, whole)
-    lines = logged(found)
-    assert len({line["compiles"] for line in lines[1:]}) == 1
-    assert all(line["host_syncs_per_step"] == line["fallbacks_per_step"] == 0 for line in lines)
+    assert_one_program(found)
 
 
 @xla

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.recipes.test_distill import assert_alike, logged, weights
+from tests.recipes.test_distill import assert_alike, assert_one_program, logged, weights
 from tests.recipes.test_own_objective import trained
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
@@ -58,9 +58,7 @@ def test_a_run_saves_its_head_and_resumes_bit_for_bit(world: Path, whole: TrainC
 def test_replicas_train_it_like_one_cpu_in_one_program(world: Path, whole: TrainConfig, tmp_path: Path) -> None:
     found = trained(world, tmp_path, "error-correction", num_replicas=2)
     assert_alike(found, whole)
-    lines = logged(found)
-    assert len({line["compiles"] for line in lines[1:]}) == 1
-    assert all(line["host_syncs_per_step"] == line["fallbacks_per_step"] == 0 for line in lines)
+    assert_one_program(found)
 
 
 @xla

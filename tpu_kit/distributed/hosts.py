@@ -123,7 +123,7 @@ def _hosts(at: Machine, index: str, names: str, index_from: str, names_from: str
 
 
 def _number(text: str, name: str, below: int) -> int:
-    if not text.strip().isdigit() or int(text) >= max(below, 1) + (name == "MEGASCALE_NUM_SLICES"):
+    if not text.strip().isdigit() or int(text) >= below:
         raise ValueError(f"{name}={text!r} is not a number from 0 to {below - 1}: set it to this host's own")
     return int(text)
 

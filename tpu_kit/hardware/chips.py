@@ -58,9 +58,14 @@ class Topology:
         return self.slices * math.prod(int(side) for side in self.name.split(":")[1].split("x"))
 
     @property
+    def chips_per_host(self) -> int:
+        """Chips of a host."""
+        return math.prod(self.chips_per_host_bounds)
+
+    @property
     def hosts(self) -> int:
         """Hosts of all slices."""
-        return max(self.slices, self.chips // math.prod(self.chips_per_host_bounds))
+        return self.chips // self.chips_per_host
 
     def __str__(self) -> str:
         return self.name if self.slices == 1 else f"{self.slices}x{self.name}"

@@ -82,13 +82,15 @@ def embedding_by_columns(model: Any) -> Iterator[None]:
     """Shards what a trained embedding returns by columns, as its table, and by rows over "data" alone.
 
     Otherwise the compiler may make the table's whole gradient on each device (in fp32 2 GiB for 8B), where the rows are
-    sharded over data as well. A tied table is sharded by rows.
+    sharded over data as well.
     """
-    embedding, mesh = model.get_input_embeddings(), current_mesh()
-    if mesh is None or mesh.data == 1 or not embedding.weight.requires_grad or is_tied(model):
+    embedding, mesh, columns = model.get_input_embeddings(), current_mesh(), None
+    if mesh is not None and mesh.data > 1 and embedding.weight.requires_grad:
+        columns = spec_of("model.embed_tokens.weight", embedding.weight, tied=is_tied(model))[1]
+    if columns is None:  # or it is tied, and sharded by rows
         yield
         return
-    with embedding.register_forward_hook(lambda *given: constrain(given[-1], ("data", None, ("model", "fsdp")))):
+    with embedding.register_forward_hook(lambda *given: constrain(given[-1], ("data", None, columns))):
         yield
 
 

@@ -39,7 +39,7 @@ def start_script(job: SliceJob) -> str:
     command = "distill" if job.config.distill.teacher else "train"
     return f"""\
 #!/bin/bash
-# Trains {job.name} on {job.slice}: each of its hosts ({job.hosts}) runs this. Written by `python -m tpu_kit pod`.
+# Trains {job.name} on {job.slice}: each of {job.topology.hosts} hosts runs this. Written by `python -m tpu_kit pod`.
 set -euo pipefail
 export HOME="${{HOME:-/root}}"
 mkdir -p "$HOME/tpu_kit"
@@ -119,8 +119,8 @@ spec:
     replicas: 1
     template:
       spec:
-        parallelism: {job.hosts}
-        completions: {job.hosts}
+        parallelism: {job.topology.hosts}
+        completions: {job.topology.hosts}
         backoffLimit: 0  # the loss of a host ends the Job, and the JobSet restarts all hosts
         podFailurePolicy:
           rules:
@@ -141,8 +141,8 @@ spec:
               image: {job.image}
               securityContext: {{privileged: true}}  # to lock the memory that the TPU's driver maps
               resources:
-                requests: {{google.com/tpu: {job.chips_per_host}}}
-                limits: {{google.com/tpu: {job.chips_per_host}}}
+                requests: {{google.com/tpu: {job.topology.chips_per_host}}}
+                limits: {{google.com/tpu: {job.topology.chips_per_host}}}
               envFrom:
               - secretRef: {{name: {job.name}, optional: true}}
               command:
@@ -218,7 +218,7 @@ exit $code
 # Until then the slice costs. If this was stopped, run it again.
 set -uo pipefail
 cd "$(dirname "$0")"
-ended() {{ [ "$(wc -w <<< "$codes")" -eq {job.hosts} ] || [[ $codes =~ [1-9] ]]; }}
+ended() {{ [ "$(wc -w <<< "$codes")" -eq {job.topology.hosts} ] || [[ $codes =~ [1-9] ]]; }}
 for restart in $(seq 0 {RESTARTS}); do
   if ! {resource} describe {at} > /dev/null 2>&1; then
     gcloud storage rm {objects} > /dev/null 2>&1
@@ -265,7 +265,7 @@ def _quoted(folder: Path, name: str) -> str:
 
 
 def _pod_logs(job: SliceJob, label: str) -> str:
-    return f"kubectl logs -l {label} --prefix --tail=-1 --max-log-requests={job.hosts}"
+    return f"kubectl logs -l {label} --prefix --tail=-1 --max-log-requests={job.topology.hosts}"
 
 
 def _secret_names(job: SliceJob) -> dict[str, str]:

@@ -43,10 +43,10 @@ def write(job: SliceJob, engine: str, folder: Path) -> str:
 def _size(job: SliceJob) -> list[str]:
     capacity = "Spot" if job.spot else "on demand"
     at = f" in {job.zone}" if job.zone else ""
-    refused = [NOT_YET] if job.hosts > 1 else []
+    refused = [NOT_YET] if job.topology.hosts > 1 else []
     return [
-        f"{job.slice}: {job.topology.chips} chips of {job.chip.name}, {job.shape}, on {job.hosts} hosts of "
-        f"{job.chips_per_host}; {capacity}{at}; image {job.image}",
+        f"{job.slice}: {job.topology.chips} chips of {job.chip.name}, {job.shape}, on {job.topology.hosts} hosts of "
+        f"{job.topology.chips_per_host}; {capacity}{at}; image {job.image}",
         *refused,
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass
@@ -98,16 +97,6 @@ class SliceJob:
         """The chips in each direction, such as "8x8"."""
         return self.topology.name.partition(":")[2]
 
-    @property
-    def chips_per_host(self) -> int:
-        """Chips of a host."""
-        return math.prod(self.topology.chips_per_host_bounds)
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts."""
-        return self.topology.chips // self.chips_per_host
-
 
 def check_job(
     config: TrainConfig, slice_name: str, engine: str, zone: str | None, image: str | None, spot: bool
@@ -130,11 +119,11 @@ def check_job(
     if config.tracking.wandb == "online" and "WANDB_API_KEY" not in secrets:
         problems.append("tracking.wandb: online needs WANDB_API_KEY on the hosts; set it in this environment")
     try:
-        chip, topology = find_hosts(slice_name)
+        chip, topology = _chip_and_topology(slice_name)
     except ValueError as error:
         raise ConfigError([*problems, f"--slice: {error}"]) from None
     offer = OFFERS[chip.name]
-    if engine == "xpk" and topology.chips == math.prod(topology.chips_per_host_bounds):
+    if engine == "xpk" and topology.hosts == 1:
         problems.append(f"--with: xpk is for several hosts, and {slice_name} has one; use skypilot, jobset or gcloud")
     if zone is None and engine in _IN_A_ZONE:
         problems.append(f"--zone: {engine} needs one; {chip.name} is offered in {', '.join(offer.zones)}")
@@ -150,7 +139,7 @@ def check_job(
     return SliceJob(config, chip, topology, zone, image, spot, secrets)
 
 
-def find_hosts(slice_name: str) -> tuple[Chip, Topology]:
+def _chip_and_topology(slice_name: str) -> tuple[Chip, Topology]:
     """Finds the chip and the topology of a slice.
 
     Raises:

@@ -28,7 +28,7 @@ from tpu_kit.planning.planner import plan
 from tpu_kit.profiling import report
 from tpu_kit.profiling.advice import Advice, advise, settled
 from tpu_kit.profiling.recorder import LEAST_BYTES, WARM_UP, Recording, record, window
-from tpu_kit.profiling.trace import BUCKETS, Trace, read_trace
+from tpu_kit.profiling.timeline import BUCKETS, Trace, read_trace
 from tpu_kit.recipes.sft import check_run
 from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir
 
@@ -69,7 +69,7 @@ class Profile:
         shape: of the model; None where the formula does not know it.
         replicas: shards of the batch.
         chips: number of chips; of replicas without a known chip.
-        split: seconds of a step, by `trace.BUCKETS`.
+        split: seconds of a step, by `timeline.BUCKETS`.
         costs: of the operations, the largest first.
         memory: bytes of a device at the peak, by class.
         recordings: of the replicas; empty if predicted.

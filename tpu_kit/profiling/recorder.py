@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.profiling.trace import MODULE, PHASES, PREFIX
+from tpu_kit.profiling.timeline import MODULE, PHASES, PREFIX
 from tpu_kit.recipes import sft
 from tpu_kit.storage import atomic
 
@@ -89,7 +89,7 @@ def record(config: TrainConfig) -> None:
         found.fill, found.longest = rows.fill(), int(rows.documents.lengths.max())
         loop.checkpoints, loop.prepared = None, replace(loop.prepared, eval=None)
         loop.mark = recorder.mark
-        loop.rt.place_batch = recorder.placing(loop.rt.place_batch)  # type: ignore[method-assign]
+        loop.rt.place_batch = recorder.placing(loop.rt.place_batch)  # type: ignore[method-assign]  # of this run alone
         if not loop.rt.is_xla:
             _name_modules(loop.model, recorder)
         try:

@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,17 @@ class Trace:
             free = _minus(_minus([self.window], busy), moving)
             times = {"device compute": _sum(busy), "exposed collectives": _sum(moving)}
             for phase, bucket in _BUCKET.items():
-                idle = _minus(free, spans("", lambda one, phase=phase: one.name == phase))  # type: ignore[misc]
+                idle = _minus(free, spans("", partial(_is_phase, phase)))
                 times[bucket] = times.get(bucket, 0.0) + _sum(free) - _sum(idle)
                 free = idle
             times["unexplained"] = _sum(free)
             for name, seconds in times.items():
                 found[name] += seconds / len(devices) / self.steps
         return found
+
+
+def _is_phase(name: str, one: Event) -> bool:
+    return one.name == name
 
 
 def read_trace(folder: Path, steps: int) -> Trace:
@@ -143,7 +148,7 @@ def read_trace(folder: Path, steps: int) -> Trace:
 
 def _in_child(path: Path) -> list[Event]:
     """Reads XPlane in another process, which jaxlib aborts if the file is damaged."""
-    done = run_child(["-m", "tpu_kit.profiling.trace", str(path)], os.environ | {"JAX_PLATFORMS": "cpu"})
+    done = run_child(["-m", "tpu_kit.profiling.timeline", str(path)], os.environ | {"JAX_PLATFORMS": "cpu"})
     if done.status:
         raise ValueError(f"{done.how}: {done.last_lines(1)}")
     return [Event(*row) for row in json.loads(done.output)]
