@@ -236,6 +236,24 @@ def test_what_differs_is_told_with_both_values(hosts: Callable[[int], list[Hosts
         assert_raised(found, (ValueError, HostError), told, "rows: 'x' on host 0 of 3", "Make them equal")
 
 
+def test_a_host_that_comes_late_is_told_why_the_meeting_has_failed(
+    hosts: Callable[[int], list[Hosts]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting_module, "_FAREWELL", 10.0)
+
+    def part(one: Hosts, rate: int, after: float) -> None:
+        time.sleep(after)
+        with Meeting(one, 20) as meeting:
+            meeting.agree({"rate": rate})
+
+    three = hosts(3)
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(part, one, *given) for one, given in zip(three, ((1, 0), (2, 0), (2, 2)), strict=True)]
+        errors = [one.exception() for one in found]
+    for error in errors:
+        assert_raised(error, (ValueError, HostError), "rate: 1 on host 0 of 3, name-0; 2 on host 1 of 3")
+
+
 def test_a_wrong_count_is_told_at_once(hosts: Callable[[int], list[Hosts]]) -> None:
     two = hosts(2)
     wrong = Hosts(1, (*two[0].names, "name-2"), two[0].coordinator, "a test")

@@ -247,9 +247,9 @@ class Meeting:
             while not store.check(["0"]) and not self._closing.wait(_BEAT):
                 pass
             first = json.loads(store.get("0"))
-            if first["begun"] or first["over"]:
+            if first["begun"]:
                 self._busy = another
-            elif store.add(f"claims of {mine}", 1) == 1 or not self._lives(store, mine):
+            elif store.add(f"claims of {mine}", 1) == 1 or not (first["over"] or self._lives(store, mine)):
                 return store
             else:
                 self._busy = another
@@ -286,8 +286,11 @@ class Meeting:
         self._documents = documents
 
     def _all_over(self) -> bool:
-        now = time.monotonic()
-        return all(document["over"] or now - self._moved[i] > LOST for i, document in self._documents.items())
+        """Whether no host is left to read how this one ended; one that has not come still may, within its patience."""
+        now, others = time.monotonic(), self._documents.items()
+        if len(others) < self.hosts.count - 1 and now - self._came < self._patience:
+            return False
+        return all(document["over"] or now - self._moved[i] > LOST for i, document in others)
 
     # -------------------------------------------------------------------------------------------------- the errors
 
