@@ -593,6 +593,25 @@ def test_full_temporary_folder_is_told(place: str, monkeypatch: pytest.MonkeyPat
         assert list(tmp_path.iterdir()) == []
 
 
+def test_full_temporary_folder_is_told_when_a_checkpoint_is_read(
+    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with CheckpointManager(place, keep=1) as store:
+        store.save(1, {"x": {"a": torch.zeros(100_000)}}, {}, {})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (found,) = scan(place)[0]
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, limits[1]))
+        with pytest.raises(
+            OSError, match=rf"{place}/\S+x.safetensors cannot be written to {tmp_path}/\S+ \("
+        ) as raised:
+            found.tensors("x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(raised.value).endswith("(File too large): make room there, or set TMPDIR to a folder of another disk")
+
+
 def test_url_without_its_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs.core", None)
     with pytest.raises(ValueError, match="gs:// needs gcsfs: pip install it"):

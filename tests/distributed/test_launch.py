@@ -166,6 +166,14 @@ def test_output_that_nobody_reads_does_not_stop_it() -> None:
         assert not thread.is_alive()
 
 
+def test_an_error_that_says_what_to_do_has_no_traceback(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as told:
+        launch(replica_functions.miss_a_bucket, config_for(tmp_path, "cpu"))
+    assert re.fullmatch(
+        r"ranks 0, 1 failed:\n\[Errno 2\] there is no bucket gs://mine: make it .*, or check its name", str(told.value)
+    )
+
+
 # -------------------------------------------------------------------------------------------------- what cannot be sent
 
 

@@ -21,6 +21,7 @@ import torch
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.preemption import PreemptionGuard
+from tpu_kit.storage.object_store import ObjectFolder
 
 
 def marks(config: TrainConfig) -> Path:
@@ -377,3 +378,8 @@ def compute_between_steps(config: TrainConfig) -> int:
             pass
         assert agreement.should_run(5)
     return 5
+
+
+def miss_a_bucket(config: Any) -> None:
+    with ObjectFolder("gs://mine/run")._explained():
+        raise FileNotFoundError

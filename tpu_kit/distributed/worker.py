@@ -4,7 +4,7 @@ Each of them sends the calling process (launch.py) messages `(rank, kind, value)
 
 - started: its process id, and how many replicas this host has,
 - done: of the first replica of this host, the pickled result,
-- error: the traceback,
+- error: the traceback; of an error of files or the network that the kit itself raised, the text,
 - refused: the text of an error in the user's input,
 - ended: of the launcher, the id and the status of a process that has ended.
 
@@ -81,18 +81,21 @@ def _replica(rank: int, replicas: int, make: Callable[[], Runtime], address: str
         result = fn(config)
         reporter.send("done", _pickled(fn.__qualname__, result) if rank % replicas == 0 else None)
     except BaseException as error:
-        if _is_for_the_user(error):
+        if _is_from_the_kit(error, ValueError):
             reporter.send("refused", str(error))
         else:
-            reporter.send("error", traceback.format_exc())
+            known = _is_from_the_kit(error, OSError)
+            reporter.send("error", f"{error}\n" if known else traceback.format_exc())
         raise SystemExit(1) from None  # prints nothing: the caller prints the error
 
 
-def _is_for_the_user(error: BaseException) -> bool:
-    """Whether the kit itself raised the error about the user's input, to which a traceback adds nothing."""
+def _is_from_the_kit(error: BaseException, kind: type[Exception]) -> bool:
+    """Whether the kit itself raised the error: its text says what to do, to which a traceback adds nothing."""
     frames = list(traceback.walk_tb(error.__traceback__))
     raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
-    return isinstance(error, ValueError) and raised_in.startswith("tpu_kit.")
+    number = getattr(error, "errno", None)
+    plain = number is not None and error.args[1:] == (os.strerror(number),)  # the system's, which knows no remedy
+    return isinstance(error, kind) and raised_in.startswith("tpu_kit.") and not plain
 
 
 def _xla_replica(_index: int, address: str, key: bytes, flag: str, payload: bytes, backend: Backend) -> None:

@@ -127,9 +127,19 @@ class ObjectFolder:
                 self._files.put_file(str(file), f"{self._root}/{name}", **options)
 
     def get(self, name: str, file: Path) -> None:
-        """Downloads an object; the file appears only when it is complete."""
-        with atomic.replacing(file, shared=True) as part, self._explained(name):
-            self._files.get_file(f"{self._root}/{name}", str(part))
+        """Downloads an object; the file appears only when it is complete.
+
+        Raises:
+            OSError: the object is missing or cannot be read, or the disk has no room for it.
+        """
+        try:
+            with atomic.replacing(file, shared=True) as part, self._explained(name):
+                self._files.get_file(f"{self._root}/{name}", str(part))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            text = f"{self.place(name)} cannot be written to {file.parent} ({os.strerror(error.errno)})"
+            raise OSError(error.errno, f"{text}: make room there, or set TMPDIR to a folder of another disk") from error
 
     def copy(self, name: str, to: ObjectFolder) -> None:
         """Copies an object to another folder of the same store, without a download."""
