@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, Phi3Config, Phi3ForCausalLM
 
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.generation.sampling import SearchOptions
@@ -141,6 +142,24 @@ def test_other_ways_to_train_give_what_one_device_gives(world: Path, tmp_path: P
         torch.testing.assert_close(losses(mesh), losses(single), rtol=0, atol=1e-5)
     else:
         check_equal(mesh, single)
+
+
+@pytest.mark.slow
+def test_fused_products_whose_parts_cross_the_shards_train_like_one_device(world: Path, tmp_path: Path) -> None:
+    """With model=2 one shard of `qkv_proj` has the queries, the other one keys and values; likewise `gate_up_proj`."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vocabulary = LlamaConfig.from_pretrained(world / "model").vocab_size
+    torch.manual_seed(0)
+    Phi3ForCausalLM(
+        Phi3Config(vocab_size=vocabulary, num_key_value_heads=2, pad_token_id=0, max_position_embeddings=128, **sizes)
+    ).save_pretrained(tmp_path / "model")
+    for path in (world / "model").glob("token*"):
+        shutil.copy(path, tmp_path / "model")
+    changes = {
+        "model.name": str(tmp_path / "model"),
+        "lora.targets": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    }
+    check_equal(*(run(world, tmp_path / str(name), name, **changes) for name in (MESHES[2], None)))
 
 
 @pytest.mark.slow

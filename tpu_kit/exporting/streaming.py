@@ -1,7 +1,7 @@
 """Runs and merges a model whose weights stay in their safetensors files, so that the host need not hold them.
 
-The model is built without weights. While a decoder layer runs, its weights are read in fp32, and dropped after it; the
-host holds those of one layer at a time. Adapters are small, and are loaded. PEFT itself merges each weight.
+The model is built without weights. While a module runs, its own weights are read in fp32, and dropped after it; the
+host holds those of one module at a time. Adapters are small, and are loaded. PEFT itself merges each weight.
 """
 
 from __future__ import annotations
@@ -52,32 +52,29 @@ class StreamedModel:
 
     def __init__(self, model: torch.nn.Module, files: Mapping[str, Path], names: Mapping[int, str]) -> None:
         self.model, self.merging, self._files = model, False, files
-        layers = list(models.base_model(model).get_decoder().layers)
-        inside = {part for layer in layers for part in layer.modules()}
-        self._places: dict[str, _Place] = {}
-        for unit in [*layers, *(part for part in model.modules() if part not in inside)]:
-            parts = unit.modules() if unit in inside else [unit]
-            places = [
-                _Place(part, leaf, names[id(weight)])
-                for part in parts
-                for leaf, weight in part._parameters.items()
-                if weight is not None and id(weight) in names
-            ]
-            if places:
-                self._places |= {place.name: place for place in places}
-                unit.register_forward_pre_hook(lambda _, __, mine=places: self._load(mine))
-                unit.register_forward_hook(lambda _, __, ___, mine=places: self._drop(mine))
         self._adapted: dict[int, Any] = {
             id(part.get_base_layer()): part  # type: ignore[operator]  # of PEFT
             for part in model.modules()
             if hasattr(part, "get_delta_weight")
         }
+        self._places: dict[str, _Place] = {}
+        for part in model.modules():
+            places = [
+                _Place(part, leaf, names[id(weight)])
+                for leaf, weight in part._parameters.items()
+                if weight is not None and id(weight) in names
+            ]
+            if places:
+                self._places |= {place.name: place for place in places}
+                unit = self._adapted.get(id(part), part)  # DoRA uses the weight outside the base layer, too
+                unit.register_forward_pre_hook(lambda _, __, mine=places: self._load(mine))
+                unit.register_forward_hook(lambda _, __, ___, mine=places: self._drop(mine))
 
     def _load(self, places: list[_Place]) -> None:
         for place in places:
             place.module._parameters[place.leaf] = _parameter(self._read(place.name).float())
             if self.merging and place.leaf == "weight" and (adapted := self._adapted.get(id(place.module))):
-                adapted.merge(safe_merge=True)
+                adapted.merge()  # which does not copy the weight
 
     def _drop(self, places: list[_Place]) -> None:
         for place in places:
