@@ -66,12 +66,14 @@ _PART_COLOURS = ("#6b7280", "#2563eb", "#60a5fa", "#0d9488", "#a3e635", "#f59e0b
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # The notebook keeps each state of a tqdm bar, so only work of more than 5 s gets a bar, in child processes too.
 os.environ.setdefault("TQDM_DELAY", "5")
-# Progress bars are plain text also where ipywidgets is installed: a widget is dead without its kernel. For that tqdm
-# warns that it is missing, unless tqdm.auto was imported before.
+# Progress bars are plain text also where ipywidgets is installed: a widget is dead without its kernel. Without its own
+# methods tqdm's class for notebooks is the one for text, in modules that have imported it before as well.
 with contextlib.suppress(ImportError):  # nothing is installed yet
-    import tqdm.notebook  # type: ignore[import-untyped]  # tqdm ships no types
+    from tqdm.notebook import tqdm_notebook  # type: ignore[import-untyped]  # tqdm ships no types
 
-    tqdm.notebook.IProgress = None
+    for _name in ("__init__", "__iter__", "update", "close", "clear", "reset", "display", "colour", "status_printer"):
+        if _name in vars(tqdm_notebook):  # not if this module is loaded again
+            delattr(tqdm_notebook, _name)
 warnings.filterwarnings("ignore", message="IProgress not found")
 explain_missing_names()
 # Deprecation warnings of libraries, in the processes that a cell starts, would stay in the notebook.
