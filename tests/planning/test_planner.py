@@ -23,10 +23,11 @@ from tpu_kit.hardware.slices import find_slice
 from tpu_kit.models.architecture import read_shape, shipped_shape, shipped_shapes
 from tpu_kit.models.causal_lm import load_tokenizer
 from tpu_kit.planning import compile_check, memory_estimate, planner
-from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable
-from tpu_kit.planning.cost import step_time, time_plan, work, young_interval
+from tpu_kit.planning.compile_check import Collective, Compiled, CompilerUnavailable
+from tpu_kit.planning.cost import HBM_EFFICIENCY, ICI_EFFICIENCY, step_time, time_plan, work, young_interval
 from tpu_kit.planning.memory_estimate import RESERVE, Memory, estimate, largest
 from tpu_kit.planning.planner import LEAST_UPDATES, best_batch, count_rows, plan
+from tpu_kit.planning.report import report
 
 KEYS = {
     "chip", "chips", "replicas", "global_batch_size", "fits", "peak_bytes", "limit_bytes", "parts", "source",
@@ -279,6 +280,27 @@ def test_the_pick_is_verified(small: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert asked[0] == (16, "full") and (8, "full") in asked and len(asked) <= 8
     assert found.advice is not None and found.advice.largest_batch == 15 and (15, "full") in asked
     assert found.to_dict().keys() == KEYS | EXACT
+
+
+def test_on_a_mesh_generation_is_compiled_too(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def compile_generation(config: TrainConfig, chip: str, part: str, *sizes: int, num_devices: int) -> Compiled:
+        asked.append((str(chip), part, sizes, num_devices))
+        moved = Collective("all-gather", 4, 2**30, moved=200e9 * ICI_EFFICIENCY * 0.016, synchronous=0.0)
+        total = {"prefill": 3 * 2**30, "decode": 2**30}[part]
+        return compiled(total, hbm_bytes=819e9 * HBM_EFFICIENCY * 0.16, flops=1.0, collectives=(moved,))
+
+    monkeypatch.setattr(compile_check, "compile_step", lambda config, *_, **__: compiled(config.optim.batch_size << 30))
+    monkeypatch.setattr(compile_check, "compile_generation", compile_generation)
+    config = run(small, "mesh=fsdp=8", "batch_size=1", "max_steps=10")
+    (found,) = plan(config, exact=True)
+    assert asked == [("v5e:2x4", part, (16, 256, 1280), 8) for part in ("prefill", "decode")]
+    told = found.to_dict()["answering"]
+    assert 0.0110 < told.pop("token_seconds") < 0.0113  # 10 ms of HBM, 1 of links, a sixteenth of a call
+    assert told == {"rows": 16, "width": 256, "slots": 1280, "peak_bytes": 3 * 2**30, "fits": True}
+    text = report(config, [found])
+    assert "answering 16 prompts of 256 tokens in a cache of 1,280 fits: 3.00 of 15.75 GiB; a token of each" in text
 
 
 # What libtpu 0.0.21 said of Qwen2.5-0.5B's first two layers on v5e, by rows: (total, arguments). 416 rows do not fit.

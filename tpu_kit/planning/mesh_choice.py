@@ -1,16 +1,16 @@
-"""Chooses between replicas and a mesh for a run, checks the run's mesh, and lists what trains on a slice."""
+"""Chooses between replicas and a mesh for a run, and checks the run's mesh; what trains and answers on a slice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig, load_config
 from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape, read_shape, shipped_shapes
-from tpu_kit.planning.cost import StepTime, predict_time
+from tpu_kit.planning.cost import StepTime, Work, predict_time, step_time
 from tpu_kit.planning.memory_estimate import can_shard, estimate_on, largest, reserve
 from tpu_kit.planning.mesh_memory import table
 
@@ -143,3 +143,55 @@ def largest_models(where: TargetSlice) -> list[dict[str, object]]:
                               "GiB of a device": size, "largest batch_size": most})  # fmt: skip
                 break
     return found
+
+
+@dataclass(frozen=True)
+class Answering:
+    """The TPU compiler's figures of generation on a mesh.
+
+    Attributes:
+        rows: prompts of a batch.
+        width: tokens to which they are padded.
+        slots: length of the key/value cache.
+        peak_bytes: of one device, the larger one of prefill and decoding.
+        fits: whether both fit.
+        token_seconds: predicted time of a decode step, a token of each row; None if it does not fit.
+    """
+
+    rows: int
+    width: int
+    slots: int
+    peak_bytes: int
+    fits: bool
+    token_seconds: float | None
+
+
+def compile_answering(
+    config: TrainConfig, where: TargetSlice, *, rows: int = 16, width: int = 256, slots: int = 1280
+) -> Answering:
+    """Compiles the programs of generation on a slice with a mesh.
+
+    Args:
+        config: the run.
+        where: the slice.
+        rows: see `Answering`.
+        width: likewise.
+        slots: likewise.
+
+    Raises:
+        CompilerUnavailable: the compiler cannot run here.
+    """
+    from tpu_kit.generation.decoder import BLOCK  # loads torch
+    from tpu_kit.planning.compile_check import compile_generation
+
+    assert where.topology is not None
+    chip, count = where.topology, where.devices
+    fill, decode = (compile_generation(config, chip, part, rows, width, slots, num_devices=count)
+                    for part in ("prefill", "decode"))  # fmt: skip
+    seconds = None
+    if decode.flops is not None and decode.hbm_bytes is not None:
+        moved = tuple(replace(one.transfer, synchronous=1.0) for one in decode.collectives)  # products wait for them
+        done = Work(decode.flops, decode.hbm_bytes, 0.0, moved)
+        seconds = step_time(done, where.chip, 1).predicted / BLOCK
+    peak = max(fill.total_bytes, decode.total_bytes)
+    return Answering(rows, width, slots, peak, fill.fits and decode.fits, seconds)

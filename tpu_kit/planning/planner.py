@@ -51,7 +51,7 @@ from tpu_kit.planning.memory_estimate import (
     largest,
     reserve,
 )
-from tpu_kit.planning.mesh_choice import check_mesh, placed
+from tpu_kit.planning.mesh_choice import Answering, check_mesh, compile_answering, placed
 from tpu_kit.planning.mesh_memory import table
 
 MOST_BYTES = 32 * MIB
@@ -188,6 +188,7 @@ class Plan:
         updates: number of updates; None where it is not known.
         unknown: why it is not known; empty otherwise.
         compiled: the compiler's figures, with `exact`.
+        answering: the compiler's figures of generation, with `exact` on a mesh.
         note: changes that the user did not ask for: another attention, or the formula instead of the compiler; and why
             there is a mesh or none.
         tensors: where each of the model's tensors lies on the mesh; empty without one.
@@ -210,6 +211,7 @@ class Plan:
     updates: int | None = None
     unknown: str = ""
     compiled: Compiled | None = None
+    answering: Answering | None = None
     note: str = ""
     tensors: tuple[Placed, ...] = ()
     transfers: tuple[Transfer, ...] = ()
@@ -244,7 +246,7 @@ class Plan:
         if self.compiled is not None:
             values = self.compiled.to_dict()
             found |= {name: values[name] for name in _COMPILED}
-        return found
+        return found | ({"answering": asdict(self.answering)} if self.answering else {})
 
 
 def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = False) -> list[Plan]:
@@ -280,6 +282,8 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
         chosen, on, note = placed(config, shape, where, one_row=open_batch)
         one = by_formula(chosen, shape, on, rows)
         one = with_largest_batch(verified(one, shape, rows)) if exact else one
+        if one.compiled and on.mesh:
+            one = replace(one, answering=compile_answering(one.config, on))
         found.append(replace(one, note="; ".join(filter(None, [note, one.note]))))
     return found
 
@@ -523,7 +527,8 @@ def by_compiler_alone(config: TrainConfig, where: TargetSlice, rows: Rows) -> Pl
     config, notes = where.calibration.apply(config)
     compiled = _compile(config, where, "full")
     found = Plan(where, config, (), False, 0, {}, "compiler", None, None, None, None, note="; ".join(notes))
-    return _with(found, compiled, None, rows)
+    answering = compile_answering(config, where) if where.mesh else None
+    return replace(_with(found, compiled, None, rows), answering=answering)
 
 
 def _compile(config: TrainConfig, where: TargetSlice, effort: Effort) -> Compiled:
