@@ -1,4 +1,4 @@
-"""What a teacher adds to memory and time, by formula and by the TPU compiler."""
+"""What a teacher or an error-correction head adds to memory and time, by formula and by the TPU compiler."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
+from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.architecture import read_shape
+from tpu_kit.models.error_correction import ErrorCorrection
 from tpu_kit.planning.compile_check import compile_step
 from tpu_kit.planning.cost import work
 from tpu_kit.planning.memory_estimate import estimate
 
 GIB = 2**30
+OBJECTIVES = ("supervised", "error-correction", "error-correction-alone")
 COMPILED = {"total": 10_549_187_072, "arguments": 9_802_991_104, "flops": 71.8e12}
 """The TPU compiler's figures of `distilled()` for a v5e."""
 
@@ -35,6 +38,14 @@ def test_the_formula_is_the_compilers_answer_with_a_teacher() -> None:
     assert COMPILED["total"] - alone.total_bytes == pytest.approx(added, rel=0.05)
 
 
+def test_a_teacher_on_a_mesh() -> None:
+    """By the TPU compiler for v5e:2x4: total and arguments in MiB."""
+    config = distilled("distill.teacher=Qwen/Qwen2.5-7B-Instruct", "teacher_dtype=int8", "batch_size=1")
+    found = estimate(config, mesh=Mesh(1, 8, 1))
+    assert found.argument_bytes / 2**20 == pytest.approx(1171.1, rel=0.001)
+    assert found.total_bytes / 2**20 == pytest.approx(1730.9, rel=0.03)
+
+
 def test_the_time_has_the_teachers_forward_pass() -> None:
     config = distilled()
     found = work(config, read_shape(config.model), batch_arithmetic(config, 1))
@@ -45,6 +56,37 @@ def test_files_take_no_weights_but_columns_of_the_batch() -> None:
     files, alone = estimate(distilled("distill.teacher=t", "files=f")), estimate(distilled("optim.seed=0"))
     assert files.parts["teacher_weights"] == 0
     assert files.parts["batch"] - alone.parts["batch"] == pytest.approx(4 * 1024 * (64 + 65) * 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "length", "found"),
+    [
+        # By the TPU compiler for a v5e: total and arguments in MiB, TFLOP.
+        ("HuggingFaceTB/SmolLM2-360M-Instruct", 8, 1024,
+         ((1965, 801.1, 21.03), (2068, 804.4, 22.60), (927, 804.4, 9.48))),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 4, 1024,
+         ((1586, 1043.1, 12.14), (1651, 1046.1, 14.39), (1248, 1046.1, 7.87))),
+        ("unsloth/Llama-3.2-1B-Instruct", 8, 2048,
+         ((5597, 2486.6, 120.7), (5791, 2493.3, 138.0), (3146, 2493.3, 70.2))),
+    ],
+)  # fmt: skip
+def test_an_error_correction_head(name: str, rows: int, length: int, found: tuple[tuple[float, ...], ...]) -> None:
+    sizes = [f"model.name={name}", f"batch_size={rows}", f"max_length={length}"]
+    configs = [load_config(None, [*sizes, f"optim.objective={one}"]) for one in OBJECTIVES]
+    totals = [estimate(config).total_bytes / 2**20 for config in configs]
+    flops = [work(config, read_shape(config.model), batch_arithmetic(config, 1)).flops / 1e12 for config in configs]
+    for config, (_, arguments, _) in zip(configs, found, strict=True):
+        assert estimate(config).argument_bytes / 2**20 == pytest.approx(arguments, rel=0.001)
+    # What the head adds, and the whole of a step that trains the head alone.
+    assert totals[1] - totals[0] == pytest.approx(found[1][0] - found[0][0], abs=0.01 * found[0][0])
+    assert totals[2] == pytest.approx(found[2][0], rel=0.1)
+    assert flops[1] - flops[0] == pytest.approx(found[1][2] - found[0][2], rel=0.02)
+    assert flops[2] == pytest.approx(found[2][2], rel=0.08)
+
+
+def test_the_count_of_a_heads_parameters() -> None:
+    shape = read_shape(load_config(None, ["model.name=Qwen/Qwen2.5-0.5B-Instruct"]).model)
+    assert shape.correction == sum(one.numel() for one in ErrorCorrection(shape.hidden).parameters())
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from tpu_kit.models.architecture import CORRECTION
+
 NAME = "error_correction"
 FILES = (f"{NAME}.json", f"{NAME}.safetensors")
 _LEAST = 1e-2  # standard deviation: the density of a residual that is nearly always 0 stays finite
@@ -59,12 +61,18 @@ class ErrorCorrection(torch.nn.Module):
 
     Args:
         hidden_size: H of the model.
-        width: of f.
+        width: of f; by default as the components and the size in `architecture.CORRECTION`.
         components: K Gaussians.
         size: D dimensions of the projected residual.
     """
 
-    def __init__(self, hidden_size: int, width: int = 128, components: int = 4, size: int = 16) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        width: int = CORRECTION[0],
+        components: int = CORRECTION[1],
+        size: int = CORRECTION[2],
+    ) -> None:
         super().__init__()
         self.settings = {"hidden_size": hidden_size, "width": width, "components": components, "size": size}
         self.trunk = torch.nn.Linear(hidden_size, width, dtype=torch.float32)

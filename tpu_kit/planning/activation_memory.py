@@ -7,15 +7,15 @@ and m query and key-value heads of size d (padded: D), P trained parameters, c b
 were read from the buffers that `compile_check.compile_step` lists, and from libtpu's own allocations (libtpu 0.0.21);
 tests/recorded_memory.json has the compiler's figures.
 
-The compiler reports more temporaries than a step needs. Let "heap" be the largest number of bytes that are alive at one
-moment, and "seen" the largest number that the compiler counts as alive. It does not count a buffer that a loop receives
-and changes (the saved inputs of layers, gradients) before the iteration that writes it, nor after the loop. It reports
-temporaries = heap + fragmentation, with fragmentation = heap - seen, so temporaries = 2 heap - seen. Two observations
-confirm this. For Qwen2.5-0.5B, 4 rows of 1024, the text of a failed allocation has a heap of 328.8 MiB, of which 187.1
-are seen (168 are saved inputs), and "fragmentation 141.8M"; the report would be 470.6. For full fine-tuning of
-SmolLM2-360M, 8 rows, XLA's buffer assignment (`debug_options.xla_dump_to`) has the place and the lifetime of each
-buffer: the heap is 3266.4 MiB, 2060 are seen, and 4472.3 are reported. So the true peak is lower. The planner decides
-by the reported figure whether a step fits, so this module predicts that figure.
+The compiler reports more temporaries than a step needs. Let "heap" be the most bytes that are alive at one moment, and
+"seen" the most that the compiler counts as alive. It does not count a buffer that a loop receives and changes (the
+saved inputs of layers, gradients) before the iteration that writes it, nor after the loop. It reports temporaries =
+heap + fragmentation, with fragmentation = heap - seen, so temporaries = 2 heap - seen. Two observations confirm this.
+For Qwen2.5-0.5B, 4 rows of 1024, the text of a failed allocation has a heap of 328.8 MiB, of which 187.1 are seen (168
+are saved inputs), and "fragmentation 141.8M"; the report would be 470.6. For full fine-tuning of SmolLM2-360M, 8 rows,
+XLA's buffer assignment (`debug_options.xla_dump_to`) has the place and the lifetime of each buffer: the heap is 3266.4
+MiB, 2060 are seen, and 4472.3 are reported. So the true peak is lower. The planner decides by the reported figure
+whether a step fits, so this module predicts that figure.
 """
 
 from __future__ import annotations
@@ -27,31 +27,27 @@ from functools import cache
 
 from tpu_kit.config.loader import LoraConfig, TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import Chip
-from tpu_kit.models.architecture import ALONE, FEW_TILES, Shape, read_shape
+from tpu_kit.models.architecture import ALONE, CORRECTION, FEW_TILES, Shape, read_shape
 
 LANES, ROWS, VECTOR = 128, 8, 1024
-BLOCK = 256
-"""Numbers that share a scale in an 8-bit optimizer; see `optimizer`."""
+BLOCK = 256  # numbers that share a scale in an 8-bit optimizer; see `optimizer`
 VECTOR_MEMORY = 112 * 2**20
-"""Bytes of a layer's work in the chip's vector memory instead of HBM, if the chip is not given: v5e and v6e have 128
-MiB. It holds the tiles of the MLP, and the inputs and outputs of the attention kernels."""
-SPLASH_BLOCK = 1024
-"""Tokens of a block of `splash`; half of it for heads of more than 128."""
+"""Bytes of the tiles of the MLP, and of the inputs and outputs of the attention kernels, that are in the chip's vector
+memory instead of HBM, if the chip is not given: v5e and v6e have 128 MiB."""
+SPLASH_BLOCK = 1024  # tokens; half as many for heads of more than 128
 HOLES, HOLES_SHARE = 10 * 2**20, 0.012
-"""Unused bytes of a heap, between the many small stacks of a layer, for each layer of a block: 2 to 14 MiB in most
-programs, 80 for Gemma 3 in int4, whose block has six; at most this share of a small heap."""
+"""Unused bytes of a heap, between the small stacks of a layer, for each layer of a block: 2 to 14 MiB in most programs,
+80 for Gemma 3 in int4, whose block has six; at most this share of a small heap."""
 FLAT_HEAP = 1.075
-"""The report for an unrolled program over the buffers alive at its peak: 1.05 and 1.06 (4 layers of Qwen2.5-0.5B,
-remat=none with splash, full with sdpa), 1.075 (SmolLM2-360M, 4 and 12 layers, remat=none)."""
+"""The report for an unrolled program over the buffers alive at its peak: 1.05 to 1.075 in four programs."""
 STATES, WHOLE_STATES = 5, 7
 """Arrays of (T, H) of a layer in HBM during its backward pass: its input, the output of attention, the states between
 its halves, the incoming gradient, and about one more that is normed or cut into tiles (4 to 6 in SmolLM2, Llama,
 Mistral; the others are in the vector memory). In full fine-tuning three of them are in fp32. Each layer of a block
 beyond the first adds one: its input, cut out of the stack (Gemma 2, 3)."""
 LEFT_BY_TILES = 0.5
-"""Arrays of (t, I) that each tile of an unrolled MLP except the last leaves in HBM for its adapters' gradients, which
-some programs compute after the last tile: with four tiles four (SmolLM2-360M), three (Llama-3.2-1B) or two
-(SmolLM2-1.7B)."""
+"""Arrays of (t, I) that each tile of an unrolled MLP but the last leaves in HBM for its adapters' gradients, computed
+after the last tile: with four tiles four (SmolLM2-360M), three (Llama-3.2-1B) or two (SmolLM2-1.7B)."""
 
 
 def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
@@ -74,8 +70,8 @@ def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
         tile = min(ROWS, 1 << (rows - 1).bit_length())
         return -(-rows // tile) * tile * -(-lanes // LANES) * LANES
 
-    orders = [lay(shape[-2], shape[-1])] + ([lay(shape[-1], shape[-2])] if free else [])
-    return math.ceil(math.prod(shape[:-2]) * min(orders) * size)
+    orders = [shape[-2:], shape[:-3:-1]] if free else [shape[-2:]]
+    return math.ceil(math.prod(shape[:-2]) * min(lay(*order) for order in orders) * size)
 
 
 def trained_tensors(shape: Shape, lora: LoraConfig) -> list[tuple[int, ...]]:
@@ -113,7 +109,7 @@ def update_groups(shape: Shape, lora: LoraConfig, *, scanned: bool) -> list[list
 
 def trained_count(shape: Shape, lora: LoraConfig) -> int:
     """Number of trained parameters."""
-    return sum(math.prod(tensor) for tensor in trained_tensors(shape, lora))
+    return sum(map(math.prod, trained_tensors(shape, lora)))
 
 
 def weight_tensors(shape: Shape) -> list[tuple[int, ...]]:
@@ -161,10 +157,15 @@ _shape_of = cache(read_shape)
 
 def teacher_tensors(config: TrainConfig) -> list[tuple[tuple[int, ...], int]]:
     """The stored weights of a teacher in memory, as `stored_tensors`; none without one."""
-    shape = teacher_shape(config)
-    if shape is None or config.teacher is None:
+    shape, model = teacher_shape(config), config.teacher
+    if shape is None or model is None:
         return []
-    return stored_tensors(shape, replace(config, model=config.teacher, lora=LoraConfig()))
+    return stored_tensors(shape, replace(config, model=model, lora=LoraConfig()))
+
+
+def corrects(config: TrainConfig) -> bool:
+    """Whether the run trains an error-correction head."""
+    return config.optim.objective.startswith("error-correction")
 
 
 def group_bytes(group: Sequence[tuple[int, ...]], block: int = 1) -> int:
@@ -197,7 +198,7 @@ class Moment:
     """The tensors alive at one moment.
 
     Attributes:
-        name: "start", "loss", "backward" or "update".
+        name: "start", "forward", "loss", "backward" or "update".
         parts: bytes by part.
         carried: bytes that a loop receives or fills, which the compiler does not see.
     """
@@ -253,7 +254,10 @@ class PeakActivationModel:
     def moments(self) -> Iterator[Moment]:
         """The moments that can be the peak."""
         saved, gradients, head = self.saved(), self.gradients(), self.head_gradient()
-        lasting = {"saved_activations": saved, "weight_copies": self.copies(), "rotary": self.rotary()}
+        lasting = {"weight_copies": self.copies(), "rotary": self.rotary(), "gaussians": self.gaussians()}
+        if self.config.optim.objective == "error-correction-alone":
+            return (yield from self.forward_moments(lasting))
+        lasting["saved_activations"] = saved
         if self.kernel == "sdpa" and self.again:
             lasting["mask"] = self.scores()  # a bias of the scores' shape, made once for all layers
         if self.scanned:  # the stack that the first loop fills is allocated before it
@@ -280,6 +284,13 @@ class PeakActivationModel:
         for left, given in self.updates():
             parts = {"weight_copies": self.tables(), "gradients": left, "all_reduce": flat, "update": given}
             yield Moment("update", parts, min(left, unseen))
+
+    def forward_moments(self, lasting: dict[str, float]) -> Iterator[Moment]:
+        """The moments of a model that is not trained: attention's, with its inputs in two layouts, and the loss."""
+        attention = self.heads(2, self.shape.heads) + self.heads(2, self.shape.kv_heads) + self.positions(1)
+        layer, chunk = self.states(3) + self.slices(), sum(self.loss())
+        yield Moment("forward", {**lasting, "gaussians": 0.0, "layer": layer, "attention": attention}, 0)
+        yield Moment("loss", {**lasting, "gaussians": self.gaussians() / 2, "loss_chunk": chunk}, self.hidden())
 
     def group_bytes(self, group: Sequence[tuple[int, ...]]) -> int:
         """Bytes of the fp32 tensor in which a group is updated."""
@@ -386,16 +397,13 @@ class PeakActivationModel:
         return 2.0 * self.trained + self.relaid() + table
 
     def relaid(self) -> float:
-        """Stacks of a frozen model that a loop over tiles needs in another, padded layout than as arguments, in bf16.
-
-        int4's steps and offsets are (groups, 2) as arguments and (2, groups) in the loop.
-        """
+        """Stacks of a frozen model that a loop over tiles needs in a padded layout, other than as arguments, in bf16."""
         model, layers, found = self.config.model, self.shape.layers, 0.0
         for one in self.shape.linears:
             stack = (layers, one.outputs, one.inputs)
             before, now = padded(stack, 2, free=True), padded(stack, 2) if self.tiles > FEW_TILES else 0
             if model.base_dtype == "int4":
-                groups = one.inputs // model.quant_group
+                groups = one.inputs // model.quant_group  # steps and offsets; the other order is the loop's
                 before, now = (padded((layers, *two, one.outputs), 2) for two in ((groups, 2), (2, groups)))
             found += now if before < now else 0
         return found * self.scanned
@@ -475,6 +483,10 @@ class PeakActivationModel:
         size = 4 if self.config.distill.teacher_dtype == "fp32" else 2
         logits = self.in_hbm(padded((chunk, shape.vocabulary), size))
         return logits, float(kept * padded((self.tokens, shape.hidden), size, free=True))
+
+    def gaussians(self) -> float:
+        """What the backward pass of an error-correction head reads of its Gaussians: six of (T, K, D) in fp32."""
+        return corrects(self.config) * 6.0 * padded((self.tokens, *CORRECTION[1:]), 4)
 
     def at_mlp(self) -> tuple[float, float]:
         """The recomputed layer during the backward pass of its MLP: (layer, attention).

@@ -25,7 +25,7 @@ from tpu_kit.hardware.chips import (
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import spec_of
-from tpu_kit.planning.activation_memory import rematerialized, teacher_shape, trained_count
+from tpu_kit.planning.activation_memory import corrects, rematerialized, teacher_shape, trained_count
 from tpu_kit.planning.mesh_memory import model_tensors, per_device
 
 MXU_EFFICIENCY = 0.6
@@ -170,6 +170,12 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     if config.teacher is not None and (teacher := teacher_shape(config)) is not None:
         more = _forward(teacher, config.teacher.base_dtype, tokens, length, chunks, seen)
         flops, traffic = flops + more.flops, traffic + more.traffic
+    if config.optim.objective == "error-correction-alone":
+        base = _forward(shape, config.model.base_dtype, tokens, length, chunks, seen)
+        flops, traffic = base.flops + 2 * tokens * head, base.traffic + chunks * head * compute
+    if corrects(config):  # another loss: logits, and the gradient of its states
+        flops += 4 * tokens * head + 6 * tokens * shape.correction
+        traffic += 2 * chunks * head * compute
     update = UPDATE_TRAFFIC * 4.0 * trained_count(shape, lora)
     return Work(passes * flops, passes * traffic + update, 4.0 * trained_count(shape, lora))
 
@@ -277,7 +283,7 @@ def break_even(config: TrainConfig, shape: Shape, mesh: Mesh, chip: Chip) -> flo
 
 
 def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, seen: float) -> Work:
-    """The work of a teacher: a forward pass, with a third of the traffic of forward and backward, and its logits."""
+    """The work of a model that is not trained: its logits, with a third of the traffic of forward and backward."""
     weights = sum(linear.inputs * linear.outputs for linear in shape.linears)
     scores, head = 2 * length * shape.heads * shape.head_dim * seen, shape.vocabulary * shape.hidden
     ends, compute = sum(linear.inputs + linear.outputs for linear in shape.linears), 4 if dtype == "fp32" else 2

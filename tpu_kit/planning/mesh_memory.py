@@ -11,12 +11,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.loader import LoraConfig, TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import ROW, Placed, Tensor, place, spec_of
-from tpu_kit.planning.activation_memory import BLOCK, PeakActivationModel, blocks, padded
+from tpu_kit.planning.activation_memory import (
+    BLOCK,
+    PeakActivationModel,
+    blocks,
+    corrects,
+    padded,
+    teacher_shape,
+)
 
 WIDE = 5
 """Arrays of (tokens, I) of an MLP's backward pass in HBM."""
@@ -132,8 +139,18 @@ class MeshActivationModel(PeakActivationModel):
         return {
             "base_weights": sum(padded(part, one.size, free=True) for one, part in every) - adapters,
             "adapters": adapters, "optimizer": moments,
+            "teacher_weights": self._teacher(), "error_correction": 12 * self.shape.correction * corrects(self.config),
             "ema": state if optim.ema_decay else 0, "batch": rows * self.passes,
         }  # fmt: skip
+
+    def _teacher(self) -> int:
+        """The shards of a teacher's weights."""
+        shape, model = teacher_shape(self.config), self.config.teacher
+        if shape is None or model is None:
+            return 0
+        tensors = model_tensors(shape, replace(self.config, model=model, lora=LoraConfig()))
+        pairs = zip(tensors, shards(tensors, self.mesh, shape.tied), strict=True)
+        return sum(padded(part, one.size, free=True) for one, part in pairs if not one.trained)
 
     def _coded(self) -> int:
         """The blocks of 8-bit AdamW: two codes, two scales and a seed for each, sharded over the axes of the matrix."""
@@ -212,6 +229,12 @@ class MeshActivationModel(PeakActivationModel):
         copied = padded((-(-shape.vocabulary // shards), shape.hidden), 2) if self.whole or self.compute == 4 else 0
         gathered = padded((chunk * shards, shape.hidden), self.compute)
         return self.in_hbm(padded((chunk, shape.vocabulary), self.compute)), self.hidden(3) + copied + gathered
+
+    def teacher(self) -> tuple[float, float]:
+        """As without a mesh; a teacher's logits of more tokens than the student knows are cut into a second array."""
+        (logits, states), shape = super().teacher(), teacher_shape(self.config)
+        cut = shape is not None and shape.vocabulary != self.shape.vocabulary
+        return logits * (1 + cut), states
 
     def at_mlp(self) -> tuple[float, float]:
         """The recomputed layer during the backward pass of its MLP: as without a mesh, with gathered weights.
