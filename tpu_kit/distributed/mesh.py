@@ -1,18 +1,22 @@
 """Starts the mesh of a process that drives several devices, and copies tensors to its devices and back.
 
 `put` gives each device its shard of a tensor, `read` joins the shards. Both take torch_xla's private functions for
-shards: the public ones compile a program, or hold the whole tensor on the device.
+shards: the public ones compile a program, or hold the whole tensor on the device. On a slice of several hosts each
+process gives and reads the shards of its own devices: `_global_tensor_from_cpu_shards` takes one for each local device,
+in the order of `_xla_get_runtime_devices` (torch_xla 2.9, init_python_bindings.cpp).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from tpu_kit.config.mesh import Mesh, Spec
+from tpu_kit.config.mesh import BATCH, Mesh, Spec
 
+Box = tuple[slice, ...]
+"""A part of a tensor: where it starts and stops in each dimension."""
 _mesh: Mesh | None = None  # of the process: autograd runs the backward pass in threads of its own
 
 
@@ -33,17 +37,37 @@ def use_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 def start(mesh: Mesh) -> None:
-    """Lets this process drive all devices as `mesh`, before it touches one; for as long as it lives."""
+    """Lets this process drive its devices of `mesh`, before it touches one; for as long as it lives.
+
+    Devices are numbered as the runtime orders them: by their place in the slice, and by slice.
+
+    Raises:
+        ValueError: the mesh has another number of devices than there are.
+    """
     import numpy as np
     import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
 
     global _mesh
     xr.use_spmd()
-    there = xr.global_runtime_device_count()
-    assert there == mesh.size, f"a mesh of {mesh.size} devices on {there}"
+    if (there := xr.global_runtime_device_count()) != mesh.size:
+        raise ValueError(
+            f"launch.mesh={mesh} is a mesh of {mesh.size} devices, and the runtime has {there}: on a slice start all "
+            "hosts of it, and let TPU_WORKER_HOSTNAMES or TPU_KIT_HOSTS name all of them"
+        )
     xs.set_global_mesh(xs.Mesh(np.arange(mesh.size), tuple(mesh.sizes.values()), tuple(mesh.sizes)))
     _mesh = mesh
+
+
+def local_devices() -> list[int]:
+    """The numbers of the devices that this process drives, in the order of the runtime; on a slice the host's own."""
+    import torch_xla
+
+    return [_number(name) for name in torch_xla._XLAC._xla_get_runtime_devices()]
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition(":")[2])  # of "TPU:3"
 
 
 def put(tensor: torch.Tensor, spec: Spec, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -56,10 +80,39 @@ def put(tensor: torch.Tensor, spec: Spec, dtype: torch.dtype | None = None) -> t
     """
     assert _mesh is not None
     spec, tensor = _mesh.fitted(spec, tensor.shape), tensor.detach()
-    places = boxes(_mesh, spec, tensor.shape)
+    return _of_shards(cut(tensor, _mesh, spec, local_devices(), dtype), spec, tensor.shape)
+
+
+def cut(
+    tensor: torch.Tensor, mesh: Mesh, spec: Spec, devices: Sequence[int], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Copies the shards of some devices out of a CPU tensor; devices with the same shard share the copy."""
+    places = boxes(mesh, spec, tensor.shape, devices)
     distinct = {str(box): box for box in places}
     shards = {key: tensor[box].to(dtype or tensor.dtype).contiguous() for key, box in distinct.items()}
-    return _of_shards([shards[str(box)] for box in places], spec, tensor.shape)
+    return [shards[str(box)] for box in places]
+
+
+def row_shards(mesh: Mesh, devices: Sequence[int]) -> list[int]:
+    """The shards of a batch that some devices hold, in the order of the devices."""
+    return [box[0].start for box in boxes(mesh, (BATCH,), (mesh.batch_shards,), devices)]
+
+
+def put_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Moves this process's rows of a batch, (B, S), to its devices; see `put`.
+
+    Args:
+        tensor: as many rows for each of the shards that its devices hold, the smallest shard first.
+    """
+    assert _mesh is not None
+    shards = row_shards(_mesh, local_devices())
+    held = sorted(set(shards))
+    if len(tensor) % len(held):
+        return put(tensor, (None, None))
+    size = len(tensor) // len(held)
+    parts = dict(zip(held, (one.contiguous() for one in tensor.split(size)), strict=True))
+    shape = torch.Size([size * _mesh.batch_shards, *tensor.shape[1:]])
+    return _of_shards([parts[one] for one in shards], (BATCH, None), shape)
 
 
 def put_stack(parts: list[torch.Tensor], spec: Spec, dtype: torch.dtype) -> torch.Tensor:
@@ -73,7 +126,7 @@ def put_stack(parts: list[torch.Tensor], spec: Spec, dtype: torch.dtype) -> torc
     assert _mesh is not None
     shape = torch.Size([len(parts), *parts[0].shape])
     spec = _mesh.fitted(spec, shape)
-    places = boxes(_mesh, spec, shape)
+    places = boxes(_mesh, spec, shape, local_devices())
     distinct = {str(box): box for box in places}
     shards = {
         key: torch.empty([len(parts), *(one.stop - one.start for one in box[1:])], dtype=dtype)
@@ -100,35 +153,67 @@ def read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     Of a sharded tensor all programs that were started are awaited; of another one the program that computes it.
     """
+    return [_joined(one) if parts else one.cpu() for one, parts in zip(tensors, _sharded(tensors), strict=True)]
+
+
+def pieces(tensors: Sequence[torch.Tensor], devices: Collection[int]) -> list[list[tuple[Box, torch.Tensor]]]:
+    """Copies the parts of tensors that some devices, together with all others, hold once: for each its box and values.
+
+    Of equal shards it is the first replica. Tensors that are not sharded belong to device 0.
+
+    Args:
+        tensors: on the mesh.
+        devices: the numbers of those that this process drives.
+    """
+    found: list[list[tuple[Box, torch.Tensor]]] = []
+    for tensor, parts in zip(tensors, _sharded(tensors), strict=True):
+        whole = tuple(slice(0, size) for size in tensor.shape)
+        if not parts:
+            found.append([(whole, tensor.cpu())] if 0 in devices else [])
+        else:
+            found.append([(box, part) for device, replica, box, part in _shards(tensor)
+                          if replica == 0 and device in devices])  # fmt: skip
+    return found
+
+
+def _sharded(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of the tensors are sharded; then waits until all programs have ended."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
-    sharded = ["devices=" in torch_xla._XLAC._get_xla_sharding_spec(tensor) for tensor in tensors]
-    if any(sharded):
+    found = ["devices=" in torch_xla._XLAC._get_xla_sharding_spec(tensor) for tensor in tensors]
+    if any(found):
         xm.wait_device_ops()
-    return [_joined(one) if parts else one.cpu() for one, parts in zip(tensors, sharded, strict=True)]
+    return found
 
 
 def _joined(tensor: torch.Tensor) -> torch.Tensor:
+    whole, done = torch.empty(tensor.shape, dtype=tensor.dtype), dict[str, int]()
+    for _, _, box, part in _shards(tensor):
+        if str(box) not in done:
+            done[str(box)] = part.numel()
+            whole[box].copy_(part)
+    assert sum(done.values()) == whole.numel(), f"other hosts hold parts of a tensor of {tuple(tensor.shape)}"
+    return whole
+
+
+def _shards(tensor: torch.Tensor) -> Iterator[tuple[int, int, Box, torch.Tensor]]:
+    """For each device of this process its number, which replica of its shard it holds, the box, and the values."""
     import torch_xla
 
     shards = torch_xla._XLAC._get_local_shards([tensor])[0]
     places = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])[0]
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    done = set()
-    for (shard, _), (_, box) in zip(shards, places, strict=True):
-        if (place := repr(box)) not in done:
-            done.add(place)
-            part = whole if box is Ellipsis else whole[tuple(box)]
-            part.copy_(shard[tuple(map(slice, part.shape))])  # without the padding of a shard
-    return whole
+    for (shard, name), (replica, box) in zip(shards, places, strict=True):
+        box = tuple(map(slice, [0] * tensor.ndim, tensor.shape)) if box is Ellipsis else tuple(box)
+        sizes = [one.stop - one.start for one in box]
+        yield _number(name), replica, box, shard[tuple(map(slice, sizes))]  # without the padding of a shard
 
 
-def boxes(mesh: Mesh, spec: Spec, shape: Sequence[int]) -> list[tuple[slice, ...]]:
-    """The part of a tensor that each device holds, by the device's number."""
+def boxes(mesh: Mesh, spec: Spec, shape: Sequence[int], devices: Sequence[int] | None = None) -> list[Box]:
+    """The part of a tensor that each device holds, in the order of `devices`; by default of all."""
     sizes = mesh.shard_shape(spec, shape)
     found = []
-    for device in range(mesh.size):
+    for device in range(mesh.size) if devices is None else devices:
         at = mesh.coordinates(device)
         box = []
         for axes, size in zip(spec, sizes, strict=True):

@@ -76,10 +76,11 @@ def _trace(config: TrainConfig, num_replicas: int, shards: int) -> Program:
         for _ in range(plan.gradient_accumulation)
     ]
     control = placeholder((3,), torch.float32)
-    inputs |= {f"batch.{name}": tensor for batch in batches for name, tensor in batch.items()} | {"control": control}
+    inputs["control"] = control
     specs = state.specs(model) | {f"batch.{name}": (BATCH, None) for name in columns}
     before = [(tensor, tensor_number(tensor)) for tensor in _kept(state)]
     names = {tensor_number(tensor): name for name, tensor in inputs.items()}
+    names |= {tensor_number(tensor): f"batch.{name}" for batch in batches for name, tensor in batch.items()}
     with attention.lowering_for_tpu():
         train_step(model, state, batches, control, objective, config.optim, replica)
         # As torch_xla does at a cut: a tensor that was changed in place donates its old buffer to the new value.
