@@ -18,6 +18,12 @@ def plans() -> list[Plan]:
     return plan(load_config(None, QWEN), ["v5e", "v5litepod-8", "v6e"])
 
 
+@pytest.fixture(scope="module")
+def sharded() -> Plan:
+    (found,) = plan(load_config(None, ["model.name=Qwen/Qwen3-32B", "mesh=fsdp=8", *QWEN[1:]]), ["v5litepod-8"])
+    return found
+
+
 def test_the_tables(plans: list[Plan], capsys: pytest.CaptureFixture[str]) -> None:
     cells.show_plans(plans)
     cells.show_memory(plans[0])
@@ -28,8 +34,9 @@ def test_the_tables(plans: list[Plan], capsys: pytest.CaptureFixture[str]) -> No
     assert lines[-1].startswith("a device of v5litepod-1 has  15.748  100.0%") and lines[-2].startswith("peak ")
 
 
-def test_the_bars_are_the_settings(plans: list[Plan]) -> None:
-    one = plans[0]
+@pytest.mark.parametrize("mesh", [False, True])
+def test_the_bars_are_the_settings(plans: list[Plan], sharded: Plan, mesh: bool) -> None:
+    one = sharded if mesh else plans[0]
     axes = cells._bars(one, one.settings).axes[0]
     ends = [0.0] * len(one.settings)
     for container in axes.containers:

@@ -539,11 +539,10 @@ def _bars(plan: Plan, settings: Sequence[Setting]) -> Figure:
     from matplotlib.figure import Figure
 
     from tpu_kit.models.architecture import read_shape
-    from tpu_kit.planning.memory_estimate import estimate
+    from tpu_kit.planning.memory_estimate import estimate_on
 
     shape = read_shape(plan.config.model)
-    chip = plan.where.chip
-    found = [dict(estimate(one.config, num_replicas=one.replicas, shape=shape, chip=chip).parts) for one in settings]
+    found = [dict(estimate_on(one.config, shape, plan.where).parts) for one in settings]
     figure = Figure(figsize=(10, 1.7 + 0.36 * max(3, len(settings))), layout="constrained")
     axes = figure.add_subplot()
     parts = _largest_parts(found)
