@@ -397,7 +397,7 @@ class PeakActivationModel:
         return 2.0 * self.trained + self.relaid() + table
 
     def relaid(self) -> float:
-        """Stacks of a frozen model that a loop over tiles needs in a padded layout, other than as arguments, in bf16."""
+        """Stacks of a frozen model that a loop over tiles needs in a layout with padding, unlike arguments, in bf16."""
         model, layers, found = self.config.model, self.shape.layers, 0.0
         for one in self.shape.linears:
             stack = (layers, one.outputs, one.inputs)
