@@ -116,6 +116,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "backends.TpuRuntime.local_rank": (1, NEVER, "a replica's number on its host"),
     "backends.TpuRuntime.memory": (1, NEVER, "the memory that the runtime reports"),
     "preflight._placed": (1, RECORDED, "test_mesh_choice"),
+    "runtime.detect": (1, RECORDED, "test_runtime"),
     "runtime._mesh": (3, RECORDED, "test_runtime"),
     "runtime._choose": (4, RECORDED, "test_runtime"),
     "runtime._require": (3, RECORDED, "test_runtime"),

@@ -143,11 +143,12 @@ def test_order_is_by_the_manifest(folder: Path) -> None:
 
 
 def test_save_returns_before_it_is_written_and_one_is_on_its_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, written = threading.Event(), []
+    go, written, save_file = threading.Event(), [], local_store.save_file
 
     def slow(*arguments: Any, **named: Any) -> None:
         assert go.wait(30)
         written.append(threading.current_thread())
+        save_file(*arguments, **named)
 
     monkeypatch.setattr(local_store, "save_file", slow)
     with CheckpointManager(folder, keep=1) as store:

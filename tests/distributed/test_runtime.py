@@ -12,6 +12,7 @@ from tests.support.child_processes import run_python
 from tpu_kit.config.loader import LaunchConfig, load_config
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed import runtime
+from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.runtime import detect
 from tpu_kit.hardware.machine import Machine
@@ -89,6 +90,22 @@ def test_explicit(
     assert found.device_type == launch_config.device_type
     assert found.num_replicas == replicas
     assert found.reason == "as asked for"
+
+
+def test_a_slice_of_several_hosts_is_a_mesh(tmp_path: Path) -> None:
+    at = machine(tmp_path, 4)
+    four = Hosts(2, ("a", "b", "c", "d"), "a:29477", "the metadata")
+    for text, mesh in ((None, Mesh(data=16)), ("fsdp=-1", Mesh(fsdp=16)), ("data=2,fsdp=-1", Mesh(2, 8))):
+        found = detect(LaunchConfig("tpu", mesh=text), at, four)
+        assert (found.mesh, found.num_replicas, found.first_rank, found.hosts) == (mesh, 1, 2, four)
+    assert "a mesh of 16 devices on 4 hosts, data=2,fsdp=8" in str(found)
+    with pytest.raises(ValueError, match=r"launch.mesh=fsdp=4 is a mesh of 4 devices, and there are 16; use fsdp=16"):
+        detect(LaunchConfig("tpu", mesh="fsdp=4"), at, four)
+    given = load_config(None, {"num_replicas": 16, "generate_rows": 8})
+    first, second = runtime.slice_problems(given)
+    assert first.startswith("tracking.generate_rows: 8 on a TPU slice of several hosts: answers are generated on one")
+    assert second.endswith("as a part of a mesh; remove it, or set launch.mesh=data=-1")
+    assert runtime.slice_problems(load_config(None, {})) == []
 
 
 @pytest.mark.parametrize(

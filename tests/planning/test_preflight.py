@@ -11,6 +11,7 @@ from tests.hardware.test_machine import V3, V5E, fake
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.distributed import runtime
+from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.hardware.slices import find_slice
 from tpu_kit.planning import compile_check
@@ -79,6 +80,17 @@ def test_auto_on_a_tpu_is_the_planner_s_choice(small: Path, tmp_path: Path) -> N
     for part in ("base_weights 0.92", "GiB by formula\n", "of 15.75 GiB, by formula", "tokens/s by roofline, not ",
                  "15.75 GiB for each of 8 on v5litepod-8", f"auto is {plan.batch_size}: the fastest"):  # fmt: skip
         assert part in text
+
+
+def test_on_several_hosts_a_mesh_is_chosen(small: Path, tmp_path: Path) -> None:
+    """Data parallel where a device holds the model; several slices are planned as such."""
+    at = fake(tmp_path / "root", *[V5E] * 4)
+    for count, slices, name in ((4, 1, "v5litepod-16"), (8, 2, "2xv5litepod-16")):
+        hosts = Hosts(0, tuple(map(str, range(count))), "0:29477", slices=slices)
+        found = check_before_launch(run(small, "device_type=tpu", "batch_size=1"), at=at, hosts=hosts)
+        assert found.config.launch.mesh == f"data={4 * count}" and found.room is not None
+        assert (found.room.name, found.room.replicas) == (name, 4 * count)
+        assert f"so mesh=data={4 * count}, which holds it in" in str(found)
 
 
 def test_auto_of_a_small_data_set_leaves_updates_to_make(tmp_path: Path) -> None:

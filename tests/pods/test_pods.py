@@ -136,6 +136,7 @@ def test_the_hosts_install_this_kit_from_its_repository() -> None:
           " ... gs://bucket/my-run/) and give its gs:// address",
           "model.name: './model' is on this machine, and the hosts cannot read it; give its name on the Hugging Face"]),
         (["objective=mine:loss"], ["optim.objective: the hosts do not have the module of mine:loss; use --with job"]),
+        (["generate_rows=4"], ["tracking.generate_rows: 4 on a TPU slice of several hosts: answers are generated on"]),
         (["wandb=online"], ["tracking.wandb: online needs WANDB_API_KEY on the hosts; set it in this environment"]),
         (["--with", "skypilott"], ["argument --with: invalid choice: 'skypilott' (choose from"]),
     ],
@@ -341,7 +342,7 @@ def test_what_the_planner_says_is_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for changes, text in (
-        (["name=Qwen/Qwen2.5-7B-Instruct", "lora.r=0", "num_replicas=16"], "estimate: DOES NOT FIT: it takes "),
+        (["name=Qwen/Qwen2.5-7B-Instruct", "lora.r=0", "mesh=data=16"], "estimate: DOES NOT FIT: it takes "),
         (["max_steps=null"], "not known for the run: data.source=gs://bucket/rows.jsonl is in an object store"),
         (["name=nobody/nothing"], "(list price of us-central); not known for the run: "),
     ):

@@ -3,7 +3,7 @@
 <output_dir>/checkpoints/
   step-00000400/
     3f9a1c07b2de/            the files of one attempt to save it, with a unique name
-      adapter_model.safetensors, state.json, ...
+      adapter_model.safetensors, state.json, ... (of several hosts see tpu_kit.checkpointing.parts)
     manifest.0.json          the marker (see manifest.py); it names the folder above; created only if absent
     manifest.1.json          the same step, saved again: the larger number counts, and the other is deleted
     manifest.0.json.corrupt  set aside by `CheckpointManager.newest`
@@ -27,10 +27,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tpu_kit.checkpointing.manifest import (
     CORRUPT,
@@ -47,6 +48,9 @@ from tpu_kit.checkpointing.manifest import (
     unseal,
 )
 from tpu_kit.storage.object_store import ObjectFolder
+
+if TYPE_CHECKING:
+    from tpu_kit.checkpointing.parts import Attempt
 
 _MARKER = re.compile(r"(step-\d{8,})/manifest\.(\d+)\.json")
 _FILE = re.compile(r"(step-\d{8,}/[0-9a-f]{12})/[^/]+")
@@ -149,8 +153,16 @@ class BucketStore:
         """Bytes that can be written: an object store has no limit."""
         return None
 
-    def write(self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str]) -> None:
+    def write(
+        self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str], attempt: Attempt | None = None
+    ) -> None:
         """Uploads the files, creates the marker, then commits it.
+
+        Args:
+            about: the manifest without its files.
+            tensors: by name of the file.
+            texts: by name of the file.
+            attempt: of several hosts, whose parts become files of the checkpoint.
 
         Raises:
             ValueError: another process has become the owner in the meantime; the text names it.
@@ -160,8 +172,13 @@ class BucketStore:
         names = self.objects.list()
         self._owner.check(names)
         older = sorted(int(match[2]) for name in names if (match := _MARKER.match(name)) and match[1] == step)
-        prefix, marker = f"{step}/{uuid.uuid4().hex[:12]}", f"{step}/manifest.{older[-1] + 1 if older else 0}.json"
-        files = {**self._put_tensors(prefix, tensors), **self._put_texts(prefix, texts)}
+        marker = f"{step}/manifest.{older[-1] + 1 if older else 0}.json"
+        prefix = f"{step}/{attempt.name if attempt else uuid.uuid4().hex[:12]}"
+        files = {**_put_tensors(self.objects, prefix, tensors), **self._put_texts(prefix, texts)}
+        if attempt is not None:
+            parts = attempt.receipts(lambda: self._receipts(prefix))
+            self.objects.remove(f"{prefix}/{name.replace('.safetensors', '.json')}" for name in parts)
+            files |= parts
         manifest = seal({**about, "folder": prefix.rpartition("/")[2], "files": files}).encode()
         try:
             self.objects.create(marker, manifest)
@@ -175,21 +192,9 @@ class BucketStore:
         for number in older:
             self._discard_replaced(f"{step}/manifest.{number}.json")
 
-    def _put_tensors(self, prefix: str, tensors: Tensors) -> dict[str, dict[str, Any]]:
-        files = {}
-        with tempfile.TemporaryDirectory(prefix="tpu_kit-upload-") as staging:
-            for name, group in tensors.items():  # the disk holds one file at a time
-                path = Path(staging, f"{name}.safetensors")
-                whole = {key: value.contiguous() for key, value in group.items()}
-                try:
-                    save_file(whole, path, metadata={"format": "pt"})
-                    files[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
-                except (OSError, SafetensorError) as error:
-                    text = f"{tempfile.gettempdir()} cannot be written to ({error}): set TMPDIR to another folder"
-                    raise OSError(error_number(error), text) from error
-                self.objects.put(path, f"{prefix}/{path.name}")
-                path.unlink()
-        return files
+    def _receipts(self, prefix: str) -> dict[str, bytes]:
+        receipts = [name for name in self.objects.list() if re.fullmatch(rf"{prefix}/training-\d+\.json", name)]
+        return {name.rpartition("/")[2]: text for name, text in self.objects.read_all(receipts).items()}
 
     def _put_texts(self, prefix: str, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         files = {}
@@ -259,6 +264,38 @@ class BucketStore:
             late = _MARKER.fullmatch(name) and name not in self._owner.commits  # a former owner's
             if late or (match and match[1] not in kept and name.partition("/")[0] not in unclear):
                 self.objects.remove([name])
+
+
+def write_part(url: str, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Uploads the part of a checkpoint that one of several hosts holds, then its receipt; see `parts`.
+
+    Args:
+        url: gs://bucket/.../checkpoints.
+        step: updates done.
+        attempt: name of the attempt.
+        name: of the part.
+        tensors: the host's.
+    """
+    objects, prefix = ObjectFolder(url), f"step-{step:08d}/{attempt}"
+    (entry,) = _put_tensors(objects, prefix, {name: tensors}).values()
+    objects.write(f"{prefix}/{name}.json", json.dumps(entry).encode())
+
+
+def _put_tensors(objects: ObjectFolder, prefix: str, tensors: Tensors) -> dict[str, dict[str, Any]]:
+    files = {}
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-upload-") as staging:
+        for name, group in tensors.items():  # the disk holds one file at a time
+            path = Path(staging, f"{name}.safetensors")
+            whole = {key: value.contiguous() for key, value in group.items()}
+            try:
+                save_file(whole, path, metadata={"format": "pt"})
+                files[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+            except (OSError, SafetensorError) as error:
+                text = f"{tempfile.gettempdir()} cannot be written to ({error}): set TMPDIR to another folder"
+                raise OSError(error_number(error), text) from error
+            objects.put(path, f"{prefix}/{path.name}")
+            path.unlink()
+    return files
 
 
 def scan_bucket(url: str, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:

@@ -5,6 +5,7 @@
     adapter_model.safetensors, state.json, ...
     manifest.json            see tpu_kit.checkpointing.manifest; written last
   .step-00000412.part/       being written, or left by a process that was killed
+  .step-00000412.3f9a1c07b2de.part/  the parts of several hosts; see tpu_kit.checkpointing.parts
   .step-00000412.old/        for a moment, while the same step is saved again
   step-00000300.corrupt/     set aside by `CheckpointManager.newest`
   .lock                      held by the one process that writes here; names its host and PID
@@ -15,14 +16,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import shutil
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tpu_kit.checkpointing.manifest import (
     CORRUPT,
@@ -37,6 +40,9 @@ from tpu_kit.checkpointing.manifest import (
 )
 from tpu_kit.storage import atomic
 from tpu_kit.storage.atomic import OLD, PART
+
+if TYPE_CHECKING:
+    from tpu_kit.checkpointing.parts import Attempt
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}  # some network and FUSE folders
 
@@ -82,27 +88,34 @@ class FolderStore:
         """Bytes that can be written."""
         return shutil.disk_usage(self.folder).free
 
-    def write(self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str]) -> None:
-        """Writes files, then manifest, then name, each durable before the next; raises OSError or SafetensorError."""
+    def write(
+        self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str], attempt: Attempt | None = None
+    ) -> None:
+        """Writes files, then manifest, then name, each durable before the next; raises OSError or SafetensorError.
+
+        Args:
+            about: the manifest without its files.
+            tensors: by name of the file.
+            texts: by name of the file.
+            attempt: of several hosts, whose parts become files of the checkpoint.
+        """
         place = self.folder / f"step-{about['step']:08d}"
         with atomic.replacing(place, durable=True) as part:
             part.mkdir()
-            self._fill(part, about, tensors, texts)
-
-    def _fill(self, part: Path, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str]) -> None:
-        for name, group in tensors.items():
-            whole = {key: value.contiguous() for key, value in group.items()}
-            save_file(whole, part / f"{name}.safetensors", metadata={"format": "pt"})
-            with contextlib.suppress(OSError):  # safetensors writes with mode 600; some folders allow no chmod
-                (part / f"{name}.safetensors").chmod(part.stat().st_mode & 0o666)
-        for name, text in texts.items():
-            (part / name).write_bytes(text.encode())
-        files = {}
-        for path in sorted(part.iterdir()):
-            atomic.sync(path)
-            files[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
-        (part / MANIFEST).write_text(seal({**about, "files": files}))
-        atomic.sync(part / MANIFEST)
+            files = {}
+            if attempt is not None:
+                come = _parts(self.folder, about["step"], attempt.name)
+                files = attempt.receipts(lambda: {path.name: path.read_bytes() for path in come.glob("*.json")})
+                for name in files:
+                    (come / name).rename(part / name)
+                shutil.rmtree(come, ignore_errors=True)
+            for name, group in tensors.items():
+                files |= _save(part / f"{name}.safetensors", group)
+            for name, text in texts.items():
+                (part / name).write_bytes(text.encode())
+                files |= _entry(part / name)
+            (part / MANIFEST).write_text(seal({**about, "files": files}))
+            atomic.sync(part / MANIFEST)
 
     def discard(self, checkpoint: Checkpoint) -> None:
         """Deletes a checkpoint; if killed in between, it leaves none that looks damaged."""
@@ -147,6 +160,42 @@ class FolderStore:
                 self._remove(path)
             else:  # killed between the two renames
                 path.rename(place)
+
+
+def write_part(folder: Path, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Writes the part of a checkpoint that one of several hosts holds, then its receipt; see `parts`.
+
+    Args:
+        folder: `<output_dir>/checkpoints`, which all hosts share.
+        step: updates done.
+        attempt: name of the attempt.
+        name: of the part.
+        tensors: the host's.
+    """
+    part = _parts(folder, step, attempt)
+    part.mkdir(parents=True, exist_ok=True)
+    entry = _save(part / f"{name}.safetensors", tensors)
+    with atomic.replacing(part / f"{name}.json", durable=True) as receipt:
+        receipt.write_text(json.dumps(entry[f"{name}.safetensors"]))
+        atomic.sync(receipt)
+
+
+def _parts(folder: Path, step: int, attempt: str) -> Path:
+    return folder / f".step-{step:08d}.{attempt}{PART}"
+
+
+def _save(path: Path, group: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Writes tensors; returns the entry of the manifest."""
+    save_file({key: value.contiguous() for key, value in group.items()}, path, metadata={"format": "pt"})
+    with contextlib.suppress(OSError):  # safetensors writes with mode 600; some folders allow no chmod
+        path.chmod(path.parent.stat().st_mode & 0o666)
+    return _entry(path)
+
+
+def _entry(path: Path) -> dict[str, dict[str, Any]]:
+    """Makes a file durable; returns its entry of the manifest."""
+    atomic.sync(path)
+    return {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)}}
 
 
 def _lock(path: Path) -> tuple[TextIO, bool]:

@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,11 +30,12 @@ from tpu_kit.checkpointing.manifest import (
     holder_name,
     scan_folder,
 )
+from tpu_kit.checkpointing.parts import Attempt, BackgroundWriter
 from tpu_kit.config.loader import ConfigError
 from tpu_kit.storage.object_store import is_url, join
 
 
-class CheckpointManager:
+class CheckpointManager(BackgroundWriter):
     """Writes a run's checkpoints, in one process at a time; other processes use `scan`.
 
     A context manager: on exit the last checkpoint becomes durable, and another process may write.
@@ -63,9 +63,8 @@ class CheckpointManager:
     ) -> None:
         assert keep >= 1 and (keep_every is None or keep_every >= 1), (keep, keep_every)
         self.place, self.keep, self.keep_every, self.clock = place, keep, keep_every, clock
+        super().__init__()
         self.rejected: list[Rejected] = []
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
         self._store: FolderStore | BucketStore
         try:
             self._store = BucketStore(str(place)) if is_url(place) else FolderStore(Path(place))
@@ -75,14 +74,6 @@ class CheckpointManager:
 
     def __enter__(self) -> CheckpointManager:
         return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            self.close()
-        except Exception as failure:
-            if kind is None:
-                raise
-            print(failure, file=sys.stderr, flush=True)  # the error of the body tells more
 
     def close(self) -> None:
         """Waits until the last checkpoint is durable and releases the lock; raises as `wait` does."""
@@ -140,6 +131,7 @@ class CheckpointManager:
         metrics: Mapping[str, float],
         best: bool = False,
         texts: Mapping[str, str] | None = None,
+        attempt: Attempt | None = None,
     ) -> None:
         """Starts to write a checkpoint in a thread and returns. A checkpoint of the same step is replaced.
 
@@ -153,6 +145,7 @@ class CheckpointManager:
             metrics: shown in lists.
             best: whether it is the best so far: it is then kept until a better one is saved.
             texts: file name to text, such as the log up to this step.
+            attempt: of several hosts, whose parts belong to the checkpoint; see `HostParts.save`.
 
         Raises:
             OSError: the previous one could not be written, or there is no room for this one. To make room, older ones
@@ -169,33 +162,17 @@ class CheckpointManager:
         self._make_room(step, needed)
         about: dict[str, Any] = {"format": FORMAT, "step": step, "created": self.clock(), "best": best}
         about |= {"metrics": {name: float(value) for name, value in metrics.items()}, "writer": holder_name()}
-        self._thread = threading.Thread(target=self._run, args=(about, tensors, written, needed))
-        self._thread.start()
+        self._start(lambda: self._write(about, tensors, written, needed, attempt))
 
-    def poll(self) -> None:
-        """Raises the error of the last write, if it has ended in one; never waits."""
-        if self._error is not None:
-            self.wait()
-
-    def wait(self) -> None:
-        """Waits until the last checkpoint is durable; raises, once, the error of its write."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self, about: dict[str, Any], tensors: Tensors, texts: Mapping[str, str], needed: int) -> None:
+    def _write(
+        self, about: dict[str, Any], tensors: Tensors, texts: Mapping[str, str], needed: int, attempt: Attempt | None
+    ) -> None:
         try:
-            self._store.write(about, tensors, texts)
+            self._store.write(about, tensors, texts, attempt)
             for surplus in self._surplus(self.keep):
                 self._discard(surplus)
         except (OSError, SafetensorError) as error:
-            self._error = self._failure(about["step"], error, needed)
-            self._error.__cause__ = error
-        except Exception as error:
-            self._error = error
+            raise self._failure(about["step"], error, needed) from error
 
     def _surplus(self, keep: int) -> list[Checkpoint]:
         """The checkpoints that may be deleted: all but the `keep` newest, the best, and those of `keep_every`."""
@@ -236,7 +213,7 @@ class CheckpointManager:
         known = self._store.known
         last = f"The checkpoint of step {known[-1].step} stays good" if known else "There is no earlier one"
         begin = f"the checkpoint of step {step} could not be written to {self.place}"
-        if isinstance(self._store, BucketStore):
+        if isinstance(self._store, BucketStore) or getattr(error, "errno", code) is None:  # not of the disk
             return OSError(code, f"{begin}: {getattr(error, 'strerror', None) or error}. {last}")
         try:
             free = f"{self._store.free():,}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -247,7 +247,7 @@ def permutation(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.nd
     return order
 
 
-def eval_batches(dataset: PackedDataset, shards: slice, data_size: int, batch_size: int) -> Iterator[Batch]:
+def eval_batches(dataset: PackedDataset, shards: Sequence[int], data_size: int, batch_size: int) -> Iterator[Batch]:
     """Yields every row once over all `data_size` shards, as many batches for each; empty rows fill the last batches.
 
     The rows of a batch are those of `shards`, `batch_size` for each.
@@ -354,7 +354,7 @@ def rows_of(update: Update, dataset_rows: int, data: DataConfig) -> np.ndarray:
     return order[update.first_row : update.first_row + update.rows]
 
 
-def deal(rows: np.ndarray, update: Update, plan: BatchPlan, shards: slice) -> np.ndarray:
+def deal(rows: np.ndarray, update: Update, plan: BatchPlan, shards: Sequence[int]) -> np.ndarray:
     """Returns the rows of these shards: (passes, rows of a batch) int64."""
     return rows.reshape(update.passes, plan.num_replicas, plan.batch_size)[:, shards].reshape(update.passes, -1)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from tpu_kit.config.mesh import BATCH, Mesh, Spec
-from tpu_kit.distributed.mesh import put, read
+from tpu_kit.config.mesh import Mesh, Spec
+from tpu_kit.distributed.hosts import ONE, Hosts
+from tpu_kit.distributed.mesh import Box, local_devices, pieces, put, put_rows, read, row_shards
 from tpu_kit.distributed.runtime import DeviceType, Runtime
 
 
@@ -167,17 +168,24 @@ class SimulatedRuntime(_XlaRuntime):
 
 
 class MeshRuntime(_XlaRuntime):
-    """The one process that drives all devices of a mesh; the programs hold their collectives (SPMD).
+    """A process that drives devices of a mesh, one on each host; the programs hold their collectives (SPMD).
 
     Args:
         device_type: "tpu" or "xla-cpu".
-        mesh: the devices.
+        mesh: the devices of all hosts.
         local_device: torch_xla's device for all of them.
+        hosts: of the run; more than one have joined a process group on the CPU.
     """
 
-    def __init__(self, device_type: DeviceType, mesh: Mesh, local_device: torch.device) -> None:
-        super().__init__(0, 1, local_device)
-        self.device_type, self.mesh = device_type, mesh
+    def __init__(self, device_type: DeviceType, mesh: Mesh, local_device: torch.device, hosts: Hosts = ONE) -> None:
+        super().__init__(hosts.index, hosts.count, local_device)
+        self.device_type, self.mesh, self.num_hosts = device_type, mesh, hosts.count
+        self.devices = local_devices()
+
+    @property
+    def local_rank(self) -> int:
+        """See `Runtime.local_rank`."""
+        return 0
 
     @property
     def num_devices(self) -> int:
@@ -190,17 +198,27 @@ class MeshRuntime(_XlaRuntime):
         return self.mesh.batch_shards
 
     @property
-    def data_shards(self) -> slice:
-        """All of them."""
-        return slice(0, self.mesh.batch_shards)
+    def data_shards(self) -> list[int]:
+        """Those that a device of this process holds; a model axis over hosts gives several hosts the same."""
+        return sorted(set(row_shards(self.mesh, self.devices)))
+
+    @property
+    def shares_state(self) -> bool:
+        """See `Runtime.shares_state`."""
+        return self.num_hosts > 1
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Does nothing for tensors of a program, which are of all rows; sums CPU tensors over the hosts."""
+        for tensor in tensors:
+            if self.num_hosts > 1 and tensor.device.type == "cpu":
+                import torch.distributed as dist
+
+                dist.all_reduce(tensor)
 
     def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Sends each device its rows, of tensors with two dimensions; all else is sent whole to each."""
-
-        def spec(tensor: torch.Tensor) -> Spec:
-            return (BATCH, None) if tensor.ndim == 2 else (None,) * tensor.ndim
-
-        return [{name: put(one, spec(one)) for name, one in batch.items()} for batch in batches]
+        return [{name: put_rows(one) if one.ndim == 2 else put(one, (None,) * one.ndim) for name, one in batch.items()}
+                for batch in batches]  # fmt: skip
 
     def place(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
         """Sends each device its shards; see `Runtime.place`."""
@@ -210,5 +228,13 @@ class MeshRuntime(_XlaRuntime):
         """Joins the shards on the host; see `Runtime.to_host`."""
         return read([tensor.detach() for tensor in tensors])
 
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[Box, torch.Tensor]]]:
+        """See `Runtime.pieces`."""
+        return pieces([tensor.detach() for tensor in tensors], self.devices)
+
     def barrier(self) -> None:
-        """Returns at once: there is one process."""
+        """Waits for the processes of the other hosts."""
+        if self.num_hosts > 1:
+            import torch.distributed as dist
+
+            dist.barrier()

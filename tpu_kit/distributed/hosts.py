@@ -33,12 +33,14 @@ class Hosts:
         names: of all hosts, in the order of their numbers.
         coordinator: "address:port" of host 0, where the hosts meet; empty for one host.
         source: where this was found.
+        slices: number of TPU slices, with as many hosts each.
     """
 
     index: int = 0
     names: tuple[str, ...] = ("localhost",)
     coordinator: str = ""
     source: str = "one host"
+    slices: int = 1
 
     @property
     def count(self) -> int:
@@ -104,7 +106,8 @@ def _of_slices(at: Machine) -> Hosts:
         for worker, name in enumerate(found.names or (f"slice {number} worker 0",))
     ]
     at_port = environ.get("TPU_KIT_COORDINATOR") or f"{first}:{PORT}"
-    return Hosts(mine * len(found.names) + found.index, tuple(every), at_port, "MEGASCALE_SLICE_ID and TPU_WORKER_ID")
+    number, source = mine * len(found.names) + found.index, "MEGASCALE_SLICE_ID and TPU_WORKER_ID"
+    return Hosts(number, tuple(every), at_port, source, slices)
 
 
 def _hosts(at: Machine, index: str, names: str, index_from: str, names_from: str) -> Hosts:

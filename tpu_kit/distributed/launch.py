@@ -467,11 +467,15 @@ def _environment(backend: Backend) -> dict[str, str]:
     if backend.device_type == "tpu":
         # Programs are cached for the next run; XLA:CPU could write them, but not load them.
         cache = {"XLA_PERSISTENT_CACHE_PATH": str(compile_cache(Machine()))}
-        return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU", **cache, **logs}
+        return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU", **cache, **logs, **_interface(backend)}
+    return {"USE_TORCH_XLA": "0", **_interface(backend)}
+
+
+def _interface(backend: Backend) -> dict[str, str]:
+    """The network interface of the process groups, where several hosts have one and the user has set none."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if backend.hosts.count > 1 else ()
     missing = [name for name in names if name not in os.environ]
-    interface = interface_to(backend.hosts.address) if missing else ""
-    return {"USE_TORCH_XLA": "0", **dict.fromkeys(missing, interface)}
+    return dict.fromkeys(missing, interface_to(backend.hosts.address) if missing else "")
 
 
 def launch(

@@ -28,6 +28,8 @@ from tpu_kit.hardware.slices import TargetSlice, find_slice
 if TYPE_CHECKING:
     import torch
 
+    from tpu_kit.distributed.mesh import Box
+
 DeviceType = Literal["tpu", "cuda", "cpu", "xla-cpu"]
 
 REHEARSAL_REPLICAS = 4  # of xla-cpu, where neither the config nor the environment has a number
@@ -68,7 +70,9 @@ class Backend:
 
     def __str__(self) -> str:
         if self.mesh is not None:
-            return f"device_type={self.device_type}, a mesh of {self.mesh.size} devices, {self.mesh}: {self.reason}"
+            several = f" on {self.hosts.count} hosts" if self.hosts.count > 1 else ""
+            size = f"a mesh of {self.mesh.size} devices{several}"
+            return f"device_type={self.device_type}, {size}, {self.mesh}: {self.reason}"
         count = "all devices" if self.num_replicas is None else f"{self.num_replicas} replica(s)"
         if self.hosts.count > 1:
             count += f" on each of {self.hosts.count} hosts"
@@ -101,14 +105,29 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
                 f"PJRT_DEVICE, or set launch.device_type={pjrt_wish}"
             )
     _require(device_type, at)
-    if hosts.count > 1 and device_type in ("tpu", "xla-cpu"):
+    if hosts.count > 1 and device_type == "xla-cpu":
         raise ValueError(
-            f"device_type={device_type} on {hosts.count} hosts ({hosts.source}): several hosts train with cpu or cuda. "
-            "torch_xla connects no hosts on the CPU; the kit does not train on TPU slices of several hosts yet"
+            f"device_type={device_type} on {hosts.count} hosts ({hosts.source}): torch_xla connects no hosts on the "
+            "CPU; several hosts train with tpu, cuda or cpu"
         )
     if launch.mesh not in (None, "auto"):  # "auto" is chosen by `planning.preflight`, and means replicas elsewhere
-        return Backend(device_type, 1, reason, _mesh(device_type, launch, at))
+        return Backend(device_type, 1, reason, _mesh(device_type, launch, at, hosts), hosts)
+    if hosts.count > 1 and device_type == "tpu":
+        return Backend(device_type, 1, reason, _mesh(device_type, replace(launch, mesh="data=-1"), at, hosts), hosts)
     return Backend(device_type, _replicas(device_type, launch.num_replicas, at), reason, hosts=hosts)
+
+
+def slice_problems(config: TrainConfig) -> list[str]:
+    """What a run asks for that a TPU slice of several hosts does not do, with the fix."""
+    answers = "answers are generated on one host alone; set it to 0, and evaluate on one host afterwards"
+    problems = [
+        f"{name}: {config[name]} on a TPU slice of several hosts: {answers}"
+        for name in ("tracking.generate_rows", "tracking.eval_generate_rows") if config[name]
+    ]  # fmt: skip
+    if (replicas := config.launch.num_replicas) is not None:
+        text = "one process drives the chips of a host, as a part of a mesh; remove it, or set launch.mesh=data=-1"
+        problems.append(f"launch.num_replicas: {replicas} on a TPU slice of several hosts: {text}")
+    return problems
 
 
 def _choose(pjrt: str, at: Machine) -> tuple[DeviceType, str]:
@@ -164,8 +183,8 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
     return asked
 
 
-def _mesh(device_type: str, launch: LaunchConfig, at: Machine) -> Mesh:
-    """Reads launch.mesh for the devices of this machine; on XLA:CPU there are as many as it says."""
+def _mesh(device_type: str, launch: LaunchConfig, at: Machine, hosts: Hosts) -> Mesh:
+    """Reads launch.mesh for the devices of all hosts, which are alike; on XLA:CPU there are as many as it says."""
     text, rules = launch.mesh, launch.mesh_rules
     assert text is not None
     if device_type not in ("tpu", "xla-cpu"):
@@ -176,7 +195,7 @@ def _mesh(device_type: str, launch: LaunchConfig, at: Machine) -> Mesh:
     if device_type == "tpu":
         found = at.tpus()
         devices = len(found) * chips.chip(found[0]).devices_per_chip if found else len(at.nodes())
-        return resolve_mesh(text, devices, rules)
+        return resolve_mesh(text, devices * hosts.count, rules)
     count = mesh_size(text) or _replicas(device_type, None, at)
     assert count is not None
     return resolve_mesh(text, count, rules)
@@ -256,8 +275,10 @@ def device_memory_budget(config: TrainConfig, at: Machine | None = None, hosts: 
         found = at.tpus()
         if not found:  # device files alone, of a chip that is not known
             return None
-        devices = backend.num_replicas or len(found) * chips.chip(found[0]).devices_per_chip
-        where = find_slice(found[0], backend.mesh.size if backend.mesh else devices)
+        kind = chips.chip(found[0])
+        devices = backend.mesh.size if backend.mesh else backend.num_replicas or len(found) * kind.devices_per_chip
+        several = f"{hosts.slices}x{kind.slice_name(devices // hosts.slices // kind.devices_per_chip)}"
+        where = find_slice(found[0] if hosts.slices == 1 else several, devices)
         where = where.sharded(backend.mesh) if backend.mesh else where
         return MemoryBudget(where.name, "tpu", where.replicas, where.limit, where=where)
     if backend.mesh is not None:
@@ -333,9 +354,14 @@ class Runtime(ABC):
         return self.world_size
 
     @property
-    def data_shards(self) -> slice:
+    def data_shards(self) -> list[int]:
         """The shards whose rows this process sends."""
-        return slice(self.rank, self.rank + 1)
+        return [self.rank]
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether each host holds, and saves, a part of the training state alone."""
+        return False
 
     @abstractmethod
     def sync(self) -> None:
@@ -367,6 +393,10 @@ class Runtime(ABC):
         The result is a copy on every device, so that training does not change it.
         """
         return [tensor.detach().cpu() for tensor in tensors]
+
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[Box, torch.Tensor]]]:
+        """Reads the parts of tensors that this process saves; all processes together save each part once."""
+        return [[(tuple(map(slice, one.shape)), one)] for one in self.to_host(tensors)]
 
     @abstractmethod
     def barrier(self) -> None:

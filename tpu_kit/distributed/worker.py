@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.distributed import cpu_simulation, preemption, runtime
+from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.runtime import Backend, Runtime
 
@@ -121,7 +122,7 @@ def _xla_replica(_index: int, address: str, key: bytes, flag: str, payload: byte
 
 
 def _mesh_process(address: str, key: bytes, flag: str, payload: bytes, backend: Backend) -> None:
-    """Runs the process that drives all devices of a mesh."""
+    """Runs the process that drives the devices of a mesh, on several hosts those of this one."""
     _prepare()
     preemption.join(StopFlag(flag))
     assert backend.mesh is not None
@@ -138,11 +139,13 @@ def _mesh_process(address: str, key: bytes, flag: str, payload: bytes, backend: 
         from tpu_kit.distributed.mesh import start
 
         start(mesh)
-        return MeshRuntime(backend.device_type, mesh, torch_xla.device())
+        if backend.hosts.count > 1:
+            _connect("gloo", backend.hosts, backend.hosts.index, backend.hosts.count)
+        return MeshRuntime(backend.device_type, mesh, torch_xla.device(), backend.hosts)
 
     status = 0
     try:
-        _replica(0, 1, make, address, key, payload)
+        _replica(backend.first_rank, 1, make, address, key, payload)
     except SystemExit:
         status = 1
     sys.stdout.flush()
@@ -172,11 +175,10 @@ def _torch_replica(
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // replicas))
         if world_size > 1:
             kind = "nccl" if device_type == "cuda" else "gloo"
-            with _no_stdout():  # gloo writes its connections to stdout, and has no switch for it
-                if hosts.count > 1:  # they have met at the store of host 0
-                    store = dist.PrefixStore("replicas", dist.TCPStore(*hosts.address))
-                    dist.init_process_group(kind, store=store, rank=rank, world_size=world_size)
-                else:
+            if hosts.count > 1:
+                _connect(kind, hosts, rank, world_size)
+            else:
+                with _no_stdout():
                     dist.init_process_group(kind, f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
         kept = CudaRuntime if device_type == "cuda" else CpuRuntime
         return kept(rank, world_size, device, hosts.count)
@@ -185,6 +187,15 @@ def _torch_replica(
     _replica(rank, replicas, make, address, key, payload)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _connect(kind: str, hosts: Hosts, rank: int, world_size: int) -> None:
+    """Joins the process group of all hosts, which have met at the store of host 0."""
+    import torch.distributed as dist
+
+    store = dist.PrefixStore("replicas", dist.TCPStore(*hosts.address))
+    with _no_stdout():
+        dist.init_process_group(kind, store=store, rank=rank, world_size=world_size)
 
 
 class _FromRankZero:
@@ -217,6 +228,7 @@ def _quiet(threads: bool) -> None:
 
 @contextlib.contextmanager
 def _no_stdout() -> Iterator[None]:
+    """Hides what gloo writes to stdout, its connections, for which it has no switch."""
     sys.stdout.flush()
     kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)

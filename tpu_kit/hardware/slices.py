@@ -48,6 +48,12 @@ class TargetSlice:
         """Number of devices that work on an update."""
         return self.mesh.size if self.mesh else self.replicas
 
+    @property
+    def hosts(self) -> int:
+        """Number of hosts; a slice whose topology is not known counts as one."""
+        known = self.chip.topologies.get(self.chips // self.slices)
+        return self.slices * (known.hosts if known else 1)
+
     def sharded(self, mesh: Mesh) -> TargetSlice:
         """The same slice with the model sharded over its devices."""
         return replace(self, replicas=mesh.batch_shards, mesh=mesh)

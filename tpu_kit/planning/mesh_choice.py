@@ -24,7 +24,7 @@ def placed(
 
     If the user has set neither launch.mesh nor launch.num_replicas, or launch.mesh=auto, it is data parallel by
     replicas where the run fits one device, else the mesh with the fewest fsdp devices that holds it; all of them where
-    none does. On several slices it is a mesh in any case, and its data axis spreads over them.
+    none does. On several hosts it is a mesh in any case, and its data axis spreads over the slices.
 
     Args:
         config: the run.
@@ -34,7 +34,7 @@ def placed(
 
     Raises:
         ConfigError: the mesh does not divide the attention heads, or the slices do not divide its data axis.
-        ValueError: the mesh is of another number of devices, or its rules do not fit the model; or several slices are
+        ValueError: the mesh is of another number of devices, or its rules do not fit the model; or several hosts are
             to have replicas.
     """
     launch, devices = config.launch, where.replicas
@@ -44,7 +44,7 @@ def placed(
         return config, where.sharded(mesh), ""
     config = replace(config, launch=replace(launch, mesh=None))
     rows = 1 if one_row or config.optim.batch_size == "auto" else config.optim.batch_size
-    if launch.num_replicas is not None and where.slices > 1:
+    if launch.num_replicas is not None and where.hosts > 1:
         raise ValueError(
             f"launch.num_replicas={launch.num_replicas}: {where.name} is trained by a mesh; set launch.mesh="
             f"data={where.slices},fsdp=-1 instead"
@@ -54,10 +54,10 @@ def placed(
     peak, time = _predicted(config, shape, where, rows)
     limit = where.limit * (1 - max(where.free, reserve(config)))
     asked, text = f"launch.mesh={launch.mesh or 'null'}", f"{peak / GIB:.2f} of {where.limit / GIB:.2f} GiB"
-    if peak <= limit and where.slices == 1:
+    if peak <= limit and where.hosts == 1:
         return config, where, f"{asked}: a replica on each of the {devices} devices, which takes {text}"
-    if where.slices > 1 and not can_shard(config, shape):
-        raise ValueError(f"{where.name}: several slices are trained by a mesh, and this run cannot be sharded")
+    if where.hosts > 1 and not can_shard(config, shape):
+        raise ValueError(f"{where.name}: several hosts are trained by a mesh, and this run cannot be sharded")
     if not can_shard(config, shape):
         return config, where, f"{asked}: replicas, which take {text}; this run cannot be sharded over a mesh"
     found = list(_meshes(config, shape, where, rows))
@@ -75,7 +75,7 @@ def _meshes(
     config: TrainConfig, shape: Shape, where: TargetSlice, rows: int
 ) -> Iterator[tuple[TrainConfig, TargetSlice, int, StepTime]]:
     """The run on each mesh of data and fsdp, fewest devices in fsdp first, with its peak and time."""
-    for size in range(1 if where.slices > 1 else 2, where.replicas // where.slices + 1):
+    for size in range(1 if where.hosts > 1 else 2, where.replicas // where.slices + 1):
         if where.replicas % (size * where.slices) == 0:
             data = where.replicas // size
             mesh = resolve_mesh(f"data={data},fsdp={size}", where.replicas, config.launch.mesh_rules)

@@ -127,7 +127,7 @@ def check_before_launch(
         shape, problem = read_shape(config.model), ""
     except ValueError as error:
         shape, problem = None, str(error)
-    config, room, placing = _placed(config, room, shape, at)
+    config, room, placing = _placed(config, room, shape, at, hosts)
     notes += placing
     if config.optim.batch_size == "auto":
         if room is None or shape is None:
@@ -135,7 +135,7 @@ def check_before_launch(
             raise ValueError(f"optim.batch_size=auto: {problem}; give a number, such as optim.batch_size=4")
         config, reason = _settle_batch(config, room, shape, exact, rows)
         notes.append(reason)
-    mesh = None if config.launch.mesh is None else detect(config.launch, at).mesh
+    mesh = None if config.launch.mesh is None else detect(config.launch, at, hosts).mesh
     shards = mesh.batch_shards if mesh else room.replicas if room else None
     if shards is not None:
         config, fewer = _filled_batch(config, shards, rows)
@@ -156,7 +156,7 @@ def check_before_launch(
 
 
 def _placed(
-    config: TrainConfig, room: MemoryBudget | None, shape: Shape | None, at: Machine | None
+    config: TrainConfig, room: MemoryBudget | None, shape: Shape | None, at: Machine | None, hosts: Hosts
 ) -> tuple[TrainConfig, MemoryBudget | None, list[str]]:
     """Checks the run's mesh, or chooses between replicas and a mesh on several TPU devices; and says what it is."""
     launch = config.launch
@@ -167,11 +167,10 @@ def _placed(
         mesh = where.mesh
     else:
         notes, mesh = [], None
-        if launch.mesh == "auto":
-            config = replace(config, launch=replace(launch, mesh=None))
-        elif launch.mesh is not None:
-            found = detect(launch, at).mesh
-            assert found is not None
+        found = detect(launch, at, hosts).mesh
+        if launch.mesh in (None, "auto"):
+            config = replace(config, launch=replace(launch, mesh=str(found) if found else None))
+        if found is not None:
             mesh = check_mesh(config, found.size, shape)
     if mesh is not None:
         notes.append(f"launch.mesh={mesh}: rows divided by {mesh.batch_shards}; devices {mesh.layout()}")

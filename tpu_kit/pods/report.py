@@ -9,8 +9,6 @@ from tpu_kit.pods.engines import ENGINES
 from tpu_kit.pods.slice_job import SliceJob
 from tpu_kit.storage.atomic import write_text
 
-NOT_YET = "NOT YET: train refuses TPU slices of several hosts; until the kit trains there, choose a slice of one host"
-
 
 def write(job: SliceJob, engine: str, folder: Path) -> str:
     """Writes the files of a job into a folder, and starts nothing.
@@ -37,18 +35,16 @@ def write(job: SliceJob, engine: str, folder: Path) -> str:
     except OSError as error:
         raise ValueError(f"--out {folder}: cannot be written ({error.strerror}); name another folder") from error
     written = ", ".join([*files, "commands.txt"])
-    return "\n".join([*_size(job), *_cost(job), f"wrote {written} to {folder}; nothing was started", lines])
+    return "\n".join([_size(job), *_cost(job), f"wrote {written} to {folder}; nothing was started", lines])
 
 
-def _size(job: SliceJob) -> list[str]:
+def _size(job: SliceJob) -> str:
     capacity = "Spot" if job.spot else "on demand"
     at = f" in {job.zone}" if job.zone else ""
-    refused = [NOT_YET] if job.topology.hosts > 1 else []
-    return [
+    return (
         f"{job.slice}: {job.topology.chips} chips of {job.chip.name}, {job.shape}, on {job.topology.hosts} hosts of "
-        f"{job.topology.chips_per_host}; {capacity}{at}; image {job.image}",
-        *refused,
-    ]
+        f"{job.topology.chips_per_host}; {capacity}{at}; image {job.image}"
+    )
 
 
 def _cost(job: SliceJob) -> list[str]:

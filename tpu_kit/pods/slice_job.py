@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tpu_kit.config.fields import ConfigError, closest
 from tpu_kit.config.loader import TrainConfig
+from tpu_kit.distributed.runtime import slice_problems
 from tpu_kit.hardware.chips import Chip, Topology, parse_accelerator_type
 
 CONTAINER = "python:3.12"
@@ -123,7 +124,9 @@ def check_job(
     except ValueError as error:
         raise ConfigError([*problems, f"--slice: {error}"]) from None
     offer = OFFERS[chip.name]
-    if engine == "xpk" and topology.hosts == 1:
+    if topology.hosts > 1:
+        problems += slice_problems(config)
+    elif engine == "xpk":
         problems.append(f"--with: xpk is for several hosts, and {slice_name} has one; use skypilot, jobset or gcloud")
     if zone is None and engine in _IN_A_ZONE:
         problems.append(f"--zone: {engine} needs one; {chip.name} is offered in {', '.join(offer.zones)}")

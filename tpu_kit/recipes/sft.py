@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from tpu_kit.checkpointing.manager import CheckpointManager
-from tpu_kit.config.loader import TrainConfig, batch_arithmetic, plain
+from tpu_kit.checkpointing.parts import HostParts
+from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, plain
 from tpu_kit.data.batching import batch_line, updates
 from tpu_kit.data.prepare import Prepared, prepare, prepare_once
 from tpu_kit.data.sources import SYNTHETIC, keep_rows, kept_place
@@ -134,7 +136,9 @@ def train(
     """
     hosts = find_hosts()
     if hosts.count > 1:
-        runtime.detect(config.launch, hosts=hosts)  # refuses devices before it waits for the others
+        backend = runtime.detect(config.launch, hosts=hosts)  # refuses devices before it waits for the others
+        if backend.mesh is not None and (problems := runtime.slice_problems(config)):
+            raise ConfigError(problems)
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(open_meeting(hosts, config.launch.meeting_timeout))
         if meeting is not None:
@@ -298,6 +302,7 @@ def trainer(config: TrainConfig) -> Iterator[tuple[Trainer, PreemptionGuard, Any
         found = found if checkpoints else find_checkpoint(config, None)
         if rt.num_hosts > 1:
             _check_same(config, rt, found.step if found else 0)
+        parts = stack.enter_context(_parts(config, rt)) if rt.shares_state else None
         saved = None
         if found:
             total = sum(1 for _ in updates(len(prepared.train), plan, config.optim))
@@ -309,7 +314,8 @@ def trainer(config: TrainConfig) -> Iterator[tuple[Trainer, PreemptionGuard, Any
         rt.sync()
         rt.barrier()
 
-        loop = Trainer(config, rt, model, objective, state, prepared, plan, checkpoints, predicted_bytes(config, rt))
+        predicted = predicted_bytes(config, rt)
+        loop = Trainer(config, rt, model, objective, state, prepared, plan, checkpoints, predicted, parts)
         if found and saved:
             loop.resume(found, saved)
         if rt.rank == 0:
@@ -337,17 +343,25 @@ def _check_same(config: TrainConfig, rt: Runtime, step: int) -> None:
         )
 
 
+def _parts(config: TrainConfig, rt: Runtime) -> HostParts:
+    """What writes this host's part of each checkpoint; all hosts get the number that host 0 draws."""
+    token = torch.tensor([secrets.randbits(62) if rt.rank == 0 else 0])
+    rt.all_reduce([token])
+    return HostParts(config.checkpoints_place, rt.rank, rt.num_hosts, int(token))
+
+
 def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any, peaks: dict[str, float]) -> TrainResult:
     """Waits until the last checkpoint is durable, and saves the adapter of a run that has ended, on rank 0 alone."""
-    folder, adapter = loop.config.output_path, ""
-    weights, metrics = loop.weights()
+    folder, adapter, metrics = loop.config.output_path, "", loop.results()
+    if loop.parts is not None:
+        loop.parts.wait()
     if loop.checkpoints is None:
         place = str(loop.config.checkpoints_place)
         return TrainResult(status, reason, loop.step, loop.total, metrics, "", place, str(folder))
     loop.checkpoints.wait()
     if status != "preempted":
         adapter = str(folder / "adapter")
-        models.save_adapter(folder / "adapter", loop.model, weights, loop.config, tokenizer)
+        models.save_adapter(folder / "adapter", loop.model, loop.weights(), loop.config, tokenizer)
     metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"} | peaks
     newest = loop.checkpoints.newest()
     checkpoint = str(newest.path) if newest else None

@@ -29,12 +29,11 @@ from tpu_kit.distributed.runtime import device_memory_budget
 from tpu_kit.models.architecture import spans
 from tpu_kit.models.causal_lm import trainable_parameters
 from tpu_kit.training.optimizer import OPTIMIZERS, encode_adamw, group
-from tpu_kit.training.state import sections
+from tpu_kit.training.state import SCALARS, joined, sections
 
 Tensors = dict[str, torch.Tensor]
 
 _ALONE = 2**24
-_SCALARS = ("applied", "usual", "streak", "window")
 
 
 def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Checkpoint | None:
@@ -131,7 +130,7 @@ def check_resume(
 
 
 def training_tensors(found: Checkpoint, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Reads training.safetensors as the tensors of `TrainState.to_host`.
+    """Reads training.safetensors, or the parts of several hosts, as the tensors of `TrainState.to_host`.
 
     Args:
         found: the checkpoint, of any readable format.
@@ -140,10 +139,12 @@ def training_tensors(found: Checkpoint, model: torch.nn.Module) -> dict[str, tor
     Raises:
         ValueError: the tensors do not fit the model; or see `Checkpoint.tensors`.
     """
+    optimizer = migrate(found.document("config"))[0]["optim.optimizer"]
+    if parts := [name.removesuffix(".safetensors") for name in found.files if name.startswith("training-")]:
+        return joined(map(found.tensors, parts), found.document("layout"), OPTIMIZERS[optimizer])
     saved = found.tensors("training")
     if found.format == FORMAT:
         return saved
-    optimizer = migrate(found.document("config"))[0]["optim.optimizer"]
     tensors = convert(saved, model, optimizer)
     if optimizer == "adamw8bit":  # format 2 had other blocks
         stored, kept = sections(tensors), OPTIMIZERS[optimizer]
@@ -152,6 +153,19 @@ def training_tensors(found: Checkpoint, model: torch.nn.Module) -> dict[str, tor
             for name, kinds in kept.split(moments, one).items():
                 tensors |= {f"moments/{kind}/{name}": tensor for kind, tensor in kinds.items()}
     return tensors
+
+
+def weights_of(step: int, config: TrainConfig, model: torch.nn.Module) -> Tensors:
+    """Reads the trained weights of a step from its checkpoint: the average where there is one.
+
+    Raises:
+        ValueError: there is no checkpoint of this step.
+    """
+    found = next((one for one in scan(config.checkpoints_place)[0] if one.step == step), None)
+    if found is None:
+        raise ValueError(f"{config.checkpoints_place} has lost the checkpoint of step {step}, whose weights are wanted")
+    saved = sections(training_tensors(found, model))
+    return saved.get("average", saved["parameters"])
 
 
 def _other_parameters(stored: Mapping[str, Any], config: TrainConfig) -> list[str]:
@@ -253,7 +267,7 @@ def convert(saved: Mapping[str, torch.Tensor], model: Any, optimizer: str) -> Te
             f"{count} stacks of layers, and the model {sum(sizes):,} in {sum(one.stacked for one in parameters)}. Use "
             "the model of the run, and the version of transformers that state.json in the checkpoint names"
         )
-    found: Tensors = {name: saved[name] for name in _SCALARS}
+    found: Tensors = {name: saved[name] for name in SCALARS}
     for section in ("parameters", "average", "best"):
         if section in saved:
             for one, part in zip(parameters, saved[section].split(sizes), strict=True):

@@ -5,8 +5,12 @@ On the device it has one tensor for each group of parameters; in a checkpoint on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from math import prod
+from typing import Any
 
 import torch
 
@@ -17,9 +21,10 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import partition
 from tpu_kit.models.layer_scan import restacked, stacked_names, stacked_prefixes, unstacked
-from tpu_kit.training.optimizer import OPTIMIZERS, Group, Moments, group
+from tpu_kit.training.optimizer import OPTIMIZERS, Group, Moments, Optimizer, Slot, group
 from tpu_kit.xla.sharding import constrain
 
+SCALARS = ("applied", "usual", "streak", "window")
 # The sums in `TrainState.window`.
 WINDOW = ("loss_sum", "tokens", "grad_norm_sum", "skipped", "first_skipped_step")
 
@@ -71,13 +76,12 @@ class TrainState:
         self.optimizer = OPTIMIZERS[optim.optimizer]
         self.groups = group(self.parameters, self.stacks, self.optimizer.block)
         # Zeros made on XLA would be constants of the first program, and the second step would compile again.
-        zeros = {name: torch.zeros(()) for name in ("applied", "usual", "streak")}
-        zeros["window"] = torch.zeros(len(WINDOW) + extra_sums)
-        stored = None if saved is None else sections(saved)
+        zeros = {name: torch.zeros(len(WINDOW) + extra_sums if name == "window" else ()) for name in SCALARS}
+        before = None if saved is None else sections(saved)
         self.moments: Moments = {
             f"{name}.{number}": partition.move(moment, device, self.spec(one, moment))
             for number, one in enumerate(self.groups)
-            for name, moment in self._start(one, stored).items()
+            for name, moment in self._start(one, before).items()
         }
         coded = enumerate(self.groups) if self.optimizer.block > 1 else ()
         self.seeds = {
@@ -91,21 +95,28 @@ class TrainState:
         self.average = None
         if optim.ema_decay:
             now: Mapping[str, torch.Tensor] = self.parameters
-            if stored is not None and "average" in stored:
-                now = {name: restacked(self.stacks, stored["average"], name) for name in self.parameters}
+            if before is not None and "average" in before:
+                now = {name: restacked(self.stacks, before["average"], name) for name in self.parameters}
             parts = [(one, one.join(now).detach()) for one in self.groups]
             copies = [partition.move(part, device, self.spec(one, part), copy=True) for one, part in parts]
             self.average = dict(enumerate(copies))
 
-    def _start(self, one: Group, stored: Mapping[str, Mapping[str, torch.Tensor]] | None) -> Moments:
+    def _start(self, one: Group, saved: Mapping[str, Mapping[str, torch.Tensor]] | None) -> Moments:
         """Returns a group's moments on the host: zeros, or the saved ones."""
-        if stored is None:
+        if saved is None:
             return self.optimizer.start(one)
         own = {
-            name: {kind: restacked(self.stacks, stored[f"moments/{kind}"], name) for kind in self.optimizer.parts(slot)}
+            name: {kind: restacked(self.stacks, saved[f"moments/{kind}"], name) for kind in self.optimizer.parts(slot)}
             for name, slot in one.slots.items()
         }
         return self.optimizer.join(own, one)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of the state on the device, by section and name; moments and the average by group."""
+        found = {name: getattr(self, name) for name in SCALARS}
+        found |= {f"moments/{name}": moment for name, moment in self.moments.items()}
+        found |= {f"average/{number}": part for number, part in (self.average or {}).items()}
+        return found | {f"parameters/{name}": parameter for name, parameter in self.parameters.items()}
 
     def to_host(self, runtime: Runtime) -> dict[str, torch.Tensor]:
         """Copies the state to CPU tensors.
@@ -114,20 +125,26 @@ class TrainState:
             For each unstacked parameter of each layer "parameters/NAME", "average/NAME" if there is an average, and
             "moments/KIND/NAME" (`Optimizer.parts` defines KIND and its shape); and applied, usual, streak and window.
         """
-        scalars = {name: getattr(self, name) for name in ("applied", "usual", "streak", "window")}
-        average = [] if self.average is None else list(self.average.values())
-        sent = [*scalars.values(), *self.moments.values(), *average, *self.parameters.values()]
-        values = iter(runtime.to_host(sent))
-        found, moments = dict(zip(scalars, values, strict=False)), dict(zip(self.moments, values, strict=False))
-        stored = {"average": self.named([next(values) for _ in average])} if average else {}
-        stored["parameters"] = dict(zip(self.parameters, values, strict=True))
-        for number, one in enumerate(self.groups):
-            for name, kinds in self.optimizer.split(of_group(moments, number), one).items():
-                for kind, tensor in kinds.items():
-                    stored.setdefault(f"moments/{kind}", {})[name] = tensor
-        for section, named in stored.items():
-            found |= {f"{section}/{name}": tensor for name, tensor in unstacked(self.stacks, named).items()}
-        return found
+        tensors = self.tensors()
+        values = dict(zip(tensors, runtime.to_host(list(tensors.values())), strict=True))
+        return stored(values, self.groups, self.optimizer)
+
+    def part(self, runtime: Runtime) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Copies the shards that this host saves to the CPU.
+
+        Returns:
+            The shards, by the name in `tensors` and the box, such as "parameters/NAME@0:4,8:16"; and the layout that
+            `joined` needs to put those of all hosts together, of values for JSON.
+        """
+        tensors = self.tensors()
+        shards = {
+            f"{name}@{','.join(f'{one.start}:{one.stop}' for one in box)}": piece
+            for name, pieces in zip(tensors, runtime.pieces(list(tensors.values())), strict=True)
+            for box, piece in pieces
+        }
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        groups = [[one.alone, {name: asdict(slot) for name, slot in one.slots.items()}] for one in self.groups]
+        return shards, {"shapes": shapes, "groups": groups}
 
     def spec(self, one: Group, tensor: torch.Tensor) -> Spec:
         """How a group's tensor is sharded on a mesh: as its parameter, if it is one of all layers or of one.
@@ -183,6 +200,50 @@ class TrainState:
         finally:
             for name, parameter in self.parameters.items():
                 parameter.data = current[name]
+
+
+def stored(
+    values: Mapping[str, torch.Tensor], groups: Sequence[Group], optimizer: Optimizer
+) -> dict[str, torch.Tensor]:
+    """Makes what `TrainState.to_host` returns of the CPU copies of `TrainState.tensors`."""
+    given, found = sections(values), {name: values[name] for name in SCALARS}
+    kept = {"parameters": given["parameters"]}
+    for number, one in enumerate(groups):
+        if "average" in given:
+            kept.setdefault("average", {}).update(one.split(given["average"][str(number)]))
+        for name, kinds in optimizer.split(of_group(given["moments"], number), one).items():
+            for kind, tensor in kinds.items():
+                kept.setdefault(f"moments/{kind}", {})[name] = tensor
+    stacks = {name: list(slot.names) for one in groups for name, slot in one.slots.items() if slot.stacked}
+    for section, named in kept.items():
+        found |= {f"{section}/{name}": tensor for name, tensor in unstacked(stacks, named).items()}
+    return found
+
+
+def joined(
+    parts: Iterable[Mapping[str, torch.Tensor]], layout: Mapping[str, Any], optimizer: Optimizer
+) -> dict[str, torch.Tensor]:
+    """Puts the shards of all hosts together, as `TrainState.part` returns them, to what `TrainState.to_host` returns.
+
+    Raises:
+        ValueError: shards are missing.
+    """
+    shapes, whole, filled = layout["shapes"], dict[str, torch.Tensor](), Counter[str]()
+    for part in parts:
+        for key, piece in part.items():
+            name, _, text = key.rpartition("@")
+            box = tuple(slice(*map(int, place.split(":"))) for place in text.split(",") if place)
+            if name not in whole:
+                whole[name] = torch.empty(shapes[name], dtype=piece.dtype)
+            whole[name][box] = piece
+            filled[name] += piece.numel()
+    if lacking := [name for name, shape in shapes.items() if filled[name] != prod(shape)]:
+        raise ValueError(f"the parts of the checkpoint lack shards of {len(lacking)} tensors, such as {lacking[0]}")
+    groups = [
+        Group({name: Slot(**{**slot, "shape": torch.Size(slot["shape"])}) for name, slot in slots.items()}, alone)
+        for alone, slots in layout["groups"]
+    ]
+    return stored(whole, groups, optimizer)
 
 
 def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

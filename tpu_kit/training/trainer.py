@@ -20,9 +20,11 @@ import torch
 
 from tpu_kit.checkpointing.manager import CheckpointManager
 from tpu_kit.checkpointing.manifest import Checkpoint
+from tpu_kit.checkpointing.parts import HostParts
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.data.batching import Update, deal, eval_batches, learning_rate, prefetch, rows_of, updates
 from tpu_kit.data.prepare import Prepared
+from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import count_correct
@@ -31,7 +33,7 @@ from tpu_kit.models.causal_lm import result_files
 from tpu_kit.models.layer_scan import unstacked
 from tpu_kit.training.metrics import Evaluations, MemoryMonitor, RecompileMonitor, Tracker, model_flops_per_token
 from tpu_kit.training.objectives import Objective
-from tpu_kit.training.resume import versions
+from tpu_kit.training.resume import versions, weights_of
 from tpu_kit.training.state import TrainState, sections
 from tpu_kit.training.step import eval_step, train_step
 
@@ -62,7 +64,7 @@ class Trainer:
         metrics: the newest loss, nats per loss token.
         skipped: number of skipped updates.
         best: CPU tensors of the weights of the best evaluation, by the names of unstacked parameters; None where the
-            last weights are the result.
+            last weights are the result, or where each host holds a part of them: the best are in their checkpoint then.
         evaluations: of the held-out rows.
         peaks: the measured memory.
         mark: called with the name of a phase and the step where the phase begins; a profile sets it.
@@ -79,10 +81,11 @@ class Trainer:
         plan: BatchPlan,
         checkpoints: CheckpointManager | None,
         predicted_bytes: int | None = None,
+        parts: HostParts | None = None,
     ) -> None:
         self.config, self.rt, self.model = config, rt, model
         self.objective, self.state = objective, state
-        self.prepared, self.plan, self.checkpoints = prepared, plan, checkpoints
+        self.prepared, self.plan, self.checkpoints, self.parts = prepared, plan, checkpoints, parts
         self.peaks = MemoryMonitor(config, rt, predicted_bytes)
         self.mark: Callable[[str, int], None] = _ignore
         self.total = sum(1 for _ in self._updates())
@@ -148,9 +151,12 @@ class Trainer:
         self._history = found.document("history")
         self.evaluations = Evaluations(self.config.optim.early_stop_patience, self._history or ())
         self.best = sections(saved).get("best")
-        chooses = self.config.optim.eval_steps is not None and self.rt.rank == 0
-        if self.best is None and chooses and self.evaluations.best_step == found.step:
+        if self.parts is not None or self.config.optim.eval_steps is None or self.rt.rank:
+            return
+        if self.best is None and self.evaluations.best_step == found.step:
             self.best = self._trained()  # saved at the end of a run without optim.eval_steps
+        elif self.best is None and "layout.json" in found.files and self.evaluations.best_step:
+            self.best = weights_of(self.evaluations.best_step, self.config, self.model)
 
     def run(self, agreement: PreemptionGuard) -> Status:
         """Makes the remaining updates; between two logs the host only traces and dispatches steps.
@@ -205,8 +211,8 @@ class Trainer:
                     if saves or self._is_kept:
                         self._save()
                 before = before if window else rt.counters()
-            if self.checkpoints is not None:
-                self.checkpoints.poll()
+            for writer in filter(None, (self.parts, self.checkpoints)):
+                writer.poll()
             if status == "stopped":
                 break
             self.mark("input", step + 1)
@@ -326,7 +332,7 @@ class Trainer:
         if self._tracker is not None:
             self._tracker.log_eval(step, loss=loss, accuracy=accuracy)
         self.evaluations.add(step, loss, accuracy)
-        keeps_best = self.config.optim.eval_steps is not None or self.best is not None
+        keeps_best = self.parts is None and (self.config.optim.eval_steps is not None or self.best is not None)
         if self.evaluations.best_step == step and keeps_best and self.rt.rank == 0:
             self.best = self._trained()
 
@@ -357,12 +363,19 @@ class Trainer:
         rt.sync()
         return _ratio(rt.to_host([sums])[0])
 
-    def weights(self) -> tuple[Tensors, dict[str, float]]:
-        """Returns the resulting weights, on the CPU, and their metrics; for rank 0."""
-        evaluation = self.evaluations.figures(None if self.best is None else self.evaluations.best_step)
+    def results(self) -> dict[str, float]:
+        """Returns the metrics of the resulting weights."""
+        chosen = self.best is not None or (self.parts is not None and self.config.optim.eval_steps is not None)
+        evaluation = self.evaluations.figures(self.evaluations.best_step if chosen else None)
         metrics = {**self.metrics, **evaluation, "train_seconds": self._seconds}
-        metrics["skipped_updates"] = float(self.skipped)
-        return (self._trained() if self.best is None else self.best), metrics
+        return metrics | {"skipped_updates": float(self.skipped)}
+
+    def weights(self) -> Tensors:
+        """Returns the resulting weights on the CPU; for rank 0, once the last checkpoint is durable."""
+        if self.parts is not None:
+            best = self.evaluations.best_step if self.config.optim.eval_steps is not None else 0
+            return weights_of(best or self.step, self.config, self.model)
+        return self._trained() if self.best is None else self.best
 
     def _trained(self) -> Tensors:
         """Returns the present weights on the CPU, unstacked: the average where there is one."""
@@ -391,17 +404,23 @@ class Trainer:
 
     def _save(self) -> None:
         """Starts to write a checkpoint; the loop waits only for the copy from the device."""
-        if self.checkpoints is None:
+        if self.checkpoints is None and self.parts is None:
             return
-        assert self._tracker is not None
-        tensors = self.state.to_host(self.rt)
-        self._postponed = bool(tensors["streak"]) and not self._is_kept
+        tensors = self.state.to_host(self.rt) if self.parts is None else {}
+        streak = tensors["streak"] if self.parts is None else self.rt.to_host([self.state.streak])[0]
+        last = self.parts is not None and self.step == self.total  # the result is read from this checkpoint
+        self._postponed = bool(streak) and not self._is_kept and not last
         if self._postponed:  # the weights may make the loss explode: wait for an update that is applied
             return
         self._seconds, self._started = self._train_seconds(), time.monotonic()
         self._saved, self._saved_at = self.step, self._started
-        stored = sections(tensors)
-        tensors |= {f"best/{name}": tensor for name, tensor in (self.best or {}).items()}
+        attempt, files, documents = None, dict[str, Tensors](), dict[str, Any]()
+        if self.parts is not None:
+            shards, documents["layout"] = self.state.part(self.rt)
+            attempt = self.parts.save(self.step, shards)
+        if self.checkpoints is None:
+            return
+        assert self._tracker is not None
         state = {
             "logged": self._logged, "rows": self._rows, "tokens": self._tokens, "skipped": self.skipped,
             "train_seconds": self._seconds,
@@ -409,19 +428,26 @@ class Trainer:
             "fingerprint": self.prepared.fingerprint, "global_batch_size": self.plan.global_batch_size,
             "versions": versions(),
         }  # fmt: skip
-        files, documents = result_files(self.model, stored.get("average", stored["parameters"]), self.config)
-        files["training"] = tensors
+        if attempt is None:
+            stored = sections(tensors)
+            files, documents = result_files(self.model, stored.get("average", stored["parameters"]), self.config)
+            files["training"] = tensors | {f"best/{name}": tensor for name, tensor in (self.best or {}).items()}
         documents |= {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
         evaluated = self.evaluations.figures(self.step)
         evaluated.pop("eval_step", None)
         best = self.evaluations.best_step == self.step
-        self.checkpoints.save(self.step, files, documents, {**self.metrics, **evaluated}, best=best)
+        metrics = {**self.metrics, **evaluated}
+        self.checkpoints.save(self.step, files, documents, metrics, best=best, attempt=attempt)
 
 
 def seed_dropout(rt: Runtime, config: TrainConfig, step: int) -> None:
-    """Seeds dropout from seed, rank and step alone, so that a resumed run draws the same numbers."""
+    """Seeds dropout from seed, rank and step alone, so that a resumed run draws the same numbers.
+
+    All processes of a mesh run one program, and draw the same.
+    """
     if config.lora.dropout:
-        rt.seed(int(np.random.SeedSequence([config.optim.seed, rt.rank, step]).generate_state(1)[0]))
+        rank = rt.rank if current_mesh() is None else 0
+        rt.seed(int(np.random.SeedSequence([config.optim.seed, rank, step]).generate_state(1)[0]))
 
 
 def _ignore(phase: str, step: int) -> None:

@@ -1,0 +1,143 @@
+"""Checkpoints that several hosts write: each the shards of its devices, and one commit for all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.training_functions import OPTIM, tiny
+from tpu_kit.checkpointing import parts as parts_module
+from tpu_kit.checkpointing.manager import CheckpointManager, scan
+from tpu_kit.checkpointing.parts import HostParts
+from tpu_kit.config.mesh import Mesh, Spec
+from tpu_kit.distributed.backends import CpuRuntime
+from tpu_kit.distributed.mesh import Box, boxes, use_mesh
+from tpu_kit.training.optimizer import OPTIMIZERS
+from tpu_kit.training.state import TrainState, joined
+
+CPU = torch.device("cpu")
+MESH = Mesh(data=2, fsdp=2, model=2)
+HOSTS = {2: [[0, 1, 4, 5], [2, 3, 6, 7]], 4: [[0, 1], [2, 3], [4, 5], [6, 7]]}  # devices, as in v5e:4x2 and in rows
+
+
+class Host(CpuRuntime):
+    """A host that has some of the mesh's devices; `specs` tell how the next tensors to read are sharded."""
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        super().__init__(0, 1, CPU)
+        self.devices, self.specs = devices, list[Spec]()
+
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[Box, torch.Tensor]]]:
+        found = []
+        for tensor, spec in zip(tensors, self.specs, strict=True):
+            places = boxes(MESH, MESH.fitted(spec, tensor.shape), tensor.shape)
+            first = {str(box): (device, box) for device, box in reversed(list(enumerate(places)))}
+            found.append([(box, tensor[box].detach().clone()) for device, box in first.values()
+                          if device in self.devices])  # fmt: skip
+        return found
+
+
+def example(optimizer: str) -> tuple[TrainState, list[Spec]]:
+    """A state with an average, all of whose numbers differ, and the specs of its tensors."""
+    model = tiny()
+    state = TrainState(model, CPU, replace(OPTIM, optimizer=optimizer, ema_decay=0.9))
+    specs, tensors = state.specs(model), state.tensors()
+    for number, tensor in enumerate(tensors.values()):
+        with torch.no_grad():
+            tensor.copy_((torch.arange(tensor.numel()) % 120 + number).view_as(tensor))
+    named = {name: name.removeprefix("parameters/").replace("moments/", "moments.").replace("average/", "average.")
+             for name in tensors}  # fmt: skip
+    return state, [specs.get(named[name], (None,) * one.ndim) for name, one in tensors.items()]
+
+
+def save(place: Path | str, hosts: int, step: int, token: int, state: Any, specs: list[Spec], absent: int = -1) -> None:
+    """Saves a step from as many threads as hosts; host `absent` is lost before it has written its part."""
+    errors: list[Exception] = []
+
+    def write(index: int, manager: CheckpointManager) -> None:
+        host = Host(HOSTS[hosts][index])
+        host.specs = specs
+        shards, layout = state.part(host)
+        try:
+            with HostParts(place, index, hosts, token) as parts:
+                attempt = parts.save(step, shards)
+                if index == 0:
+                    manager.save(step, {}, {"layout": layout}, {"loss": 1.0}, attempt=attempt)
+                    manager.wait()
+        except Exception as error:
+            errors.append(error)
+
+    with CheckpointManager(place, keep=3) as manager:  # open before a host writes, as in a run
+        manager.newest()
+        threads = [threading.Thread(target=write, args=(i, manager)) for i in reversed(range(hosts)) if i != absent]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+    if request.param == "folder":
+        return tmp_path / "checkpoints"
+    return f"{request.getfixturevalue('bucket')}/run/checkpoints"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw8bit"])
+def test_the_parts_of_all_hosts_are_the_state_of_one(tmp_path: Path, optimizer: str) -> None:
+    with use_mesh(MESH):
+        state, specs = example(optimizer)
+        assert any(axes for spec in specs for axes in spec)
+        wanted = state.to_host(Host([]))
+        for hosts in (2, 4):
+            save(tmp_path / str(hosts), hosts, 3, 1, state, specs)
+    for hosts in (2, 4):
+        ((found,), damaged) = scan(tmp_path / str(hosts), verify=True)
+        assert not damaged and found.step == 3
+        written = [found.tensors(f"training-{host}") for host in range(hosts)]
+        assert len(list(filter(None, written))) == 2  # the devices of the other hosts hold second replicas
+        whole = joined(written, found.document("layout"), OPTIMIZERS[optimizer])
+        assert whole.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(whole[name], wanted[name])] == []
+        with pytest.raises(ValueError, match=r"the parts of the checkpoint lack shards of \d+ tensors, such as "):
+            joined(written[1:], found.document("layout"), OPTIMIZERS[optimizer])
+
+
+def test_a_lost_host_leaves_the_previous_checkpoint(place: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with use_mesh(MESH):
+        state, specs = example("adamw")
+        save(place, 2, 3, 1, state, specs)
+        with monkeypatch.context() as short:
+            short.setattr(parts_module, "PATIENCE", 0.5)
+            with pytest.raises(OSError, match=r"training-1.json have not come within 0.5 s.* step 3 stays good"):
+                save(place, 2, 6, 1, state, specs, absent=1)
+            assert [one.step for one in scan(place, verify=True)[0]] == [3]
+            with pytest.raises(OSError, match=r"training-1.json have not come"):  # the other launch's are no use
+                save(place, 2, 3, 2, state, specs, absent=1)
+        assert [one.step for one in scan(place, verify=True)[0]] == [3]
+        save(place, 4, 6, 3, state, specs)
+        CheckpointManager(place, keep=3).close()  # removes what the lost hosts left
+    good, damaged = scan(place, verify=True)
+    assert [one.step for one in good] == [3, 6] and not damaged
+    assert sorted(good[1].files)[1:] == [f"training-{host}.safetensors" for host in range(4)]
+    if isinstance(place, Path):
+        assert sorted(one.name for one in place.iterdir() if one.is_dir()) == ["step-00000003", "step-00000006"]
+
+
+def test_a_part_that_cannot_be_written_ends_the_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts_module.local_store, "_save", lambda *_: (_ for _ in ()).throw(OSError(28, "no room")))
+    with pytest.raises(OSError, match=r"training-0\.json"), CheckpointManager(tmp_path, keep=1) as manager:
+        parts = HostParts(tmp_path, 0, 2, 7)
+        manager.save(1, {}, {"layout": {}}, {}, attempt=parts.save(1, {"x@": torch.zeros(())}))
+        manager.wait()
+    with pytest.raises(OSError, match="no room"):
+        parts.wait()
+    assert scan(tmp_path) == ([], [])
