@@ -302,6 +302,14 @@ def test_on_a_mesh_generation_is_compiled_too(small: Path, monkeypatch: pytest.M
     text = report(config, [found])
     assert "answering 16 prompts of 256 tokens in a cache of 1,280 fits: 3.00 of 15.75 GiB; a token of each" in text
 
+    def refuse(*_: Any, **__: Any) -> Compiled:
+        raise ValueError("the model makes an attention mask of its own")
+
+    monkeypatch.setattr(compile_check, "compile_generation", refuse)
+    (found,) = plan(config, exact=True)
+    assert found.fits and found.answering is None
+    assert found.note == "generation was not compiled: the model makes an attention mask of its own"
+
 
 # What libtpu 0.0.21 said of Qwen2.5-0.5B's first two layers on v5e, by rows: (total, arguments). 416 rows do not fit.
 TWO_LAYERS = {256: (11026515968, 348071936), 392: (16653974528, 351971328), 416: (17639502848, 352659456)}

@@ -282,8 +282,7 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
         chosen, on, note = placed(config, shape, where, one_row=open_batch)
         one = by_formula(chosen, shape, on, rows)
         one = with_largest_batch(verified(one, shape, rows)) if exact else one
-        if one.compiled and on.mesh:
-            one = replace(one, answering=compile_answering(one.config, on))
+        one = _with_answering(one)
         found.append(replace(one, note="; ".join(filter(None, [note, one.note]))))
     return found
 
@@ -527,8 +526,18 @@ def by_compiler_alone(config: TrainConfig, where: TargetSlice, rows: Rows) -> Pl
     config, notes = where.calibration.apply(config)
     compiled = _compile(config, where, "full")
     found = Plan(where, config, (), False, 0, {}, "compiler", None, None, None, None, note="; ".join(notes))
-    answering = compile_answering(config, where) if where.mesh else None
-    return replace(_with(found, compiled, None, rows), answering=answering)
+    return _with_answering(_with(found, compiled, None, rows))
+
+
+def _with_answering(found: Plan) -> Plan:
+    """Compiles generation, too, if the plan is compiled for a mesh; a run may train a model that cannot generate."""
+    if found.compiled is None or found.where.mesh is None:
+        return found
+    try:
+        return replace(found, answering=compile_answering(found.config, found.where))
+    except ValueError as error:
+        note = f"generation was not compiled: {error}"
+        return replace(found, note="; ".join(filter(None, [found.note, note])))
 
 
 def _compile(config: TrainConfig, where: TargetSlice, effort: Effort) -> Compiled:
