@@ -19,7 +19,7 @@ from tpu_kit.hardware.chips import GIB
 from tpu_kit.models.architecture import read_shape
 from tpu_kit.planning.planner import plan
 from tpu_kit.profiling.advice import RULES, Advice, advise, changed, gain, settled
-from tpu_kit.profiling.profile import Profile
+from tpu_kit.profiling.profile import Cost, Profile
 from tpu_kit.profiling.recorder import Recording
 from tpu_kit.profiling.report import energy
 from tpu_kit.profiling.timeline import PHASES
@@ -70,7 +70,7 @@ def part(name: str, share: float) -> Change:
 
 
 def setting(name: str, value: Any, then: Change = lambda p: p) -> Change:
-    return lambda p: then(replace(p, config=changed(p.config, name, value)))
+    return lambda p: then(replace(p, config=changed(p.config, {name: value})))
 
 
 def recorded(**values: Any) -> Change:
@@ -152,6 +152,20 @@ def test_the_gain_scales_the_device_and_keeps_the_rest(healthy: Profile) -> None
     p = replace(healthy, split={**healthy.split, "host tracing": healthy.split["device compute"]})
     assert gain(p, p.config) == pytest.approx(0)
     assert gain(p, p.config, ["host tracing"]) == pytest.approx(p.seconds / (p.seconds - p.split["host tracing"]) - 1)
+
+
+@pytest.mark.parametrize(("short", "expected"), [(0.1, 2 * 0.1 / 0.1), (0.0, 2 * 0.1 / 0.18)])
+def test_on_a_cpu_calls_and_work_scale_apart(healthy: Profile, short: float, expected: float) -> None:
+    """By hand: 80 ms of products, 20 ms of Python. If short rows take as long, twice the rows do too."""
+    p = replace(
+        healthy, room=MemoryBudget("this host", "cpu", 1, 2**40), replicas=1,
+        costs=(Cost("mm", "", "matrix product", 1),),
+        split={**dict.fromkeys(healthy.split, 0.0), "device compute": 0.08, "host tracing": 0.02},
+        recordings=(Recording(0, "cpu", seconds=0.1, short_seconds=short),),
+    )  # fmt: skip
+    assert p.batch.gradient_accumulation == 1
+    assert gain(p, changed(p.config, {"optim.batch_size": 2 * p.batch.batch_size})) == pytest.approx(expected - 1)
+    assert gain(p, changed(p.config, {"optim.gradient_accumulation": 2})) == pytest.approx(0)
 
 
 def test_energy_is_an_estimate_with_its_source(healthy: Profile, tmp_path: Path) -> None:

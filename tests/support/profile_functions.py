@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -21,20 +22,27 @@ from tpu_kit.storage import atomic
 from tpu_kit.training import trainer
 
 DELAY = 0.05
+PLANTED = "planted delay"
+"""Name of the delays in a trace."""
 _prefetch, _step, _log = trainer.prefetch, trainer.train_step, trainer.Trainer._log
 
 
-def _busy() -> None:
-    """Computes for DELAY seconds."""
+def _delay() -> None:
+    with torch.profiler.record_function(PLANTED):
+        time.sleep(DELAY)
+
+
+def _compute() -> None:
     factor, end = torch.ones(256, 256), time.perf_counter() + DELAY
-    while time.perf_counter() < end:
-        factor.matmul(factor)
+    with torch.profiler.record_function(PLANTED):
+        while time.perf_counter() < end:
+            factor.matmul(factor)
 
 
 def slow_input(config: TrainConfig) -> None:
     def slow(items: Any) -> Iterator[Any]:
         for item in _prefetch(items):
-            time.sleep(DELAY)
+            _delay()
             yield item
 
     with mock.patch.object(trainer, "prefetch", slow):
@@ -43,7 +51,7 @@ def slow_input(config: TrainConfig) -> None:
 
 def slow_host(config: TrainConfig) -> None:
     def slow(loop: Any) -> None:
-        time.sleep(DELAY)
+        _delay()
         _log(loop)
 
     with mock.patch.object(trainer.Trainer, "_log", slow):
@@ -51,11 +59,11 @@ def slow_host(config: TrainConfig) -> None:
 
 
 def slow_tracing(config: TrainConfig) -> None:
-    _record_with(config, lambda *_: time.sleep(DELAY))
+    _record_with(config, lambda *_: _delay())
 
 
 def slow_device(config: TrainConfig) -> None:
-    _record_with(config, lambda *_: _busy())
+    _record_with(config, lambda *_: _compute())
 
 
 def slow_rank(config: TrainConfig) -> None:
@@ -73,6 +81,11 @@ def recompiles(config: TrainConfig) -> None:
         state.usual.add_(torch.zeros(next(sizes), device=state.usual.device).sum())
 
     _record_with(config, extra)
+
+
+def slow_preparation(config: TrainConfig) -> Any:
+    time.sleep(60)
+    return sft.check_run(config)
 
 
 def stops(config: TrainConfig) -> None:
@@ -95,18 +108,40 @@ def fills_the_disk(config: TrainConfig) -> None:
         record(config)
 
 
-def step_times(config: TrainConfig) -> list[float]:
-    """Processor time of each step, seconds, with the recorder where run_name says so."""
-    begun: list[float] = []
-    with mock.patch.object(trainer, "train_step", lambda *args: begun.append(time.process_time()) or _step(*args)):
-        if config.run_name == "recorded":
-            record(config)
-        else:
-            with sft.trainer(config) as (loop, agreement, _):
-                loop.checkpoints, loop.prepared = None, replace(loop.prepared, eval=None)
-                loop.run(agreement)
-                loop.peaks.end()
-    return [after - before for before, after in pairwise(begun)]
+def step_seconds(runs: Sequence[TrainConfig], rounds: int, clock: Callable[[], float], config: TrainConfig) -> Any:
+    """Trains runs in turn, in one replica, without results.
+
+    Args:
+        runs: the runs; a run named "recorded" has the recorder.
+        rounds: number of turns of each.
+        clock: such as time.process_time.
+        config: of the launch.
+
+    Returns:
+        For each run, the seconds of the steps of each turn; and the share of its rows that holds tokens.
+    """
+    found: list[list[list[float]]] = [[] for _ in runs]
+    fill = [1.0 for _ in runs]
+    for _ in range(rounds):
+        for place, one in enumerate(runs):
+            begun: list[float] = []
+            step = partial(_timed_step, begun, clock)
+            with mock.patch.object(trainer, "train_step", step):
+                if one.run_name == "recorded":
+                    record(one)
+                else:
+                    with sft.trainer(one) as (loop, agreement, _):
+                        loop.checkpoints, loop.prepared = None, replace(loop.prepared, eval=None)
+                        loop.run(agreement)
+                        loop.peaks.end()
+                        fill[place] = loop.prepared.train.fill()
+            found[place].append([after - before for before, after in pairwise(begun)])
+    return found, fill
+
+
+def _timed_step(begun: list[float], clock: Callable[[], float], *args: Any) -> None:
+    begun.append(clock())
+    _step(*args)
 
 
 def _record_with(config: TrainConfig, extra: Any) -> None:

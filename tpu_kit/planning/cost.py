@@ -323,11 +323,15 @@ def predict_time(config: TrainConfig, shape: Shape, where: TargetSlice) -> StepT
     return step_time(done, where.chip, where.replicas, where.calibration.time)
 
 
-def host_rate() -> float:
-    """Measures the FLOP/s of a matrix product in fp32 on this CPU, in a tenth of a second; training reaches less."""
+def host_rate(dtype: str = "fp32") -> float:
+    """Measures the FLOP/s of a matrix product on this CPU, in a tenth of a second; training reaches less.
+
+    Args:
+        dtype: as `model.base_dtype`; integers are products of bf16.
+    """
     import torch
 
-    factor = torch.ones(512, 512)
+    factor = torch.ones(512, 512, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
     factor @ factor
     count, start = 0, time.perf_counter()
     while (seconds := time.perf_counter() - start) < 0.1:

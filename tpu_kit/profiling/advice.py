@@ -8,14 +8,13 @@ removes counts as empty.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import GIB, NO_KERNELS
-from tpu_kit.planning.cost import SAVE_BYTES_PER_SECOND, SAVE_SECONDS, predict_time, work, young_interval
-from tpu_kit.planning.cost import SPOT_HOURS_BETWEEN_INTERRUPTIONS as HOURS
+from tpu_kit.planning import cost
 from tpu_kit.planning.memory_estimate import reserve
 from tpu_kit.planning.preflight import estimate_in
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 LEAST_GAIN = 0.05
 """A change of the configuration is advised from this predicted gain on."""
-PACKED = 0.97
-"""Share of a packed row that holds tokens."""
 _INPUT, _TRACING, _HOST, _EXPOSED, _FULL, _UNEVEN, _FILL = 0.05, 0.1, 0.05, 0.1, 0.95, 0.15, 0.85
 _EAGER = 0.35
 """The share of host tracing off XLA, where it also holds what the profiler itself takes for each operation."""
@@ -77,10 +74,12 @@ def settled(config: TrainConfig, replicas: int) -> TrainConfig:
     return replace(config, optim=replace(optim, global_batch_size=None))
 
 
-def changed(config: TrainConfig, name: str, value: Any) -> TrainConfig:
-    """Returns the run with another value of a parameter such as "optim.remat"."""
-    section, _, leaf = name.partition(".")
-    return replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
+def changed(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """Returns the run with other values of parameters such as "optim.remat"."""
+    for name, value in changes.items():
+        section, _, leaf = name.partition(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
+    return config
 
 
 def gain(p: Profile, config: TrainConfig, removed: Collection[str] = ()) -> float | None:
@@ -91,26 +90,45 @@ def gain(p: Profile, config: TrainConfig, removed: Collection[str] = ()) -> floa
         config: the changed run.
         removed: buckets that the change empties.
     """
-    before, after = _device(p, p.config), _device(p, config)
-    if before is None or after is None:
+    if p.shape is None or p.room is None:
         return None
-    new = dict(p.split) | dict.fromkeys(removed, 0.0)
-    new["device compute"] *= after[0] / before[0]
-    if before[1]:
-        new["exposed collectives"] *= after[1] / before[1]
+    new, busy = dict(p.split), p.split["device compute"]
+    calls, size = pass_work(p, config)
+    if p.room.where is not None:
+        before, after = (cost.predict_time(p.room.seen(one), p.shape, p.room.where) for one in (p.config, config))
+        new["device compute"] *= max(after.compute, after.memory) / max(before.compute, before.memory)
+        new["exposed collectives"] *= after.all_reduce / before.all_reduce if before.all_reduce else 1.0
+    else:
+        new["device compute"] *= p.update + (1 - p.update) * (p.per_call * calls + (1 - p.per_call) * size)
+    calls = p.update + (1 - p.update) * calls
+    if _on_xla(p):  # a step is traced while the device runs the one before
+        host = (p.first.phases["step"] + p.first.phases["dispatch"]) / max(1, p.first.steps)
+        later = max(0.0, calls * host - new["device compute"]) - max(0.0, host - busy)
+        new["host tracing"] = max(0.0, new["host tracing"] + later)
+    else:
+        new["host tracing"] *= calls
+    new |= dict.fromkeys(removed, 0.0)
     tokens = batch_arithmetic(config, p.replicas).tokens_per_update / p.batch.tokens_per_update
     return tokens * p.seconds / sum(new.values()) - 1
 
 
-def _device(p: Profile, config: TrainConfig) -> tuple[float, float] | None:
-    """Work of the device in a step and of its exposed collectives: seconds, or FLOPs where its speed is not known."""
-    if p.shape is None or p.room is None:
-        return None
-    config = p.room.seen(config)
-    if p.room.where is not None:
-        time = predict_time(config, p.shape, p.room.where)
-        return max(time.compute, time.memory), time.all_reduce
-    return work(config, p.shape, batch_arithmetic(config, p.replicas)).flops, 0.0
+def pass_work(p: Profile, config: TrainConfig) -> tuple[float, float]:
+    """The operations of a changed run's passes, and their work on a device of unknown speed, each over the present one.
+
+    Products take the time of their FLOPs, at this CPU's rates for the types, and all else that of its bytes, in the
+    shares of the trace. Recomputation repeats all else as often as products.
+    """
+    assert p.shape is not None
+    room, dtype, found = p.room, p.config.model.base_dtype, []
+    for one in (p.config, config, changed(config, {"optim.remat": p.config.optim.remat})):
+        same = changed(room.seen(one) if room else one, {"model.base_dtype": dtype})
+        done = cost.work(same, p.shape, batch_arithmetic(one, p.replicas))
+        found.append((done.flops, done.traffic - cost.UPDATE_TRAFFIC * done.reduced))
+    (flops, moved), (new_flops, new_moved), (kept, _) = found
+    again, other = new_flops / kept, config.model.base_dtype
+    passes = batch_arithmetic(config, p.replicas).gradient_accumulation / p.batch.gradient_accumulation
+    slower = 1.0 if other == dtype else cost.host_rate(dtype) / cost.host_rate(other)
+    return passes * again, p.products * slower * new_flops / flops + (1 - p.products) * again * new_moved / moved
 
 
 def _fits(p: Profile, config: TrainConfig) -> bool:
@@ -120,76 +138,73 @@ def _fits(p: Profile, config: TrainConfig) -> bool:
     return estimate_in(config, p.shape, p.room).total_bytes <= p.room.limit * (1 - free)
 
 
-def _better(p: Profile, figure: str, name: str, values: Collection[Any], least: float = LEAST_GAIN) -> Found:
-    """The first value of a parameter that fits and has nine tenths of the largest gain."""
-    tried = [(gain(p, one), value) for value in values if _fits(p, one := changed(p.config, name, value))]
-    gains = [(won, value) for won, value in tried if won is not None and won >= least]
-    most = max((won for won, _ in gains), default=0.0)
-    best = next(((won, value) for won, value in gains if won >= 0.9 * most), None)
-    return (figure, f"{name}={'null' if best[1] is None else best[1]}", best[0]) if best else None
+def _better(
+    p: Profile, figure: str, changes: Iterable[Mapping[str, Any]], least: float = LEAST_GAIN, times: float = 1.0
+) -> Found:
+    """The first of these changes that fits and has nine tenths of the largest gain, which also has a factor."""
+    tried = [(gain(p, one), names) for names in changes if _fits(p, one := changed(p.config, names))]
+    gains = [(grown, names) for won, names in tried if won is not None and (grown := (1 + won) * times - 1) >= least]
+    best = next((one for one in gains if one[0] >= 0.9 * max(won for won, _ in gains)), None)
+    return (
+        (figure, " ".join(f"{name}={str(value).lower()}" for name, value in best[1].items()), best[0]) if best else None
+    )
 
 
-def _larger_batches(p: Profile) -> list[int]:
-    return [p.batch.batch_size << power for power in range(1, 7)]
+def _larger_batches(p: Profile) -> Iterator[Mapping[str, Any]]:
+    return ({"optim.batch_size": p.batch.batch_size << power} for power in range(1, 7))
 
 
-def _percent(p: Profile, bucket: str) -> str:
+def _large(p: Profile, bucket: str, least: float) -> str:
+    """The figure of a part that takes more than this share of a step; else nothing."""
+    if p.share(bucket) <= least:
+        return ""
     return f"{bucket} takes {p.share(bucket):.0%} of a step ({1000 * p.split[bucket]:.1f} of {1000 * p.seconds:.1f} ms)"
-
-
-# ------------------------------------------------------------------------------------------------------------- the host
 
 
 def input_wait(p: Profile) -> Found:
     """The device waits for batches."""
-    if p.share("input wait") <= _INPUT:
+    if not (figure := _large(p, "input wait", _INPUT)):
         return None
     change = "give this host more free processor cores: batches are made by one thread of each replica"
     if p.config.distill.files is not None:
         change = "distill.files=FOLDER on a local disk"
-    return _percent(p, "input wait"), change, gain(p, p.config, ["input wait"])
+    return figure, change, gain(p, p.config, ["input wait"])
 
 
 def host_tracing(p: Profile) -> Found:
     """The device waits for Python: for the trace of the step on XLA, for the next operation elsewhere."""
-    if p.share("host tracing") <= (_TRACING if _on_xla(p) else _EAGER):
+    if not (figure := _large(p, "host tracing", _TRACING if _on_xla(p) else _EAGER)):
         return None
-    figure = _percent(p, "host tracing")
     if _on_xla(p) and p.config.optim.scan_layers == "off" and p.config.optim.remat != "none":
         return figure, "optim.scan_layers=on", gain(p, p.config, ["host tracing"])
-    return _better(p, figure, "optim.batch_size", _larger_batches(p))
+    return _better(p, figure, _larger_batches(p))
 
 
 def host_code(p: Profile) -> Found:
     """The device waits while the host logs."""
-    if p.share("host code") <= _HOST:
+    if not (figure := _large(p, "host code", _HOST)):
         return None
     more = max(10, 10 * p.config.tracking.logging_steps)
-    return _percent(p, "host code"), f"tracking.logging_steps={more}", gain(p, p.config, ["host code"])
+    return figure, f"tracking.logging_steps={more}", gain(p, p.config, ["host code"])
 
 
 def recompilation(p: Profile) -> Found:
     """Programs are compiled in the steady state."""
-    count = sum(one.counts.get("compiles", 0) for one in p.recordings[:1])
-    if not count:
+    if not (count := p.first.counts.get("compiles", 0)):
         return None
     change = "keep the inputs of the step as they are; pass what changes by step as a tensor"
     if not p.config.data.packing:
         change = "data.packing=true"
     elif p.config.optim.batch_growth_steps is not None:
         change = "optim.batch_growth_steps=null"
-    why = "; ".join(cause for one in p.recordings[:1] for cause in one.causes)
-    figure = f"{count} programs were compiled in {p.recordings[0].steps} steps of the steady state: {why}"
+    figure = f"{count} programs were compiled in {p.first.steps} steps of the steady state: {'; '.join(p.first.causes)}"
     return figure, change, gain(p, p.config, ["host tracing"])
 
 
 def host_reads(p: Profile) -> Found:
     """The host reads the device, or computes for it, in every step."""
-    if not p.recordings or not p.recordings[0].steps:
-        return None
-    first = p.recordings[0]
-    count = first.counts.get("fallbacks", 0) / first.steps
-    if count < 1:
+    first = p.first
+    if (count := first.counts.get("fallbacks", 0) / max(1, first.steps)) < 1:
         return None
     lines = "; ".join(first.reads) or "in the backward pass, or in code that was not seen"
     figure = f"the host reads or computes {count:.0f} values of each step: {lines}"
@@ -204,18 +219,14 @@ def preparation(p: Profile) -> Found:
     return f"preparing the data took {p.prepare_seconds:.0f} s before the first step", f"data.num_proc={cores}", None
 
 
-# ---------------------------------------------------------------------------------------------------- between the chips
-
-
 def exposed_collectives(p: Profile) -> Found:
     """The device waits for its links."""
-    if p.share("exposed collectives") <= _EXPOSED:
+    if not (figure := _large(p, "exposed collectives", _EXPOSED)):
         return None
-    figure = _percent(p, "exposed collectives")
     if p.config.launch.mesh is not None:
-        return _better(p, figure, "optim.batch_size", _larger_batches(p), 0.0)
-    passes = p.batch.gradient_accumulation
-    return _better(p, figure, "optim.gradient_accumulation", [2 * passes, 4 * passes], 0.0)
+        return _better(p, figure, _larger_batches(p), 0.0)
+    more = ({"optim.gradient_accumulation": times * p.batch.gradient_accumulation} for times in (2, 4))
+    return _better(p, figure, more, 0.0)
 
 
 def needless_sharding(p: Profile) -> Found:
@@ -224,12 +235,11 @@ def needless_sharding(p: Profile) -> Found:
         return None
     if where.mesh.fsdp * where.mesh.model == 1:
         return None
-    config = changed(p.config, "launch.mesh", None)
+    config = changed(p.config, {"launch.mesh": None})
     whole = replace(where, mesh=None, replicas=where.devices)
-    alone = replace(p.room, where=whole, replicas=where.devices)
-    if estimate_in(config, p.shape, alone).total_bytes > alone.limit * (1 - reserve(config)):
+    if not _fits(replace(p, room=replace(p.room, where=whole, replicas=where.devices)), config):
         return None
-    before, after = predict_time(p.config, p.shape, where), predict_time(config, p.shape, whole)
+    before, after = cost.predict_time(p.config, p.shape, where), cost.predict_time(config, p.shape, whole)
     rows = batch_arithmetic(config, where.devices).tokens_per_update / p.batch.tokens_per_update
     won = rows * before.seconds / after.seconds - 1
     figure = f"the mesh {where.mesh} moves weights, and each device has room for the whole model"
@@ -260,15 +270,12 @@ def memory_imbalance(p: Profile) -> Found:
     return figure, "launch.mesh=auto, without mesh_rules that keep a tensor on one device", None
 
 
-# ----------------------------------------------------------------------------------------------------------- the memory
-
-
 def free_memory(p: Profile) -> Found:
     """A larger batch fits, and is faster."""
     if p.chip is None or p.batch.gradient_accumulation > 1:
         return None
     figure = f"{p.batch.batch_size} rows of a pass take {_peak(p) / GIB:.2f} of {_limit(p) / GIB:.2f} GiB"
-    return _better(p, figure, "optim.batch_size", _larger_batches(p))
+    return _better(p, figure, _larger_batches(p))
 
 
 def accumulation(p: Profile) -> Found:
@@ -276,24 +283,18 @@ def accumulation(p: Profile) -> Found:
     passes, rows = p.batch.gradient_accumulation, p.batch.batch_size
     if passes == 1 or passes % 2 or p.chip is None:
         return None
-    fewer = changed(p.config, "optim.gradient_accumulation", passes // 2)
-    config = changed(fewer, "optim.batch_size", 2 * rows)
-    won = gain(p, config) if _fits(p, config) else None
-    if won is None or won < 0.02:
-        return None
-    change = f"optim.batch_size={2 * rows} optim.gradient_accumulation={passes // 2}"
-    return f"an update takes {passes} passes of {rows} rows, and {2 * rows} rows fit", change, won
+    change = {"optim.batch_size": 2 * rows, "optim.gradient_accumulation": passes // 2}
+    return _better(p, f"an update takes {passes} passes of {rows} rows, and {2 * rows} rows fit", [change], 0.02)
 
 
 def cheaper_remat(p: Profile) -> Found:
     """There is room to recompute less."""
     optim = p.config.optim
-    if optim.remat == "none" or (p.config.launch.mesh is not None and p.room and p.room.where and p.room.where.mesh):
+    if optim.remat == "none" or (p.room and p.room.where and p.room.where.mesh):
         return None
-    values = ["outputs"] if optim.remat == "full" and _on_xla(p) else []
-    values += ["none"] if optim.scan_layers != "on" else []
+    values = ["outputs"] * (optim.remat == "full" and _on_xla(p)) + ["none"] * (optim.scan_layers != "on")
     figure = f"remat={optim.remat} computes layers again, and {(_limit(p) - _peak(p)) / GIB:.2f} GiB are free"
-    return _better(p, figure, "optim.remat", values)
+    return _better(p, figure, [{"optim.remat": value} for value in values])
 
 
 def memory_pressure(p: Profile) -> Found:
@@ -301,63 +302,53 @@ def memory_pressure(p: Profile) -> Found:
     if not _limit(p) or _peak(p) <= _FULL * _limit(p):
         return None
     figure = f"the peak is {_peak(p) / GIB:.2f} of {_limit(p) / GIB:.2f} GiB"
-    if p.config.optim.remat != "full":
-        return figure, "optim.remat=full", gain(p, changed(p.config, "optim.remat", "full"))
     rows = max(1, p.batch.batch_size // 2)
-    return figure, f"optim.batch_size={rows}", gain(p, changed(p.config, "optim.batch_size", rows))
+    name, value = ("optim.remat", "full") if p.config.optim.remat != "full" else ("optim.batch_size", rows)
+    return figure, f"{name}={value}", gain(p, changed(p.config, {name: value}))
 
 
 def _peak(p: Profile) -> int:
-    measured = max((one.peak_bytes or 0 for one in p.recordings), default=0)
-    return measured or (p.compiled.total_bytes if p.compiled else sum(p.memory.values()))
+    formula = p.compiled.total_bytes if p.compiled else sum(p.memory.values())
+    return max((one.peak_bytes or 0 for one in p.recordings), default=0) or formula
 
 
 def _limit(p: Profile) -> int:
-    measured = max((one.limit_bytes or 0 for one in p.recordings), default=0)
-    return measured or (p.room.limit if p.room else 0)
-
-
-# ------------------------------------------------------------------------------------------------------------- the work
+    return max((one.limit_bytes or 0 for one in p.recordings), default=0) or (p.room.limit if p.room else 0)
 
 
 def padding(p: Profile) -> Found:
     """Rows are not full."""
-    fill = min((one.fill for one in p.recordings), default=1.0)
-    if fill >= _FILL:
+    worst = min(p.recordings, key=lambda one: one.fill, default=p.first)
+    if worst.fill >= _FILL:
         return None
-    figure = f"{fill:.0%} of the rows hold tokens; the rest is padding, which costs as much"
-    if not p.config.data.packing:
-        return figure, "data.packing=true", PACKED / fill - 1
-    return figure, f"data.max_length={2 * p.config.data.max_length}", PACKED / fill - 1
+    figure = f"{worst.fill:.0%} of the rows hold tokens; the rest is padding, which costs as much"
+    change = {"data.max_length": 2 * p.config.data.max_length} if p.config.data.packing else {"data.packing": True}
+    return _better(p, figure, [change], times=worst.packed / worst.fill)
 
 
 def long_rows(p: Profile) -> Found:
     """Attention computes all pairs of tokens of a row that is much longer than any example."""
-    longest, length = p.recordings[0].longest if p.recordings else 0, p.config.data.max_length
+    longest, length = p.first.longest, p.config.data.max_length
     shorter = max(128, -(-longest // 128) * 128)
     if not longest or 2 * shorter > length or _attention(p) != "sdpa":
         return None
-    config = changed(p.config, "data.max_length", shorter)
-    config = changed(config, "optim.batch_size", p.batch.batch_size * (length // shorter))
-    won = gain(p, config)
-    figure = f"rows have {length} tokens, and the longest example {longest}"
-    change = f"data.max_length={shorter} optim.batch_size={config.optim.batch_size}"
-    return (figure, change, won) if won is not None and won >= LEAST_GAIN else None
+    change = {"data.max_length": shorter, "optim.batch_size": p.batch.batch_size * (length // shorter)}
+    return _better(p, f"rows have {length} tokens, and the longest example {longest}", [change])
 
 
 def dense_attention(p: Profile) -> Found:
     """Attention keeps all scores although the chip has a kernel."""
     if p.chip is None or p.chip.accelerator_prefix is None or p.chip.name in NO_KERNELS or _attention(p) != "sdpa":
         return None
-    return _better(p, f"attention=sdpa keeps the scores of {p.config.data.max_length} tokens", "model.attention",
-                   ["splash"])  # fmt: skip
+    figure = f"attention=sdpa keeps the scores of {p.config.data.max_length} tokens"
+    return _better(p, figure, [{"model.attention": "splash"}])
 
 
 def fp32_weights(p: Profile) -> Found:
     """Frozen weights are read in 4 bytes."""
     if p.config.model.base_dtype != "fp32" or p.chip is None:
         return None
-    return _better(p, "base_dtype=fp32 reads 4 bytes of each weight and activation", "model.base_dtype", ["bf16"])
+    return _better(p, "base_dtype=fp32 reads 4 bytes of each weight and activation", [{"model.base_dtype": "bf16"}])
 
 
 def loss_chunks(p: Profile) -> Found:
@@ -366,10 +357,7 @@ def loss_chunks(p: Profile) -> Found:
     if p.chip is None or chunk >= tokens:
         return None
     figure = f"the head's weights are read for each of {-(-tokens // chunk)} chunks of {chunk} tokens"
-    return _better(p, figure, "optim.loss_chunk", [min(tokens, chunk << power) for power in (1, 2, 3)])
-
-
-# ------------------------------------------------------------------------------------------------------ beside the step
+    return _better(p, figure, [{"optim.loss_chunk": min(tokens, chunk << power)} for power in (1, 2, 3)])
 
 
 def frequent_checkpoints(p: Profile) -> Found:
@@ -378,10 +366,10 @@ def frequent_checkpoints(p: Profile) -> Found:
     if p.shape is None or p.room is None or (total is not None and total <= every):
         return None
     trained = estimate_in(p.config, p.shape, p.room).trained
-    save, between = SAVE_SECONDS + 12 * trained / SAVE_BYTES_PER_SECOND, every * p.seconds
+    save, between = cost.SAVE_SECONDS + 12 * trained / cost.SAVE_BYTES_PER_SECOND, every * p.seconds
     if save <= between / 5:
         return None
-    steps = max(1, round(young_interval(save, HOURS * 3600) / p.seconds))
+    steps = max(1, round(cost.young_interval(save, cost.SPOT_HOURS_BETWEEN_INTERRUPTIONS * 3600) / p.seconds))
     figure = f"a checkpoint takes about {save:.1f} s, and there is one each {between:.1f} s"
     return figure, f"checkpoint.save_steps={steps}", max(0.0, save / between - 1)
 

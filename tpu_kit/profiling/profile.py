@@ -26,8 +26,8 @@ from tpu_kit.planning.compile_check import Compiled, compile_step
 from tpu_kit.planning.cost import HBM_EFFICIENCY, MXU_EFFICIENCY, Work, step_time, work
 from tpu_kit.planning.planner import plan
 from tpu_kit.profiling import report
-from tpu_kit.profiling.advice import Advice, advise, settled
-from tpu_kit.profiling.recorder import LEAST_BYTES, WARM_UP, Recording, record, window
+from tpu_kit.profiling.advice import Advice, advise, changed, pass_work, settled
+from tpu_kit.profiling.recorder import LEAST_BYTES, SHORT, WARM_UP, Recording, record, window
 from tpu_kit.profiling.timeline import BUCKETS, Trace, read_trace
 from tpu_kit.recipes.sft import check_run
 from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir
@@ -44,8 +44,6 @@ class Cost:
         source: file and line or scope; empty where it is not known.
         kind: of the work.
         seconds: of a step on one device.
-        flops: 0 where they are not counted.
-        bytes: of HBM; likewise.
         roofline: time at the chip's peaks over `seconds`; None where either is not known.
     """
 
@@ -53,8 +51,6 @@ class Cost:
     source: str
     kind: str
     seconds: float
-    flops: float = 0.0
-    bytes: float = 0.0
     roofline: float | None = None
 
 
@@ -109,9 +105,38 @@ class Profile:
         """Seconds of a step."""
         return sum(self.split.values())
 
+    @property
+    def first(self) -> Recording:
+        """The recording of the first replica; an empty one if the profile is predicted."""
+        return self.recordings[0] if self.recordings else Recording(0, "tpu")
+
     def share(self, bucket: str) -> float:
         """The share of a step in a bucket."""
         return self.split[bucket] / self.seconds
+
+    @cached_property
+    def products(self) -> float:
+        """The share of matrix products in the time of the operations."""
+        times = [(one.kind == "matrix product", one.seconds) for one in self.costs if one.kind != "collective"]
+        return sum(taken for is_product, taken in times if is_product) / (sum(taken for _, taken in times) or 1.0)
+
+    @cached_property
+    def update(self) -> float:
+        """The share of a step after its backward passes; 0 where the trace does not tell."""
+        return self.trace.update() if self.trace else 0.0
+
+    @cached_property
+    def per_call(self) -> float:
+        """The share of the passes' device compute that does not depend on the size of tensors, by steps of short rows.
+
+        It is 0 where these were not timed.
+        """
+        first, busy = self.first, self.split["device compute"] * (1 - self.update)
+        if not first.short_seconds or not busy or self.shape is None:
+            return 0.0
+        short = changed(self.config, {"data.max_length": self.config.data.max_length // SHORT})
+        grows = (first.seconds - first.short_seconds) / (1 - pass_work(self, short)[1])
+        return min(1.0, max(0.0, 1 - grows / busy))
 
     @cached_property
     def advice(self) -> list[Advice]:
@@ -173,7 +198,8 @@ def _measured(config: TrainConfig, steps: int) -> Profile:
     found = Profile(
         config=settled(outlook.config, replicas), room=room, shape=shape,
         device=room.name if room else recordings[0].device_type,
-        replicas=replicas, chips=room.where.chips if room and room.where else replicas, split=trace.split(),
+        replicas=replicas, chips=room.where.chips if room and room.where else replicas,
+        split=trace.split(recordings[0].seconds),
         costs=_traced(trace, room.chip if room else None), memory=outlook.memory.parts if outlook.memory else {},
         recordings=recordings, trace=trace, prepare_seconds=prepared, folder=folder,
     )  # fmt: skip
@@ -200,7 +226,7 @@ def _traced(trace: Trace, chip: Chip | None) -> tuple[Cost, ...]:
             for place, value in enumerate((one.end - one.start, one.flops, one.bytes)):
                 row[place] += value / devices / trace.steps
     found = [
-        Cost(*key, spent, flops, moved, _ideal(flops, moved, chip) / spent if chip and flops + moved else None)
+        Cost(*key, spent, _ideal(flops, moved, chip) / spent if chip and flops + moved else None)
         for key, (spent, flops, moved) in rows.items()
         if spent
     ]
@@ -231,8 +257,8 @@ def _predicted(config: TrainConfig, chip: str) -> Profile:
         "device compute": busy, "exposed collectives": predicted.all_reduce, "host tracing": predicted.host,
     }  # fmt: skip
     costs = [
-        Cost(one.operation.rpartition("xla__scan/call/")[2] or one.kind, one.source, one.kind, seconds, one.flops,
-             one.bytes, _ideal(one.flops, one.bytes, where.chip) / seconds)
+        Cost(one.operation.rpartition("xla__scan/call/")[2] or one.kind, one.source, one.kind, seconds,
+             _ideal(one.flops, one.bytes, where.chip) / seconds)
         for one in compiled.operations
         if (seconds := _ideal(one.flops, one.bytes, where.chip, MXU_EFFICIENCY, HBM_EFFICIENCY))
     ]  # fmt: skip

@@ -10,19 +10,21 @@ import contextlib
 import json
 import math
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from tpu_kit.config.loader import TrainConfig
+from tpu_kit.data.batching import PackedDataset
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.profiling.timeline import MODULE, PHASES, PREFIX
 from tpu_kit.recipes import sft
@@ -30,8 +32,10 @@ from tpu_kit.storage import atomic
 
 WARM_UP = 5
 """Steps before the window: two compile, one is searched for reads, one ends what was queued, one is timed."""
-AFTER = 3
-"""Steps after the window, as a profiler's server starts and ends late."""
+AFTER = 10
+"""Steps after the window, as a profiler's server starts and ends late, and a CPU's steps are timed without it."""
+SHORT = 4
+"""Every other of the timed steps takes rows of this fraction of the length."""
 _STARTS = 1.0  # seconds in which a profiler's server starts on a free machine; on a busy one it took more than 1.4
 LEAST_BYTES = 2**30
 """Free disk that a trace may take."""
@@ -45,10 +49,13 @@ class Recording:
         rank: of the replica.
         device_type: as `Runtime.device_type`.
         fill: share of the packed rows that holds tokens.
+        packed: the same, if the examples are packed; where they are, in rows of twice the length.
         longest: tokens of the longest example.
         phases: seconds of each phase over the window, without the profiler.
         steps: number of steps of the window.
         first_seconds: time of the first step, which compiles.
+        seconds: of a step without the profiler, on a CPU; 0 elsewhere.
+        short_seconds: the same of rows cut to a `SHORT`th; 0 elsewhere.
         peak_bytes: of the device; None where it is not counted.
         limit_bytes: of the device; None likewise.
         counts: growth of `Runtime.counters` over the window.
@@ -59,10 +66,13 @@ class Recording:
     rank: int
     device_type: str
     fill: float = 1.0
+    packed: float = 1.0
     longest: int = 0
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     steps: int = 0
     first_seconds: float = 0.0
+    seconds: float = 0.0
+    short_seconds: float = 0.0
     peak_bytes: int | None = None
     limit_bytes: int | None = None
     counts: dict[str, int] = field(default_factory=dict)
@@ -87,6 +97,7 @@ def record(config: TrainConfig) -> None:
         recorder = _Recorder(loop.rt, config.output_path, steps, lambda: loop.state.report)
         rows, found = loop.prepared.train, recorder.found
         found.fill, found.longest = rows.fill(), int(rows.documents.lengths.max())
+        found.packed = PackedDataset(rows.documents, rows.length * (2 if config.data.packing else 1)).fill()
         loop.checkpoints, loop.prepared = None, replace(loop.prepared, eval=None)
         loop.mark = recorder.mark
         loop.rt.place_batch = recorder.placing(loop.rt.place_batch)  # type: ignore[method-assign]  # of this run alone
@@ -113,7 +124,7 @@ def _name_modules(model: torch.nn.Module, recorder: _Recorder) -> None:
             opened.pop().__exit__(None, None, None)
 
     for path, module in model.named_modules():
-        module.register_forward_pre_hook(partial(enter, path))
+        module.register_forward_pre_hook(partial(enter, path.removeprefix("base_model.model.")))  # PEFT's wrappers
         module.register_forward_hook(leave, always_call=True)
 
 
@@ -129,8 +140,10 @@ class _Recorder:
         self._phase, self._since, self._begun = "", time.perf_counter(), 0.0
         self._before: dict[str, int] = {}
         self._shapes: list[Mapping[str, str]] = []
-        self._inputs: dict[int, list[Mapping[str, str]]] = {}
+        self._inputs: list[Mapping[str, str]] = []  # of the step before
         self._compiles = 0
+        self._timed: dict[bool, list[float]] = {False: [], True: []}  # by whether the rows are short
+        self._is_short = False
         self._session = (_XlaSession if rt.is_xla else _TorchSession)(rt, folder) if rt.rank == 0 else None
 
     @property
@@ -164,6 +177,9 @@ class _Recorder:
         done = step - 1
         if done == 1:
             self.found.first_seconds = now - self._begun
+        if done > WARM_UP + self.steps and self.rt.device_type == "cpu":
+            self._timed[self._is_short].append(now - self._begun)
+            self._is_short = step % 2 == 0
         if done > 0:
             self._explain(done)
         if step == WARM_UP - 2:
@@ -175,32 +191,29 @@ class _Recorder:
             if self._session is not None:
                 self._session.begin(self.steps, now - self._begun)
         if done == WARM_UP + self.steps:
-            self._end()
+            counts = self.rt.counters().items()
+            self.found.counts = {name: count - self._before.get(name, 0) for name, count in counts}
+            self.found.steps = self.steps
+            if self._session is not None:
+                self._session.end()
         self._begun = time.perf_counter()
-
-    def _end(self) -> None:
-        now = self.rt.counters()
-        self.found.counts = {name: count - self._before.get(name, 0) for name, count in now.items()}
-        self.found.steps = self.steps
-        if self._session is not None:
-            self._session.end()
 
     def placing(self, place: Any) -> Any:
         """Wraps `Runtime.place_batch` to note the shapes that a step's program takes."""
 
         def noted(batches: list[dict[str, torch.Tensor]]) -> Any:
             self._shapes += [{name: f"{tuple(one.shape)} {one.dtype}" for name, one in b.items()} for b in batches]
-            return place(batches)
+            return place([_shortened(one) for one in batches] if self._is_short else batches)
 
         return noted
 
     def _explain(self, step: int) -> None:
         """Notes why the program of a step was compiled anew, by comparing its inputs with those of the step before."""
-        self._inputs[step], self._shapes = self._shapes, []
+        before, now = self._inputs, self._shapes
+        self._inputs, self._shapes = now, []
         compiles = self.rt.counters().get("compiles", 0)
         grown, self._compiles = compiles - self._compiles, compiles
         if grown and WARM_UP < step <= WARM_UP + self.steps and len(self.found.causes) < 5:
-            before, now = self._inputs[step - 1], self._inputs[step]
             changes = [
                 f"{name} was {old.get(name)} and is {shape}"
                 for old, new in zip(before, now, strict=False)
@@ -223,9 +236,15 @@ class _Recorder:
         if self._session is not None:
             self._session.close()
         self.found.peak_bytes, self.found.limit_bytes = self.rt.memory()
+        self.found.seconds, self.found.short_seconds = (median(one or [0.0]) for one in self._timed.values())
         text = json.dumps(asdict(self.found))
         with full_disk(self.folder):
             atomic.write_text(self.folder / f"recording-{self.found.rank}.json", text)
+
+
+def _shortened(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cuts what has (rows, tokens) to a `SHORT`th of the tokens."""
+    return {name: one[:, : one.shape[1] // SHORT] if one.dim() == 2 else one for name, one in batch.items()}
 
 
 @contextlib.contextmanager
@@ -280,12 +299,11 @@ class _XlaSession:
             found.bind(("127.0.0.1", 0))
             self._port = found.getsockname()[1]
         self._server = profiler.start_server(self._port)
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._trace: Future[None] | None = None
 
     @property
     def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._trace is not None and not self._trace.done()
 
     def annotate(self, name: str, step: int) -> Any:
         """Begins an annotation, without the scope that it opens: none may be open where the graph is cut."""
@@ -297,25 +315,16 @@ class _XlaSession:
     def begin(self, steps: int, seconds: float) -> None:
         """Requests a trace of so many steps of the duration of the last one, and waits until it has started."""
         milliseconds = round(1000 * (3 * _STARTS + 1.25 * seconds * steps))
-
-        def request() -> None:
-            try:
-                self._profiler.trace(f"localhost:{self._port}", str(self._folder), milliseconds, 1)
-            except Exception as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=request)
-        self._thread.start()
+        trace = partial(self._profiler.trace, f"localhost:{self._port}", str(self._folder), milliseconds, 1)
+        self._trace = ThreadPoolExecutor(1).submit(trace)
         time.sleep(_STARTS)
 
     def end(self) -> None:
         """Leaves the request alone: it ends after its duration."""
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise ValueError(f"torch_xla's profiler recorded no trace: {self._error}") from self._error
+        if self._trace is not None and (error := self._trace.exception()) is not None:
+            raise ValueError(f"torch_xla's profiler recorded no trace: {error}") from error
 
 
 class _TorchSession:
@@ -338,12 +347,11 @@ class _TorchSession:
         self._profile.start()
         self.is_running = True
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self.is_running:
             self._profile.stop()
             self.is_running = False
             with full_disk(self._folder):
                 self._profile.export_chrome_trace(str(self._folder / "trace.json"))
 
-    def close(self) -> None:
-        self.end()
+    end = close

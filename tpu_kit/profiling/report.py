@@ -6,11 +6,13 @@ import base64
 import html
 import io
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.planning import tables
 from tpu_kit.planning.cost import factors
+from tpu_kit.profiling.timeline import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +50,9 @@ def to_html(p: Profile) -> str:
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=100)
         data = base64.b64encode(buffer.getvalue()).decode()
-        parts.append(f"<p><img alt='{html.escape(title)}' src='data:image/png;base64,{data}'></p>")
+        parts.append(
+            f"<h4>{html.escape(title)}</h4><img alt='{html.escape(title)}' src='data:image/png;base64,{data}'>"
+        )
     parts += [f"<h4>{html.escape(title)}</h4>{tables.to_html(rows)}" for title, rows in _tables(p).items()]
     parts += [f"<p>{html.escape(note)}</p>" for note in _notes(p)]
     advised = "".join(f"<li>{html.escape(str(one))}</li>" for one in p.advice) or "<li>none; no rule found a loss</li>"
@@ -150,9 +154,10 @@ def pictures(p: Profile) -> Iterator[tuple[str, Figure]]:
     yield "time by kind of operation", _bars(kinds, "ms of a step, all streams of a device")
     if p.trace and p.trace.memory:
         figure, axes = _axes(2.5)
-        times = [1000 * (at - p.trace.window[0]) for at, _ in p.trace.memory]
-        axes.plot(times, [size / MIB for _, size in p.trace.memory], drawstyle="steps-post")
-        axes.set(xlabel="ms since the first traced step", ylabel="MiB allocated")
+        begin, end = p.trace.first()
+        points = [(1000 * (at - begin), size / MIB) for at, size in p.trace.memory if begin <= at <= end]
+        axes.plot(*zip(*points, strict=True), drawstyle="steps-post")
+        axes.set(xlabel="ms", ylabel="MiB allocated")
         yield "memory over a step", figure
     else:
         sizes = {name: size / MIB for name, size in p.memory.items() if size >= MIB / 10}
@@ -160,36 +165,25 @@ def pictures(p: Profile) -> Iterator[tuple[str, Figure]]:
 
 
 def _timeline(p: Profile) -> Figure:
-    """The phases of the host and the operations of each device in the first step; predicted, the parts in a row."""
-    figure, axes = _axes(2.5)
+    """The phases of the host and the operations of each device in the first step; predicted, one part after another."""
+    rows: dict[str, list[tuple[float, float]]] = {}
     if p.trace is None:
-        start = 0.0
-        for (name, seconds), colour in zip(p.split.items(), COLOURS, strict=True):
-            axes.barh([0], [1000 * seconds], left=start, color=colour, label=name)
-            start += 1000 * seconds
-        axes.set_yticks([0], ["step"])
+        ends = zip(p.split.items(), accumulate(p.split.values()), strict=True)
+        rows = {name: [(1000 * (end - taken), 1000 * taken)] for (name, taken), end in ends}
     else:
-        first = min(one.step for one in p.trace.events if one.kind == "phase")
-        mine = [one for one in p.trace.events if one.kind == "phase" and one.step == first]
-        begin, end = min(one.start for one in mine), max(one.end for one in mine)
-        devices = sorted({one.device for one in p.trace.events if one.device})
-        rows = [
-            (one.name, [(one.start, one.end)]) for one in mine
-        ] + [
-            (name, [(e.start, e.end) for e in p.trace.events if e.device == name and begin < e.end and e.start < end])
-            for name in devices
-        ]  # fmt: skip
-        for place, (_, spans) in enumerate(rows):
-            bars = [
-                (1000 * (max(start, begin) - begin), 1000 * (min(stop, end) - max(start, begin)))
-                for start, stop in spans
-            ]
-            axes.broken_barh(bars, (place - 0.4, 0.8), color=COLOURS[min(place, len(COLOURS) - 1)])
-        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axes.invert_yaxis()
+        rows = {phase: [] for phase in PHASES}
+        begin, end = p.trace.first()
+        for one in p.trace.events:
+            if (start := max(one.start, begin)) < (stop := min(one.end, end)):
+                rows.setdefault(one.device.removeprefix("/device:") or one.name, []).append(
+                    (1000 * (start - begin), 1000 * (stop - start))
+                )
+    figure, axes = _axes(0.3 * len(rows) + 0.7)
+    for place, bars in enumerate(rows.values()):
+        axes.broken_barh(bars, (place - 0.4, 0.8), color=COLOURS[min(place, len(COLOURS) - 1)])
+    axes.set_yticks(range(len(rows)), [*rows])
+    axes.invert_yaxis()
     axes.set(xlabel="ms")
-    if p.trace is None:
-        axes.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.35))
     return figure
 
 

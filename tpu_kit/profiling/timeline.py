@@ -10,11 +10,13 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import numpy as np
 
 from tpu_kit.distributed.child_process import run_child
 
@@ -23,9 +25,12 @@ PHASES = ("input", "step", "dispatch", "host")
 PREFIX, MODULE = "tpu_kit/", "tpu_kit module "
 """Of the names of phases and of modules in a trace."""
 BUCKETS = ("device compute", "exposed collectives", "input wait", "host tracing", "host code", "unexplained")
-_BUCKET = {"input": "input wait", "step": "host tracing", "dispatch": "host tracing", "host": "host code"}
+_BUCKET = {
+    "input": "input wait", "step": "host tracing", "dispatch": "host tracing", "host": "host code",
+    "collective": "exposed collectives",
+}  # fmt: skip
 _COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|nccl|c10d::|gloo:")
-_PRODUCT = re.compile(r"(?i)\bdot|convolution|gemm|(::|: |add|\bb)mm|linear|matmul|attention|splash|flash")
+_PRODUCT = re.compile(r"(?i)\bdot|convolution|gemm|(::|: |add|\bb?)mm|linear|matmul|attention|splash|flash")
 _COPY = re.compile(r"copy|transpose|::to\b|memcpy|Memcpy|dynamic-slice|dynamic-update")
 _NO_WORK = re.compile(r"(while|call|conditional|tuple|parameter|get-tuple-element|bitcast)(\.(\d+|clone))*( = |$)")
 
@@ -75,37 +80,50 @@ class Trace:
     window: Span
     memory: Sequence[tuple[float, int]] = field(default=(), repr=False)
 
-    def split(self) -> dict[str, float]:
+    def split(self, seconds: float = 0.0) -> dict[str, float]:
         """Returns the seconds of a step in each of `BUCKETS`.
 
         While a device computes, the time is device compute; while it only communicates, exposed collectives. The rest
         is the host's, by the phase in which it was. On several devices it is the mean.
+
+        Args:
+            seconds: of a step without the profiler, whose own time is taken from operations and the Python between
+                them; 0 takes nothing away.
         """
-        begin, end = self.window
         devices = sorted({one.device for one in self.events if one.device}) or [""]
-        found = dict.fromkeys(BUCKETS, 0.0)
-
-        def spans(device: str, wanted: Callable[[Event], bool]) -> list[Span]:
-            mine = [one for one in self.events if one.device == device and wanted(one)]
-            return _union((max(one.start, begin), min(one.end, end)) for one in mine)
-
+        spent = np.zeros(len(BUCKETS))
         for device in devices:
-            busy = spans(device, lambda one: one.kind not in ("phase", "collective"))
-            moving = _minus(spans(device, lambda one: one.kind == "collective"), busy)
-            free = _minus(_minus([self.window], busy), moving)
-            times = {"device compute": _sum(busy), "exposed collectives": _sum(moving)}
-            for phase, bucket in _BUCKET.items():
-                idle = _minus(free, spans("", partial(_is_phase, phase)))
-                times[bucket] = times.get(bucket, 0.0) + _sum(free) - _sum(idle)
-                free = idle
-            times["unexplained"] = _sum(free)
-            for name, seconds in times.items():
-                found[name] += seconds / len(devices) / self.steps
+            mine = [one for one in self.events if one.device in ("", device)]
+            times = np.clip([(one.start, one.end) for one in mine], *self.window)
+            edges = np.unique([*times.ravel(), *self.window])
+            owner = np.full(len(edges) - 1, BUCKETS.index("unexplained"))
+            buckets = [
+                BUCKETS.index(_BUCKET.get(one.name if one.kind == "phase" else one.kind, BUCKETS[0])) for one in mine
+            ]
+            spans = sorted(zip(buckets, *np.searchsorted(edges, times).T, strict=True), reverse=True)
+            for bucket, first, last in spans:  # computing hides communication, and both hide the host
+                owner[first:last] = bucket
+            spent += np.bincount(owner, np.diff(edges), len(BUCKETS)) / len(devices) / self.steps
+        found = dict(zip(BUCKETS, spent.tolist(), strict=True))
+        traced = found["device compute"] + found["host tracing"]
+        if seconds and traced:
+            own = max(0.0, traced + seconds - sum(found.values())) / traced
+            found |= {name: min(1.0, own) * found[name] for name in ("device compute", "host tracing")}
         return found
 
+    def first(self) -> Span:
+        """Returns the first step."""
+        phases = [one for one in self.events if one.kind == "phase"]
+        return phases[0].start, next(one.end for one in phases if one.name == PHASES[-1])
 
-def _is_phase(name: str, one: Event) -> bool:
-    return one.name == name
+    def update(self) -> float:
+        """Returns the share of a step's tracing after its last operation of a backward pass; 0 if there is none."""
+        backward, found = [one for one in self.events if "Backward" in one.name], []
+        for phase in self.events:
+            mine = [one for one in backward if phase.start < one.start < phase.end] if phase.name == "step" else []
+            if mine:
+                found.append((phase.end - mine[-1].end) / (phase.end - phase.start))
+        return median(found) if found else 0.0
 
 
 def read_trace(folder: Path, steps: int) -> Trace:
@@ -218,39 +236,6 @@ def _kind(name: str) -> str:
     if _PRODUCT.search(name):
         return "matrix product"
     return "copy" if _COPY.search(name) else "elementwise"
-
-
-# ------------------------------------------------------------------------------------------------------------ intervals
-
-
-def _union(spans: Iterable[Span]) -> list[Span]:
-    found: list[Span] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
-
-
-def _minus(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
-    """Returns the parts of disjoint spans that are in none of `taken`, which are disjoint too."""
-    found, place = [], 0
-    for start, end in spans:
-        while place < len(taken) and taken[place][1] <= start:
-            place += 1
-        at = place
-        while at < len(taken) and taken[at][0] < end:
-            if taken[at][0] > start:
-                found.append((start, taken[at][0]))
-            start, at = max(start, taken[at][1]), at + 1
-        if start < end:
-            found.append((start, end))
-    return found
-
-
-def _sum(spans: Sequence[Span]) -> float:
-    return sum(end - start for start, end in spans)
 
 
 if __name__ == "__main__":
