@@ -147,21 +147,21 @@ def energy(p: Profile) -> str:
 
 def pictures(p: Profile) -> Iterator[tuple[str, Figure]]:
     """The timeline of a step, the time by kind of operation, and the memory over a step."""
-    yield "timeline of a step", _timeline(p)
+    yield "Timeline of a step", _timeline(p)
     kinds: dict[str, float] = {}
     for one in p.costs:
         kinds[one.kind] = kinds.get(one.kind, 0.0) + 1000 * one.seconds
-    yield "time by kind of operation", _bars(kinds, "ms of a step, all streams of a device")
+    yield "Time by kind of operation", _bars(kinds, "ms of a step, all streams of a device")
     if p.trace and p.trace.memory:
         figure, axes = _axes(2.5)
         begin, end = p.trace.first()
         points = [(1000 * (at - begin), size / MIB) for at, size in p.trace.memory if begin <= at <= end]
         axes.plot(*zip(*points, strict=True), drawstyle="steps-post")
         axes.set(xlabel="ms", ylabel="MiB allocated")
-        yield "memory over a step", figure
+        yield "Memory over a step", figure
     else:
         sizes = {name: size / MIB for name, size in p.memory.items() if size >= MIB / 10}
-        yield "memory at the peak of a step", _bars(sizes, "MiB of a device")
+        yield "Memory at the peak of a step", _bars(sizes, "MiB of a device")
 
 
 def _timeline(p: Profile) -> Figure:
