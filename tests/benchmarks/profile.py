@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from functools import partial
 from statistics import median
 
@@ -34,7 +33,7 @@ def main(arguments: list[str]) -> None:
             ])
             for name in ("plain", "recorded")
         ]  # fmt: skip
-        found, _ = launch(partial(step_seconds, runs, rounds, time.process_time), runs[0])
+        found, _ = launch(partial(step_seconds, runs, rounds), runs[0])
     # Of the last steps, every other has short rows in a recorded run.
     plain, recorded_too = (median(one for turn in turns for one in turn[-AFTER_WINDOW::2]) for turns in found)
     print(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -33,7 +33,7 @@ def _delay() -> None:
 
 
 def _compute() -> None:
-    factor, end = torch.ones(256, 256), time.perf_counter() + DELAY
+    factor, end = torch.ones(512, 512), time.perf_counter() + DELAY
     with torch.profiler.record_function(PLANTED):
         while time.perf_counter() < end:
             factor.matmul(factor)
@@ -108,13 +108,12 @@ def fills_the_disk(config: TrainConfig) -> None:
         record(config)
 
 
-def step_seconds(runs: Sequence[TrainConfig], rounds: int, clock: Callable[[], float], config: TrainConfig) -> Any:
-    """Trains runs in turn, in one replica, without results.
+def step_seconds(runs: Sequence[TrainConfig], rounds: int, config: TrainConfig) -> Any:
+    """Trains runs in turn, in one replica, without results, and takes the processor time of their steps.
 
     Args:
         runs: the runs; a run named "recorded" has the recorder.
         rounds: number of turns of each.
-        clock: such as time.process_time.
         config: of the launch.
 
     Returns:
@@ -125,7 +124,7 @@ def step_seconds(runs: Sequence[TrainConfig], rounds: int, clock: Callable[[], f
     for _ in range(rounds):
         for place, one in enumerate(runs):
             begun: list[float] = []
-            step = partial(_timed_step, begun, clock)
+            step = partial(_timed_step, begun)
             with mock.patch.object(trainer, "train_step", step):
                 if one.run_name == "recorded":
                     record(one)
@@ -139,8 +138,8 @@ def step_seconds(runs: Sequence[TrainConfig], rounds: int, clock: Callable[[], f
     return found, fill
 
 
-def _timed_step(begun: list[float], clock: Callable[[], float], *args: Any) -> None:
-    begun.append(clock())
+def _timed_step(begun: list[float], *args: Any) -> None:
+    begun.append(time.process_time())
     _step(*args)
 
 
