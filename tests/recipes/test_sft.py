@@ -514,7 +514,7 @@ from tpu_kit.config.loader import load_config
 
 config = load_config("embedded-cot", sys.argv[1:])
 pages = int(Path("/proc/self/statm").read_text().split()[0])
-most = pages * resource.getpagesize() + 640 * 2**20
+most = pages * resource.getpagesize() + 2**30
 resource.setrlimit(resource.RLIMIT_AS, (most, most))
 try:
     sft.train(config)
@@ -524,7 +524,7 @@ except rescue.OutOfMemory as error:
 
 
 def test_host_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
-    """For real: a process that may take 640 MiB more than it has, and an update that takes several."""
+    """For real: a process that may take 1 GiB more than it has, and an update that takes several."""
     settings = ["device_type=cpu", "batch_size=256", "max_steps=1", "warmup_steps=0", "eval_steps=null", "eval_rows=0",
                 "generate_rows=0", f"output_dir={tmp_path}"]  # fmt: skip
     printed = run_python(["-c", STARVED, *settings], env={"OMP_NUM_THREADS": "1", "PJRT_DEVICE": None}).stdout
