@@ -105,7 +105,7 @@ def main(folder: str, hosts: str, count: str, seed: str) -> dict[str, Any]:
         whole = Rehearsal(Path(folder, "whole"), number)
         try:
             hosts_of_whole = whole.start(f"{make_bucket(server)}/run", max_steps=last + 3, **SETTINGS)
-            assert whole.wait(600) == [0] * number, hosts_of_whole[0].text[-3000:]
+            assert whole.wait(600 + 5 * last) == [0] * number, hosts_of_whole[0].text[-3000:]
             for name, tensor in adapter(hosts_of_whole).items():
                 assert torch.equal(tensor, disturbed[name]), name
         finally:
