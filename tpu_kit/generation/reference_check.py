@@ -393,6 +393,7 @@ def _selections(kinds: list[Any]) -> Iterator[list[int]]:
 
 
 def _build(config: PreTrainedConfig, settings: dict[str, Any], trust_remote_code: bool, device: str) -> PreTrainedModel:
+    import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
     from transformers import AutoModelForCausalLM
 
     narrow = type(config)(**copy.deepcopy(settings))

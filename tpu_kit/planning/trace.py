@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
 
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import BATCH, resolve_mesh
