@@ -92,7 +92,7 @@ def test_each_host_gives_and_saves_the_shards_of_its_devices(spec: Spec, monkeyp
         saved = torch.zeros(8, 8)
         for hosts.devices in HOSTS:
             tensor = torch.empty(8, 8)
-            tensor.spec = spec  # type: ignore[attr-defined]
+            tensor.spec = spec  # type: ignore[attr-defined]  # for `Hosts.parts`
             for box, part in pieces([tensor], hosts.devices)[0]:
                 saved[box] += part
         assert torch.equal(saved, whole), "each number is saved once"

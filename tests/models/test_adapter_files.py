@@ -166,7 +166,7 @@ def test_the_embedded_models_adapter(tmp_path: Path, tokenizer: Any) -> None:
     assert settings["base_model_name_or_path"] == str(embedded.model_dir())
     base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"], dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=5e-5)
     own = AutoTokenizer.from_pretrained(tmp_path / "adapter")
     chat = [{"role": "user", "content": "How many?"}]
     assert own.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)

@@ -84,7 +84,6 @@ def test_its_sizes_add_up_and_fit(eight: Compiled) -> None:
     assert eight.output_bytes is not None and eight.aliased_bytes is not None
     new = eight.output_bytes - eight.aliased_bytes
     assert eight.total_bytes == eight.argument_bytes + new + eight.temporary_bytes + eight.code_bytes
-    assert eight.peak_bytes is not None and eight.peak_bytes > eight.argument_bytes
     assert eight.limit_bytes == chips.chip("v5e").usable_hbm_bytes
     assert eight.fits and eight.out_of_memory is None
     weights = 2048 * 256 + 2 * (256 * (256 + 256 + 128 + 128) + 3 * 256 * 512)

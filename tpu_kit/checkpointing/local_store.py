@@ -93,11 +93,7 @@ class FolderStore:
     ) -> None:
         """Writes files, then manifest, then name, each durable before the next; raises OSError or SafetensorError.
 
-        Args:
-            about: the manifest without its files.
-            tensors: by name of the file.
-            texts: by name of the file.
-            attempt: of several hosts, whose parts become files of the checkpoint.
+        The arguments are those of `BucketStore.write`.
         """
         place = self.folder / f"step-{about['step']:08d}"
         with atomic.replacing(place, durable=True) as part:

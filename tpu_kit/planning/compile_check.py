@@ -129,8 +129,6 @@ class Compiled:
         aliased_bytes: the part of the outputs that is written over arguments.
         temporary_bytes: buffers that live only during the step, at its peak.
         code_bytes: the program.
-        peak_bytes: the compiler's own figure of that name, for information: it is not documented, and is neither the
-            total nor always below it. None in answers that were kept before the kit read it.
         total_bytes: arguments + (outputs - aliased) + temporaries + code; if the step did not compile, what the
             compiler's error says (to 1 %, unaliased outputs not counted).
         flops: floating point operations of a step on one device, loop bodies counted at every trip. Kernels report
@@ -163,7 +161,6 @@ class Compiled:
     aliased_bytes: int | None = None
     temporary_bytes: int | None = None
     code_bytes: int | None = None
-    peak_bytes: int | None = None
     total_bytes: int
     flops: float | None = None
     bytes_accessed: float | None = None
@@ -386,7 +383,6 @@ def _compiled(
         collectives=tuple(Collective(**one) for one in answer["collectives"]),
         largest_buffers=tuple(Buffer(**one) for one in answer["largest_buffers"]),
         operations=tuple(Operation(**one) for one in answer["operations"]),
-        peak_bytes=answer["peak_bytes"],
         **{name: answer[name] for name in parts},
     )  # fmt: skip
 

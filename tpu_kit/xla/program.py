@@ -210,7 +210,6 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
         "output_bytes": stats.output_size_in_bytes,
         "aliased_bytes": stats.alias_size_in_bytes,
         "temporary_bytes": stats.temp_size_in_bytes,
-        "peak_bytes": stats.peak_memory_in_bytes,
         "code_bytes": stats.generated_code_size_in_bytes,
         **_costs(compiled, cost[0] if isinstance(cost, list) else cost),
         "collectives": compiled.collectives(),
