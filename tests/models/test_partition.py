@@ -15,7 +15,7 @@ from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.distributed.mesh import use_mesh
 from tpu_kit.models import causal_lm, partition
 from tpu_kit.models.architecture import read_shape
-from tpu_kit.models.layer_scan import FAMILIES, stack, stacked_prefixes
+from tpu_kit.models.layer_scan import FAMILIES, stack, stacked_prefixes, tensors_of
 from tpu_kit.planning import mesh_memory
 from tpu_kit.planning.trace import empty_model
 
@@ -52,6 +52,24 @@ def test_every_large_tensor_of_a_family_is_sharded(tmp_path: Path, family: str, 
 def test_the_gathered_form_keeps_the_model_axis() -> None:
     assert partition.gathered((("model", "fsdp"), None)) == (("model",), None)
     assert partition.gathered((None, "fsdp", "model")) == (None, None, ("model",))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_layer_needs_first_is_gathered_early(tmp_path: Path, family: str) -> None:
+    first = make(tmp_path, family).get_decoder().layers.runs[0].layers[0]  # type: ignore[operator, union-attr]
+    slices = {name: tensor[0] for name, tensor in tensors_of(first).items()}
+    assert partition.gathered_early(slices) == []
+    with use_mesh(Mesh(fsdp=4)):
+        groups = partition.gathered_early(slices)
+        found = {name.split(".")[1] for group in groups for name in group}
+        assert found in ({"q_proj", "k_proj", "v_proj"}, {"qkv_proj"}) and len(groups) == 1  # of equal shapes here
+        assert all(name.endswith("base_layer.weight") for name in groups[0])
+        assert partition.gathered_early({name: one.requires_grad_() for name, one in slices.items()}) == []
+    with use_mesh(Mesh(data=2, model=2)):
+        assert partition.gathered_early(slices) == []
+    whole = make(tmp_path, family, base_dtype="int8").get_decoder().layers.runs[0].layers[0]  # type: ignore[operator, union-attr]
+    with use_mesh(Mesh(fsdp=4)):
+        assert partition.gathered_early({name: tensor[0] for name, tensor in tensors_of(whole).items()}) == []
 
 
 def test_a_large_tensor_that_no_rule_matches_is_named(tmp_path: Path) -> None:

@@ -148,6 +148,19 @@ def test_the_gradient_of_the_embedding_stays_in_its_shards(tmp_path: Path) -> No
     assert not [one for one in found.largest_buffers if "128256,4096" in one.shape]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@needs_libtpu
+def test_computation_hides_the_gathers_of_a_layers_first_products(tmp_path: Path) -> None:
+    """Without `partition.gathered_early` 11 % of the gathered bytes are synchronous."""
+    recorded = json.loads((Path(__file__).parents[1] / "recorded_memory.json").read_text())
+    model = write_config(tmp_path / "model", recorded["models"]["qwen3-32b"], num_hidden_layers=8)
+    config = small(model, "mesh=fsdp=8", "lora.r=16", "batch_size=1", "max_length=1024")
+    found = compile_step(config, "v5e:2x4", num_replicas=8, progress=False, cache_dir=tmp_path)
+    (gathers,) = (one for one in found.collectives if one.kind == "all-gather")
+    assert gathers.synchronous < 0.03 * gathers.moved
+
+
 @needs_libtpu
 def test_out_of_memory_is_a_result_and_two_replicas_have_an_all_reduce(tiny: Path, tmp_path: Path) -> None:
     two = compile_step(small(tiny), "v5e", num_replicas=2, effort="low", progress=False, cache_dir=tmp_path)

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.config.loader import OptimConfig
 from tpu_kit.distributed.mesh import current_mesh
-from tpu_kit.models import activation_checkpointing, architecture, attention, partition
+from tpu_kit.models import activation_checkpointing, architecture, attention, partition, sharding_rules
 from tpu_kit.models.activation_checkpointing import SeededDropout, autocast_now, chunk_mlp, is_tiled, mix
-from tpu_kit.xla.scan import Tensors, after, scan
+from tpu_kit.xla.scan import Body, Tensors, after, scan, slice_at
 
 
 def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -168,7 +168,7 @@ class Run(torch.nn.Module):
         if torch.is_grad_enabled():
             output: torch.Tensor = _Scanned.apply(block, len(constants), hidden, *constants, *inputs)
             return output
-        carry, _ = scan(lambda carry, slices: (block.forward(carry, slices)[0], []), [hidden, *constants], inputs)
+        carry, _ = block.loop(lambda carry, slices: (block.forward(carry, slices)[0], []), [hidden, *constants], inputs)
         return carry[0]
 
 
@@ -206,6 +206,62 @@ class _Block:
         self.seeds = [[name for name, part in layer.named_modules() if isinstance(part, SeededDropout)]
                       for layer in layers]  # fmt: skip
         self.cast = [_cast_once(layer) for layer in layers]
+
+    def loop(
+        self, body: Body, carry: Tensors, inputs: Sequence[torch.Tensor], kept: Sequence[torch.Tensor] | None = None
+    ) -> tuple[Tensors, Tensors]:
+        """Runs `scan` over the layers' tensors, or backward over what the forward loop kept and the layers' tensors.
+
+        On a mesh each turn also gathers the weights of the first products of the next turn, which the carry passes on.
+        In their own turn no earlier product would hide their collectives.
+        """
+        reverse, kept, turns = kept is not None, list(kept or ()), inputs[0].shape[0]
+        slices = {name: tensor[0] for name, tensor in zip(self.names[0], inputs, strict=False)}
+        groups = partition.gathered_early(slices) if inputs[0].device.type == "xla" and turns > 1 else []
+        if not groups:
+            return scan(body, carry, [*kept, *inputs], reverse=reverse)
+        places = [[self.names[0].index(name) for name in names] for names in groups]
+        early = [place for group in places for place in group]
+        rest = [tensor for place, tensor in enumerate(inputs) if place not in early]
+        ends = len(carry), len(carry) + len(groups)
+
+        def gather(parts: Tensors) -> Tensors:
+            following = iter(parts)
+            return [partition.gather_alike(names[0], [next(following) for _ in names]) for names in groups]
+
+        def turn(state: Tensors, given: Tensors) -> tuple[Tensors, Tensors]:
+            now, ready, stacks = state[: ends[0]], state[ends[0] : ends[1]], state[ends[1] :]
+            weights = dict(zip(early, (weight for group in ready for weight in group), strict=True))
+            others = iter(given[len(kept) : -1])
+            own = [weights[place] if place in weights else next(others) for place in range(len(inputs))]
+            with self._last_product(now[0]) as before:
+                now, outputs = body(now, [*given[: len(kept)], *own])
+            following = gather(after(before, [slice_at(stack, given[-1]) for stack in stacks]))
+            return [*now, *following, *stacks], outputs
+
+        stacks = [inputs[place] for place in early]
+        first = gather([stack[-1 if reverse else 0] for stack in stacks])
+        following = (torch.arange(turns, device=carry[0].device) + (-1 if reverse else 1)).clamp(0, turns - 1)
+        carry, outputs = scan(turn, [*carry, *first, *stacks], [*kept, *rest, following], reverse=reverse)
+        return carry[: ends[0]], outputs
+
+    @contextlib.contextmanager
+    def _last_product(self, hidden: torch.Tensor) -> Iterator[Tensors]:
+        """Collects the input of the block's last product, unless an MLP in tiles computes it in a loop of its own.
+
+        What is gathered for the next turn depends on it. Otherwise the compiler gathers at the start of the turn, in
+        place of what the turn itself needs.
+        """
+        found: Tensors = []
+
+        def collect(_: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            if given[0].shape[:-1] == hidden.shape[:-1]:
+                found.append(given[0].detach())
+
+        layer = self.layers[-1]
+        products = [part for name, part in layer.named_modules() if name.rpartition(".")[2] in sharding_rules.ROW]
+        with (products or [layer])[-1].register_forward_pre_hook(collect):
+            yield found
 
     def forward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
         """Returns the hidden states after the block; outputs those before each layer, and the saved results."""
@@ -298,7 +354,7 @@ class _Scanned(torch.autograd.Function):
     def forward(ctx: Any, block: _Block, constants: int, hidden: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.block, ctx.constants, ctx.autocast = block, constants, autocast_now(hidden.device.type)
         ctx.given = len(tensors)
-        carry, kept = scan(block.forward, [hidden, *tensors[:constants]], list(tensors[constants:]))
+        carry, kept = block.loop(block.forward, [hidden, *tensors[:constants]], list(tensors[constants:]))
         ctx.save_for_backward(*tensors, *kept)
         ctx.trained = [tensor.requires_grad for tensor in tensors]
         return carry[0]
@@ -309,7 +365,7 @@ class _Scanned(torch.autograd.Function):
         saved = ctx.saved_tensors
         constants, inputs, kept = saved[: ctx.constants], saved[ctx.constants : ctx.given], saved[ctx.given :]
         with torch.autocast(**ctx.autocast):
-            carry, found = scan(ctx.block.backward, [upstream, *constants], [*kept, *inputs], reverse=True)
+            carry, found = ctx.block.loop(ctx.block.backward, [upstream, *constants], inputs, kept)
         gradients = iter(found)
         turned = (
             next(gradients).to(own.dtype) if own_is_trained else None

@@ -72,6 +72,28 @@ def gather_layer(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None)
     return found
 
 
+def gathered_early(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """The frozen weights of a layer's first products that are gathered over fsdp, in groups for `gather_alike`.
+
+    Integers are a half or a quarter of the bytes, which the compiler hides as they are.
+    """
+    groups: dict[torch.Size, list[str]] = {}
+    mesh = current_mesh()
+    if mesh is None or mesh.fsdp == 1:
+        return []
+    for name, tensor in tensors.items():
+        first = name.endswith(".weight") and "lora_" not in name and set(name.split(".")) & set(sharding_rules.FIRST)
+        if first and not tensor.requires_grad and tensor.is_floating_point():
+            groups.setdefault(tensor.shape, []).append(name)
+    return list(groups.values())
+
+
+def gather_alike(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Gathers tensors of one layer that have the shape and the rule of `name` as one tensor, (n, ...)."""
+    spec = (None, *spec_of(f"layers.0.{name}", tensors[0]))
+    return constrain(constrain(torch.stack(tensors), spec), gathered(spec))
+
+
 def by_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Shards hidden states or labels, (B, ...), by rows."""
     return constrain(tensor, (BATCH, *[None] * (tensor.ndim - 1)))

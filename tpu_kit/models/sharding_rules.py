@@ -20,7 +20,9 @@ from functools import cache
 
 from tpu_kit.config.mesh import Mesh, Spec
 
-COLUMN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1")
+FIRST = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+"""Linear layers that read the input of a decoder's layer."""
+COLUMN = (*FIRST, "gate_proj", "up_proj", "gate_up_proj", "fc1")
 ROW = ("o_proj", "down_proj", "dense", "fc2")
 """Linear layers that "model" shards by their outputs, and by their inputs."""
 _ROWS: Spec = (("model", "fsdp"), None)

@@ -15,7 +15,7 @@ from tpu_kit.config.loader import LoraConfig, TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.models.architecture import Shape
-from tpu_kit.models.sharding_rules import ROW, Placed, Tensor, place, spec_of
+from tpu_kit.models.sharding_rules import FIRST, ROW, Placed, Tensor, place, spec_of
 from tpu_kit.planning.activation_memory import (
     BLOCK,
     PeakActivationModel,
@@ -247,7 +247,7 @@ class MeshActivationModel(PeakActivationModel):
         return layer + self.whole * 2.0 * self._parameters("mlp"), attention
 
     def slices(self) -> float:
-        """The weights of a layer, gathered over fsdp.
+        """The weights of a layer, gathered over fsdp, and q, k and v of the next one, if they are frozen floats.
 
         Those of int4 are unpacked to bf16 in halves, with their steps and offsets; see `INT4_MATRICES`.
         """
@@ -256,7 +256,8 @@ class MeshActivationModel(PeakActivationModel):
             largest = [max(one.parameters for one in self.shape.linears if one.path.startswith(part))
                        for part in ("mlp", "self_attn")]  # fmt: skip
             return sum(count * size for count, size in zip(INT4_MATRICES, largest, strict=True))
-        return self._parameters("") * {"int8": 1.0, "bf16": 2.0, "fp32": 4.0}[dtype]
+        early = () if self.whole or dtype == "int8" else [f"self_attn.{one}" for one in FIRST]
+        return sum(map(self._parameters, ("", *early))) * {"int8": 1.0, "bf16": 2.0, "fp32": 4.0}[dtype]
 
     def _parameters(self, module: str) -> float:
         return sum(one.parameters for one in self.shape.linears if one.path.startswith(module))

@@ -144,6 +144,13 @@ def _parts() -> tuple[Any, Any]:
     return registry.register("tpu_kit_take_part", take), registry.register("tpu_kit_put_part", put)
 
 
+def slice_at(stack: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Returns a slice of a stack on XLA, (G, ...), at `place`, an integer on the device."""
+    take, _ = _parts()
+    found: torch.Tensor = take(stack, place, rows=1)[0]
+    return found
+
+
 class Traced:
     """A function on an XLA device, traced once as a computation.
 
