@@ -367,11 +367,11 @@ def frequent_checkpoints(p: Profile) -> Found:
         return None
     trained = estimate_in(p.config, p.shape, p.room).trained
     save, between = cost.SAVE_SECONDS + 12 * trained / cost.SAVE_BYTES_PER_SECOND, every * p.seconds
-    if save <= between / 5:
+    if save <= between:
         return None
     steps = max(1, round(cost.young_interval(save, cost.SPOT_HOURS_BETWEEN_INTERRUPTIONS * 3600) / p.seconds))
     figure = f"a checkpoint takes about {save:.1f} s, and there is one each {between:.1f} s"
-    return figure, f"checkpoint.save_steps={steps}", max(0.0, save / between - 1)
+    return figure, f"checkpoint.save_steps={steps}", save / between - 1
 
 
 def _on_xla(p: Profile) -> bool:
