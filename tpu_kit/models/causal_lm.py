@@ -204,16 +204,15 @@ def use_attention(model: torch.nn.Module, choice: str, device_type: str) -> str:
 def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Module:
     """Moves the model, in place, and ties its embeddings again.
 
-    A move to XLA makes a new parameter for each module, so tied embeddings silently become two parameters.
+    A move to XLA makes a new parameter for each module, so tied embeddings silently become two parameters. It does not
+    call `tie_weights`, which transformers replaces in the whole process while another replica loads a model.
     """
     if current_mesh() is not None and torch.device(device).type == "xla":
         return partition.to_mesh(model, stacked_prefixes(model))
     model.to(device)
     for base in filter(None, (base_model(model), getattr(model, "teacher", None))):
         if text_config(base).tie_word_embeddings:
-            base.tie_weights()
-            head = base.get_output_embeddings()
-            assert head.weight is base.get_input_embeddings().weight, "tied embeddings became two on the device"
+            base.get_output_embeddings().weight = base.get_input_embeddings().weight
     return model
 
 
