@@ -245,6 +245,7 @@ def test_a_step_is_timed_without_the_first_ones(host: TrainConfig, monkeypatch: 
     assert smoke_test.measure_step(host)["seconds"] == 2.0
 
 
+@needs_xla
 def test_measured_memory_is_compared_and_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA:CPU counts no memory: the measured figure is made up, and here the compiler's too, whose answer is slow."""
     contact, asked = first_contact(home, "v5e"), []
@@ -261,6 +262,7 @@ def test_measured_memory_is_compared_and_kept(home: Path, monkeypatch: pytest.Mo
     assert record.found == "embedded, 2 x 128 tokens: 1.11 of the compiler's figure"
 
 
+@needs_xla
 def test_a_ratio_beyond_belief_is_a_failure_and_not_kept(home: Path) -> None:
     contact = first_contact(home, "v5e")
     for ratio, status in ((4.1, "warning"), (0.4, "warning"), (1.5, "ok")):
@@ -270,6 +272,7 @@ def test_a_ratio_beyond_belief_is_a_failure_and_not_kept(home: Path) -> None:
         assert bool(record.fix) == (status != "ok")
 
 
+@needs_xla
 def test_time_is_compared_with_the_roofline_of_a_chip_that_is_known(home: Path) -> None:
     contact, step = first_contact(home), {"seconds": 0.009, "peak_bytes": None}
     contact._steps_taken["embedded, 2 x 128 tokens"] = step

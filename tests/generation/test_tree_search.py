@@ -20,8 +20,10 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.tree_search import SearchOptions, SearchResult, Thought, search, think
+from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.loading import load_base, load_tokenizer
 
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 QUESTION = "Tom has 3 pens. Tom buys 4 and then loses 2. How many pens does Tom have now?"
 SMALL: dict[str, Any] = {
     "max_thoughts": 2,
@@ -277,6 +279,7 @@ def test_options_out_of_range(options: dict[str, Any], text: str) -> None:
         SearchOptions(**options)
 
 
+@needs_xla
 def test_a_search_compiles_nothing_that_an_earlier_one_did_not() -> None:
     """Searches on XLA:CPU, with other questions, seeds and trees: all but the first find their programs made."""
     code = f"""

@@ -15,9 +15,14 @@ from datasets import Dataset
 from tests.support.child_processes import run_python
 from tpu_kit.cli import main
 from tpu_kit.config.loader import load_config
+from tpu_kit.hardware.machine import Machine
 from tpu_kit.recipes.sft import check_run
 
 Row = dict[str, Any]
+NO_TPU = (
+    "launch.device_type=tpu needs torch_xla, which is not installed here" if Machine().version("torch_xla") is None
+    else "launch.device_type=xla-cpu rehearses the same code on this CPU"
+)  # fmt: skip
 PAIRS = [(a, b) for a in range(3, 13) for b in range(4, 10)]
 
 
@@ -198,7 +203,7 @@ MISTAKES: dict[str, tuple[Mapping[str, str | bytes], list[str], str]] = {
     "rows that are too short": ({}, [MINE, "max_length=8"], "raise it"),
     "rows longer than the model reads": ({}, [MINE, "max_length=100000"], "set it to "),
     "no such model": ({}, [MINE, "name=Qwen/Qwen2.5-0.5B-Instrukt"], "did you mean Qwen/Qwen2.5-0.5B-Instruct?"),
-    "no TPU here": ({}, [MINE, "device_type=tpu"], "launch.device_type=xla-cpu rehearses the same code on this CPU"),
+    "no TPU here": ({}, [MINE, "device_type=tpu"], NO_TPU),
     "a prompt without a reply": (
         {"ask.jsonl": lines(*({"messages": chat(a, b)[:1]} for a, b in PAIRS))}, ["source=ask.jsonl"],
         "has no assistant turn, so there is nothing to learn",

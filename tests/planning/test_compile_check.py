@@ -176,6 +176,7 @@ def test_out_of_memory_is_a_result_and_two_replicas_have_an_all_reduce(tiny: Pat
     assert str(result).startswith("does not fit v5e:1x1: ")
 
 
+@needs_libtpu
 def test_what_is_asked_of_the_child(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An old chip gets no kernels by `auto`; a model of the hub whose shape comes with the kit needs no network."""
     asked = []
@@ -195,6 +196,7 @@ def test_what_is_asked_of_the_child(tiny: Path, tmp_path: Path, monkeypatch: pyt
     assert (written["model_type"], written["hidden_size"]) == ("qwen2", 896)
 
 
+@needs_libtpu
 def test_the_key_follows_from_all_that_makes_the_program(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +270,7 @@ def _runs(process: str) -> bool:
         return False
 
 
+@needs_libtpu
 def test_a_child_that_dies_is_told(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_check, "check_available", lambda: "0.0.21")
     monkeypatch.setattr(compile_check.sys, "executable", "/bin/false")
