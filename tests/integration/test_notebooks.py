@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.child_processes import PYTHONPATH, REPOSITORY, child_environment, run_python
 from tpu_kit.checkpointing import manager
+from tpu_kit.hardware.machine import Machine
 from tpu_kit.training.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(1800)  # all five take three minutes on two idle cores; a busy machine is no failure
@@ -43,6 +44,8 @@ def write_services(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where `make notebooks` has run, with fewer replicas and updates, and a tracker that writes files of its own."""
+    if Machine().version("torch_xla") is None:
+        pytest.skip("torch_xla is not installed")
     folder, services = tmp_path_factory.mktemp("all"), tmp_path_factory.mktemp("services")
     write_services(services)
     environment = {"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{services}", "HOME": str(folder / "home")}
