@@ -220,16 +220,16 @@ def test_what_a_cell_says_of_bad_input(tmp_path: Path) -> None:
         """What the cell says once all before it have run with these parameters."""
         lines = [f"{name} = {value!r}" for name, value in {**SMALL, **parameters}.items()]
         assert not run("\n".join([cell_with("# Parameters"), *lines]))
-        for cell in ("from tpu_kit import", "cells.config(", "prepare("):
+        for cell in ("from tpu_kit import", "cells.config(", "show_data("):
             if (said := run(cell_with(cell))) or cell == last:
                 return said
         return run(cell_with(last))
 
     try:
         client.wait_for_ready(timeout=60)
-        assert "there is no such file" in error("prepare(", source="nowhere.jsonl", format="auto")
-        assert "they fit no format; the data has a, b" in error("prepare(", source="odd.jsonl", format="auto")
-        assert "broken.jsonl" in error("prepare(", source="broken.jsonl", format="auto")
+        assert "there is no such file" in error("show_data(", source="nowhere.jsonl", format="auto")
+        assert "they fit no format; the data has a, b" in error("show_data(", source="odd.jsonl", format="auto")
+        assert "broken.jsonl" in error("show_data(", source="broken.jsonl", format="auto")
         assert "did you mean optim.batch_size?" in error("cells.config(", bach_size=2)
         assert "'many' is not a whole number" in error("cells.config(", max_steps="many")
         said = error("cells.live", output_dir="taken/run")
