@@ -131,6 +131,21 @@ def test_a_command_is_run_by_a_test_or_needs_what_is_not_here(command: str) -> N
         assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, by
 
 
+def promises() -> list[tuple[str, str]]:
+    """Each test in the table of promises: its module and its name."""
+    rows = re.findall(r"^\| .+ \| (\S+: .+) \|$", TEXTS[REPOSITORY / "tests" / "README.md"], re.MULTILINE)
+    parts = [part.split(": ") for row in rows for part in row.split("; ")]
+    return [(module, name) for module, names in parts for name in names.split(", ")]
+
+
+def test_each_promise_has_its_test() -> None:
+    assert len(promises()) > 80
+    for module, name in promises():
+        folder, _, file = f"/{module}".rpartition("/")
+        source = (REPOSITORY / "tests" / folder.strip("/") / f"test_{file}.py").read_text()
+        assert f"\ndef test_{name}(" in source, f"{module}: {name}"
+
+
 @pytest.mark.parametrize("target", sorted({one.split()[1] for one in ALL_COMMANDS if one.startswith("make ")}))
 def test_a_target_of_make_exists(target: str) -> None:
     done = subprocess.run(["make", "--dry-run", target], cwd=REPOSITORY, capture_output=True, text=True)
