@@ -121,7 +121,7 @@ def draw(number: int, seed: int, rooms: list[str]) -> list[Mutation]:
     """Draws lines that can be mutated, each at most once, and a mutation of each."""
     lines: dict[tuple[Path, int], list[Mutation]] = {}
     for path in sorted((REPOSITORY / PACKAGE).rglob("*.py")):
-        if not rooms or path.parent.name in rooms:
+        if not DISPLAYS.search(path.stem) and (not rooms or path.parent.name in rooms):
             for mutation in find_mutations(path.relative_to(REPOSITORY)):
                 lines.setdefault((mutation.path, mutation.line), []).append(mutation)
     random_ = random.Random(seed)
