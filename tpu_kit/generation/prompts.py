@@ -230,8 +230,8 @@ def stop_table(pieces: Sequence[bytes], ids: Iterable[int], texts: Iterable[str]
     states = follow.shape[0]
     padded = max(8, 1 << (states - 1).bit_length())
     lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
-    order = np.argsort(-lengths, kind="stable")  # the longest first
-    longest = int(lengths.max(initial=0))
+    order = np.argsort(-lengths, kind="stable").tolist()  # the longest first
+    longest = max(map(len, pieces), default=0)
     text = np.zeros((len(pieces), longest), dtype=np.uint8)
     for row, token in enumerate(order):
         text[row, : lengths[token]] = np.frombuffer(pieces[token], dtype=np.uint8)
