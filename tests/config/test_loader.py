@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
+from tpu_kit.config.choices import ROLES
 from tpu_kit.config.loader import (
     CONFIGS,
     ConfigError,
@@ -20,7 +21,7 @@ from tpu_kit.config.loader import (
     from_dict,
     load_config,
 )
-from tpu_kit.config.schema import ROLES, parameters
+from tpu_kit.config.schema import parameters
 
 TOKEN = "hf_" + "abcdefghij" * 4
 
@@ -121,6 +122,7 @@ def test_given_twice(write: Any) -> None:
         ("columns={question: problem}", "data.columns", {"question": "problem"}),
         ("columns.question=problem", "data.columns", {"question": "problem"}),
         ("columns.question=7", "data.columns", {"question": "7"}),
+        ("columns.reasoning=", "data.columns", {"reasoning": ""}),
         ("device_type=xla-cpu", "launch.device_type", "xla-cpu"),
     ],
 )
@@ -395,7 +397,7 @@ def random_value(rng: random.Random, hint: Any) -> Any:
     if kind is tuple:
         return tuple(random_value(rng, str) for _ in range(rng.randint(1, 3)))
     if kind is dict:
-        return {role: random_value(rng, str) for role in rng.sample(sorted(ROLES), rng.randint(1, 3))}
+        return {role: random_value(rng, str) for role in rng.sample(ROLES["cot"], rng.randint(1, 3))}
     if kind is bool:
         return rng.random() < 0.5
     if kind is int:

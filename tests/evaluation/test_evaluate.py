@@ -382,7 +382,7 @@ def test_a_verifier_that_raises_costs_its_row_alone(tmp_path: Path, prepared: Pr
     plain = json.loads(json.dumps(both.to_dict(), allow_nan=False))
     assert (plain["base"]["failed"], plain["seen_in_training"]) == (1, 3)
     assert plain["samples"][4]["tuned"]["error"] == "KeyError: 'target'" and "error" not in plain["samples"][0]["tuned"]
-    with pytest.raises(ValueError, match="there is no such rule"):
+    with pytest.raises(ValueError, match="names no rule"):
         evaluate(config(), rows, prompts, verifier="nearly")
 
 
@@ -429,7 +429,7 @@ def test_the_command(mixed: tuple[TrainConfig, Path], tmp_path: Path, capsys: py
     assert main([*asked[:3], f"adapter={tmp_path / 'gone'}"]) == 1
     assert "there is no adapter folder" in capsys.readouterr().err
     assert main([*asked[:3], "verifier=nearly"]) == 2
-    assert "there is no such rule" in capsys.readouterr().err
+    assert "names no rule" in capsys.readouterr().err
     assert main(["evaluate", "a.yaml", "b.yaml"]) == 2
     assert main(["evaluate", "adaptor=x"]) == 2
 

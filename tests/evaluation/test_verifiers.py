@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tpu_kit.config.choices import VERIFIERS
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.evaluation.verifiers import Verdict, judge, verifier_named, verify, well_formed
+from tpu_kit.evaluation.verifiers import _RULES, Verdict, judge, verifier_named, verify, well_formed
 
 OTHER = DataConfig(source="rows.jsonl")
 
@@ -164,13 +165,14 @@ def test_a_users_function_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("no_such_module_of_a_test:f", "it cannot be imported"),
         (
             "exakt",
-            "there is no such rule; use auto, exact, numeric, choice, math, reasoning_gym, regex:PATTERN or module:",
+            "'exakt' names no rule; use auto, exact, numeric, choice, math, reasoning_gym, regex:PATTERN or module:",
         ),
-        ("regex:(", "tracking.verifier=regex:(: the pattern cannot be read: "),
+        ("regex:(", "tracking.verifier: 'regex:(' has a pattern that cannot be read ("),
     ):
         with pytest.raises(ValueError) as error:
             verifier_named(name)
         assert text in str(error.value)
+    assert {"auto", *_RULES} == set(VERIFIERS)
 
 
 @pytest.mark.parametrize(("rule", "package"), [("math", "math-verify"), ("reasoning_gym", "reasoning-gym")])

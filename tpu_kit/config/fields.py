@@ -49,16 +49,17 @@ class ConfigError(ValueError):
         return type(self), (self.problems,)  # the default would rebuild it from the joined text
 
 
-def knob(default: T, help: str, **bounds: float) -> T:
+def knob(default: T, help: str, *, check: Callable[[Any], object] | None = None, **bounds: float) -> T:
     """Declares a dataclass field.
 
     Args:
         default: its default.
         help: its meaning; --help prints it.
+        check: raises ValueError with what is wrong with a value other than None, and what to do.
         bounds: the numbers that it takes: at_least, above, at_most, below. Texts and None have no bounds.
     """
     assert bounds.keys() <= _BOUNDS.keys(), bounds
-    return field(default=default, metadata={"help": help, "bounds": bounds})
+    return field(default=default, metadata={"help": help, "bounds": bounds, "check": check})
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class ConfigField:
     default: Any
     help: str
     bounds: Mapping[str, float]
+    check: Callable[[Any], object] | None = None
 
     @property
     def leaf(self) -> str:
@@ -89,7 +91,7 @@ class ConfigField:
         """Returns `value` in the declared type.
 
         Raises:
-            ValueError: the value has another type, is out of bounds, or looks like a secret.
+            ValueError: the value has another type, is out of bounds, is refused by `check`, or looks like a secret.
         """
         if _SECRET_VALUE.search(str(value)):
             raise ValueError(f"{self.name}: the value looks like a secret; {SECRET_ADVICE}")
@@ -109,6 +111,11 @@ class ConfigField:
                 limits = "that float32 holds: 0, or 1.2e-38 to 3.4e38 in size"
             if limits:
                 raise ValueError(f"{self.name}: {show(value)} is out of range; give a number {limits}")
+        if self.check is not None and result is not None:
+            try:
+                self.check(result)
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {show(value)} {error}") from error
         return result
 
     def _limits(self) -> str:
@@ -133,7 +140,7 @@ def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
             found |= knobs_of(hints[f.name], f"{name}.")
         elif "help" in f.metadata:
             assert f.default is not MISSING, name
-            found[name] = ConfigField(name, hints[f.name], f.default, f.metadata["help"], f.metadata["bounds"])
+            found[name] = ConfigField(name, hints[f.name], f.default, **f.metadata)
     return found
 
 
@@ -251,7 +258,7 @@ def _as(value: Any, kind: Any) -> Any:
             return value
     elif get_origin(kind) is dict:
         if isinstance(value, Mapping) and value:
-            return {_as(key, str): _as(item, str) for key, item in value.items()}
+            return {_as(key, str): "" if item == "" else _as(item, str) for key, item in value.items()}
     else:
         raise AssertionError(f"no rule for fields of type {kind}")
     raise TypeError

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
+from tpu_kit.config.choices import VERIFIERS, check_objective, check_roles, check_verifier, layer_pairs
 from tpu_kit.config.fields import (
     ConfigError,
     ConfigField,
@@ -122,7 +123,9 @@ class OptimConfig:
     gradient_accumulation: int = knob(
         1, "Passes per update; leave it at 1 when global_batch_size is given.", at_least=1, at_most=10**6
     )
-    objective: str = knob("supervised", "supervised, error-correction, error-correction-alone, or module:function.")
+    objective: str = knob(
+        "supervised", "supervised, error-correction, error-correction-alone, or module:function.", check=check_objective
+    )
     optimizer: Literal["adamw", "adamw8bit", "adafactor"] = knob(
         "adamw", "adamw8bit keeps AdamW's moments in 8 bits; adafactor keeps hardly any. All three run on XLA."
     )
@@ -193,8 +196,9 @@ class DistillConfig:
     hidden_weight: float = knob(0.0, "Weight of the squared difference between states, of layers.", at_least=0)
     embeddings_weight: float = knob(0.0, "Weight of the squared difference between embeddings.", at_least=0)
     layers: str | None = knob(
-        None, "Layers whose output states are compared, the model's : the teacher's, from 1 on, such as 12:14,24:28."
-    )
+        None, "Layers whose output states are compared, the model's : the teacher's, from 1 on, such as 12:14,24:28.",
+        check=layer_pairs,
+    )  # fmt: skip
     files: str | None = knob(
         None, "Folder with the teacher's top logits of all rows, computed first where they are missing; null = the "
         "teacher is in memory.",
@@ -203,15 +207,8 @@ class DistillConfig:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """`layers` as numbers: (the model's layer, the teacher's), each from 1 on.
-
-        Raises:
-            ValueError: the text has another form.
-        """
-        found = [re.fullmatch(r"\s*([1-9]\d*):([1-9]\d*)\s*", part) for part in (self.layers or "").split(",")]
-        if self.layers is not None and not all(found):
-            raise ValueError("does not name pairs of layers from 1 on; write the model's : the teacher's, as in 12:14")
-        return tuple((int(one[1]), int(one[2])) for one in found if one)
+        """`layers` as numbers: (the model's layer, the teacher's), each from 1 on."""
+        return layer_pairs(self.layers)
 
 
 @dataclass(frozen=True)
@@ -248,6 +245,7 @@ class LaunchConfig:
         None,
         "Sharding rules before the built-in ones: the glob of a tensor's name, and the axes of each dimension, such as "
         '{"*.router.weight": "fsdp,None"}.',
+        check=parse_rules,
     )
     torch_compile: bool = knob(True, "Compile the model's layers with torch.compile, on CUDA.")
     hang_timeout: float = knob(
@@ -276,7 +274,8 @@ class TrackingConfig:
     generate_tokens: int = knob(256, "The most tokens of an answer.", at_least=1)
     verifier: str = knob(
         "auto",
-        "What judges the answers: auto, exact, numeric, choice, math, regex:PATTERN, reasoning_gym or module:function.",
+        f"What judges the answers: {', '.join(VERIFIERS)}, regex:PATTERN or module:function.",
+        check=check_verifier,
     )
 
 
@@ -399,12 +398,6 @@ def _plain(value: Any) -> Any:
 
 # -------------------------------------------------------------------------------------------------- conflicts
 
-ROLES = {
-    "answer", "completion", "context", "messages", "options", "prompt", "question", "reasoning", "system", "text",
-    "tools",
-}  # fmt: skip
-"""The roles in `data.columns`; `columns.NAMES` has the column names of each."""
-
 _NAMES = (
     "model.name", "model.revision", "model.gguf_file", "model.quant_cache", "data.source", "data.eval_source",
     "data.split", "data.eval_split", "output_dir", "tracking.wandb_project",
@@ -440,17 +433,15 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if lora.r == 0:
         for name in _changed(config, "lora", "dropout", "targets", "rslora", "dora", "init"):
             yield f"{name} lora.r", "needs adapters, and lora.r=0 has none; remove it or set lora.r=16"
-    if data.columns and (unknown := sorted(set(data.columns) - ROLES)):
-        yield "data.columns", f"names the unknown role {', '.join(unknown)}; the roles are {', '.join(sorted(ROLES))}"
+    try:
+        check_roles(data.columns or {}, data.format)
+    except ValueError as error:
+        yield "data.columns data.format", str(error)
     if data.think_open == data.think_close:
         yield "data.think_close data.think_open", "is data.think_open too; the two must differ"
     if model.attention == "flash" and data.max_length % 128:
         near = near_multiples(data.max_length, 128)
         yield "data.max_length model.attention", f"is no multiple of 128, as model.attention=flash needs; use {near}"
-    try:
-        parse_rules(config.launch.mesh_rules)
-    except ValueError as error:
-        yield "launch.mesh_rules", str(error)
     if config.launch.mesh is not None:
         yield from _mesh_conflicts(config, config.launch.mesh)
     if tracking.wandb_adapter and tracking.wandb == "off":
@@ -490,8 +481,6 @@ def _mesh_conflicts(config: TrainConfig, mesh: str) -> Iterator[tuple[str, str]]
 def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     optim, distill = config.optim, config.distill
     own = optim.objective != "supervised"
-    if own and not re.fullmatch(r"[\w.]+:\w+|error-correction(-alone)?", optim.objective):
-        yield "optim.objective", "must be supervised, error-correction, error-correction-alone or module:function"
     if optim.objective.startswith("error-") and config.tracking.eval_generate_rows:
         yield "tracking.eval_generate_rows optim.objective", "would answer without the head; set it to 0"
     if optim.objective == "error-correction-alone" and not config.lora.r:
@@ -506,11 +495,7 @@ def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     weights = [f"distill.{leaf}" for leaf in leaves if leaf.endswith("_weight")]
     if not any(config[name] for name in weights):
         yield " ".join(weights), "and all other weights of distill are 0 too, so nothing is learned; set one above 0"
-    try:
-        pairs = distill.pairs
-    except ValueError as error:
-        yield "distill.layers", str(error)
-        return
+    pairs = distill.pairs
     if bool(pairs) != bool(distill.hidden_weight):
         text = f"and distill.layers={distill.layers or 'null'} belong together; set both, or remove both"
         yield "distill.hidden_weight distill.layers", text

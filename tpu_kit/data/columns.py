@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from tpu_kit.config.choices import ROLES
 from tpu_kit.config.loader import DataConfig
 
 MESSAGE_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -140,14 +141,6 @@ different values are ambiguous, which is an error."""
 
 _BESIDE = {("question", "source"): "target", ("answer", "content"): "reasoning_content"}
 """(role, name) -> the column that must exist beside it for the name to have this role."""
-
-ROLES: dict[str, tuple[str, ...]] = {
-    "cot": ("system", "question", "context", "options", "reasoning", "answer"),
-    "messages": ("system", "messages", "tools", "reasoning", "answer"),
-    "prompt_completion": ("prompt", "completion", "tools"),
-    "text": ("text",),
-}
-"""Format -> its roles; chats have reasoning and answer if their last turn is in columns of its own."""
 
 KNOWN = frozenset(name for role, groups in NAMES.items() for name in chain(*groups) if (role, name) not in _BESIDE)
 """Every name that has a role by itself."""

@@ -18,7 +18,8 @@ from fractions import Fraction
 from typing import Any
 
 from tpu_kit.assets import embedded
-from tpu_kit.config.loader import ConfigError, DataConfig
+from tpu_kit.config.choices import VERIFIERS
+from tpu_kit.config.loader import ConfigError, DataConfig, parameters
 from tpu_kit.data.columns import last_boxed
 
 _STATED = re.compile(r"\banswer(?: is:?|:)\s*", re.IGNORECASE)
@@ -88,24 +89,16 @@ def verifier_named(name: str | Verifier) -> str | Verifier:
     match (or the whole match), as auto; "reasoning_gym" calls that package's `score_answer` for the row's data set.
 
     Raises:
-        ConfigError: there is no such rule, module or function, or the pattern is invalid.
+        ValueError: there is no such rule, module or function, or the pattern is invalid.
     """
-    package = _PACKAGES.get(name) if isinstance(name, str) else None
+    if callable(name):
+        return name
+    parameters()["tracking.verifier"].read(name)
+    package = _PACKAGES.get(name)
     if package and importlib.util.find_spec(package.replace("-", "_")) is None:
         raise ConfigError([f"tracking.verifier={name} needs the package {package}: pip install {package}"])
-    if callable(name) or name in _RULES or name == "auto":
+    if name in VERIFIERS or name.startswith("regex:"):
         return name
-    if name.startswith("regex:"):
-        try:
-            re.compile(name.removeprefix("regex:"))
-        except re.error as error:
-            raise ConfigError([f"tracking.verifier={name}: the pattern cannot be read: {error}"]) from error
-        return name
-    if ":" not in name:
-        rules = ", ".join(["auto", *_RULES])
-        raise ConfigError(
-            [f"tracking.verifier={name}: there is no such rule; use {rules}, regex:PATTERN or module:function"]
-        )
     try:
         return imported(name)
     except ValueError as error:

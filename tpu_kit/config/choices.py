@@ -1,0 +1,73 @@
+"""The texts that a parameter may hold where a type cannot say it: rules, objectives, pairs of layers, roles of columns.
+
+schema.py gives the `check_` functions to the parameters, so that a value is refused when it is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+ROLES: dict[str, tuple[str, ...]] = {
+    "cot": ("system", "question", "context", "options", "reasoning", "answer"),
+    "messages": ("system", "messages", "tools", "reasoning", "answer"),
+    "prompt_completion": ("prompt", "completion", "tools"),
+    "text": ("text",),
+}
+"""Format -> the roles of its columns; chats have reasoning and answer if their last turn is in columns of its own."""
+
+VERIFIERS = ("auto", "exact", "numeric", "choice", "math", "reasoning_gym")
+"""The rules of `evaluation.verifiers`, which also takes regex:PATTERN and module:function."""
+
+_FUNCTION = re.compile(r"[\w.]+:\w+")
+
+
+def check_verifier(name: str) -> None:
+    """Raises ValueError if a text is no verifier. It does not import the module of module:function."""
+    if name.startswith("regex:"):
+        try:
+            re.compile(name.removeprefix("regex:"))
+        except re.error as error:
+            raise ValueError(f"has a pattern that cannot be read ({error}); correct it") from error
+    elif name not in VERIFIERS and not _FUNCTION.fullmatch(name):
+        raise ValueError(f"names no rule; use {', '.join(VERIFIERS)}, regex:PATTERN or module:function")
+
+
+def check_objective(name: str) -> None:
+    """Raises ValueError if a text is no objective. It does not import the module of module:function."""
+    if name not in ("supervised", "error-correction", "error-correction-alone") and not _FUNCTION.fullmatch(name):
+        raise ValueError("must be supervised, error-correction, error-correction-alone or module:function")
+
+
+def check_roles(columns: Mapping[str, str], fmt: str) -> None:
+    """Raises ValueError if no row has columns of all these roles.
+
+    Args:
+        columns: role -> column, as in `data.columns`.
+        fmt: `data.format`; with "auto" the roles must be of one format.
+    """
+    known = sorted({role for roles in ROLES.values() for role in roles})
+    if unknown := sorted(set(columns) - set(known)):
+        raise ValueError(f"names the unknown role {', '.join(unknown)}; the roles are {', '.join(known)}")
+    named = [role for role, column in columns.items() if column]
+    if fmt == "auto":
+        if not any(set(named) <= set(roles) for roles in ROLES.values()):
+            of_each = "; ".join(f"{name} has {', '.join(roles)}" for name, roles in ROLES.items())
+            raise ValueError(f"names the roles {', '.join(named)} of different formats: {of_each}; name those of one")
+    elif foreign := [role for role in named if role not in ROLES[fmt]]:
+        raise ValueError(
+            f"names {', '.join(foreign)}, and a row of data.format={fmt} has {', '.join(ROLES[fmt])}; remove that "
+            "role, or set another data.format"
+        )
+
+
+def layer_pairs(text: str | None) -> tuple[tuple[int, int], ...]:
+    """Reads `distill.layers` as numbers: (the model's layer, the teacher's), each from 1 on.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    found = [re.fullmatch(r"\s*([1-9]\d*):([1-9]\d*)\s*", part) for part in (text or "").split(",")]
+    if text is not None and not all(found):
+        raise ValueError("does not name pairs of layers from 1 on; write the model's : the teacher's, as in 12:14")
+    return tuple((int(one[1]), int(one[2])) for one in found if one)
