@@ -281,6 +281,16 @@ def test_a_tokenizer_without_template_gets_chatml_and_a_warning() -> None:
     assert spans(COT, other)[1] == (REPLY + "</s>", True)
 
 
+def test_the_default_template_begins_with_the_bos_of_the_tokenizer() -> None:
+    """As texts of base models such as Gemma and Llama 3 do; the tokenizer of Qwen adds none."""
+    tokenizer = tiny_tokenizer(None, special=("<s>", "</s>"), eos="</s>", bos="<s>")
+    with pytest.warns(UserWarning, match="no chat template"):
+        ensure_chat_template(tokenizer)
+    assert spans(COT, tokenizer)[0][0].startswith("<s><|im_start|>user\n")
+    text = tokenizer.apply_chat_template(CHAT["messages"][:1], tokenize=False, add_generation_prompt=True)
+    assert text == "<s><|im_start|>user\nWhat is 2?</s>\n<|im_start|>assistant\n"
+
+
 def test_tokenizers_that_cannot_be_used() -> None:
     layout = detect_layout(["text"], DataConfig())
     tokenizer = tiny_tokenizer()

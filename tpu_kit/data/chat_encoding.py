@@ -26,12 +26,13 @@ from tpu_kit.data.columns import MESSAGE_KEYS, Layout, answer_of, in_message, re
 from tpu_kit.data.schemas import Conversation, RowError, conversation
 
 DEFAULT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{{ BOS }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + STOP }}{% endgeneration %}"
     "{% else %}{{ message['content'] + STOP }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""ChatML, for tokenizers without a template; STOP becomes `<|im_end|>` if the vocabulary has it, else the eos token."""
+"""ChatML, for tokenizers without a template. BOS becomes the token with which the tokenizer begins a text, or nothing;
+STOP becomes `<|im_end|>` if the vocabulary has it, else the eos token."""
 
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "tpukitprobe"
@@ -75,7 +76,8 @@ def ensure_chat_template(tokenizer: Any) -> bool:
     stop = default_stop(tokenizer)
     if not stop:
         raise ValueError("the tokenizer has neither a chat template nor an eos token; set tokenizer.chat_template")
-    tokenizer.chat_template = DEFAULT_TEMPLATE.replace("STOP", repr(stop))
+    bos = tokenizer.bos_token if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
+    tokenizer.chat_template = DEFAULT_TEMPLATE.replace("STOP", repr(stop)).replace("BOS", repr(bos))
     warnings.warn(
         f"the tokenizer has no chat template; using ChatML with {stop!r} at the end of a turn. "
         "If the model was trained with another one, set tokenizer.chat_template to it",
