@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from tests.distributed.test_hosts import together
 from tests.support import training_functions
+from tests.support.object_store import free_port
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import DataConfig, TrainConfig, load_config
 from tpu_kit.data.prepare import prepare, read_prepared, write_prepared
+from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.launch import launch
+from tpu_kit.distributed.meeting import Meeting
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +69,24 @@ def configure(tmp_path: Path, content: str) -> TrainConfig:
     return config
 
 
-def test_one_process_tokenises_and_all_have_the_same(tmp_path: Path, cache: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_process_of_each_host_tokenises_and_all_have_the_same(tmp_path: Path, cache: Path, count: int) -> None:
+    """Two hosts share the folder of the run and the cache."""
     config = configure(tmp_path, "".join(json.dumps(row) + "\n" for row in cot_rows("train", 40)))
-    launch(training_functions.prepared_data, config)
-    notes: list[dict[str, Any]] = [json.loads((tmp_path / "run" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
-    assert [note.pop("calls") for note in notes] == [[0], []]
-    assert notes[0] == notes[1] and notes[0]["mapped"] and len(notes[0]["eval"]) == 4
+    if count == 1:
+        launch(training_functions.prepared_data, config)
+    else:
+
+        def part(meeting: Meeting) -> None:
+            meeting.agree({})
+            launch(training_functions.prepared_data, config, meeting=meeting)
+
+        address = f"127.0.0.1:{free_port()}"
+        assert together([Hosts(index, ("a", "b"), address) for index in (0, 1)], part, part) == [None, None]
+    read = [(tmp_path / "run" / f"rank-{rank}.json").read_text() for rank in range(2 * count)]
+    notes: list[dict[str, Any]] = list(map(json.loads, read))
+    assert [note.pop("calls") for note in notes] == [[0], [], [2], []][: 2 * count]
+    assert all(note == notes[0] for note in notes) and notes[0]["mapped"] and len(notes[0]["eval"]) == 4
     assert list((cache / "tpu_kit" / "prepared").iterdir()) == []  # nothing is left on the disk
 
 

@@ -62,8 +62,13 @@ RUN = {"max_steps": 4000, "save_steps": 5, "schedule": "constant", "warmup_ratio
 
 
 @pytest.mark.slow
-def test_a_killed_host_is_named_and_all_go_on_from_its_last_checkpoint(two: Rehearsal, bucket: str) -> None:
-    first, second = two.start(f"{bucket}/run", **RUN)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_killed_host_is_named_and_all_go_on_from_its_last_checkpoint(
+    two: Rehearsal, bucket: str, shared: bool
+) -> None:
+    """Each host has a home and a working folder of its own, or they share them."""
+    two.shared = shared
+    first, second = two.start(f"{bucket}/run", num_replicas=1 + shared, **RUN)
     first.wait_for_step(12)
     second.signal(signal.SIGKILL)
     start = time.monotonic()
@@ -72,7 +77,7 @@ def test_a_killed_host_is_named_and_all_go_on_from_its_last_checkpoint(two: Rehe
     assert "host 1 of 2, machine-1, has given no sign of life for 8 s" in first.text
     saved = steps(f"{bucket}/run")[-1]
     assert saved >= 5
-    first, second = two.start(f"{bucket}/run", **RUN | {"max_steps": saved + 3})
+    first, second = two.start(f"{bucket}/run", num_replicas=1 + shared, **RUN | {"max_steps": saved + 3})
     assert two.wait() == [0, 0], first.text + second.text
     assert f"resumed          from step {saved}" in first.text
 

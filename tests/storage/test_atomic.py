@@ -26,6 +26,16 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a.json"]
 
 
+def test_processes_that_share_a_place_do_not_share_what_is_not_complete(tmp_path: Path) -> None:
+    """Nor do processes of two hosts, which may have one number."""
+    with atomic.replacing(tmp_path / "a", shared=True) as first:
+        first.write_text("one")
+        with atomic.replacing(tmp_path / "a", shared=True) as second:
+            second.write_text("two")
+        assert (tmp_path / "a").read_text() == "two"
+    assert (tmp_path / "a").read_text() == "one" and names(tmp_path) == ["a"]
+
+
 def write_folder(place: Path, name: str, fail: bool = False) -> None:
     with atomic.replacing(place, durable=True) as part:
         part.mkdir()

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.storage.output_location import find_place, resolve_output_dir
+from tpu_kit.storage.output_location import find_place, make_output_folder, resolve_output_dir
 
 COLAB, BATCH = {"COLAB_RELEASE_TAG": "release"}, {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}
 INTERACTIVE = {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
@@ -109,3 +110,9 @@ def test_places_that_are_neither() -> None:
     remote = run("gs://bucket/run/")
     assert remote.remote == "gs://bucket/run" and remote.checkpoints_place == "gs://bucket/run/checkpoints"
     assert remote.output_path == Path("runs/mine")
+
+
+def test_hosts_make_one_folder_at_the_same_time(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as hosts:
+        assert set(hosts.map(make_output_folder, [run(f"{tmp_path}/run")] * 2000)) == {tmp_path / "run"}
+    assert list((tmp_path / "run").iterdir()) == []

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: a process each, as `python -m tpu_kit` starts it, in a folder of its own.
+"""Several hosts on one machine: a process each, as `python -m tpu_kit` starts it, in a folder of its own or a shared one.
 
     python -m tests.support.host_processes LOST COMMAND ...
 
@@ -35,11 +35,12 @@ class Host:
 
     process: subprocess.Popen[str]
     folder: Path
+    output: Path
 
     @property
     def text(self) -> str:
         """Its stdout and stderr."""
-        return (self.folder / "output").read_text(errors="replace")
+        return self.output.read_text(errors="replace")
 
     def wait_for(self, text: str, seconds: float = 90) -> None:
         until = time.monotonic() + seconds
@@ -84,12 +85,14 @@ class Rehearsal:
         folder: of all hosts.
         count: of hosts.
         lost: seconds after which a silent host is lost.
+        shared: whether the hosts share one home and one working folder.
         proxies: between each host and the store of host 0.
     """
 
     folder: Path
     count: int
     lost: float = 8.0
+    shared: bool = False
     proxies: dict[int, Proxy] = field(default_factory=dict)
     hosts: list[Host] = field(default_factory=list)
 
@@ -109,21 +112,22 @@ class Rehearsal:
         return self.hosts
 
     def host(self, index: int, output_dir: str, env: Mapping[str, str], settings: Mapping[str, Any]) -> Host:
-        folder = self.folder / f"machine-{index}"
+        folder = self.folder / ("shared" if self.shared else f"machine-{index}")
         folder.mkdir(parents=True, exist_ok=True)
+        written = folder / f"output-{index}"
         values = {**TINY, "output_dir": output_dir, **settings}
         command = [sys.executable, "-m", "tests.support.host_processes", str(self.lost), "train"]
         own = {
             "PYTHONPATH": PYTHONPATH, "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "PJRT_DEVICE": None,
             "GCE_METADATA_HOST": "127.0.0.1:9",
         }  # fmt: skip
-        with (folder / "output").open("w") as output:
+        with written.open("w") as output:
             process = subprocess.Popen(
                 [*command, *(f"{name}={value}" for name, value in values.items())], cwd=folder, text=True,
                 env=child_environment(own) | dict(env), stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        return Host(process, folder)
+        return Host(process, folder, written)
 
     def wait(self, seconds: float = 180) -> list[int]:
         """The exit codes of all hosts."""
@@ -132,8 +136,8 @@ class Rehearsal:
             try:
                 host.process.wait(max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                told = "\n".join(f"--- {one.folder.name}\n{one.text[-3000:]}" for one in self.hosts)
-                raise AssertionError(f"{host.folder.name} does not end\n{told}") from None
+                told = "\n".join(f"--- {one.output}\n{one.text[-3000:]}" for one in self.hosts)
+                raise AssertionError(f"{host.output} does not end\n{told}") from None
         return [host.process.returncode for host in self.hosts]
 
     def close(self) -> None:

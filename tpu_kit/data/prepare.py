@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict
 from datasets import config as datasets_config
 
-from tpu_kit.config.loader import DataConfig, TrainConfig
+from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_template
 from tpu_kit.data.columns import detect_layout, first_values
@@ -510,19 +511,19 @@ def _processes(rows: int, wanted: int | None) -> int | None:
     return wanted if 1 < wanted <= rows else None
 
 
-def prepare_once(config: TrainConfig, rt: Runtime, tokenizer: Any, make: Callable[[], Prepared]) -> Prepared:
+def prepare_once(config: DataConfig, rt: Runtime, tokenizer: Any, make: Callable[[], Prepared]) -> Prepared:
     """Prepares the data in one replica of each host, and reads it in all replicas.
 
     Where `local_rank` is 0, `make` prepares the data; an error of it ends the launch. The tokenizer of each replica
     gets the chat template of the prepared data.
     """
-    run = json.dumps([str(config.output_path.absolute()), config.to_dict()["model"], config.to_dict()["data"]])
-    name = hashlib.blake2b(run.encode(), digest_size=16).hexdigest()
+    # A launch's processes on one host have one random key. Hosts and launches may share the cache, but not the folder.
+    name = hashlib.blake2b(multiprocessing.current_process().authkey, digest_size=16).hexdigest()
     folder = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit" / "prepared" / name
     if rt.local_rank == 0:
         write_prepared(make(), folder)
     rt.barrier()
-    prepared = read_prepared(folder, tokenizer, config.data)
+    prepared = read_prepared(folder, tokenizer, config)
     rt.barrier()
     if rt.local_rank == 0:
         shutil.rmtree(folder)  # mapped files stay until the replicas end
@@ -531,7 +532,7 @@ def prepare_once(config: TrainConfig, rt: Runtime, tokenizer: Any, make: Callabl
 
 def write_prepared(prepared: Prepared, folder: Path) -> None:
     """Writes the result of `prepare`; the complete folder replaces an earlier one."""
-    with atomic.replacing(folder, shared=True) as made:
+    with atomic.replacing(folder) as made:
         made.mkdir(parents=True)
         for part, packed in (("train", prepared.train), ("eval", prepared.eval)):
             for name, array in (packed.arrays() if packed else {}).items():

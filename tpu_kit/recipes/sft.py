@@ -266,8 +266,8 @@ def _read(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, 
     def make() -> Prepared:
         return prepare(config.data, tokenizer, model_positions=positions, vocab_size=text.vocab_size)
 
-    alone = rt.device_type == "xla-cpu" or rt.world_size == 1
-    return make() if alone else prepare_once(config, rt, tokenizer, make), model, tokenizer
+    alone = rt.device_type == "xla-cpu" or rt.world_size == rt.num_hosts
+    return make() if alone else prepare_once(config.data, rt, tokenizer, make), model, tokenizer
 
 
 def fine_tune(config: TrainConfig) -> TrainResult | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Ite
         shared: whether several processes may write there at the same time; each then uses its own hidden name.
         durable: whether the result must survive a crash of the machine; the block must `sync` the files of a folder.
     """
-    hidden = f".{path.name}.{os.getpid()}" if shared else f".{path.name}"
+    hidden = f".{path.name}.{secrets.token_hex(4)}" if shared else f".{path.name}"
     part, old = path.with_name(hidden + PART), path.with_name(hidden + OLD)
     _remove(part)
     if old.exists():
