@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,44 +23,20 @@ OTHER = DataConfig(source="rows.jsonl")
 @pytest.mark.parametrize(
     ("expected", "text", "correct"),
     [
-        ("18", "18", True),
         ("18", "<think>\n9 * 2 = 18\n</think>\n18.", True),
         ("18", "<think>\n18\n</think>\n19", False),
         ("18", "<think>\n18", False),  # still thinking
         ("18", "<think>a</think>b<think>18", False),
         ("18", "two times nine\n</think>\n18", True),  # the prompt had opened the reasoning
-        ("1,000", "$1000.00", True),
-        ("1000", "1,000", True),
-        ("1000", "1,00", False),
-        ("-5", "\N{MINUS SIGN}5", True),
-        ("-5", "-$5", True),
-        ("50%", "50 %.", True),
-        ("0.5", "1/2", True),
-        ("0.1", ".10", True),
-        ("1", "1/0", False),
-        ("18", "18 apples", False),
-        ("12", "1 2", False),
         ("1", "1e999999999", False),  # it is not worked out
         ("7", "9" * 5000, False),
-        ("72", "48 / 2 = 24\n48 + 24 = 72\n#### 72", True),
+        ("72", "#### 71 is a guess\nThe answer is 72.", True),
+        ("71", "#### 71 is a guess\nThe answer is 72.", False),
         ("so 48 + 24 = 72\n#### 72", "72", True),
-        ("72", r"It is \boxed{72}.", True),
-        ("72", "Therefore the answer is 72. Good luck!", True),
-        ("7.5", "**Answer:** 7.5", True),
-        ("72", "Is the answer is 71? No: the answer is 72.\n", True),
-        ("72", "The answer is 71.", False),
-        ("(B)", "B", True),
-        ("(B)", "(b)", True),
-        ("B", "(B) Paris", True),
-        ("B", "b) Paris", True),
-        ("(B)", "The answer is (B).", True),
-        ("(B)", "Because", False),
-        ("(B)", "(C)", False),
-        ("A", "A man", False),
-        ("Yes", "yes.", True),
-        ("Yes", "no", False),
-        ("New  York", '"new york"', True),
-        ("New York", "York", False),
+        ("5", "x = 5", True),
+        ("A", "A: no. The right option is C", False),
+        ("30", "12:30", False),
+        ("5", "The answer is not 5.", False),
         (18, "18", True),
         (18.0, "18", True),
         (None, "18", None),
@@ -115,8 +93,14 @@ def test_well_formed(text: str, well: bool) -> None:
         ("numeric", "0.5", "1/2 of it", True),
         ("numeric", "18", "18 and then 19", False),
         ("numeric", "18", "none", False),
+        ("numeric", "30", "12:30", False),
+        ("numeric", "-5", "-$5", True),
+        ("numeric", "2", "y = 2x", False),
+        ("numeric", "2", r"it is $\sqrt{2}$", False),
         ("choice", "B", "(b) Paris", True),
         ("choice", "(B)", "C", False),
+        ("choice", r"\text{B}", "(b) Paris", True),
+        ("choice", "A", "A: no. The right option is C", False),
         (r"regex:= (\d+)", "18", "9 * 2 = 18, or 20 - 2 = 18 apples", True),
         (r"regex:= (\d+)", "18", "9 * 2 = 18, but 9 + 9 = 19", False),
         (r"regex:[A-D]\b", "(C)", "I choose C", True),
@@ -175,13 +159,13 @@ def test_a_users_function_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {"auto", *_RULES} == set(VERIFIERS)
 
 
-@pytest.mark.parametrize(("rule", "package"), [("math", "math-verify"), ("reasoning_gym", "reasoning-gym")])
-def test_a_package_is_asked_for_if_it_is_missing(rule: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_is_asked_for_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     real: Callable[..., Any] = importlib.util.find_spec
-    module = package.replace("-", "_")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == module else real(name, *a))
-    with pytest.raises(ValueError, match=f"verifier={rule} needs the package {package}: pip install {package}"):
-        verifier_named(rule)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "reasoning_gym" else real(name, *a)
+    )
+    with pytest.raises(ValueError, match=r"reasoning_gym needs the package reasoning-gym: pip install reasoning-gym"):
+        verifier_named("reasoning_gym")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs the package reasoning-gym")
@@ -196,136 +180,25 @@ def test_reasoning_gym_scores_the_answer_alone() -> None:
     assert "reasoning_gym" in sys.modules
 
 
-# What a model writes as an answer: LaTeX, signs of currencies and units, the forms of numbers.
-ANSWERS = [
-    # braces within the box
-    ("3/4", r"\boxed{\frac{3}{4}}", True),
-    (r"\frac{3}{4}", "0.75", True),
-    (r"\frac{3}{4}", r"\boxed{\dfrac{3}{4}}", True),
-    (r"\dfrac34", r"\boxed{\tfrac{3}{4}}", True),
-    ("-3/4", r"\boxed{-\frac{3}{4}}", True),
-    ("-3/4", r"\boxed{\frac{-3}{4}}", True),
-    ("0.75", r"The answer is $\frac{3}{4}$.", True),
-    (r"\frac{1}{3}", "0.333", False),
-    ("1.5", r"\boxed{1\frac{1}{2}}", True),
-    ("1 1/2", "3/2", True),
-    (r"\sqrt{2}", r"\boxed{\sqrt{2}}", True),
-    (r"\sqrt{2}", r"\boxed{\sqrt2}", True),
-    (r"2\sqrt{3}", r"\boxed{2 \sqrt{3}}", True),
-    (r"2\sqrt{3}", r"\boxed{3\sqrt{2}}", False),
-    ("3", r"\boxed{2\sqrt{3}}", False),
-    (r"\frac{\sqrt{3}}{2}", r"\boxed{\dfrac{\sqrt{3}}{2}}", True),
-    (r"\pi", r"\boxed{\pi}", True),
-    ("Paris", r"\boxed{\text{Paris}}", True),
-    ("Paris", r"\boxed{\text{London}}", False),
-    ("Paris", r"\boxed{\mathrm{Paris}}", True),
-    ("B", r"\boxed{\text{B}}", True),
-    ("B", r"\boxed{\textbf{(B)}}", True),
-    ("(B)", r"\boxed{\text{(C)}}", False),
-    ("B", r"\boxed{B}", True),
-    ("B", r"\boxed{\text{B) Paris}}", True),
-    (r"\left(3, \frac{\pi}{2}\right)", r"\boxed{(3,\frac{\pi}{2})}", True),
-    ("x^2+1", r"\boxed{x^{2} + 1}", True),
-    ("5", r"First \boxed{\frac{1}{2}}, then \boxed{5}", True),
-    ("7", r"\boxed{7} and so \boxed{\frac{1", True),  # the second box is not closed
-    ("4", r"\boxed{\boxed{4}}", True),
-    # currencies, percent, units
-    ("56", "5 6", False),
-    ("5", "$5", True),
-    ("$5", "5", True),
-    ("$5", r"\$5", True),
-    ("$5", "\N{EURO SIGN}5", False),
-    ("5", "5 \N{EURO SIGN}", True),
-    ("$5", "5%", False),
-    ("50", r"\boxed{50\%}", True),
-    ("50%", r"\boxed{50\%}", True),
-    ("90", r"\boxed{90^\circ}", True),
-    ("90", r"\boxed{90^{\circ}}", True),
-    ("5", r"\boxed{5\text{ cm}}", False),
-    ("5 cm", r"\boxed{5\,\text{cm}}", True),
-    # numbers
-    ("1500", "1.5e3", True),
-    ("1500", "1.5E+3", True),
-    ("1.5e3", "1,500", True),
-    ("1500", r"\boxed{1.5 \times 10^{3}}", True),
-    ("1500", r"$1.5\cdot10^3$", True),
-    ("0.0015", r"\boxed{1.5\times 10^{-3}}", True),
-    ("1000", r"\boxed{10^{3}}", True),
-    ("103", r"\boxed{10^{3}}", False),
-    ("1", "1e0", True),
-    ("1234", r"\boxed{1,234}", True),
-    ("1234", r"\boxed{1{,}234}", True),
-    ("1234", r"\boxed{1\,234}", False),
-    ("1234567.5", "1,234,567.50", True),
-    ("1234", "12,34", False),
-    ("-7", r"\boxed{-7}", True),
-    ("7", r"\boxed{-7}", False),
-    ("-7", "$-7$", True),
-    ("-7", "-$7", True),
-    ("0.5", "50%", False),
-    ("1/2", ".5", True),
-    ("2/4", "1/2", True),
-    ("0", "-0", True),
-    ("3", "1/0", False),
-]
-
-NUMERIC = [
-    ("0.75", r"\boxed{\frac{3}{4}}", True),
-    ("0.75", r"so it is $\frac{3}{4}$ of a cup", True),
-    ("2", r"it is $\sqrt{2}$", False),
-    ("3", r"\boxed{\sqrt{2 + 3}}", False),
-    ("5", r"5 apples, so $3\sqrt{2}$", False),
-    ("2", r"\boxed{x^2}", False),
-    ("2", "y = 2x", False),
-    ("10", r"2x = 10", True),
-    ("6", "$5 $6", True),
-    ("1500", "about 1.5e3 apples", True),
-    ("1500", r"that is 1.5 \times 10^{3} m", True),
-    ("5", r"\boxed{5\text{ cm}}", True),
-    ("12", r"\boxed{12\text{ cm}^2}", True),
-    ("1234", "in all 1,234 of them", True),
-    ("-5", "so \N{MINUS SIGN}5 degrees", True),
-    ("45", r"It costs $45$.", True),
-    ("90", r"the angle is $90^\circ$", True),
-    ("3", "1/0, 3", True),
-]
-
-BOTH = [
-    ("4", r"\boxed{\frac{3}{4}}", False),
-    ("2", r"\boxed{\sqrt{2}}", False),
-    ("2", r"\boxed{\frac{\sqrt{3}}{2}}", False),
-    ("56", "$5 $6", False),
-]
-
-CHOICE = [
-    ("B", r"\boxed{\text{B}}", True),
-    ("B", r"\boxed{\mathbf{(B)}}", True),
-    ("B", r"The answer is $\boxed{\text{B}}$.", True),
-    ("(B)", "(B)", True),
-    ("B.", "B.", True),
-    ("B", "**B**", True),
-    ("B", "Option B", True),
-    ("B", r"\boxed{\text{C}}", False),
-    ("B", "Because", False),
-    (r"\text{B}", "(b) Paris", True),
-]
-
-ALL = [
-    (rule, *pair)
-    for rule, pairs in (("auto", ANSWERS + BOTH), ("numeric", NUMERIC + BOTH), ("choice", CHOICE))
-    for pair in pairs
-]
+ANSWERS = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("rule", "expected", "text", "correct"), ALL)
-def test_answers_as_models_write_them(rule: str, expected: str, text: str, correct: bool) -> None:
-    assert judge({"answer": expected}, f"<think>a</think>{text}", OTHER, verifier_named(rule)) == Verdict(correct)
+def test_auto_agrees_with_a_reader() -> None:
+    """Compares with labels of people: whether a reader of a reply takes its final answer for the expected one.
+
+    Replies of SmolLM2-135M-Instruct to 35 questions in 5 forms (temperature 0.4), and replies written by hand.
+    """
+    assert len(ANSWERS) >= 300 and len({row["text"] for row in ANSWERS if row["by"] != "hand"}) >= 100
+    labels = Counter(row["correct"] for row in ANSWERS)
+    wrong = [(row, judge({"answer": row["expected"]}, row["text"], OTHER)) for row in ANSWERS]
+    wrong = [(row, verdict) for row, verdict in wrong if verdict != Verdict(row["correct"])]
+    counts = Counter(row["correct"] for row, _ in wrong)
+    assert counts[False] <= 0.01 * labels[False] and counts[True] <= 0.03 * labels[True], wrong
 
 
-@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs the package math-verify")
 @pytest.mark.parametrize("threaded", [False, True])
 def test_math_verify_compares_expressions(threaded: bool) -> None:
-    """What the default takes for texts; also in a thread, as replicas of XLA:CPU are, where signals cannot be set."""
+    """Also in a thread, as replicas of XLA:CPU are, where signals cannot be set."""
     pairs = [
         (r"\frac{1}{\sqrt{2}}", r"\boxed{\frac{\sqrt{2}}{2}}", True),
         ("2", r"\boxed{\sqrt{4}}", True),

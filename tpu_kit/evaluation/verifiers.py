@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from tpu_kit.assets import embedded
@@ -22,46 +23,24 @@ from tpu_kit.config.choices import VERIFIERS
 from tpu_kit.config.loader import ConfigError, DataConfig, parameters
 from tpu_kit.data.columns import last_boxed
 
-_STATED = re.compile(r"\banswer(?: is:?|:)\s*", re.IGNORECASE)
+# Where a reply states its answer, and where that statement ends.
+_STATED = re.compile(r"\b(?:answer|option|choice|solution)(?:\s+is\b:?|:)\s*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!]?\s*(?:\n|$)|[.!]\s")
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d*|\.\d+|\d+)"
-_CURRENCY = r"[$€£¥]"
-_MANTISSA = rf"(?P<digits>{_DIGITS})(?:e(?P<e>[-+]?\d+)|\*10\^(?P<ten>[-+]?\d+))?"
+_LAST_IS = re.compile(r".*(?:\b(?:is|are|equals|but)\b:?|[=:])\s", re.IGNORECASE | re.DOTALL)
+# A decimal, 1,234.5, 1.5e3, 1/2 or 1 1/2; not the parts of 12:30, 2x, 2^10 or 1.2.3.
 _NUMBER = re.compile(
-    rf"(?P<sign>[-+]?)(?P<before>{_CURRENCY}?)(?P<inner>[-+]?)"
-    rf"(?:(?:(?P<whole>\d+) )?(?P<above>{_DIGITS})/(?P<under>[-+]?{_DIGITS})|10\^(?P<power>[-+]?\d+)|{_MANTISSA})"
-    rf" ?(?P<after>{_CURRENCY}|%|°|)",
+    r"(?<![\w.,^:/])(?P<sign>(?:(?<![\d)] )[-+])?)[$€£¥]? ?(?P<minus>-?)(?:(?P<whole>\d+) (?=\d+/))?"
+    r"(?P<above>(?=\.?\d)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d*)(?:\.\d*)?(?:e[-+]?\d{1,3})?)(?:/(?P<under>\d+))?"
+    r"(?![\d/^]|[:.,]\d|e[-+]?\d|[xyzn]\b)",
     re.IGNORECASE,
 )
-_MOST_DIGITS = 400  # largest exponent that is evaluated
-_EXPECTED_LETTER = re.compile(r"\(?([A-Z])\)?\.?")
-_CHOSEN_LETTER = re.compile(r"(?:(?:option|choice)\s+)?\(?([A-Za-z])(?:[).:](?:\s|$)|$)", re.IGNORECASE)
-
-# Replacements of LaTeX and special signs by plain text; fonts and spaces are dropped.
-_TIDY = [
-    (re.compile(r"\N{MINUS SIGN}"), "-"),
-    (re.compile(r"\\(?:left|right|displaystyle|big|Big)\b|\\[!]"), ""),
-    (re.compile(r"\\[,;: ]|~|\\q?quad\b"), " "),
-    (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\\([$%&#])"), r"\1"),
-    (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)|\\degree\b"), "°"),
-    (re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}"), r"\1"),
-    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\(frac|sqrt)\s*(\d)"), r"\\\1{\2}"),
-    (re.compile(r"(\\frac\s*\{[^{}]*\})\s*(\d)"), r"\1{\2}"),
-    (re.compile(rf"(\d)\s*\\frac\s*\{{\s*({_DIGITS})\s*\}}\s*\{{\s*({_DIGITS})\s*\}}"), r"\1 \2/\3"),
-    (re.compile(rf"(?<![A-Za-z}}])\\frac\s*\{{\s*([-+]?{_DIGITS})\s*\}}\s*\{{\s*([-+]?{_DIGITS})\s*\}}"), r"\1/\2"),
-    (re.compile(r"\s*(?:\\times|\\cdot|\N{MULTIPLICATION SIGN}|(?<=\d) x (?=10\^))\s*"), "*"),
-    (re.compile(r"\^\s*\{\s*([-+]?\d+)\s*\}"), r"^\1"),
-]
-_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-# A word with a root, a power or another command is one expression; its parts are not numbers of their own.
-_INLINE = re.compile(r"\$([^$\s]+)\$")
-_AREA = re.compile(r"\b([cdkm]?m|ft|in|yd|units?|inches|feet|yards|meters)\^[23]\b")
-_EXPRESSION = r"\S{0,99}(?:\\[A-Za-z]|\^)\S*"
-_LAST_NUMBER = re.compile(
-    rf"{_NUMBER.pattern.replace('(?P<', '(?P<_')}(?![\d^\\}}]|[xyzn]\b)|{_EXPRESSION}", re.IGNORECASE
-)
+_UNITS = "$€£¥%"
+_POWER_OF_TEN = re.compile(r"\s*(?:\\times|\\cdot|\N{MULTIPLICATION SIGN}|(?<= )x)\s*10\^\{?([-+]?\d{1,3})\b\}?")
+_MARKUP = re.compile(r"\\(?:text|math)(?:bf|it|rm|)\{([^{}]*)\}|\*\*|\\(?=[$%])|\^\{?\\circ\}?|\\[,!]|\$([^$\\^]*)\$")
+_NEGATED = re.compile(r"\bnot (?:an? |the )?\S+", re.IGNORECASE)
+_LATEX = re.compile(r"\\|\^|\{,\}|^[(\[][^A-Za-z]*[)\]]$")
+_LETTER = re.compile(r"\(?([A-Z])[.):]*")
+_CHOSEN = re.compile(r"(?:(?<=\s)|^)\(?[A-Z][.):]+(?=\s|$)|\b[A-Z](?=$|[,;]| or | and )")
 
 Verifier = Callable[[Mapping[str, Any], str], Any]
 """Takes a row and the text of a reply after its reasoning; returns whether it is right, a score, or None to skip."""
@@ -83,10 +62,10 @@ class Verdict:
 def verifier_named(name: str | Verifier) -> str | Verifier:
     """Resolves a verifier for `judge`: a rule keeps its name, and "module:function" is imported.
 
-    The rules compare the final part of the reply, see `verify`: "auto" is `verify`; "exact" compares the text without
-    surrounding white space; "numeric" the last number, unless an expression such as a root follows it; "choice" the
-    letter; "math" expressions, with the package math-verify, without units; "regex:PATTERN" the first group of the last
-    match (or the whole match), as auto; "reasoning_gym" calls that package's `score_answer` for the row's data set.
+    The rules compare the statement of the reply, see `verify`: "auto" is `verify`; "numeric", "choice" and "math" are
+    its comparisons of numbers, letters and expressions; "exact" compares the text without surrounding white space;
+    "regex:PATTERN" the first group of the last match (or the whole match), as auto; "reasoning_gym" calls that
+    package's `score_answer` for the row's data set.
 
     Raises:
         ValueError: there is no such rule, module or function, or the pattern is invalid.
@@ -94,9 +73,8 @@ def verifier_named(name: str | Verifier) -> str | Verifier:
     if callable(name):
         return name
     parameters()["tracking.verifier"].read(name)
-    package = _PACKAGES.get(name)
-    if package and importlib.util.find_spec(package.replace("-", "_")) is None:
-        raise ConfigError([f"tracking.verifier={name} needs the package {package}: pip install {package}"])
+    if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
+        raise ConfigError([f"tracking.verifier={name} needs the package reasoning-gym: pip install reasoning-gym"])
     if name in VERIFIERS or name.startswith("regex:"):
         return name
     try:
@@ -153,18 +131,15 @@ def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str |
 
 
 def verify(row: Mapping[str, Any], text: str, config: DataConfig) -> bool | None:
-    r"""Judges whether a reply ends in the row's answer.
+    r"""Judges whether a reply states the row's answer.
 
-    Embedded rows have their own rule, `embedded.is_correct`. Otherwise the final part of the reply is the text after
-    the last `think_close` (the whole text without reasoning), and within it the text after the last "####", in the last
-    \boxed{}, or after the last "answer is" or "answer:". It is correct if it is the same number, the same letter of a
-    choice ("(B)", "B", "b) Paris", "Option B"), or the same text apart from case, white space, emphasis, closing
-    punctuation and LaTeX's fonts and spaces.
-
-    A number is decimal, with commas between thousands, a fraction (1/2, 1 1/2, \frac{1}{2}) or a power of ten (1.5e3,
-    1.5 \times 10^{3}); 1/2 is 0.5. Signs of currencies, percent and degrees are ignored, unless both texts have
-    different ones. Units in words are not ignored: "18 apples" is not "18". Roots and other expressions are compared as
-    text. A reply that ends within its reasoning is wrong.
+    Embedded rows have their own rule, `embedded.is_correct`. Otherwise the statement is the text after "####" on the
+    last line, in the last \boxed{}, or after the last "answer is", "option is" or "solution is" up to the end of the
+    sentence; the whole text if it has none of these. The row's answer decides what is compared: a number with the last
+    number of the statement, whatever its unit; the letter of a choice with the letter that the statement names ("(B)",
+    "b) Paris", "Option B"); LaTeX as an expression, with math-verify; another text with the statement, its first words
+    ("Yes, because ...") or what follows its last "is", apart from case, emphasis and closing punctuation. A reply that
+    ends within its reasoning is wrong.
 
     Args:
         row: a row with the expected "answer".
@@ -182,26 +157,66 @@ def verify(row: Mapping[str, Any], text: str, config: DataConfig) -> bool | None
     said = text.rpartition(config.think_close)[2]
     if config.think_open in said:
         return False
-    return _same(_final(str(expected)), _final(said))
+    return _same(_statement(str(expected)), _statement(said))
 
 
-def _numeric(row: Mapping[str, Any], said: str) -> bool:
-    wanted = _number(_final(str(row["answer"])))
+def _same(expected: str, given: str) -> bool:
+    """Compares two statements by the kind of the expected one."""
+    for same in (_same_number, _same_letter, _same_expression):
+        if (result := same(expected, given)) is not None:
+            return result
+    whole = _words(given)
+    parts = (whole, re.split(r"[,.;:]\s", whole, maxsplit=1)[0])
+    texts = (*parts, *(_LAST_IS.sub("", part) for part in parts))
+    return _words(expected).replace(" ", "") in {text.replace(" ", "") for text in texts}
+
+
+def _same_number(expected: str, given: str) -> bool | None:
+    """Compares numbers and the signs of their units; None if the expected text is no number."""
+    expected, plain = _plain(expected), _plain(given)
+    if not _NUMBER.fullmatch(expected.strip(f"{_UNITS}°. ")):
+        return None
+    last_line = given.rpartition("\n")[2]
+    if _LATEX.search(_plain(last_line)):
+        return bool(_same_expression(expected, last_line, required=True))
+    units = [set(_UNITS) & set(text) for text in (expected, plain)]
+    return _number(expected) == _number(plain) and (not all(units) or units[0] == units[1])
+
+
+def _same_letter(expected: str, given: str) -> bool | None:
+    """Compares letters of a choice; None if the expected text is none. A text that names two letters is wrong."""
+    wanted, given = _LETTER.fullmatch(_plain(expected)), _plain(given)
     if wanted is None:
-        raise ValueError(f"the row's answer {str(row['answer'])[:60]!r} is no number")
-    final = _final(said)
-    given = _number(final)
-    if given is None:
-        found = [match[0] for match in _LAST_NUMBER.finditer(_AREA.sub(r"\1", _tidy(_INLINE.sub(r"\1", final))))]
-        given = _number(found[-1]) if found else None
-    return given is not None and _equal(wanted, given)
+        return None
+    if alone := re.fullmatch(r"\(?([A-Za-z])[.):]*", given) or re.match(r"\(?([A-Za-z])[.):]+\s", given):
+        return alone[1].upper() == wanted[1]
+    return {letter.strip("().: ") for letter in _CHOSEN.findall(given)} == {wanted[1]}
 
 
-def _choice(row: Mapping[str, Any], said: str) -> bool:
-    wanted = _final(str(row["answer"]))
-    if not _EXPECTED_LETTER.fullmatch(_tidy(wanted)):
-        raise ValueError(f"the row's answer {str(row['answer'])[:60]!r} is no letter of a choice")
-    return _same(wanted, _final(said))
+def _same_expression(expected: str, given: str, required: bool = False) -> bool | None:
+    """Compares with math-verify, whose time limits are signals of the main thread; None if nothing is LaTeX."""
+    if not required and not _LATEX.search(_plain(expected)):
+        return None
+    import math_verify
+
+    seconds = _MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
+    given = given if "$" in given or r"\(" in given else rf"\boxed{{{given}}}"
+    wanted, found = (math_verify.parse(text, parsing_timeout=seconds) for text in (rf"\boxed{{{expected}}}", given))
+    if not wanted:
+        raise ValueError(f"the row's answer {expected[:60]!r} cannot be read by math-verify")
+    return bool(math_verify.verify(wanted, found, timeout_seconds=seconds))
+
+
+def _rule(same: Callable[[str, str], bool | None], kind: str) -> Verifier:
+    """Makes the verifier of one kind of answers out of its comparison."""
+
+    def verifier(row: Mapping[str, Any], said: str) -> bool:
+        result = same(_statement(str(row["answer"])), _statement(said))
+        if result is None:
+            raise ValueError(f"the row's answer {str(row['answer'])[:60]!r} is no {kind}")
+        return result
+
+    return verifier
 
 
 def _reasoning_gym(row: Mapping[str, Any], said: str) -> float:
@@ -213,31 +228,17 @@ def _reasoning_gym(row: Mapping[str, Any], said: str) -> float:
     if "source_dataset" not in metadata:
         raise ValueError("the row has no metadata.source_dataset, which names its data set in reasoning-gym")
     score = reasoning_gym.get_score_answer_fn(metadata["source_dataset"])
-    return float(score(answer=_final(said), entry={**row, "metadata": metadata}))
-
-
-def _math(row: Mapping[str, Any], said: str) -> bool:
-    """Compares expressions; the time limits of math-verify are signals, which need the main thread."""
-    import math_verify
-
-    seconds = _MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
-    wanted, given = (
-        math_verify.parse(rf"\boxed{{{_final(text)}}}", parsing_timeout=seconds) for text in (str(row["answer"]), said)
-    )
-    if not wanted:
-        raise ValueError(f"the row's answer {str(row['answer'])[:60]!r} cannot be read by math-verify")
-    return bool(math_verify.verify(wanted, given, timeout_seconds=seconds))
+    return float(score(answer=_statement(said), entry={**row, "metadata": metadata}))
 
 
 _RULES: Mapping[str, Verifier] = {
     "exact": lambda row, said: said.strip() == str(row["answer"]).strip(),
-    "numeric": _numeric,
-    "choice": _choice,
-    "math": _math,
+    "numeric": _rule(_same_number, "number"),
+    "choice": _rule(_same_letter, "letter of a choice"),
+    "math": _rule(partial(_same_expression, required=True), "expression"),
     "reasoning_gym": _reasoning_gym,
 }
 
-_PACKAGES = {"math": "math-verify", "reasoning_gym": "reasoning-gym"}
 _MATH_SECONDS = 5
 
 
@@ -246,83 +247,43 @@ def _matches(pattern: str, expected: str, said: str) -> bool:
     if not found:
         return False
     given = (found[-1][1] if found[-1].re.groups else found[-1][0]) or ""
-    return _same(_final(expected), given.strip())
+    return _same(_statement(expected), given)
 
 
-def _same(wanted: str, given: str) -> bool:
-    """Returns whether two texts are the same number, the same letter of a choice, or the same words."""
-    number = _number(wanted)
-    if number is not None:
-        other = _number(given)
-        return other is not None and _equal(number, other)
-    wanted, given = _tidy(wanted), _tidy(given)
-    if letter := _EXPECTED_LETTER.fullmatch(wanted):
-        chosen = _CHOSEN_LETTER.match(given)
-        return chosen is not None and chosen[1].upper() == letter[1]
-    return _plain(given) == _plain(wanted)
-
-
-def _final(text: str) -> str:
-    text = text.replace("**", "").strip()
-    box = last_boxed(text)
-    if "####" in text:
-        text = text.rpartition("####")[2]
-    elif box is not None:
-        text = box
-    elif stated := list(_STATED.finditer(text)):
-        text = _SENTENCE_END.split(text[stated[-1].end() :], maxsplit=1)[0]
-    return text.strip()
-
-
-def _tidy(text: str) -> str:
-    text = text.strip().rstrip(". ")
-    for opened, closed in _DELIMITERS:
-        inner = text[len(opened) : -len(closed)]
-        if text.startswith(opened) and text.endswith(closed) and inner and opened not in inner:
-            text = inner
-    for pattern, plain in _TIDY:
-        text = pattern.sub(plain, text)
-    return " ".join(text.split())
-
-
-@dataclass(frozen=True)
-class _Number:
-    value: Fraction
-    unit: str  # the sign of a currency, "%", "°" or empty
-
-
-def _equal(one: _Number, other: _Number) -> bool:
-    """Returns whether two numbers are equal, and their units, if both have one."""
-    return one.value == other.value and (not one.unit or not other.unit or one.unit == other.unit)
-
-
-def _number(text: str) -> _Number | None:
-    """Returns the number of a text that is nothing but a number; None for another text."""
-    found = _NUMBER.fullmatch(_tidy(text))
-    if found is None or (found["before"] and found["after"]) or (found["sign"] and found["inner"]):
-        return None
-
-    def part(name: str) -> Fraction:
-        return Fraction((found[name] or "0").replace(",", ""))
-
-    try:
-        if found["above"]:
-            value = part("whole") + part("above") / part("under")
-        else:
-            exponent = int(found["e"] or found["ten"] or found["power"] or 0)
-            if abs(exponent) > _MOST_DIGITS:
-                return None
-            value = (Fraction(1) if found["power"] else part("digits")) * Fraction(10) ** exponent
-    except (ValueError, ZeroDivisionError):  # thousands of digits, x/0
-        return None
-    return _Number(-value if "-" in (found["sign"], found["inner"]) else value, found["before"] or found["after"])
+def _statement(text: str) -> str:
+    """Returns the part of a text that states its answer."""
+    text = text.strip()
+    _, marked, last = text.rpartition("\n")[2].rpartition("####")
+    if marked:
+        return last.strip()
+    if (box := last_boxed(text)) is not None:
+        return box
+    if stated := list(_STATED.finditer(text)):
+        return _SENTENCE_END.split(text[stated[-1].end() :], maxsplit=1)[0].strip()
+    return text
 
 
 def _plain(text: str) -> str:
-    text = " ".join(text.casefold().split()).strip(" *_`\"'").rstrip(".!?,;: ").rstrip(" *_`\"'")
-    if not re.search(r"(?<!\\)\b[a-z]{2}", text):  # an expression, in which only spaces between digits count
-        text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
-    return text
+    """Removes fonts, emphasis and what is negated ("not 5"), and writes powers of ten as 1.5e3."""
+    text = _NEGATED.sub("", _MARKUP.sub(r"\1\2", text))
+    return _POWER_OF_TEN.sub(r"e\1", text).replace("\N{MINUS SIGN}", "-").strip()
+
+
+def _number(text: str) -> Fraction | None:
+    """Returns the last number of a text, after its last "=" if it has one; None without a number."""
+    numbers = list(_NUMBER.finditer(text.rpartition("=")[2]))
+    if not numbers:
+        return None
+    last = numbers[-1]
+    try:
+        value = Fraction(last["whole"] or 0) + Fraction(last["above"].replace(",", "")) / Fraction(last["under"] or 1)
+    except (ValueError, ZeroDivisionError):  # thousands of digits, x/0
+        return None
+    return -value if "-" in (last["sign"], last["minus"]) else value
+
+
+def _words(text: str) -> str:
+    return " ".join(_plain(text).casefold().split()).strip(" .!?,;:*_`\"'")
 
 
 def well_formed(text: str, config: DataConfig) -> bool:
