@@ -1,4 +1,4 @@
-"""Several hosts on one machine: a process each, as `python -m tpu_kit` starts it, in a folder of its own or a shared one.
+"""Several hosts on one machine: a process each, as `python -m tpu_kit` starts it, in its own folder or a shared one.
 
     python -m tests.support.host_processes LOST COMMAND ...
 
