@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from tpu_kit.assets import embedded
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.models import attention
 from tpu_kit.models.causal_lm import check_vocabulary, compute_dtype, hidden_states, load_model, load_tokenizer
+from tpu_kit.models.loading import load_base
 
 CONFIG = LlamaConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -50,6 +53,16 @@ def test_a_folder_loads_in_the_dtype_that_training_needs(saved, r, dtype):
     base = model.get_base_model() if r else model
     assert base.get_input_embeddings().weight.dtype == dtype
     assert base.config._attn_implementation == attention.SDPA
+
+
+def test_auto_is_the_dtype_of_the_files_whatever_the_configuration_says(saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
+    model = load_base(ModelConfig(name=str(folder)), "auto")
+    assert {value.dtype for value in model.parameters()} == {torch.float32}
+    expected = original().state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
 def test_fp32_where_asked(saved):

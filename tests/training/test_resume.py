@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
 
 from tpu_kit.assets import embedded
 from tpu_kit.checkpointing import manager
@@ -70,6 +71,21 @@ def test_resumed_equals_uninterrupted(where: dict[str, Any], tmp_path: Path) -> 
     for start, end in ((0, 3), (4, 6), (6, 8)):
         seconds = trained[end]["step_seconds"] * (end - start)
         assert trained[end]["tokens_per_second"] * seconds == pytest.approx(tokens[end] - tokens[start])
+
+
+def test_dropout_of_the_model_itself_is_resumed(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tokenizer = AutoTokenizer.from_pretrained(embedded.model_dir())
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = PhiConfig(vocab_size=len(tokenizer), resid_pdrop=0.1, embd_pdrop=0.1, attention_dropout=0.0, **sizes)
+    PhiForCausalLM(config).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    changes = {"model.name": str(model), "dropout": 0.0, "max_steps": 6}
+    sft.train(run_config(whole, **changes))
+    interrupted(whole, again)
+    sft.train(run_config(again, **changes))
+    assert ended(again) == ended(whole)
 
 
 def test_a_finished_run_stays_finished(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

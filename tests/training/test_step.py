@@ -327,6 +327,17 @@ def test_no_token_with_loss_at_all() -> None:
     assert_same(dict(net.named_parameters()), before)
 
 
+def test_the_mean_is_over_the_sum_of_weights_also_below_one() -> None:
+    ended = []
+    for tokens in (13.0, 0.25):
+        net = Net()
+        state = TrainState(net, CPU, OPTIM)
+        update(state, gradients(net, 1), control(1e-2, 1), OPTIM, tokens)
+        ended.append(torch.stack([state.usual, state.window[2]]))  # the mean loss, and the norm of the gradient
+    torch.testing.assert_close(ended[1], ended[0])
+    assert float(ended[0][0]) == 2.0
+
+
 def test_a_window_sums_until_it_begins_anew() -> None:
     net = Net()
     state = TrainState(net, CPU, OPTIM)

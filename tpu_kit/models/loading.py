@@ -84,7 +84,7 @@ def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> Pr
 def load_base(config: ModelConfig, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
     """Loads the causal language model on the CPU, its weights in `dtype`, also where they are saved quantised.
 
-    Weights in the files' dtype, which "auto" asks for, are mapped from the files and take no memory.
+    "auto" is the dtype of the files; such weights are mapped from the files and take no memory.
 
     Raises:
         ValueError: it cannot be read, the checkpoint lacks some of the weights, or another tool has quantised them in a
@@ -96,6 +96,9 @@ def load_base(config: ModelConfig, dtype: torch.dtype | Literal["auto"]) -> PreT
         options["config"] = _dequantizing(config)
     elif method:
         return _undo(config, dtype, method)
+    elif dtype == "auto" and (settings := read_config(config)) is not None:
+        settings.dtype = None  # or transformers would cast to it
+        options["config"] = settings
     model = read_model(config, dtype, **options)
     forget_quantizer(model)
     return model

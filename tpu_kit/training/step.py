@@ -125,7 +125,7 @@ def _update(
     state: TrainState, gradients: list[torch.Tensor], totals: torch.Tensor, control: torch.Tensor, optim: OptimConfig
 ) -> None:
     rate, keep, step = control.unbind()
-    tokens = totals[1].clamp(min=1)
+    tokens = torch.where(totals[1] > 0, totals[1], torch.ones_like(totals[1]))
     norm = torch.sqrt(reduce(torch.add, [(gradient / tokens).square().sum() for gradient in gradients]))
     loss = totals[0] / tokens
     good = torch.isfinite(norm) & torch.isfinite(loss)

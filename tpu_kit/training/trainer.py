@@ -441,13 +441,12 @@ class Trainer:
 
 
 def seed_dropout(rt: Runtime, config: TrainConfig, step: int) -> None:
-    """Seeds dropout from seed, rank and step alone, so that a resumed run draws the same numbers.
+    """Seeds dropout, of adapters and of the model itself, so that a resumed run draws the same numbers.
 
     All processes of a mesh run one program, and draw the same.
     """
-    if config.lora.dropout:
-        rank = rt.rank if current_mesh() is None else 0
-        rt.seed(int(np.random.SeedSequence([config.optim.seed, rank, step]).generate_state(1)[0]))
+    rank = rt.rank if current_mesh() is None else 0
+    rt.seed(int(np.random.SeedSequence([config.optim.seed, rank, step]).generate_state(1)[0]))
 
 
 def _ignore(phase: str, step: int) -> None:
