@@ -130,6 +130,9 @@ def test_the_hosts_install_this_kit_from_its_repository() -> None:
          ["2 problems", "run_name: 'My Run_3': engines take at most 40 lowercase letters, digits and dashes, a letter "
           "first; set run_name=my-run-3", "output_dir: 'runs/x': the disks of the hosts end with them, and a restarted "
           "host could not resume; set output_dir=gs://BUCKET/my-run-3"]),
+        (["resume=never"],
+         ["checkpoint.resume: 'never': a restarted host would begin at step 0, and the second restart would delete the "
+          "checkpoints; set resume=auto"]),
         (["device_type=xla-cpu"], ["launch.device_type: 'xla-cpu': the hosts have TPUs; set device_type=tpu"]),
         (["source=my_rows.jsonl", "name=./model"],
          ["data.source: 'my_rows.jsonl' is on this machine, and the hosts cannot read it; copy it (gcloud storage cp -r"

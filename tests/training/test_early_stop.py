@@ -96,6 +96,14 @@ def adapter_of(result: sft.TrainResult) -> bytes:
     return Path(result.adapter_dir, "adapter_model.safetensors").read_bytes()
 
 
+def test_a_run_that_starts_anew_each_time_is_continued_with_another_setting(configure: Configure) -> None:
+    """The same command would begin at step 0 and move its checkpoints aside."""
+    result = sft.train(configure(max_steps=50, eval_rows=0, budget_minutes=1e-6, resume="never"))
+    assert result.status == "preempted"
+    end = "To go on from there, run this again with checkpoint.resume=auto: the same cell, or the same command"
+    assert str(result).endswith(end)
+
+
 def test_a_run_that_was_stopped_early_stays_stopped(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

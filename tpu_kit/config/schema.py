@@ -224,7 +224,9 @@ class CheckpointConfig:
         above=0,
     )  # fmt: skip
     resume: Literal["auto", "never", "must"] = knob(
-        "auto", "auto resumes from the newest complete checkpoint if there is one; must fails if there is none."
+        "auto",
+        "auto resumes from the newest complete checkpoint if there is one; must fails if there is none; never "
+        "starts anew at each start, and keeps the checkpoints of one earlier run.",
     )
 
 
@@ -356,6 +358,11 @@ class TrainConfig:
     def remote(self) -> str | None:
         """The address of the run's results in an object store; None for a local folder."""
         return self.output_dir.rstrip("/") if self.output_dir and "://" in self.output_dir else None
+
+    @property
+    def again(self) -> str:
+        """What continues this run once it has ended early."""
+        return f"run this again{' with checkpoint.resume=auto' if self.checkpoint.resume == 'never' else ''}"
 
     @property
     def checkpoints_place(self) -> Path | str:

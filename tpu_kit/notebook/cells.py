@@ -384,7 +384,7 @@ def show_curves(output_dir: str | Path) -> None:
 def show_run(config: TrainConfig, result: TrainResult) -> None:
     """Shows status, speed, compiled programs, newest checkpoint and adapter of a run that ended."""
     status = f"{result.status} ({result.reason})" if result.reason else result.status
-    status += ": run the cell again to resume it" if result.status == "preempted" else ""
+    status += f": to resume it, {config.again}" if result.status == "preempted" else ""
     records = read_metrics(config.output_path)
     rows = {"status": status, "updates": f"{result.step} of {result.total_steps}", **_figures(records)}
     rows |= {"newest checkpoint": result.checkpoint_dir or "none", "adapter": result.adapter_dir or "none yet"}

@@ -167,6 +167,9 @@ def _run_problems(config: TrainConfig) -> list[str]:
     if not config.remote:
         where = "the disks of the hosts end with them, and a restarted host could not resume"
         problems.append(f"output_dir: {config.output_dir!r}: {where}; set output_dir=gs://BUCKET/{name}")
+    if config.checkpoint.resume == "never":
+        lost = "a restarted host would begin at step 0, and the second restart would delete the checkpoints"
+        problems.append(f"checkpoint.resume: 'never': {lost}; set resume=auto")
     if config.launch.device_type not in ("auto", "tpu"):
         problems.append(f"launch.device_type: {config.launch.device_type!r}: the hosts have TPUs; set device_type=tpu")
     return problems

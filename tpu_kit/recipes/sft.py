@@ -73,6 +73,7 @@ class TrainResult:
             preemption, and on hosts other than host 0.
         checkpoint_dir: the newest checkpoint; None if there is none.
         output_dir: the run's folder.
+        again: `TrainConfig.again`.
     """
 
     status: Status
@@ -83,20 +84,21 @@ class TrainResult:
     adapter_dir: str
     checkpoint_dir: str | None
     output_dir: str
+    again: str = "run this again"
 
     def __str__(self) -> str:
         if self.status == "preempted":
             kept = f"its checkpoint is in {self.checkpoint_dir}" if self.checkpoint_dir else "it has saved nothing yet"
             return (
                 f"preempted at step {self.step} of {self.total_steps} ({self.reason}); {kept}. To go on from there, "
-                "run this again: the same cell, or the same command"
+                f"{self.again}: the same cell, or the same command"
             )
         adapter = self.adapter_dir or "the folder of host 0"
         lines = [f"finished at step {self.step}; adapter in {adapter}"]
         if self.status == "stopped":
             lines = [
                 f"stopped early at step {self.step} of {self.total_steps}: {self.reason}; adapter in {adapter}",
-                "  To train on from there, raise optim.early_stop_patience or set it to null, and run this again",
+                f"  To train on from there, raise optim.early_stop_patience or set it to null, and {self.again}",
             ]
         for name, value in self.metrics.items():
             text = f"{value / GIB:.2f} GiB" if name.endswith("_bytes") else f"{value:.6g}"
@@ -352,12 +354,12 @@ def _parts(config: TrainConfig, rt: Runtime) -> HostParts:
 
 def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any, peaks: dict[str, float]) -> TrainResult:
     """Waits until the last checkpoint is durable, and saves the adapter of a run that has ended, on rank 0 alone."""
-    folder, adapter, metrics = loop.config.output_path, "", loop.results()
+    folder, adapter, metrics, again = loop.config.output_path, "", loop.results(), loop.config.again
     if loop.parts is not None:
         loop.parts.wait()
     if loop.checkpoints is None:
         place = str(loop.config.checkpoints_place)
-        return TrainResult(status, reason, loop.step, loop.total, metrics, "", place, str(folder))
+        return TrainResult(status, reason, loop.step, loop.total, metrics, "", place, str(folder), again)
     loop.checkpoints.wait()
     if status != "preempted":
         adapter = str(folder / "adapter")
@@ -365,4 +367,4 @@ def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any, peaks: d
     metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"} | peaks
     newest = loop.checkpoints.newest()
     checkpoint = str(newest.path) if newest else None
-    return TrainResult(status, reason, loop.step, loop.total, metrics, adapter, checkpoint, str(folder))
+    return TrainResult(status, reason, loop.step, loop.total, metrics, adapter, checkpoint, str(folder), again)

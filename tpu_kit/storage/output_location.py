@@ -154,7 +154,7 @@ def upload_results(config: TrainConfig, adapter_dir: str) -> None:
                 ObjectFolder(config.remote).put(path, name)
     except OSError as error:
         raise ValueError(
-            f"{error}. Nothing is lost: the checkpoints are uploaded, the rest is in {config.output_path}; run the "
-            "same command again to upload it"
+            f"{error}. Nothing is lost: the checkpoints are uploaded, the rest is in {config.output_path}; "
+            f"{config.again} to upload it"
         ) from error
     print(f"uploaded         {config.remote}", flush=True)
