@@ -384,6 +384,29 @@ def test_the_host_that_hangs_is_named_with_its_stack(hosts: Callable[[int], list
         assert "host 0 of 3" not in str(found) and found.again
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_hosts_look_for_what_host_0_writes_before_they_train(
+    hosts: Callable[[int], list[Hosts]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    monkeypatch.setattr(meeting_module, "_SEEN", 1.0)
+
+    def part(meeting: Meeting) -> Path:
+        meeting.agree({"x": 1})
+        folder = tmp_path / ("" if shared else str(meeting.hosts.index))
+        folder.mkdir(exist_ok=True)
+        meeting.check_shared(folder)
+        return folder
+
+    found = together(hosts(3), *[part] * 3)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    if shared:
+        assert found == [tmp_path] * 3
+        return
+    for index, one in enumerate(found):
+        assert_raised(one, ValueError if index else HostError, " does not have what host 0 wrote there 1 s ago: ")
+        assert_raised(one, Exception, "set output_dir to an object store (gs://bucket/run), or to a folder that all h")
+
+
 def test_replicas_of_two_hosts_are_one_world(hosts: Callable[[int], list[Hosts]], tmp_path: Path) -> None:
     config = config_for(tmp_path, "cpu", "launch.num_replicas=1")
 

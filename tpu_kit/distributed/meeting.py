@@ -3,6 +3,7 @@
 Each host keeps one document in a store of host 0 (torch's TCPStore), rewrites it every `_BEAT` seconds, and reads those
 of the other hosts. A document holds:
 
+- token: random, another one in each start of the run,
 - beat: a counter; a host whose counter stands still for `LOST` seconds is lost,
 - facts: what must be equal on all hosts, such as the configuration,
 - stop, reached: a notice that the run must end, and the largest step that this host had started when it heard of one,
@@ -19,11 +20,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from tpu_kit.distributed.hosts import Hosts
@@ -31,6 +34,7 @@ from tpu_kit.distributed.hosts import Hosts
 LOST = 20.0
 _BEAT = 0.25
 _FAREWELL = 10.0  # seconds for which host 0 keeps the store for hosts that have not read how it ended
+_SEEN = 90.0  # seconds until a host sees a file of another one; NFS keeps what it knows of a folder for 60 s
 _TOLD = 5.0  # seconds in which the hosts tell their stacks
 _WAITS = re.compile(r'File "[^"]*torch/distributed/[^"]*", line \d+ in')  # in a collective, for the others
 
@@ -58,8 +62,8 @@ class Meeting:
     def __init__(self, hosts: Hosts, patience: float) -> None:
         self.hosts, self._patience = hosts, patience
         self._mine: dict[str, Any] = {
-            "beat": 0, "begun": False, "facts": {}, "stop": None, "reached": None, "active": 0, "hung": None,
-            "over": None,
+            "token": secrets.token_hex(8), "beat": 0, "begun": False, "facts": {}, "stop": None, "reached": None,
+            "active": 0, "hung": None, "over": None,
         }  # fmt: skip
         self._lock = threading.Lock()
         self._wake, self._closing = threading.Event(), threading.Event()
@@ -110,6 +114,35 @@ class Meeting:
             if first and time.monotonic() - self._came > self._patience:
                 raise self._missing(sorted({*others} - {*told}))
             time.sleep(0.05)
+
+    def check_shared(self, folder: Path) -> None:
+        """Checks that all hosts see the same output folder: host 0 leaves a file there, for which the others look.
+
+        Args:
+            folder: exists on each host.
+
+        Raises:
+            ValueError: this host does not see what host 0 wrote.
+            HostError: another one does not; or as `check`.
+        """
+        mark = folder / f".host-0-{(self._documents | {self.hosts.index: self._mine})[0]['token']}"
+        try:
+            if self.hosts.index == 0:
+                mark.touch()
+            until = time.monotonic() + _SEEN
+            while not mark.exists():
+                self.check()
+                if time.monotonic() > until:
+                    raise ValueError(
+                        f"output_dir={folder} of {self.hosts.name(self.hosts.index)}, does not have what host 0 wrote "
+                        f"there {_SEEN:g} s ago: set output_dir to an object store (gs://bucket/run), or to a folder "
+                        "that all hosts share"
+                    )
+                time.sleep(0.5)
+            self.agree({"shares the output folder": True})
+        finally:
+            if self.hosts.index == 0:
+                mark.unlink(missing_ok=True)
 
     def check(self) -> None:
         """Raises HostError if another host has failed or is lost."""

@@ -167,6 +167,8 @@ def _train(
     folder = make_output_folder(config)
     if meeting is not None:
         stack.enter_context(keep_log(hosts, folder))
+        if not config.remote:
+            meeting.check_shared(folder)
     if dataset is not None:
         config = replace(config, data=replace(config.data, source=str(kept_place(dataset, folder / "data"))))
     refuse_early(config, hosts)
