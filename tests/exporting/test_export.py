@@ -164,6 +164,10 @@ def test_a_run_in_an_object_store(run: Path, bucket: str, tmp_path: Path, monkey
     with pytest.raises(ValueError, match=rf"{place} has no config.yaml: give the folder that a run wrote"):
         export(place)
     upload(run, place)
+    text = (run / "config.yaml").read_text()
+    assert "\noutput_dir: null\n" in text
+    theirs = text.replace("output_dir: null", f"output_dir: {tmp_path}/of_another_user")  # which is not for the reader
+    ObjectFolder(place).write("config.yaml", theirs.encode())
     done = export(f"{place}/", "adapter", base="owner/name")
     assert done.folder == "runs/my run/export/adapter"
     assert "8 of 9 = 88.9%" in (tmp_path / done.folder / "README.md").read_text()

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tpu_kit.storage.atomic import PART
+from tpu_kit.storage.object_store import leads_out
 
 MANIFEST = "manifest.json"
 FORMAT = 3  # a tensor for each parameter of each layer; 2: vectors of many, see training/resume.py
@@ -191,6 +192,8 @@ def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
             f"{place} has format {manifest['format']}, and this tpu_kit reads {reads}: use the tpu_kit that wrote it, "
             "or set another output_dir"
         )
+    if bad := next(filter(leads_out, [manifest.get("folder", ""), *manifest["files"]]), None):
+        raise DamagedError(f"{file} names {bad!r}, which is outside of {place}: no run has written that")
     return manifest
 
 

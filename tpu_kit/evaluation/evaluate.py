@@ -288,10 +288,10 @@ def evaluate_adapter(
         LaunchError: a replica failed.
     """
     rows, prompts, seen = held_out(config)
-    base = evaluate(config, rows, prompts, verifier=verifier)
-    tuned = evaluate(config, rows, prompts, adapter_dir, verifier)
-    found = compare(base, tuned, seen)
     with at_hand(adapter_dir) as folder, without_head(folder) as plain:
+        base = evaluate(config, rows, prompts, verifier=verifier)
+        tuned = evaluate(config, rows, prompts, folder, verifier)
+        found = compare(base, tuned, seen)
         if plain != folder:
             alone = evaluate(config, rows, prompts, plain, verifier)
             found = dataclasses.replace(found, head=compare(alone, tuned))

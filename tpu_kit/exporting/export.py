@@ -112,7 +112,8 @@ def export(
 def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
     """Exports a run in a folder, which may be a temporary copy."""
     config, format = _read_config(folder), options.format
-    target = Path(options.out) if options.out else (config.output_path if copied else folder) / "export" / format
+    run = replace(config, output_dir=None).output_path if copied else folder  # output_dir may be of another machine
+    target = Path(options.out) if options.out else run / "export" / format
     _check_replaceable(target)
     if format.startswith("gguf") and config.model.name == "embedded":
         raise ValueError(

@@ -31,6 +31,11 @@ def is_url(place: Path | str) -> bool:
     return isinstance(place, str) and "://" in place
 
 
+def leads_out(name: str) -> bool:
+    """Whether a name that somebody else chose, joined to a folder, is a path outside of it."""
+    return name.startswith("/") or ".." in name.split("/")
+
+
 def join(place: Path | str, *names: str) -> Path | str:
     """A place inside another one: a URL for a URL, else a Path."""
     return "/".join([str(place).rstrip("/"), *names]) if is_url(place) else Path(place, *names)
@@ -65,7 +70,7 @@ class ObjectFolder:
         return f"{self.url}/{name}"
 
     def list(self) -> dict[str, int]:
-        """Name to size in bytes of all objects."""
+        """Name to size in bytes of all objects; raises OSError if a name leads out of the folder of a copy."""
         with self._explained():
             try:
                 found = self._files.find(self._root, detail=True)
@@ -73,8 +78,12 @@ class ObjectFolder:
                 if self._files.exists(self.bucket):
                     return {}
                 raise
-        begin = len(self._root) + 1
-        return {path[begin:]: int(about["size"]) for path, about in found.items()}
+        sizes = {path[len(self._root) + 1 :]: int(about["size"]) for path, about in found.items()}
+        if bad := next(filter(leads_out, sizes), None):
+            text = f"{self.url} holds an object named {bad!r}, which a copy would write outside of its folder"
+            advice = "remove it, or use a folder that only you and people you trust can write to"
+            raise OSError(errno.EINVAL, f"{text}: {advice}")
+        return {name: size for name, size in sizes.items() if not f"/{name}".endswith("/")}  # else it marks a folder
 
     def read(self, name: str) -> bytes:
         """An object's content."""
