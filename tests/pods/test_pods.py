@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.support.child_processes import REPOSITORY
-from tests.support.slice_jobs import SLICES, VALUES, host, make_job, programs, stand_in
+from tests.support.slice_jobs import SLICES, VALUES, host, kubernetes_expands, make_job, programs, stand_in
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, load_config
 from tpu_kit.diagnostics.install import REPOSITORY as ADDRESS
@@ -64,7 +64,8 @@ def test_files_and_commands_are_of_the_recorded_form(
         assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == shape
         (container,) = pod["containers"]
         assert container["resources"]["limits"] == {"google.com/tpu": chips}
-        assert container["command"] == ["bash", "-c", start_script(job)]
+        expanded = [kubernetes_expands(one, {"HF_TOKEN": "hf_the_secret"}) for one in container["command"]]
+        assert expanded == ["bash", "-c", start_script(job)]
         assert container["envFrom"] == [{"secretRef": {"name": "my-run", "optional": True}}]
         assert ("cloud.google.com/gke-spot" in pod["nodeSelector"]) is spot
     elif engine == "xpk":
@@ -204,7 +205,7 @@ def test_xpk_runs_the_script_and_hands_on_the_signal(tmp_path: Path) -> None:
     environment = host(tmp_path, SIGNAL="1", CLUSTER="mine") | {"PATH": path, "GIVEN": str(tmp_path / "given")}
     printed = subprocess.run(["bash", "-c", commands["launch"]], env=environment, capture_output=True, text=True)
     assert "--cluster mine" in printed.stdout and not printed.stderr
-    command = (tmp_path / "given").read_text()
+    command = kubernetes_expands((tmp_path / "given").read_text(), {"HF_TOKEN": "hf_the_secret"})
     assert "\n" not in command
     outer = f"trap 'kill -TERM $!' TERM; ({command}) & PID=$!; wait $PID; wait $PID; exit $?"
     with subprocess.Popen(["bash", "-c", outer], env=environment) as process:

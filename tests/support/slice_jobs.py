@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ SLICES = {  # hosts, chips of a host, shape, zone
 }
 VALUES = {
     "model": {"name": "Qwen/Qwen2.5-0.5B-Instruct"},
-    "data": {"source": "gs://bucket/rows.jsonl", "system_prompt": 'It\'s $5:\n"`date`" \\ $(date)\nEOF'},
+    "data": {
+        "source": "gs://bucket/rows.jsonl",
+        "system_prompt": 'It\'s $5:\n"`date`" \\ $(date)\n$$ $$(x) $(HF_TOKEN)\nEOF',
+    },
     "output_dir": "gs://bucket/my-run",
     "run_name": "my-run",
     "optim": {"max_steps": 1000},
@@ -47,6 +50,11 @@ def programs(text: str) -> Iterator[list[str]]:
                 break
             words.append(word)
         yield [word for word in words if word not in ("2", "1")]
+
+
+def kubernetes_expands(text: str, environment: Mapping[str, str]) -> str:
+    """What Kubernetes makes of a text in a container's command: `$$` is `$`, and `$(NAME)` the value of a variable."""
+    return re.sub(r"\$\$|\$\(([^)]*)\)", lambda at: "$" if at[1] is None else environment.get(at[1], at[0]), text)
 
 
 TRAIN = """#!/bin/bash

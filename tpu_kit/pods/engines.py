@@ -148,8 +148,8 @@ spec:
               command:
               - bash
               - -c
-              - |
-{indent(start_script(job), " " * 16)}"""
+              - |  # in which Kubernetes makes one $ of $$
+{indent(start_script(job).replace("$", "$$"), " " * 16)}"""
     files, commands = {"jobset.yaml": values}, {}
     if job.secrets:
         files |= _secret_names(job)
