@@ -511,6 +511,51 @@ def test_on_xla_a_step_is_one_graph_and_remat_computes_again():
     assert runs["remat"]["loss"] == pytest.approx(runs["kept"]["loss"], rel=1e-3)
 
 
+SHARED_ON_XLA = """
+import copy, json
+import torch, torch_xla
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
+from tpu_kit.config.loader import LoraConfig
+from tpu_kit.models.causal_lm import adapt, enable_remat, logits, to_device
+
+layers = ["sliding_attention", "full_attention"] * 2
+config = Gemma4TextConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, layer_types=layers,
+                          num_attention_heads=4, num_key_value_heads=1, head_dim=8, global_head_dim=8, sliding_window=8,
+                          hidden_size_per_layer_input=8, vocab_size_per_layer_input=64, num_kv_shared_layers=2)
+torch.manual_seed(0)
+first = adapt(AutoModelForCausalLM.from_config(config, dtype=torch.float32), LoraConfig(r=0), "fp32").train()
+found = {}
+for name in ("none", "full", "cpu"):  # XLA first, before the engine of the backward pass starts
+    device = torch_xla.device() if name != "cpu" else torch.device("cpu")
+    model = to_device(copy.deepcopy(first), device)
+    if name == "full":
+        enable_remat(model, "xla-cpu")
+    try:
+        logits(model, {"input_ids": torch.arange(3, 23)[None].to(device)}).square().sum().backward()
+    except ValueError as error:
+        found["refused"] = str(error)
+        continue
+    torch_xla.sync()
+    found[name] = {path: one.grad.cpu() for path, one in model.named_parameters() if one.grad is not None}
+for name in ("none", "full"):
+    found[name] = max((float((found[name][path] - one).norm() / one.norm()), path) for path, one in found["cpu"].items()
+                      if "proj" in path) if name in found else None
+print(json.dumps({**found, "cpu": None}))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
+def test_layers_that_hand_keys_on_in_a_mapping_are_refused_where_xla_would_compute_them_again():
+    found = json.loads(run_python(SHARED_ON_XLA).stdout.splitlines()[-1])
+    assert found["full"] is None, found  # the gradients of the shared layers' k_proj and v_proj would be wrong
+    assert found["refused"] == (
+        "its layers write into a mapping that later layers read (KVSharingDict). XLA recomputes a layer whose first "
+        "forward pass has no autograd, so what it writes would get no gradient: set optim.remat=none and "
+        "optim.scan_layers=off"
+    )
+    assert found["none"][0] < 1e-3, found
+
+
 FOR_THE_TPU_COMPILER = """
 import json, os
 import torch, torch_xla

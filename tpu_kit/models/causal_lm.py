@@ -233,15 +233,18 @@ def enable_remat(model: torch.nn.Module, device_type: str, keeps: bool = False) 
     if device_type in _XLA:
         from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
 
-        function = functools.partial(xla_checkpoint, use_reentrant=True, preserve_rng_state=draws)
+        def function(layer: functools.partial[Any], *args: Any) -> Any:
+            with activation_checkpointing.refusing_writes([*args, *layer.keywords.values()]):
+                return xla_checkpoint(layer, *args, use_reentrant=True, preserve_rng_state=draws)
+
         base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
     else:
         from torch.utils.checkpoint import checkpoint
 
-        function = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
+        native = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
         if keeps:
-            function = functools.partial(function, context_fn=activation_checkpointing.contexts)
-        activation_checkpointing.recompute(base.get_decoder().layers, function)
+            native = functools.partial(native, context_fn=activation_checkpointing.contexts)
+        activation_checkpointing.recompute(base.get_decoder().layers, native)
     # A reentrant checkpoint needs an input that requires a gradient; with LoRA the embedding is frozen.
     base.enable_input_require_grads()
 

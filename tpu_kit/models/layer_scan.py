@@ -327,7 +327,8 @@ class _Block:
         product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         tensors, hidden = partition.gather_layer(tensors, product), partition.by_rows(hidden)
         args, kwargs = self.calls[index].with_tensors(given)
-        output = torch.func.functional_call(self.layers[index], tensors, (hidden, *args), kwargs, tie_weights=False)
+        with activation_checkpointing.refusing_writes([*args, *kwargs.values()]):
+            output = torch.func.functional_call(self.layers[index], tensors, (hidden, *args), kwargs, tie_weights=False)
         if not isinstance(output, torch.Tensor):
             raise CannotScanError("its layers return more than the hidden states")
         if output.dtype != hidden.dtype or output.shape != hidden.shape:
