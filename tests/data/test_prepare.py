@@ -143,6 +143,32 @@ def test_held_out_rows() -> None:
     assert {row["question"] for row in run(rows, eval_rows=20, seed=1).eval_rows} != held
 
 
+def chat(*said: str) -> dict[str, Any]:
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]}
+
+
+def test_chats_that_begin_alike_are_different_questions() -> None:
+    rows = [chat(f"Hello {i % 4}", "Hi!", f"What is {i}?", f"{i}.") for i in range(100)]
+    made = run([*rows, *rows[:30]], eval_rows=None)
+    assert (made.report.rows_read, made.report.held_out - made.report.repeated) == (130, 10)
+    again = sum(row["messages"] in [r["messages"] for r in rows[:30]] for row in made.eval_rows)
+    assert made.report.repeated == again > 0 and made.report.rows_used == 120 - again
+    assert f"held out         10; neither trained nor evaluated, because they ask the same: {again}\n" in str(made)
+
+
+def test_a_chat_that_a_longer_one_begins_with_is_not_held_out() -> None:
+    """The longer one is trained on its reply."""
+    talks = [[f"Hello {i}", "Hi!", f"What is {i}?", f"{i}.", "Sure?", "Yes."] for i in range(12)]
+    rows = [chat(*talk[:end]) for talk in talks for end in (2, 4, 6)]
+    made = run(rows, eval_rows=8)
+    assert len(made.eval_rows) == 8 and all(len(row["messages"]) == 6 for row in made.eval_rows)
+    other = run(DatasetDict(train=Dataset.from_list(rows[:3]), test=Dataset.from_list(rows)), eval_split="test")
+    assert other.eval_report is not None and other.eval_report.seen_in_training == 3
+    talk = DatasetDict(train=Dataset.from_list(rows[2:3]), test=Dataset.from_list(rows))
+    other = run(talk, eval_split="test")
+    assert other.eval_report is not None and other.eval_report.seen_in_training == 3
+
+
 def test_evaluation_rows_have_the_names_of_their_roles() -> None:
     rows = [{"problem": f"{i}?", "rationale": "r", "target": i} for i in range(9)]
     (row,) = run(rows, eval_rows=1).eval_rows

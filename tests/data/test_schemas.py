@@ -90,9 +90,17 @@ def test_context_of_an_instruction() -> None:
 
 def test_question_tells_rows_apart_whatever_the_system_turn() -> None:
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    assert read({"messages": chat}, system_prompt="s").question == read({"messages": chat}).question == "q"
-    assert read({"prompt": "p", "completion": "c"}).question == "p"
-    assert read({"text": "t"}).question == "t"
+    (question,) = read({"messages": chat}).questions
+    alike = [{"prompt": " Q.", "completion": "c"}, {"text": "q"}, {"question": "q", "answer": "b"}]
+    assert [read({"messages": chat}, system_prompt="s").questions, *(read(row).questions for row in alike)] == [
+        [question]
+    ] * 4
+    longer = [*chat, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "b"}]
+    first, second = read({"messages": longer}).questions
+    assert first == question != second
+    for i, said in ((0, "p"), (1, "c"), (2, "or?")):
+        assert read({"messages": [*longer[:i], longer[i] | {"content": said}, *longer[i + 1 :]]}).questions[1] != second
+    assert read({"messages": [*longer[:3], longer[3] | {"content": "c"}]}).questions == [first, second]
 
 
 USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -196,4 +204,4 @@ def test_a_question_is_the_same_in_every_format() -> None:
     rows: list[dict[str, Any]] = [
         {"messages": chat}, {"question": "q", "answer": "a"}, {"prompt": "q", "completion": "a"}
     ]  # fmt: skip
-    assert {read(row).question for row in rows} == {"q"}
+    assert len({question for row in rows for question in read(row).questions}) == 1

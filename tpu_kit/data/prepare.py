@@ -25,8 +25,9 @@ from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_template
 from tpu_kit.data.columns import detect_layout, first_values
+from tpu_kit.data.held_out import choose_questions, held_out_rows
 from tpu_kit.data.records import PROBLEM
-from tpu_kit.data.schemas import Layout, RowError, final_answer, normalised, problem
+from tpu_kit.data.schemas import Layout, RowError, final_answer, problem
 from tpu_kit.data.sources import (
     EMBEDDED_ROWS,
     GENERATED,
@@ -40,11 +41,8 @@ from tpu_kit.data.sources import (
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.storage import atomic
 
-MOST_HELD_OUT = 64
-"""The most rows held out where `data.eval_rows` is null."""
-
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
-_CACHE_VERSION = 4  # increase it when the code below gives other tokens for the same row
+_CACHE_VERSION = 5  # increase it when the code below gives other tokens for the same row
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,7 @@ class DataReport:
         layout: the format and the columns used.
         rows_read: rows of the source.
         held_out: rows held out for evaluation, with all rows of the same questions.
+        repeated: those of them that are not evaluated either, because another row asks the same question.
         seen_in_training: rows of the held-out split dropped because the training split has their questions.
         dropped_too_long: documents over max_length that were dropped.
         truncated: documents cut to max_length and kept.
@@ -79,6 +78,7 @@ class DataReport:
     layout: str
     rows_read: int
     held_out: int
+    repeated: int
     seen_in_training: int
     dropped_too_long: int
     truncated: int
@@ -100,7 +100,8 @@ class DataReport:
             f"source           {self.source}: {self.layout}",
             f"rows             {self.rows_read:,} read, {self.rows_used:,} used{self._split()}",
             f"with reasoning   {self.reasoning.found:,} of {self.reasoning.replies:,} replies{self._lost()}",
-            f"held out         {self.held_out:,}; dropped as seen in training {self.seen_in_training:,}",
+            f"held out         {self.held_out - self.repeated:,}; neither trained nor evaluated, because they ask the "
+            f"same: {self.repeated:,}",
             f"too long         {self.dropped_too_long:,} dropped, {self.truncated:,} truncated, "
             f"{self.dropped_no_loss:,} dropped because truncation left no loss",
             f"tokens           {self.tokens:,}, with loss {self.loss_tokens:,} ({self.loss_tokens / self.tokens:.0%})",
@@ -162,7 +163,10 @@ class Prepared:
         lines = [str(self.report)]
         if held := self.eval_report:
             cut = f"{held.dropped_too_long:,} dropped, {held.truncated:,} truncated"
-            lines += [f"held-out rows    {held.documents:,}, {held.loss_tokens:,} tokens with loss; too long: {cut}"]
+            seen = f"; left out because training has their questions: {held.seen_in_training:,}"
+            lines += [
+                f"held-out rows    {held.documents:,}, {held.loss_tokens:,} tokens with loss; too long: {cut}{seen}"
+            ]
             lines += [f"held-out rows    {held.skipped_text}"] if held.skipped else []
         return "\n".join(lines)
 
@@ -179,7 +183,9 @@ class _Tokenized:
     Attributes:
         documents: of all rows, in order; a bad row has one placeholder.
         full_lengths: tokens before truncation, int64 (documents,).
-        questions: hash of the question of the document's row, str (documents,).
+        questions: the question of the document's row, int64 (documents,); see `Conversation.questions`.
+        earlier: the prompts of earlier replies in chats, int64 (prompts,).
+        earlier_rows: the row of each of them, int64 (prompts,).
         kept: the counts of `Kept`, int64 (documents, 3).
         good: whether the document's row can be used, bool (documents,).
         skipped_rows: the first bad rows, each with its problem.
@@ -188,9 +194,22 @@ class _Tokenized:
     documents: Documents
     full_lengths: np.ndarray
     questions: np.ndarray
+    earlier: np.ndarray
+    earlier_rows: np.ndarray
     kept: np.ndarray
     good: np.ndarray
     skipped_rows: tuple[str, ...]
+
+    def prompts(self, chosen: np.ndarray) -> np.ndarray:
+        """Returns the prompts of all trained replies in the rows of the chosen documents."""
+        earlier = self.earlier[np.isin(self.earlier_rows, self.documents.source_rows[chosen])]
+        return np.concatenate([self.questions[chosen], earlier])
+
+    def one_of_each(self, questions: np.ndarray) -> np.ndarray:
+        """Returns the mask of the documents of one row for each question, the first that is good."""
+        good, source_rows = np.flatnonzero(self.good), self.documents.source_rows
+        unique, first = np.unique(self.questions[good], return_index=True)
+        return np.isin(source_rows, source_rows[good[first[np.isin(unique, questions)]]])
 
 
 def prepare(
@@ -234,23 +253,26 @@ def prepare(
     eval_report: DataReport | None = None
     eval_rows: list[dict[str, Any]] = []
     prompts: list[str] = []
+    repeated = 0
     if eval_source or config.eval_rows != 0:
         if eval_source:
             own = isinstance(dataset, DatasetDict) and not config.eval_source
             held = pick_split(dataset, eval_split) if own else load(eval_source, eval_split)
             eval_encoder = _encoder(held, tokenizer, config, eval_source)
             held_tokens = _tokenize(held, eval_encoder, eval_source, eval_split, vocab_size)
-            chosen = held_tokens.good & ~np.isin(held_tokens.questions, everything.questions[everything.good])
+            chosen = held_tokens.good & ~np.isin(held_tokens.questions, everything.prompts(train))
             seen = _count(held_tokens, held_tokens.good & ~chosen)
             if not chosen.any():
                 raise ValueError(f"every question of the evaluation rows ({eval_source}) is in the training rows too")
         else:
             held, eval_encoder, held_tokens, seen = rows, encoder, everything, 0
-            chosen, train = _hold_out(everything, config)
+            picked = choose_questions(everything.questions[train], everything.earlier, config)
+            chosen, train = everything.one_of_each(picked), train & ~np.isin(everything.questions, picked)
+            repeated = _count(everything, everything.good & ~train) - _count(everything, chosen)
         eval_data, eval_report = _pack(held_tokens, chosen, eval_encoder, eval_source or source, seen_in_training=seen)
         eval_rows, prompts = _raw_rows(held, np.unique(held_tokens.documents.source_rows[chosen]), eval_encoder)
     held_out = _count(everything, everything.good & ~train)
-    packed, report = _pack(everything, train, encoder, source, held_out=held_out)
+    packed, report = _pack(everything, train, encoder, source, held_out=held_out, repeated=repeated)
     return Prepared(
         packed, eval_data, eval_rows, prompts, report, eval_report, encoder, _fingerprint_of(packed, config)
     )
@@ -271,7 +293,7 @@ def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
     documents = Documents(ids, np.ones(len(ids), dtype=bool), lengths, np.arange(count))
     packed = PackedDataset(documents, length, packing=False)
     report = DataReport(
-        source=SYNTHETIC, layout=f"random tokens below {vocab_size:,}", rows_read=count, held_out=0,
+        source=SYNTHETIC, layout=f"random tokens below {vocab_size:,}", rows_read=count, held_out=0, repeated=0,
         seen_in_training=0, dropped_too_long=0, truncated=0, dropped_no_loss=0, rows_used=count, documents=count,
         tokens=len(ids), loss_tokens=len(ids), packed_rows=count, fill=1.0, lengths=tuple(lengths.tolist()),
         reasoning=Kept(0, 0, 0),
@@ -317,35 +339,9 @@ def _eval_source(config: DataConfig, dataset: Dataset | DatasetDict | None) -> t
     return None, ""
 
 
-def held_out_rows(config: DataConfig, questions: int) -> int:
-    """Returns the number of held-out questions: `data.eval_rows`, or a tenth of all questions, from 1 to 64."""
-    return min(MOST_HELD_OUT, max(1, questions // 10)) if config.eval_rows is None else config.eval_rows
-
-
 def _count(tokens: _Tokenized, chosen: np.ndarray) -> int:
     """Returns the number of rows of the chosen documents."""
     return len(np.unique(tokens.documents.source_rows[chosen]))
-
-
-def _hold_out(tokens: _Tokenized, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Chooses questions by a hash of their text; returns the masks of the documents for evaluation and for training.
-
-    Evaluation uses one row of each chosen question; other rows with the question are not used.
-    """
-    questions, source_rows, good = tokens.questions, tokens.documents.source_rows, np.flatnonzero(tokens.good)
-    unique, first = np.unique(questions[good], return_index=True)
-    count = held_out_rows(config, len(unique))
-    if len(unique) <= count:
-        found, advice = f"there are {len(unique)} different questions", "Set it lower, or to null for a tenth of them,"
-        if len(unique) == 1:
-            found, advice = "all rows ask the same question", "Give others, or name the right column in data.columns,"
-        raise ValueError(
-            f"data.eval_rows={count} leaves nothing to train on: {found}. {advice} or set it to 0 for no evaluation"
-        )
-    salted = [hashlib.blake2b(f"{config.seed} {key}".encode()).digest() for key in unique]
-    picked = sorted(range(len(unique)), key=salted.__getitem__)[:count]
-    evaluates = np.isin(source_rows, source_rows[good[first[picked]]])
-    return evaluates, tokens.good & ~np.isin(questions, unique[picked])
 
 
 def _raw_rows(rows: Dataset, chosen: np.ndarray, encoder: Encoder) -> tuple[list[dict[str, Any]], list[str]]:
@@ -361,9 +357,9 @@ def _raw_rows(rows: Dataset, chosen: np.ndarray, encoder: Encoder) -> tuple[list
 
 
 def _pack(
-    tokens: _Tokenized, chosen: np.ndarray, encoder: Encoder, source: str, held_out: int = 0, seen_in_training: int = 0
+    tokens: _Tokenized, chosen: np.ndarray, encoder: Encoder, source: str, **split: int
 ) -> tuple[PackedDataset, DataReport]:
-    """Applies `too_long` to the chosen documents and packs them; the last two arguments go into the report."""
+    """Applies `too_long` to the chosen documents and packs them; `split` has counts for the report."""
     config, documents = encoder.config, tokens.documents
     long = (tokens.full_lengths > config.max_length) & chosen
     if config.too_long == "error" and long.any():
@@ -388,8 +384,7 @@ def _pack(
         source=source,
         layout=str(encoder.layout),
         rows_read=len(np.unique(documents.source_rows)),
-        held_out=held_out,
-        seen_in_training=seen_in_training,
+        **{"held_out": 0, "repeated": 0, "seen_in_training": 0, **split},
         dropped_too_long=dropped_long,
         truncated=int((long & keep).sum()),
         dropped_no_loss=int((chosen & ~keep).sum()) - dropped_long,
@@ -456,13 +451,18 @@ def _tokenize(rows: Dataset, encoder: Encoder, source: str, split: str, vocab_si
     loss_mask = columns["loss_mask"].combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(bool)
     documents = Documents(input_ids, loss_mask, lengths, source_rows)
     full_lengths = columns["full_lengths"].combine_chunks().flatten().to_numpy()
-    questions = np.repeat(columns["question"].to_numpy().astype(str), counts)
+    asked = columns["questions"].combine_chunks()
+    prompts, each = asked.flatten().to_numpy(), np.diff(asked.offsets.to_numpy())
+    last = np.cumsum(each) - 1
+    questions = np.repeat(prompts[last], counts)
+    earlier, earlier_rows = np.delete(prompts, last), np.repeat(np.arange(len(each)), each - 1)
     kept = columns["kept"].combine_chunks().flatten().to_numpy().reshape(-1, len(Kept._fields))
-    return _Tokenized(documents, full_lengths, questions, kept, ~np.isin(source_rows, bad), shown)
+    good = ~np.isin(source_rows, bad)
+    return _Tokenized(documents, full_lengths, questions, earlier, earlier_rows, kept, good, shown)
 
 
 _PLACEHOLDER = {
-    "input_ids": [0], "loss_mask": [False], "lengths": [1], "full_lengths": [0], "kept": [0, 0, 0], "question": "",
+    "input_ids": [0], "loss_mask": [False], "lengths": [1], "full_lengths": [0], "kept": [0, 0, 0], "questions": [0],
 }  # fmt: skip
 
 
@@ -487,7 +487,7 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
         "lengths": [len(example.input_ids) for example in cut],
         "full_lengths": [len(example.input_ids) for example in whole],
         "kept": [n for part, example in zip(parts, cut, strict=True) for n in encoder.kept(part, example)],
-        "question": hashlib.blake2b(normalised(talk.question).encode(), digest_size=16).hexdigest(),
+        "questions": talk.questions,
         "error": "",
     }
 

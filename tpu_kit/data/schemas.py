@@ -4,6 +4,7 @@ The formats are `cot` (question, reasoning, answer), `messages` (chats, with too
 `chat_encoding.py` encodes the conversation as token ids.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -49,14 +50,25 @@ class Conversation(NamedTuple):
     tools: list[Any] | None = None
 
     @property
-    def question(self) -> str:
-        """The question, which must not be in both the training and the held-out split."""
+    def questions(self) -> list[int]:
+        """The hash of the prompt of each trained reply; the last one is the question of the row.
+
+        The hash is of all turns before the reply without system turns, and the same for chats, columns and plain text.
+        """
         if isinstance(self.messages, str):
-            return self.messages[: self.first] or self.messages
-        asked = [message for message in self.messages[: self.first] if message["role"] != "system"]
-        if len(asked) == 1:  # the same text as in a row of columns and in plain text
-            return str(asked[0].get("content"))
-        return "\n".join(f"{message['role']}: {message.get('content')}" for message in asked)
+            return [_hash(self.messages[: self.first] or self.messages)]
+        found, prompt = [], 0
+        for i, message in enumerate(self.messages):
+            if message["role"] == "assistant" and i >= self.first:
+                found.append(prompt)
+            if message["role"] != "system":
+                said = f"{message.get('content')}{message.get('tool_calls') or ''}"
+                prompt = _hash(f"{prompt} {message['role']}: {said}" if prompt else said)
+        return found
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(normalised(text).encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def normalised(text: str) -> str:

@@ -1,0 +1,45 @@
+"""Chooses the questions that a run holds out for evaluation.
+
+A question is a hash of a prompt (`Conversation.questions`). The choice depends on the hashes and the seed alone, not on
+the order of the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from tpu_kit.config.loader import DataConfig
+
+MOST_HELD_OUT = 64
+"""The most rows held out where `data.eval_rows` is null."""
+
+
+def held_out_rows(config: DataConfig, questions: int) -> int:
+    """Returns the number of held-out questions: `data.eval_rows`, or a tenth of all questions, from 1 to 64."""
+    return min(MOST_HELD_OUT, max(1, questions // 10)) if config.eval_rows is None else config.eval_rows
+
+
+def choose_questions(questions: np.ndarray, earlier: np.ndarray, config: DataConfig) -> np.ndarray:
+    """Returns the questions to hold out.
+
+    Args:
+        questions: of the rows.
+        earlier: prompts of earlier replies in chats. They are not chosen: training on the chat trains on such a reply.
+        config: the data section.
+
+    Raises:
+        ValueError: no question is left to train on.
+    """
+    unique = np.setdiff1d(questions, earlier)
+    count = held_out_rows(config, len(unique))
+    if len(unique) <= count:
+        found, advice = f"there are {len(unique)} different questions", "Set it lower, or to null for a tenth of them,"
+        if len(unique) == 1:
+            found, advice = "all rows ask the same question", "Give others, or name the right column in data.columns,"
+        raise ValueError(
+            f"data.eval_rows={count} leaves nothing to train on: {found}. {advice} or set it to 0 for no evaluation"
+        )
+    salted = [hashlib.blake2b(f"{config.seed} {key}".encode()).digest() for key in unique]
+    return unique[sorted(range(len(unique)), key=salted.__getitem__)[:count]]
