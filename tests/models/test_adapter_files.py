@@ -182,6 +182,7 @@ def test_the_folder_is_written_anew(folder: Path, tmp_path: Path, tokenizer: Any
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "base.json",
         "chat_template.jinja",
         "tokenizer.json",
         "tokenizer_config.json",

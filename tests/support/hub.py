@@ -1,4 +1,4 @@
-"""The part of the Hugging Face hub that takes an upload, on this machine: it keeps what it is asked, and by whom."""
+"""The part of the Hugging Face hub that takes uploads and describes models, on this machine; it keeps what is asked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Hub:
         calls: method and path of each request, with the token that came with it.
         private: repositories that were made, and whether they are private.
         files: what was committed or put into its store, by name or hash.
+        models: what it answers about a model, by its name.
     """
 
     url: str = ""
@@ -28,6 +30,7 @@ class Hub:
     calls: list[tuple[str, str, str | None]] = field(default_factory=list)
     private: dict[str, bool] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
+    models: dict[str, Any] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -80,6 +83,9 @@ def run_hub() -> Iterator[Hub]:
 
         def do_GET(self) -> None:
             self._take()
+            name = self.path.partition("?")[0].removeprefix("/api/models/").partition("/revision/")[0]
+            if name in hub.models and not hub.refuse:
+                return self._answer(hub.models[name])
             self._answer({"error": "what?"}, 403 if hub.refuse else 404)
 
         def _take(self) -> bytes:

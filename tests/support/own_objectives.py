@@ -32,6 +32,17 @@ class Hanging(SupervisedObjective):
         time.sleep(1e6)
 
 
+class ChangesWeights(SupervisedObjective):
+    """The usual loss, and other weights on each host."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config.optim)
+
+    def attach(self, model: Any, load_frozen: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data += int(os.environ["TPU_KIT_HOST_INDEX"])
+
+
 def _loss(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     logits = models.output_embedding(model).logits(models.hidden_states(model, batch))
     return logits, torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)

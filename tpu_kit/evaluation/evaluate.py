@@ -28,6 +28,7 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import GenerationRequest, answer
 from tpu_kit.models.architecture import read_shape
+from tpu_kit.models.base_identity import base_of_adapter
 from tpu_kit.models.error_correction import without_head
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.storage.object_store import ObjectFolder, at_hand, is_url
@@ -284,9 +285,11 @@ def evaluate_adapter(
         replace: replace an eval.json of more rows too, because the adapter is new.
 
     Raises:
-        ValueError: as in `evaluate` and `prepare`.
+        ValueError: the adapter was trained on other base weights; or as in `evaluate` and `prepare`.
         LaunchError: a replica failed.
     """
+    with at_hand(adapter_dir, "adapter_config.json", "base.json") as folder:  # both models have one base
+        config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
     rows, prompts, seen = held_out(config)
     with at_hand(adapter_dir) as folder, without_head(folder) as plain:
         base = evaluate(config, rows, prompts, verifier=verifier)

@@ -29,6 +29,7 @@ from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.exporting.streaming import stream
 from tpu_kit.generation.service import ADAPTER_FILES, load_for_generation
 from tpu_kit.hardware.chips import GIB, MIB
+from tpu_kit.models.base_identity import base_of_adapter
 from tpu_kit.models.error_correction import FILES, has_head, without_head
 from tpu_kit.models.loading import load_base, load_tokenizer
 from tpu_kit.storage import atomic
@@ -161,7 +162,7 @@ def _read_config(folder: Path) -> TrainConfig:
 def _load(config: TrainConfig, folder: Path, adapter: Path, part: Path, options: ExportOptions) -> formats.Work:
     """Opens the tuned model in fp32, and compares its logits with those of the base."""
     # The released base, not the base that training rounded (to int8, for instance).
-    settings = replace(config.model, base_dtype="fp32", trust_remote_code=False)
+    settings = replace(base_of_adapter(config.model, adapter), base_dtype="fp32", trust_remote_code=False)
     streamed = stream(settings, adapter)
     try:
         model: Any = streamed.model if streamed else load_for_generation(settings, adapter)

@@ -36,6 +36,7 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import error_correction
 from tpu_kit.models.architecture import read_shape
+from tpu_kit.models.base_identity import base_of_adapter
 from tpu_kit.models.loading import brief, load_base, load_frozen, load_tokenizer, read_config
 from tpu_kit.storage.object_store import at_hand
 
@@ -295,6 +296,7 @@ def launch_with_adapter(
 
     Raises:
         ConfigError: the model axis of the mesh does not divide the model's heads.
+        ValueError: the adapter was trained on other base weights.
     """
     if (mesh := runtime.detect(config.launch).mesh) is not None:
         shape = None
@@ -303,6 +305,7 @@ def launch_with_adapter(
         if shape and (problems := mesh.problems(shape.heads, shape.kv_heads)):
             raise ConfigError(problems)
     with contextlib.nullcontext() if adapter_dir is None else at_hand(adapter_dir) as adapter:
+        config = replace(config, model=base_of_adapter(config.model, adapter))
         job = functools.partial(fn, adapter=adapter, **arguments)
         return launch(functools.update_wrapper(job, public), config, sharded=True)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tpu_kit.distributed.mesh import current_mesh
-from tpu_kit.models import activation_checkpointing, attention, error_correction, partition
+from tpu_kit.models import activation_checkpointing, attention, base_identity, error_correction, partition
 from tpu_kit.models.architecture import FAMILIES
 from tpu_kit.models.layer_scan import stacked_prefixes
 from tpu_kit.models.loading import load_base, load_frozen
@@ -88,6 +88,7 @@ def load_model(config: ModelConfig, lora: LoraConfig, seed: int = 0) -> torch.nn
     model = adapt(base, lora, config.base_dtype, seed)
     if base_model(model).config.model_type not in _FAMILIES:
         check_head(model)
+    model._tpu_kit_base = base_identity.identify(config)  # type: ignore[assignment]  # mypy expects a tensor or a module
     return model.train()
 
 
@@ -501,6 +502,12 @@ def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 
+def base_document(model: torch.nn.Module) -> dict[str, Any]:
+    """Returns the identity of the base of a model from `load_model`, by name of the file; empty where it is unknown."""
+    identity = getattr(model, "_tpu_kit_base", None)
+    return {base_identity.NAME: identity} if identity else {}
+
+
 def result_files(
     model: Any, trained: Mapping[str, torch.Tensor], config: TrainConfig
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
@@ -542,7 +549,7 @@ def save_adapter(
             if whole.generation_config is not None:
                 whole.generation_config.save_pretrained(part)
             files["model"] = {name: value.contiguous() for name, value in _own(trained).items()}
-        for name, content in documents.items():
+        for name, content in (documents | base_document(model)).items():
             (part / f"{name}.json").write_text(json.dumps(content, indent=2, sort_keys=True))
         for name, tensors in files.items():
             path = part / f"{name}.safetensors"

@@ -226,9 +226,9 @@ def show_data(config: TrainConfig) -> Prepared:
     from tpu_kit.data.batching import batch_line, updates
     from tpu_kit.planning.planner import LEAST_UPDATES
     from tpu_kit.recipes import sft
-    from tpu_kit.training.resume import keep_held_out
+    from tpu_kit.training.resume import keep_run
 
-    prepared, outlook = sft.check_run(keep_held_out(config))
+    prepared, outlook = sft.check_run(keep_run(config))
     print(prepared)
     for note in outlook.notes:
         print(f"plan             {note}")

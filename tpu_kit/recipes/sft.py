@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import secrets
 import sys
 import threading
@@ -35,6 +36,7 @@ from tpu_kit.generation.reference_check import check_training
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.architecture import read_shape
+from tpu_kit.models.base_identity import fingerprint, identify
 from tpu_kit.models.loading import load_frozen
 from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
@@ -46,7 +48,7 @@ from tpu_kit.training.objective_choice import objective_of
 from tpu_kit.training.resume import (
     check_resume,
     find_checkpoint,
-    keep_held_out,
+    keep_run,
     refuse_early,
     training_tensors,
     versions,
@@ -163,7 +165,7 @@ def _train(
     backend = runtime.detect(config.launch, hosts=hosts)
     if meeting is not None and prepare_more is not None:
         raise ValueError("distill.files is not for several hosts: set it to null, so that each host runs the teacher")
-    config = keep_held_out(resolve_output_dir(config))
+    config = keep_run(resolve_output_dir(config))
     folder = make_output_folder(config)
     if meeting is not None:
         stack.enter_context(keep_log(hosts, folder))
@@ -178,7 +180,8 @@ def _train(
     config = outlook.config
     if meeting is not None:
         batch = {"optim.batch_size": config.optim.batch_size, "replicas of a host": backend.num_replicas}
-        meeting.agree({"data (hash)": prepared.fingerprint, "device": backend.device_type, "batch": batch})
+        facts = {f"base weights of {config.model.name}": fingerprint(identify(config.model)), "batch": batch}
+        meeting.agree(facts | {"data (hash)": prepared.fingerprint, "device": backend.device_type})
     print(outlook, flush=True)
     if warning := suggestion(outlook):
         print(warning, file=sys.stderr, flush=True)
@@ -305,7 +308,7 @@ def trainer(config: TrainConfig) -> Iterator[tuple[Trainer, PreemptionGuard, Any
         rt.barrier()  # rank 0 has moved damaged checkpoints aside
         found = found if checkpoints else find_checkpoint(config, None)
         if rt.num_hosts > 1:
-            _check_same(config, rt, found.step if found else 0)
+            _check_same(config, rt, found.step if found else 0, model)
         parts = stack.enter_context(_parts(config, rt)) if rt.shares_state else None
         saved = None
         if found:
@@ -334,17 +337,33 @@ def trainer(config: TrainConfig) -> Iterator[tuple[Trainer, PreemptionGuard, Any
         yield loop, agreement, tokenizer
 
 
-def _check_same(config: TrainConfig, rt: Runtime, step: int) -> None:
-    """Checks that all hosts continue from the same checkpoint."""
-    steps = torch.zeros(rt.world_size)
-    steps[rt.rank] = step
-    rt.all_reduce([steps])
-    if len(set(steps.tolist())) > 1:
+def _check_same(config: TrainConfig, rt: Runtime, step: int, model: torch.nn.Module) -> None:
+    """Checks that all hosts continue from the same checkpoint, or begin with the same weights."""
+    table = torch.zeros(rt.world_size, 3)
+    table[rt.rank] = torch.tensor([step, *_weights_digest(model)])
+    rt.all_reduce([table])
+    steps, digests = table[:, 0].tolist(), table[:, 1:].tolist()
+    if len(set(steps)) > 1:
         raise ValueError(
             f"the hosts do not see the same checkpoints in {config.checkpoints_place}: the newest is of step "
-            f"{', '.join(f'{one:.0f}' for one in steps.tolist())} (by rank; 0: none). Set output_dir to an object "
+            f"{', '.join(f'{one:.0f}' for one in steps)} (by rank; 0: none). Set output_dir to an object "
             "store (gs://bucket/run), or to a folder that all hosts share"
         )
+    if any(one != digests[0] for one in digests):
+        shown = ", ".join(f"{int(high):06x}{int(low):06x}" for high, low in digests)
+        raise ValueError(
+            f"the hosts do not begin with the same weights of model.name={config.model.name}: their digests are "
+            f"{shown} (by rank). Give all hosts the same files, packages and kind of processor"
+        )
+
+
+def _weights_digest(model: torch.nn.Module) -> tuple[int, int]:
+    """Returns a hash of samples of all weights as two numbers that fp32 holds exactly."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        sample = tensor.reshape(-1)[:: max(1, tensor.numel() // 64)].contiguous()
+        found.update(name.encode() + sample.view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(found.digest()[:3]), int.from_bytes(found.digest()[3:6])
 
 
 def _parts(config: TrainConfig, rt: Runtime) -> HostParts:

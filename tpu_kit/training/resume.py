@@ -26,6 +26,7 @@ from tpu_kit.checkpointing.manifest import FORMAT, Checkpoint, DamagedError
 from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, migrate, plain
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import device_memory_budget
+from tpu_kit.models import base_identity
 from tpu_kit.models.architecture import spans
 from tpu_kit.models.causal_lm import trainable_parameters
 from tpu_kit.training.optimizer import OPTIMIZERS, encode_adamw, group
@@ -61,16 +62,20 @@ def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Che
     return found
 
 
-def keep_held_out(config: TrainConfig) -> TrainConfig:
-    """Sets `data.eval_rows`, if it is null, to the value of the run whose checkpoint this run continues from."""
-    if config.data.eval_rows is not None or config.checkpoint.resume == "never":
-        return config
-    try:
-        found = scan(config.checkpoints_place)[0]
-        before = migrate(found[-1].document("config"))[0].get("data.eval_rows") if found else None
-    except (OSError, DamagedError):  # the run itself reports it
-        return config
-    return replace(config, data=replace(config.data, eval_rows=before))
+def keep_run(config: TrainConfig) -> TrainConfig:
+    """Sets what the run began with where it continues from a checkpoint: the hub's commit, and null `data.eval_rows`.
+
+    A new run begins with the commit that the hub has now.
+    """
+    found, base = None, None
+    if config.checkpoint.resume != "never":
+        with contextlib.suppress(OSError, DamagedError):  # the run itself reports it
+            found = next(reversed(scan(config.checkpoints_place)[0]), None)
+            base = _base(found) if found else None
+            if found and config.data.eval_rows is None:
+                before = migrate(found.document("config"))[0].get("data.eval_rows")
+                config = replace(config, data=replace(config.data, eval_rows=before))
+    return replace(config, model=base_identity.pin(config.model, base))
 
 
 def refuse_early(config: TrainConfig, hosts: Hosts = ONE) -> None:
@@ -87,7 +92,8 @@ def refuse_early(config: TrainConfig, hosts: Hosts = ONE) -> None:
         found = scan(config.checkpoints_place)[0]
         if not found:
             return
-        state, problems = found[-1].document("state"), _other_parameters(found[-1].document("config"), config)
+        state = found[-1].document("state")
+        problems = [*_other_parameters(found[-1].document("config"), config), *_other_base(found[-1], config)]
     except (OSError, DamagedError):
         return
     if problems:
@@ -115,7 +121,7 @@ def check_resume(
         ValueError: the run differs from the checkpoint's (the text names all differences), or ends before it.
     """
     state, stored = found.document("state"), found.document("config")
-    problems = [*_other_parameters(stored, config), *_other_rows(state, global_batch)]
+    problems = [*_other_parameters(stored, config), *_other_base(found, config), *_other_rows(state, global_batch)]
     if state["fingerprint"] != fingerprint and not any(problem.startswith("data.") for problem in problems):
         problems.append("the data: other rows, tokens or packing than there, though its parameters are the same")
     _refuse(found, problems)
@@ -125,6 +131,8 @@ def check_resume(
         (before, notes), now = migrate(stored), plain(config)
         differ = "".join(f"; {name} is {now[name]!r}, was {before[name]!r}" for name in changes(before, now)[0])
         print(f"resumed          from step {found.step}, {found.path}{differ}", file=sys.stdout, flush=True)
+        if _base(found) is None:
+            notes = [*notes, "it does not say with which base weights the run began; they are not compared"]
         for note in notes:
             print(f"note: {found.path}: {note}", file=sys.stderr, flush=True)
 
@@ -171,6 +179,16 @@ def weights_of(step: int, config: TrainConfig, model: torch.nn.Module) -> Tensor
 def _other_parameters(stored: Mapping[str, Any], config: TrainConfig) -> list[str]:
     before, now = migrate(stored)[0], plain(config)
     return [f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]]
+
+
+def _base(found: Checkpoint) -> base_identity.Identity | None:
+    known = f"{base_identity.NAME}.json" in found.files
+    return found.document(base_identity.NAME) if known else None
+
+
+def _other_base(found: Checkpoint, config: TrainConfig) -> list[str]:
+    differ = base_identity.differences(_base(found), base_identity.identify(config.model))
+    return [f"the base weights, model.name={config.model.name}: {'; '.join(differ)}"] if differ else []
 
 
 def _other_rows(state: Mapping[str, Any], now: int) -> list[str]:

@@ -29,7 +29,7 @@ from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import count_correct
 from tpu_kit.hardware.host import chip_name, chips_of
-from tpu_kit.models.causal_lm import result_files
+from tpu_kit.models.causal_lm import base_document, result_files
 from tpu_kit.models.layer_scan import unstacked
 from tpu_kit.training.metrics import Evaluations, MemoryMonitor, RecompileMonitor, Tracker, model_flops_per_token
 from tpu_kit.training.objectives import Objective
@@ -433,6 +433,7 @@ class Trainer:
             files, documents = result_files(self.model, stored.get("average", stored["parameters"]), self.config)
             files["training"] = tensors | {f"best/{name}": tensor for name, tensor in (self.best or {}).items()}
         documents |= {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
+        documents |= base_document(self.model)
         evaluated = self.evaluations.figures(self.step)
         evaluated.pop("eval_step", None)
         best = self.evaluations.best_step == self.step
