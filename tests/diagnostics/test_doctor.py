@@ -135,7 +135,7 @@ def test_error_of_a_launch(tmp_path: Path) -> None:
 def run_doctor(
     *arguments: str, tmp_path: Path, expect: int = 0, env: dict[str, str | None] | None = None
 ) -> list[Check]:
-    extra = {"HOME": str(tmp_path), "XLA_PERSISTENT_CACHE_PATH": str(tmp_path / "cache")} | (env or {})
+    extra = {"HOME": str(tmp_path)} | (env or {})
     done = run_python(["-m", "tpu_kit", "doctor", "--json", *arguments], env=extra, cwd=tmp_path, expect=expect)
     return [Check(**row) for row in json.loads(done.stdout)]
 
@@ -157,7 +157,7 @@ def test_two_replicas_on_xla_cpu(tmp_path: Path) -> None:
 def test_plain_cpu_prints_rows(tmp_path: Path) -> None:
     done = run_python(
         ["-m", "tpu_kit", "doctor", "device_type=cpu"],
-        env={"HOME": str(tmp_path), "XLA_PERSISTENT_CACHE_PATH": str(tmp_path / "cache")},
+        env={"HOME": str(tmp_path)},
         cwd=tmp_path,
     )
     rows = done.stdout.splitlines()
@@ -180,4 +180,4 @@ def test_diagnose_stays_out_of_torch(tmp_path: Path) -> None:
         "    if check.name == 'W&B': break\n"
         "assert 'torch' not in sys.modules and 'torch_xla' not in sys.modules"
     )
-    run_python(code, env={"HOME": str(tmp_path), "XLA_PERSISTENT_CACHE_PATH": str(tmp_path / "cache")})
+    run_python(code, env={"HOME": str(tmp_path)})

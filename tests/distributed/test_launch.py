@@ -560,3 +560,9 @@ def test_launch_cell_twice_in_one_kernel(tmp_path: Path, monkeypatch: pytest.Mon
     (error,) = [output for output in notebook.cells[3].outputs if output.output_type == "error"]
     assert error.ename == "ValueError" and "mine is defined in a notebook cell" in error.evalue
     assert "".join(output.text for output in notebook.cells[4].outputs) == "False\n"  # in one message or two
+
+
+def test_a_launch_on_a_tpu_stores_no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_xla 2.8 and 2.9 cannot load them: pytorch/xla issue 9094."""
+    monkeypatch.delenv("XLA_PERSISTENT_CACHE_PATH", raising=False)
+    assert launch_module._environment(Backend("tpu", None, "")) == {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU"}

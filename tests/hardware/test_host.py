@@ -174,17 +174,6 @@ def test_disk_of_an_embedded_run_downloads_nothing(tmp_path: Path) -> None:
     assert ";" not in host.check_disk(Machine(environ={}), load_config(None, [f"output_dir={tmp_path}"])).found
 
 
-def test_compile_cache(tmp_path: Path) -> None:
-    folder = tmp_path / "deep/cache"
-    check = host.check_cache(Machine(environ={"XLA_PERSISTENT_CACHE_PATH": str(folder)}))
-    assert check == Check("Compile cache", "ok", f"{folder} is writable")
-    assert list(folder.iterdir()) == []
-    (tmp_path / "file").touch()
-    check = host.check_cache(Machine(environ={"XLA_PERSISTENT_CACHE_PATH": str(tmp_path / "file/cache")}))
-    assert check.status == "warning" and "Not a directory; every run compiles anew" in check.found
-    assert check.fix == "export XLA_PERSISTENT_CACHE_PATH=/a/writable/folder"
-
-
 HUB_MODEL = load_config(None, ["model.name=some/model-1B"])
 
 

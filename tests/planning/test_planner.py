@@ -271,10 +271,11 @@ def test_the_pick_is_verified(small: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def compile_step(config: TrainConfig, chip: str, **options: Any) -> Compiled:
         asked.append((config.optim.batch_size, options["effort"]))
         assert isinstance(config.optim.batch_size, int)
-        return compiled(config.optim.batch_size * 2**30)
+        return compiled(config.optim.batch_size * 2**30, compile_seconds=119.0)
 
     monkeypatch.setattr(compile_check, "compile_step", compile_step)
     (found,) = plan(run(small, "batch_size=auto", "remat=full"), exact=True)
+    assert "  each start compiles the step: 2.0 min on this machine\n" in report(found.config, [found])
     assert found.config.optim.batch_size == 8
     assert (found.source, found.fits, found.peak_bytes) == ("compiler", True, 8 * 2**30)
     assert asked[0] == (16, "full") and (8, "full") in asked and len(asked) <= 8
@@ -437,6 +438,7 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
     assert main(["plan", f"model.name={small}", "max_steps=1000", "--chip=v5e-8", "global_batch_size=64"]) == 0
     printed = capsys.readouterr().out
     for text in ("v5litepod-8", "base_weights", "sqrt(2 x", "sessions" if "sessions" in printed else "session",
+                 "each start compiles the step: 5 min until the first new step are an assumption",
                  "MXU_EFFICIENCY 0.6", "the largest batch_size that fits is"):  # fmt: skip
         assert text in printed
     assert main(["plan", f"model.name={large}", "batch_size=8"]) == 0

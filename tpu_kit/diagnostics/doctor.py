@@ -59,7 +59,6 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     replicas = replicas or sum(chips.chip(name).devices_per_chip for name in at.tpus()) or 1
     yield host.check_memory(at, config, replicas)
     yield host.check_disk(at, config)
-    yield host.check_cache(at)
     yield host.check_files(config)
     yield host.check_hub(at, config)
     yield host.check_wandb(at, config)

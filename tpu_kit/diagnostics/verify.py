@@ -390,8 +390,9 @@ def rehearse(config: TrainConfig) -> Iterator[Check]:
         try:
             seconds, said, result = _quietly(lambda: train(small))
             losses = [record["loss"] for record in read_metrics(folder)]
-            programs = f", {result.metrics['compiles']:.0f} compiled programs" if "compiles" in result.metrics else ""
-            text = f"{result.step} updates in {seconds:.0f} s, loss {losses[0]:.2f} -> {losses[-1]:.2f}{programs}"
+            text = f"{result.step} updates in {seconds:.0f} s, loss {losses[0]:.2f} -> {losses[-1]:.2f}"
+            if compiles := result.metrics.get("compiles"):
+                text += f", {compiles:.0f} programs compiled, as at each start"
             yield Check("Training", "ok" if losses[-1] < losses[0] else "warning", text)
 
             found, damaged = manager.scan(small.checkpoints_place, verify=True)

@@ -46,7 +46,7 @@ from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.preemption import Notices, StopFlag
 from tpu_kit.distributed.runtime import Backend
 from tpu_kit.distributed.worker import LAUNCHER, processes
-from tpu_kit.hardware.host import check_disk, check_memory, compile_cache
+from tpu_kit.hardware.host import check_disk, check_memory
 from tpu_kit.hardware.machine import Machine, check_holder, check_process, preset_per_process
 
 T = TypeVar("T")
@@ -465,9 +465,8 @@ def _environment(backend: Backend) -> dict[str, str]:
         assert backend.num_replicas is not None
         return {"USE_TORCH_XLA": "1", **cpu_simulation.environment(backend.num_replicas)}
     if backend.device_type == "tpu":
-        # Programs are cached for the next run; XLA:CPU could write them, but not load them.
-        cache = {"XLA_PERSISTENT_CACHE_PATH": str(compile_cache(Machine()))}
-        return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU", **cache, **logs, **_interface(backend)}
+        # No XLA_PERSISTENT_CACHE_PATH: torch_xla 2.8 and 2.9 store programs that they cannot load (pytorch/xla#9094).
+        return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU", **logs, **_interface(backend)}
     return {"USE_TORCH_XLA": "0", **_interface(backend)}
 
 

@@ -1,4 +1,4 @@
-"""Checks what a run needs besides its accelerator: host memory, disk, the compile cache, the hub and the tracker.
+"""Checks what a run needs besides its accelerator: host memory, disk, the hub and the tracker.
 
 One `Check` per question, as in `machine`. Requests to the network take three seconds at most; secrets are never shown.
 """
@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -188,24 +187,6 @@ def check_disk(at: Machine, config: TrainConfig) -> Check:
 def _held(folder: Path) -> int:
     """Bytes of the files in a folder: the checkpoints of a run that goes on."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def compile_cache(at: Machine) -> Path:
-    """The folder of compiled programs: XLA_PERSISTENT_CACHE_PATH, by default ~/.cache/tpu_kit/xla."""
-    return Path(at.environ.get("XLA_PERSISTENT_CACHE_PATH") or Path("~/.cache/tpu_kit/xla").expanduser())
-
-
-def check_cache(at: Machine) -> Check:
-    """Checks that compiled programs can be cached for the next run."""
-    folder = compile_cache(at)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        fix = "export XLA_PERSISTENT_CACHE_PATH=/a/writable/folder"
-        return Check("Compile cache", "warning", f"{folder}: {error.strerror}; every run compiles anew", fix)
-    return Check("Compile cache", "ok", f"{folder} is writable")
 
 
 _SOURCES = ("model.name", "data.source", "data.eval_source")

@@ -59,7 +59,7 @@ class Preflight:
 
     def duration(self, updates: int) -> str:
         """Describes how many minutes so many updates take, and how that is known."""
-        besides = "compilation, evaluation and checkpoints come on top"
+        besides = "compiling, which each start does, evaluation and checkpoints come on top"
         if self.time is not None:
             how = "by roofline, not measured" if self.time.measured is None else "as measured on this machine"
             return f"about {updates * self.time.seconds / 60:,.1f} minutes {how}; {besides}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.planning import tables
-from tpu_kit.planning.cost import SPOT_HOURS_BETWEEN_INTERRUPTIONS, factors, link_seconds
+from tpu_kit.planning.cost import RESTART_SECONDS, SPOT_HOURS_BETWEEN_INTERRUPTIONS, factors, link_seconds
 from tpu_kit.planning.planner import Plan
 
 MOST_SETTINGS = 8
@@ -75,6 +75,10 @@ def _details(one: Plan) -> list[str]:
             "Young 1974; the mean time is an assumption"
         )
         lines += [f"  {sentence}" for sentence in run.sessions.values()]
+    took = f"{RESTART_SECONDS / 60:g} min until the first new step are an assumption"
+    if made := one.compiled:
+        took = f"{(made.trace_seconds + made.compile_seconds) / 60:.1f} min on this machine"
+    lines.append(f"  each start compiles the step: {took}")
     if one.updates is not None:
         lines.append(f"  {one.updates:,} updates")
     if one.checkpoint_bytes is not None:
