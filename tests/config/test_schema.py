@@ -49,10 +49,6 @@ def test_defaults_are_a_valid_run() -> None:
         ({"data__think_open": "<t>", "data__think_close": "<t>"},
          "data.think_close: '<t>' is data.think_open too; the two must differ"),
         ({"data__think_open": ""}, "data.think_open: '' is not text; the default is '<think>'"),
-        ({"data__max_length": 1000, "model__attention": "flash"},
-         "data.max_length: 1000 is no multiple of 128, as model.attention=flash needs; use 896 or 1024"),
-        ({"data__max_length": 100, "model__attention": "flash"}, "data.max_length: 100 is no multiple of 128, as "
-         "model.attention=flash needs; use 128"),
         ({"data__eval_split": "train"},
          "data.eval_split: 'train' is the training split; name another split, or null to hold out eval_rows"),
         ({"data__eval_rows": 0, "optim__eval_steps": 5},
@@ -112,7 +108,6 @@ def test_problem(values: dict[str, Any], text: str) -> None:
         {"data__eval_source": "a/b", "data__eval_split": "train"},
         {"data__eval_rows": 0, "data__eval_split": "test", "optim__eval_steps": 5, "optim__early_stop_patience": 1},
         {"data__max_length": 1000},
-        {"data__max_length": 1152, "model__attention": "flash"},
         {"optim__max_steps": 5, "optim__epochs": None},
         {"optim__max_steps": 5, "optim__warmup_steps": 5},
         {"optim__batch_size": "auto", "optim__global_batch_size": 64},

@@ -51,7 +51,7 @@ def test_judge_failures() -> None:
 @pytest.mark.parametrize(
     ("changes", "tpu", "text"),
     [
-        ({"flops": 30e12}, "v3", "49% of the peak of 62"),  # a v3 chip is two devices
+        ({"flops": 580e12}, "v7x", "50% of the peak of 1154"),  # a v7x chip is two devices
         ({"device_type": "cuda", "device": "NVIDIA H200", "flops": 600e12}, None, "61% of the peak of 989"),
         ({"device_type": "cuda", "device": "NVIDIA Nonesuch"}, None, "no peak is known"),
         ({"device_type": "cuda", "device": "Tesla T4"}, None, "no peak is known"),

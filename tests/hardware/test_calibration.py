@@ -73,23 +73,14 @@ def test_before_a_training_the_outlook_says_it(config: TrainConfig, tmp_path: Pa
     assert f"GiB by formula, {0.9 * found.memory.total_bytes / GIB:.2f} GiB as measured on this machine" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("kernels", "pick"),
-    [
-        ({"splash": ""}, "auto"), ({"splash": "too far off", "flash": ""}, "flash"),
-        ({"splash": "too far off", "flash": "does not compile"}, "sdpa"), ({"splash": "too far off"}, "sdpa"),
-    ],
-)  # fmt: skip
-def test_a_kernel_that_failed_is_not_taken(
-    kernels: dict[str, str], pick: str, config: TrainConfig, tmp_path: Path
-) -> None:
-    measured(tmp_path, kernels=kernels)
+@pytest.mark.parametrize(("splash", "pick"), [("", "auto"), ("too far off", "sdpa")])
+def test_a_kernel_that_failed_is_not_taken(splash: str, pick: str, config: TrainConfig, tmp_path: Path) -> None:
+    measured(tmp_path, splash=splash)
     found, (planned,) = check_before_launch(config, at=fake(tmp_path / "root", V5E)), plan(config)
     assert (found.config.model.attention, planned.config.model.attention) == (pick, pick)
     for text in (str(found), planned.note):
         assert ("WARNING: attention=auto is " + pick in text) == (pick != "auto")
         assert ("splash failed on this machine (too far off)" in text) == (pick != "auto")
-        assert ("does not compile" in text) == ("does not compile" in kernels.values())
     asked = replace(config, model=replace(config.model, attention="splash"))
     assert plan(asked)[0].config.model.attention == "splash", "as asked for"
 
@@ -108,7 +99,7 @@ def test_a_loop_that_failed_is_not_taken(config: TrainConfig, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["torch_xla", "libtpu", "tpu_kit's code"])
 def test_what_other_versions_measured_is_ignored_with_a_line(name: str, config: TrainConfig, tmp_path: Path) -> None:
     now = calibration.begin("v5e", tmp_path).versions
-    measured(tmp_path, memory=1.25, time=1.5, kernels={"splash": "no"}, versions={**now, name: "0.1"})
+    measured(tmp_path, memory=1.25, time=1.5, splash="no", versions={**now, name: "0.1"})
     (found,) = plan(config)
     assert found.time and found.time.measured is None and found.config.model.attention == "auto"
     assert (

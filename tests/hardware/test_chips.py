@@ -55,16 +55,13 @@ def test_prices_say_when_where_and_whence(c: Chip):
 
 def test_speed_grows_from_one_tpu_to_the_next():
     # v5e follows v4 but is the small one of its generation.
-    flops = [CHIPS[name].bf16_flops for name in ("v2", "v3", "v5e", "v4", "v5p", "v6e", "v7x")]
+    flops = [CHIPS[name].bf16_flops for name in ("v5e", "v4", "v5p", "v6e", "v7x")]
     assert flops == sorted(flops)
 
 
 @pytest.mark.parametrize(
     ("name", "canonical", "chips", "devices", "topology"),
     [
-        ("v2-8", "v2-8", 4, 8, "v2:2x2"),
-        ("v3-8", "v3-8", 4, 8, "v3:2x2"),
-        ("v3-32", "v3-32", 16, 32, "v3:4x4"),
         ("v4-8", "v4-8", 4, 4, "v4:2x2x1"),
         ("v4-32", "v4-32", 16, 16, "v4:2x2x4"),
         ("v5litepod-1", "v5litepod-1", 1, 1, "v5e:1x1"),
@@ -148,10 +145,10 @@ def test_no_two_chips_share_a_name():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("v5", r"unknown chip 'v5': did you mean v5\w( or v\w+)*\? Known: v2, v3, .*h200\."),
+        ("v5", r"unknown chip 'v5': did you mean v5\w( or v\w+)*\? Known: v4, v5e, .*h200\."),
         ("trilium", r"did you mean v6e\?"),
         ("a100", r"did you mean .*a100-40gb"),
-        ("quantum", r"unknown chip 'quantum': use one of the known names\. Known: v2"),
+        ("quantum", r"unknown chip 'quantum': use one of the known names\. Known: v4"),
         ("NVIDIA H100 PCIe", r"did you mean .*h100"),  # slower than the SXM card, so not silently taken for it
     ],
 )

@@ -39,9 +39,9 @@ def fake(root: Path, *pci: tuple[str, str, str], environ: dict[str, str] | None 
     return Machine(root=root, environ=environ or {}, version=PAIRED.get, python=(3, 12))
 
 
-V5E, V3, GPU, GVNIC = [
+V5E, V7X, GPU, GVNIC = [
     ("0x1ae0", "0x0063", "0x0000"),
-    ("0x1ae0", "0x0027", "0x004f"),
+    ("0x1ae0", "0x0076", "0x0000"),
     ("0x10de", "0x2330", "0x16c1"),
     ("0x1ae0", "0x0042", "0x0058"),  # Google's network card: their vendor id, no TPU
 ]
@@ -213,8 +213,8 @@ def test_kernel_is_told_to_restart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tpu_kinds(tmp_path: Path) -> None:
-    at = fake(tmp_path, GPU, V5E, GVNIC, V3)
-    assert at.tpus() == ["v5e", "v3"]
+    at = fake(tmp_path, GPU, V5E, GVNIC, V7X)
+    assert at.tpus() == ["v5e", "v7x"]
     assert Machine(root=tmp_path / "nothing").tpus() == []
 
 
@@ -285,11 +285,11 @@ def test_metadata_absent(tmp_path: Path) -> None:
 
 
 def test_metadata_names_count_cores_where_the_chip_does(tmp_path: Path) -> None:
-    check = machine.check_metadata(fake(tmp_path, *[V3] * 4, environ={"TPU_SKIP_MDS_QUERY": "1"}))
+    check = machine.check_metadata(fake(tmp_path, *[V7X] * 4, environ={"TPU_SKIP_MDS_QUERY": "1"}))
     assert check.status == "failure" and "TPU_ACCELERATOR_TYPE is not" in check.found
-    assert "TPU_ACCELERATOR_TYPE=v3-8 " in check.fix
-    named = Machine(root=tmp_path, environ={"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v3-8"})
-    assert machine.check_metadata(named) == Check("TPU metadata", "ok", "from the environment: v3-8")
+    assert "TPU_ACCELERATOR_TYPE=tpu7x-8 " in check.fix
+    named = Machine(root=tmp_path, environ={"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "tpu7x-8"})
+    assert machine.check_metadata(named) == Check("TPU metadata", "ok", "from the environment: tpu7x-8")
 
 
 def test_metadata_is_not_asked_for_without_chips(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def config(*overrides: str) -> TrainConfig:
         ([V5E] * 4, ["device_type=xla-cpu", "num_replicas=8"], {}, "skipped", "no TPU to divide", ""),
         ([V5E] * 4, [], {}, "ok", "4 for 4 TPU devices", ""),
         ([V5E] * 4, ["num_replicas=1"], {"TPU_VISIBLE_CHIPS": "0"}, "ok", "1 for 4 TPU devices", ""),
-        ([V3] * 4, ["num_replicas=8"], {}, "ok", "8 for 8 TPU devices", ""),
+        ([V7X] * 4, ["num_replicas=8"], {}, "ok", "8 for 8 TPU devices", ""),
         ([V5E] * 4, ["num_replicas=8"], {}, "failure", "num_replicas=8 with 4 TPU devices: torch_xla starts one",
          "num_replicas=4, or leave it out"),
         # As Kaggle's image sets it.

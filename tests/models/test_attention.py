@@ -8,10 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
+from tests.models.test_causal_lm import splash_stand_in
 from tests.support.child_processes import run_python
-from tests.support.tpu_program import ENVIRONMENT
 from tpu_kit.models import attention
-from tpu_kit.xla import pallas
 
 LAYER = torch.nn.Module().eval()
 SMALL = {
@@ -64,19 +63,6 @@ def test_sdpa_equals_attention_written_out(window, softcap):
         torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_the_pallas_implementation_falls_back_where_the_kernel_cannot():
-    query, key, value = states()
-    for options in ({"sliding_window": 4}, {"softcap": 3.0}):
-        ours, expected = (
-            function(LAYER, query, key, value, scaling=0.3, **options, **attention.inputs(name, SEGMENTS))[0]
-            for name, function in (
-                (attention.FLASH, attention.flash_attention),
-                (attention.SDPA, attention.sdpa_attention),
-            )
-        )
-        torch.testing.assert_close(ours, expected)
-
-
 def test_padding_gives_no_nan_in_either_direction():
     inputs = [tensor.requires_grad_() for tensor in states()]
     segments = torch.zeros_like(SEGMENTS)
@@ -105,8 +91,7 @@ def test_with_a_cache_the_mask_of_the_caller_is_final():
 @pytest.mark.parametrize(
     ("asked", "device_type", "chosen"),
     [
-        ("auto", "tpu", attention.SPLASH), ("splash", "tpu", attention.SPLASH), ("flash", "tpu", attention.FLASH),
-        ("sdpa", "tpu", attention.SDPA),
+        ("auto", "tpu", attention.SPLASH), ("splash", "tpu", attention.SPLASH), ("sdpa", "tpu", attention.SDPA),
         ("auto", "xla-cpu", attention.SDPA), ("auto", "cuda", attention.SDPA), ("sdpa", "cpu", attention.SDPA),
     ],
 )  # fmt: skip
@@ -114,10 +99,12 @@ def test_choose(asked, device_type, chosen):
     assert attention.choose(asked, device_type) == chosen
 
 
-def test_choose_refuses_flash_off_tpu_and_unknown_names():
-    with pytest.raises(ValueError, match="attention=flash is a TPU kernel and this device is cuda: use attention=auto"):
-        attention.choose("flash", "cuda")
-    with pytest.raises(ValueError, match="attention is 'eager': use auto, splash, flash or sdpa"):
+def test_choose_refuses_splash_off_tpu_and_unknown_names():
+    with pytest.raises(
+        ValueError, match="attention=splash is a TPU kernel and this device is cuda: use attention=auto"
+    ):
+        attention.choose("splash", "cuda")
+    with pytest.raises(ValueError, match="attention is 'eager': use auto, splash or sdpa"):
         attention.choose("eager", "cpu")
 
 
@@ -155,21 +142,15 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def kernel_stand_in(query, key, value, segment_ids, scaling):
-    assert segment_ids.dtype == torch.int32 and query.shape[2] % 128 == 0 and query.shape == key.shape == value.shape
-    mask = attention.block_diagonal_mask(segment_ids)
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-
-
 @pytest.mark.parametrize("config", [LlamaConfig(**SMALL), Gemma2Config(head_dim=8, sliding_window=4, **SMALL)])
 def test_a_packed_forward_reads_nothing_on_the_host(config, monkeypatch):
-    monkeypatch.setattr(pallas, "flash_attention", kernel_stand_in)
+    monkeypatch.setattr(attention, "splash_kernel", splash_stand_in)
     built = model(config, attention.SDPA)
     ids = torch.randint(3, 61, (2, 13), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([[*range(5), *range(6), 0, 0], [*range(13)]])
     arguments = {"input_ids": ids, "position_ids": positions, "use_cache": False}
     logits = []
-    for implementation in (attention.SDPA, attention.FLASH):
+    for implementation in (attention.SDPA, attention.SPLASH):
         built.set_attn_implementation(implementation)
         with HostReads() as reads:
             logits.append(built(**arguments, **attention.inputs(implementation, SEGMENTS)).logits)
@@ -195,85 +176,13 @@ def test_a_padding_mask_is_honoured_in_forward_and_generation(config):
     assert ours_tokens.tolist() == eager_tokens.tolist()
 
 
-# torch_xla traces a kernel to a payload and passes it to a TPU custom call. Here the payload is the kernel itself, and
-# the custom call runs it in Pallas' interpreter on the operands it was given. So all but the TPU's code is tested.
-INTERPRETER = """
-import functools, json
-import jax, jax.numpy as jnp, numpy, torch, torch_xla
-from jax.experimental import pallas
-from jax.experimental.pallas.ops.tpu import flash_attention as kernels
-import torch_xla.experimental.custom_kernel as custom_kernel
-from tpu_kit.xla import pallas as lowering
-from tpu_kit.models import attention
-
-kernels.pl.pallas_call = functools.partial(pallas.pallas_call, interpret=True)
-calls = []
-
-def trace_pallas(kernel, *args, static_argnums=None, static_argnames=None, use_cache=False, **kwargs):
-    return (kernel, args, kwargs), [arg for arg in args if torch.is_tensor(arg)]
-
-def custom_call(operands, payload, shapes, dtypes):
-    kernel, args, kwargs = payload
-    calls.append(kernel.__name__)
-    query, key, value, q_segments, kv_segments, *rest = [jnp.asarray(tensor.cpu().numpy()) for tensor in operands]
-    segments = kernels.SegmentIds(q_segments[..., 0], kv_segments[:, 0])
-    if rest:
-        l, m, output_gradient, inner = rest
-        rest = [l[..., 0], m[..., 0], output_gradient, inner[..., 0]]
-    else:
-        rest = args[5:]
-    results = jax.tree.leaves(kernel(query, key, value, None, segments, *rest, **kwargs))
-    made = []
-    for result, shape, dtype in zip(results, shapes, dtypes, strict=True):
-        tensor = torch.from_numpy(numpy.array(result))
-        tensor = tensor[..., None].expand(*shape) if tensor.ndim < len(shape) else tensor
-        assert tensor.shape == torch.Size(shape), (kernel.__name__, tensor.shape, shape)
-        made.append(tensor.to(dtype).to(operands[0].device))
-    return made
-
-lowering._trace_pallas, torch_xla._XLAC._xla_tpu_custom_call = trace_pallas, custom_call
-"""
-
-KERNEL_ALONE = """
-layer = torch.nn.Module()
-errors = []
-for batch, heads, pairs, length, head_dim in ((3, 4, 2, 150, 16), (1, 1, 1, 1030, 8)):
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(batch, count, length, head_dim) for count in (heads, pairs, pairs))
-    upstream = torch.randn(batch, length, heads, head_dim)
-    segments = torch.ones(batch, length, dtype=torch.int64)
-    segments[:, length // 3:], segments[0, length // 2:], segments[:, -7:] = 2, 3, 0
-
-    def run(function, device):
-        inputs = [tensor.to(device).requires_grad_() for tensor in (query, key, value)]
-        output, _ = function(layer, *inputs, None, scaling=0.3, segment_ids=segments.to(device))
-        output.backward(upstream.to(device))
-        return [output.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
-
-    ours = run(attention.flash_attention, torch_xla.device())
-    expected = run(attention.sdpa_attention, "cpu")
-    errors += [float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True)]
-blocks = {length: attention.padded_length(length) for length in range(1, 5000, 37)}
-sizes = {name: size for name, size in custom_kernel.FlashAttention.DEFAULT_BLOCK_SIZES.items() if name != "block_b"}
-uneven = [(name, length) for length in blocks.values() for name, size in sizes.items() if length % min(size, length)]
-print(json.dumps({"error": max(errors), "calls": calls, "uneven": uneven}))
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
-@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax (torch_xla[pallas])")
-def test_the_kernel_gives_the_numbers_of_the_reference_forward_and_backward():
-    found = json.loads(run_python(INTERPRETER + KERNEL_ALONE, env={"JAX_PLATFORMS": "cpu"}).stdout.splitlines()[-1])
-    # Both in fp32. The reference itself is compared with attention written out above.
-    assert found["error"] < 1e-5
-    assert found["calls"] == 2 * ["_flash_attention_impl", "_flash_attention_bwd_dq", "_flash_attention_bwd_dkv"]
-    assert found["uneven"] == []  # a block that does not divide the row is wrong without a word
-
-
 KERNEL_IN_A_MODEL = """
+import functools, json
+import torch, torch_xla
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from tpu_kit.config.loader import LoraConfig
+from tpu_kit.models import attention
 from tpu_kit.training.loss import shift_labels
 from tpu_kit.models.causal_lm import (
     adapt,
@@ -319,61 +228,25 @@ to_device(model, device)
 attention.SplashSettings = functools.partial(
     attention.SplashSettings, interpret=True
 )
-use_attention(model, KERNEL, "tpu")
+use_attention(model, "splash", "tpu")
 each, grad = losses(packed, device)
 print(json.dumps({"error": float((each - expected).abs().max()), "tokens": int((expected != 0).sum()),
-                  "gradient": float((grad - gradient).abs().max() / gradient.abs().max()), "calls": sorted(calls)}))
+                  "gradient": float((grad - gradient).abs().max() / gradient.abs().max())}))
 """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax (torch_xla[pallas])")
-@pytest.mark.parametrize("kernel", ["flash", pytest.param("splash", marks=pytest.mark.slow)])
-def test_packed_with_a_kernel_each_token_has_the_loss_that_it_has_alone(kernel):
+@pytest.mark.slow
+def test_packed_with_the_kernel_each_token_has_the_loss_that_it_has_alone():
     """A real model, its attention by the kernel; each document alone by sdpa on the CPU. All in fp32."""
-    script = f"KERNEL = {kernel!r}{INTERPRETER}{KERNEL_IN_A_MODEL}"
-    found = json.loads(run_python(script, env={"JAX_PLATFORMS": "cpu"}, timeout=900).stdout.splitlines()[-1])
+    found = json.loads(run_python(KERNEL_IN_A_MODEL, env={"JAX_PLATFORMS": "cpu"}, timeout=900).stdout.splitlines()[-1])
     assert found["tokens"] == 40 + 41 + 1 + 30 - 4
     assert found["error"] < 1e-5
     assert found["gradient"] < 1e-5
-    passes = ["_flash_attention_bwd_dkv", "_flash_attention_bwd_dq", "_flash_attention_impl"]
-    assert found["calls"] == (sorted(2 * passes) if kernel == "flash" else [])
 
 
-FOR_THE_TPU_COMPILER = """
-import json, os
-import torch, torch_xla
-from tests.support.tpu_program import compile_graph
-from torch_xla.core.xla_builder import create_placeholder_tensor
-from tpu_kit.models import attention
-
-found = []
-for shape in ((2, 4, 2, 200, 64), (1, 2, 1, 256, 96)):
-    batch, heads, pairs, length, head_dim = shape
-    inputs = [create_placeholder_tensor((batch, count, length, head_dim), torch.bfloat16).requires_grad_()
-              for count in (heads, pairs, pairs)]
-    segments = create_placeholder_tensor((batch, length), torch.int64)
-    with attention.lowering_for_tpu():
-        assert attention.choose("flash", "xla-cpu") == attention.FLASH
-        output, _ = attention.flash_attention(torch.nn.Module(), *inputs, None, scaling=0.1, segment_ids=segments)
-        gradients = torch.autograd.grad(output, inputs, create_placeholder_tensor(output.shape, output.dtype))
-        results = [output, *gradients]
-        text = torch_xla._XLAC._get_xla_tensors_hlo(results)
-        program = compile_graph(results)
-    found.append([text.count("tpu_custom_call"), program.get_compiled_memory_stats().generated_code_size_in_bytes])
-print(json.dumps(found), flush=True)
-os._exit(0)  # libtpu hangs at times on its way out
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
-def test_the_tpu_compiler_accepts_the_kernel_forward_and_backward():
-    for calls, code_bytes in json.loads(run_python(FOR_THE_TPU_COMPILER, env=ENVIRONMENT).stdout.splitlines()[-1]):
-        assert calls == 3  # forward, dq, dk and dv
-        assert code_bytes > 0
-
-
-@pytest.mark.parametrize("function", [attention.sdpa_attention, attention.flash_attention, attention.splash_attention])
+@pytest.mark.parametrize("function", [attention.sdpa_attention, attention.splash_attention])
 def test_an_argument_that_attention_does_not_know_is_an_error(function):
     query, key, value = states()
     neutral = {"position_ids": SEGMENTS, "use_cache": False, "output_attentions": False, "is_causal": True,
@@ -388,8 +261,7 @@ def test_an_argument_that_attention_does_not_know_is_an_error(function):
         )
 
 
-@pytest.mark.parametrize("function", [attention.flash_attention, attention.splash_attention])
-def test_the_view_of_the_segment_ids_is_never_taken_for_a_mask(function):
+def test_the_view_of_the_segment_ids_is_never_taken_for_a_mask():
     given = attention.inputs(attention.SPLASH, SEGMENTS)
     with pytest.raises(ValueError, match="the model does not pass its keyword arguments, the segment ids"):
-        function(LAYER, *states(), given["attention_mask"])
+        attention.splash_attention(LAYER, *states(), given["attention_mask"])

@@ -172,12 +172,6 @@ def test_hours_that_are_not_known(small: Path, tmp_path: Path) -> None:
     assert "rows" in plan(few)[0].unknown
 
 
-def test_old_chips_are_planned_without_kernels(small: Path) -> None:
-    (found,) = plan(run(small), ["v3-8"])
-    assert found.config.model.attention == "sdpa"
-    assert "planned with model.attention=sdpa: the attention kernels do not compile for v3" in found.note
-
-
 def test_largest() -> None:
     for most in (1, 7, 100):
         for bound in range(most + 1):
@@ -452,7 +446,7 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
     ("arguments", "text"),
     [
         (["--chip", "v5"], "unknown chip 'v5': did you mean v5"),
-        (["--chip", "h100"], "h100 is a GPU, and plans are made for TPUs: v2, "),
+        (["--chip", "h100"], "h100 is a GPU, and plans are made for TPUs: v4, "),
         (["--chip", "v5e:3x5"], "there is no topology v5e:3x5: did you mean"),
         (["--chip", "v5e-7"], "there is no v5e-7: the number counts chips. Nearest: "),
         (["--chip"], "--chip: name at least one chip after it"),
@@ -559,7 +553,7 @@ def test_a_slice_by_any_name() -> None:
     for name, replicas, expected in (
         ("v5e", None, ("v5litepod-1", 1, 1, "v5e:1x1")), ("v5e", 3, ("v5litepod-4", 4, 3, "v5e:2x2")),
         ("v5p", None, ("v5p-8", 4, 4, "v5p:2x2x1")), ("v4-32", None, ("v4-32", 16, 16, "v4:2x2x4")),
-        ("v2", None, ("v2-8", 4, 8, "v2:2x2")), ("v6e:2x4", None, ("v6e-8", 8, 8, "v6e:2x4")),
+        ("v6e:2x4", None, ("v6e-8", 8, 8, "v6e:2x4")),
     ):  # fmt: skip
         found = find_slice(name, replicas)
         assert (found.name, found.chips, found.replicas, found.topology) == expected

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.hardware.test_machine import V3, V5E, fake
+from tests.hardware.test_machine import V5E, fake
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.distributed import runtime
@@ -180,15 +180,6 @@ def test_the_compiler_is_asked_only_if_told_to(small: Path, tmp_path: Path, monk
     assert asked[-1] == (2, "v5e:2x4") and "by formula, as the compiler cannot run: no libtpu" in str(given)
     here = check_before_launch(run(small, "device_type=cpu"), exact=True, at=host(tmp_path / "host", 8))
     assert "not by the TPU compiler" in str(here) and len(asked) == 2
-
-
-def test_old_chips_train_without_kernels(small: Path, tmp_path: Path) -> None:
-    at = fake(tmp_path / "root", *[V3] * 4)
-    found = check_before_launch(run(small, "device_type=tpu"), at=at)
-    assert found.config.model.attention == "sdpa" and found.room is not None and found.room.replicas == 8
-    assert "attention=sdpa, as the attention kernels do not compile for a v3" in str(found)
-    with pytest.raises(ConfigError, match="attention: splash does not compile for a v3; use sdpa or auto"):
-        check_before_launch(run(small, "device_type=tpu", "attention=splash"), at=at)
 
 
 def test_what_may_not_fit_is_said(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_the_hosts_install_this_kit_from_its_repository() -> None:
                                        "v5litepod-16, v5litepod-32, v5litepod-64."]),
         (["--slice", "v5litpod-64"], ["--slice: unknown chip 'v5litpod': did you mean v5e"]),
         (["--slice", "v4-31"], ["the number counts TensorCores, 2 a chip. Nearest: v4-8, v4-16, v4-32"]),
-        (["--slice", "v3-32"], ["--slice: v3-32: files are written for v4, v5e, v5p, v6e"]),
+        (["--slice", "v7x-8"], ["--slice: v7x-8: files are written for v4, v5e, v5p, v6e"]),
         (["--slice", "v4-4096"], ["--slice: the topology of v4-4096 is not known; use one of v4-8, v4-16, v4-32"]),
         (["--zone", "us-west-4a"], ["--zone: us-west-4a has no v5e; did you mean us-west4-a? It is offered in us-"]),
         (["--zone", "us-central2-b"], ["--zone: us-central2-b has no v5e; did you mean us-central1-a? "]),

@@ -43,9 +43,7 @@ class ModelConfig:
     quant_cache: str | None = knob(
         "~/.cache/tpu_kit/quantized", "Folder that keeps int8 and int4 weights for the next run; null = none."
     )
-    attention: Literal["auto", "splash", "flash", "sdpa"] = knob(
-        "auto", "auto is the splash kernel on TPU and sdpa elsewhere."
-    )
+    attention: Literal["auto", "splash", "sdpa"] = knob("auto", "auto is the splash kernel on TPU and sdpa elsewhere.")
     trust_remote_code: bool = knob(False, "Run code from the model's repository.")
 
 
@@ -446,9 +444,6 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "data.columns data.format", str(error)
     if data.think_open == data.think_close:
         yield "data.think_close data.think_open", "is data.think_open too; the two must differ"
-    if model.attention == "flash" and data.max_length % 128:
-        near = near_multiples(data.max_length, 128)
-        yield "data.max_length model.attention", f"is no multiple of 128, as model.attention=flash needs; use {near}"
     if config.launch.mesh is not None:
         yield from _mesh_conflicts(config, config.launch.mesh)
     if tracking.wandb_adapter and tracking.wandb == "off":

@@ -245,7 +245,7 @@ def judge(measured: Mapping[str, Any], tpu: str | None) -> Iterator[Check]:
 
 
 def _peak(device: str | None) -> float | None:
-    """Peak bf16 FLOP/s of one replica's device: a v2 or v3 chip is two."""
+    """Peak bf16 FLOP/s of one replica's device, which may be a part of a chip."""
     try:
         chip = chips.chip(device or "")
     except ValueError:

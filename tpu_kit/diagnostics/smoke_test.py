@@ -73,17 +73,15 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 
 
 def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
-    """Compares the kernel that `model.attention` names with plain attention, in bf16 against fp32 on the host.
+    """Compares the splash kernel with plain attention, in bf16 against fp32 on the host.
 
     Returns:
         By name of `CASES`: for the output and the gradients of query, key and value, the norm of the difference over
-        the norm of the expected result. Flash has neither window nor soft cap: those cases are skipped.
+        the norm of the expected result.
     """
-    rt, kernel, found = runtime.current(), config.model.attention, {}
+    rt, found = runtime.current(), {}
     for name, case in CASES.items():
-        if kernel == "flash" and (case.window or case.softcap):
-            continue
-        print(f"{kernel}, {name}", flush=True)  # for the report if the process dies
+        print(f"splash, {name}", flush=True)  # for the report if the process dies
 
         def plain(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor, case: Case = case
@@ -100,22 +98,19 @@ def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
         segments = torch.ones(1, LENGTH, dtype=torch.int32)
         if case.segments:
             segments[:, LENGTH // 3 :], segments[:, -7:] = 2, 0
-        ours = _differentiate(_kernel(kernel, case, rt), states, segments, rt, torch.bfloat16)
+        ours = _differentiate(_splash(case, rt), states, segments, rt, torch.bfloat16)
         expected = _differentiate(plain, states, segments, _host(), torch.float32)
         parts = zip(("output", "query", "key", "value"), ours, expected, strict=True)
         found[name] = {part: float((a.float() - b).norm() / b.norm()) for part, a, b in parts}
     return found
 
 
-def _kernel(kernel: str, case: Case, rt: Runtime) -> Attend:
+def _splash(case: Case, rt: Runtime) -> Attend:
     """The kernel as the model's layers call it; interpreted without a TPU."""
     settings = SplashSettings(case.window, case.softcap, interpret=rt.device_type != "tpu")
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-        if kernel == "splash":
-            return attention.splash_kernel(query * case.head_dim**-0.5, key, value, segments, settings)
-        output, _ = attention.flash_attention(torch.nn.Module(), query, key, value, None, segment_ids=segments)
-        return output.transpose(1, 2)
+        return attention.splash_kernel(query * case.head_dim**-0.5, key, value, segments, settings)
 
     return call
 

@@ -148,7 +148,7 @@ class _FirstContact:
     def checks(self) -> Iterator[Record]:
         """Runs the checks."""
         yield self._check("Cores", partial(launch, doctor.probe, self._config(), self._limit), _judge_cores, "exact")
-        yield from self._kernels()
+        yield self._splash()
         yield from self._steps()
         config = self._config(one=True, base_dtype="fp32")
         yield self._check(
@@ -164,24 +164,16 @@ class _FirstContact:
         config = load_config(None, parameters=values)
         return self.known.apply(replace(config, launch=self._one if one else self._all))[0]
 
-    def _kernels(self) -> Iterator[Record]:
-        """Checks splash, and flash if that fails."""
+    def _splash(self) -> Record:
         if self._backend.device_type not in ("tpu", "xla-cpu"):
-            yield Record("Splash kernel", "skipped", f"it is for a TPU, and this is {self._backend.device_type}")
-            return
-        for kernel in ("splash", "flash"):
-            config = self._config(one=True, attention=kernel)
-            record = self._check(
-                f"{kernel.capitalize()} kernel",
-                partial(launch, smoke_test.compare_kernel, config, self._limit),
-                _judge_kernel, f"relative difference at most {KERNEL_TOLERANCE}",
-                f"attention=auto takes {'flash, or else ' if kernel == 'splash' else ''}sdpa here from now on",
-            )  # fmt: skip
-            failed = "" if record.status == "ok" else record.found
-            self.known = replace(self.known, kernels={**self.known.kernels, kernel: failed})
-            yield record
-            if not failed:
-                return
+            return Record("Splash kernel", "skipped", f"it is for a TPU, and this is {self._backend.device_type}")
+        record = self._check(
+            "Splash kernel", partial(launch, smoke_test.compare_kernel, self._config(one=True), self._limit),
+            _judge_kernel, f"relative difference at most {KERNEL_TOLERANCE}",
+            "attention=auto takes sdpa here from now on",
+        )  # fmt: skip
+        self.known = replace(self.known, splash="" if record.status == "ok" else record.found)
+        return record
 
     def _steps(self) -> Iterator[Record]:
         """Checks a step with scanned layers, and with unrolled ones if that fails."""

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.models import attention
 from tpu_kit.models.decode_sharding import heads_spec
 from tpu_kit.xla.sharding import constrain
@@ -221,7 +220,7 @@ def cached_attention(
         sliding_window: number of keys a query sees, itself included.
         softcap: c in c * tanh(scores / c).
         cache: of a decode step or a prefill; None for plain causal attention.
-        device_type: of the model; on a TPU the prefill uses the flash kernel.
+        device_type: of the model; on a TPU the prefill uses the splash kernel.
         **kwargs: other arguments of the model; dropout is ignored in evaluation mode.
 
     Returns:
@@ -249,8 +248,8 @@ def cached_attention(
             return output.transpose(1, 2).contiguous(), None
         # Padding follows the prompt, so a causal mask hides it.
         ones = torch.ones(batch, length, dtype=torch.int32, device=query.device)
-        attend = attention.flash_attention if device_type == "tpu" else attention.sdpa_attention
-        if device_type == "tpu" and current_mesh() is not None:
+        attend = attention.sdpa_attention
+        if device_type == "tpu":
             attend = functools.partial(attention.splash_attention, spec=spec)
         return attend(
             module,

@@ -1,7 +1,7 @@
 """Stores the measurements that `verify` made on this machine, by kind of device; `plan` and `train` use them.
 
 A JSON file in the user's cache holds them. Ratios of measured to predicted values correct predictions. If the splash
-kernel failed, `Calibration.apply` changes attention=auto to flash or sdpa; if the loop over layers failed, it changes
+kernel failed, `Calibration.apply` changes attention=auto to sdpa; if the loop over layers failed, it changes
 scan_layers=auto to off. Results of other versions of torch_xla, libtpu or tpu_kit are ignored.
 """
 
@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.hardware import chips
@@ -33,7 +32,7 @@ class Calibration:
         device: a chip's name, such as "v5e", or "xla-cpu".
         memory: measured peak of a step over the compiler's figure; None if not measured.
         time: measured time of a step over the roofline's; None if not measured.
-        kernels: "splash" or "flash", if checked, to the reason of its failure; empty if it passed.
+        splash: why the splash kernel failed; empty if it passed or was not checked.
         scan: why the loop over layers failed; empty if it passed or was not checked.
         report: path of the report with the details.
         made: date.
@@ -44,7 +43,7 @@ class Calibration:
     device: str
     memory: float | None = None
     time: float | None = None
-    kernels: Mapping[str, str] = field(default_factory=dict)
+    splash: str = ""
     scan: str = ""
     report: str = ""
     made: str = ""
@@ -65,11 +64,9 @@ class Calibration:
     def apply(self, config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         """Replaces each `auto` that would take what failed here; returns the run and a line for each change."""
         warnings = []
-        if config.model.attention == "auto" and (why := self.kernels.get("splash")):
-            pick: Literal["flash", "sdpa"] = "flash" if self.kernels.get("flash") == "" else "sdpa"
-            also = f", flash too ({self.kernels['flash']})" if self.kernels.get("flash") else ""
-            config = replace(config, model=replace(config.model, attention=pick))
-            warnings.append(f"WARNING: attention=auto is {pick}: splash failed on this machine ({why}){also}")
+        if config.model.attention == "auto" and self.splash:
+            config = replace(config, model=replace(config.model, attention="sdpa"))
+            warnings.append(f"WARNING: attention=auto is sdpa: splash failed on this machine ({self.splash})")
         if config.optim.scan_layers == "auto" and self.scan:
             config = replace(config, optim=replace(config.optim, scan_layers="off"))
             warnings.append(f"WARNING: layers are unrolled: their loop failed on this machine ({self.scan})")

@@ -1,14 +1,14 @@
 """Figures of each TPU and of a few GPUs, each with its source: memory, speed, names of slices, list prices.
 
 A figure without a source is None; `Chip.sources` names, per field, the source of a figure and the sources that differ.
-Today these are None: power of v2, v5e, v5p, v6e and v7x; interconnect of v2 and v3; usable memory, topologies and price
-of v7x; bf16 speed of the T4 (it has no bf16 units); usable memory of most GPUs.
+Today these are None: power of v5e, v5p, v6e and v7x; usable memory, topologies and price of v7x; bf16 speed of the T4
+(it has no bf16 units); usable memory of most GPUs.
 
 Things that guides often get wrong:
 
-* A slice name counts TensorCores for v2, v3, v4, v5p and v7x, but chips for v5e ("v5litepod-8") and v6e. So v4-32 is 16
-  chips on 4 hosts, v2-8 and v3-8 are 4 chips of 2 cores, v5p-8 is 4 chips, and v5litepod-8 and v6e-8 are 8 chips.
-* PyTorch/XLA sees a v2 or v3 chip as two devices (each core has half of the HBM), a v4 or v5p chip as one ("megacore").
+* A slice name counts TensorCores for v4, v5p and v7x, but chips for v5e ("v5litepod-8") and v6e. So v4-32 is 16
+  chips on 4 hosts, v5p-8 is 4 chips, and v5litepod-8 and v6e-8 are 8 chips.
+* PyTorch/XLA sees a v7x chip as two devices (each core has half of the HBM), a v4 or v5p chip as one ("megacore").
 * 393 TOP/s (v5e), 1836 TOP/s (v6e) and 4614 TFLOP/s (v7x) are int8 or fp8 peaks, not bf16; NVIDIA prints peaks "with
   sparsity", twice what dense training can reach.
 * Vendors write GB for GiB: a "16 GB" v5e has 16 GiB, of which a program gets 15.75.
@@ -150,30 +150,6 @@ _CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8"
 
 _CHIPS = (
     Chip(
-        name="v2", aliases=("TPU v2",), hbm_bytes=16 * GIB, usable_hbm_bytes=8034123776,
-        bf16_flops=46e12, hbm_bandwidth=716e9, cores=2, devices_per_chip=2,
-        accelerator_prefix="v2", name_counts_cores=True,
-        slice_sizes=(4, 16, 64, 128, 256), topologies=_topologies("v2", "2x2 4x4 8x8 8x16 16x16"),
-        price=Price(4.5 / 4, 1.35 / 4, _CATALOG + "us-central1 tpu-v2-8, over 4 chips"),
-        sources=_sources({
-            "hbm_bytes": f"{_JAX}: 16e9; openxla/xla GetDeviceMemoryInBytes: 8 GiB per device, of which a chip has 2",
-            "usable_hbm_bytes": f"{_LIBTPU}: limit 7.48G, reserved 530M, per core",
-            "bf16_flops hbm_bandwidth": f"{_JAX}; the marketed 180 TFLOP/s of a v2-8 make 45 a chip",
-            "cores devices_per_chip": f"{_LIBTPU}: by default 2x2 chips, 8 devices a host; {_DOCS}v2"})),
-    Chip(
-        name="v3", aliases=("TPU v3",), hbm_bytes=32 * GIB, usable_hbm_bytes=16624058368,
-        bf16_flops=123e12, hbm_bandwidth=900e9, cores=2, devices_per_chip=2,
-        accelerator_prefix="v3", name_counts_cores=True,
-        slice_sizes=(4, 16, 32, 64, 128, 256, 512, 1024),
-        topologies=_topologies("v3", "2x2 4x4 4x8 8x8 8x16 16x16 16x32 32x32"),
-        price=Price(8 / 4, 2.04 / 4, _CATALOG + "us-central1 tpu-v3-8, over 4 chips"),
-        watts=220, sources=_sources({
-            "watts": _POWER,
-            "hbm_bytes hbm_bandwidth": f"{_DOCS}v3; {_JAX} says 825e9 bytes/s",
-            "usable_hbm_bytes": f"{_LIBTPU}: limit 15.48G, reserved 530M, per core",
-            "bf16_flops": f"{_DOCS}v3; {_JAX} says 140e12, the marketed 420 TFLOP/s of a v3-8 make 105",
-            "cores devices_per_chip": f"{_LIBTPU}: by default 2x2 chips, 8 devices a host; {_DOCS}v3"})),
-    Chip(
         name="v4", aliases=("TPU v4",), hbm_bytes=32 * GIB, usable_hbm_bytes=33014218752,
         bf16_flops=275e12, hbm_bandwidth=1200e9, ici_bandwidth=540e9, cores=2, vector_memory_bytes=128 * MIB,
         accelerator_prefix="v4", name_counts_cores=True,
@@ -289,9 +265,6 @@ _CHIPS = (
 
 CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS})
 """Every chip by its short name."""
-
-NO_KERNELS = ("v2", "v3")
-"""Chips that the attention kernels do not compile for: "Unsupported matmul RHS type on target" (libtpu 0.0.21)."""
 
 FREE_SLICES: Mapping[str, tuple[str, ...]] = {"Kaggle": ("v5litepod-8",), "Colab": ("v5litepod-1", "v6e-1")}
 """What notebook services give away, by users' reports (read 2026-11-21). It changes; Kaggle's queue is often long."""

@@ -365,6 +365,6 @@ def chip_name(device_type: str) -> str | None:
 
 
 def chips_of(device_type: str, replicas: int) -> int:
-    """Number of chips that so many replicas run on: v2 and v3 have two devices a chip."""
+    """Number of chips that so many replicas run on."""
     name = chip_name(device_type)
     return max(1, replicas // chips.chip(name).devices_per_chip) if name else replicas

@@ -37,10 +37,9 @@ if TYPE_CHECKING:  # this module needs only Python, so that `install` works wher
 Status = Literal["ok", "warning", "failure", "skipped"]
 MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001  the dash is intended
 
-# As in torch_xla._internal.tpu and tpu-info: v2 and v3 share a device id and differ in the subsystem's.
+# As in torch_xla._internal.tpu and tpu-info.
 _GOOGLE = "0x1ae0"
 _PCI = {"0x005e": "v4", "0x0063": "v5e", "0x0062": "v5p", "0x006f": "v6e", "0x0076": "v7x"}
-_PCI_SUBSYSTEM = {"0x004e": "v2", "0x004f": "v3"}
 _METADATA = "/computeMetadata/v1/instance/attributes/tpu-env"  # the key that torch_xla reads
 
 # Each process of a launch gets its own values of these; see `preset_per_process`.
@@ -93,12 +92,9 @@ class Machine:
 
     def tpus(self) -> list[str]:
         """Chips on the PCI bus, such as ["v5e", "v5e"]; they are not opened."""
-        found = []
-        for device in sorted((self.root / "sys/bus/pci/devices").glob("*")):
-            name = str(device.relative_to(self.root))
-            if self.read(f"{name}/vendor") == _GOOGLE:
-                subsystem = _PCI_SUBSYSTEM.get(self.read(f"{name}/subsystem_device"))
-                found.append(_PCI.get(self.read(f"{name}/device"), subsystem))
+        devices = sorted((self.root / "sys/bus/pci/devices").glob("*"))
+        names = [str(device.relative_to(self.root)) for device in devices]
+        found = [_PCI.get(self.read(f"{name}/device")) for name in names if self.read(f"{name}/vendor") == _GOOGLE]
         return [kind for kind in found if kind]
 
     def nodes(self) -> list[Path]:

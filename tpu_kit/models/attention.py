@@ -2,9 +2,8 @@
 
 "tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for any device. "tpu_kit_splash" is the
 splash kernel of JAX for TPU. It reads grouped key-value heads without repeating them, supports soft caps and windows,
-and skips the blocks that the mask hides. For the backward pass it saves one number for each query; flash saves 256.
-"tpu_kit_pallas" is the flash kernel of torch_xla for TPU. Both kernels fall back to "tpu_kit" in a call without
-`segment_ids`, and flash also for layers with a soft cap or a window shorter than the row (`_kernel_attention`).
+skips the blocks that the mask hides, and saves one number for each query for its backward pass. It falls back to
+"tpu_kit" in a call without `segment_ids`.
 
 No implementation reads a tensor on the host: masks are computed from `segment_ids` on the device. `inputs` makes the
 arguments for this. Given `position_ids` alone, transformers would read them on the host to find packed documents.
@@ -13,7 +12,6 @@ arguments for this. Given `position_ids` alone, transformers would read them on 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,10 +24,7 @@ from tpu_kit.xla import pallas
 from tpu_kit.xla.pallas import PER_HEAD, SplashSettings
 
 SDPA = "tpu_kit"
-FLASH = "tpu_kit_pallas"  # with "flash" in the name transformers would look for a CUDA kernel on the hub
 SPLASH = "tpu_kit_splash"
-KERNELS = {"flash": FLASH, "splash": SPLASH}
-"""The kernels for TPU, by their names in `model.attention`."""
 
 _IGNORED = {
     "position_ids",  # the rotary embedding has applied them
@@ -49,10 +44,9 @@ def register() -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(SDPA, sdpa_attention)
-    AttentionInterface.register(FLASH, flash_attention)
     AttentionInterface.register(SPLASH, splash_attention)
     # Without a mask function transformers silently drops a padding mask.
-    for name in (SDPA, FLASH, SPLASH):
+    for name in (SDPA, SPLASH):
         AttentionMaskInterface.register(name, _mask_without_host_read)
 
 
@@ -60,28 +54,28 @@ def choose(attention: str, device_type: str) -> str:
     """Selects the registered implementation for a device.
 
     Args:
-        attention: "auto", "splash", "flash" or "sdpa".
+        attention: "auto", "splash" or "sdpa".
         device_type: "tpu", "xla-cpu", "cuda" or "cpu".
 
     Returns:
         The registered name.
 
     Raises:
-        ValueError: the name is unknown, or it is a TPU kernel and the device is no TPU.
+        ValueError: the name is unknown, or it is splash and the device is no TPU.
     """
     has_kernel = device_type == "tpu" or _lowering_for_tpu
     if attention == "auto":
         return SPLASH if has_kernel else SDPA
     if attention == "sdpa":
         return SDPA
-    if attention not in KERNELS:
-        raise ValueError(f"attention is {attention!r}: use auto, splash, flash or sdpa")
+    if attention != "splash":
+        raise ValueError(f"attention is {attention!r}: use auto, splash or sdpa")
     if not has_kernel:
         raise ValueError(
-            f"attention={attention} is a TPU kernel and this device is {device_type}: use attention=auto, which takes "
+            f"attention=splash is a TPU kernel and this device is {device_type}: use attention=auto, which takes "
             "splash on a TPU and sdpa elsewhere"
         )
-    return KERNELS[attention]
+    return SPLASH
 
 
 def inputs(implementation: str, segment_ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -93,9 +87,9 @@ def inputs(implementation: str, segment_ids: torch.Tensor) -> dict[str, torch.Te
 
     Returns:
         attention_mask and segment_ids. transformers neither changes nor reads a 4-D attention_mask: for sdpa it is the
-        boolean block-diagonal mask (B, 1, S, S), for a kernel an unused view of the segment ids (B, 1, 1, S).
+        boolean block-diagonal mask (B, 1, S, S), for splash an unused view of the segment ids (B, 1, 1, S).
     """
-    if implementation in KERNELS.values():
+    if implementation == SPLASH:
         return {"attention_mask": segment_ids[:, None, None, :], "segment_ids": segment_ids}
     return {"attention_mask": block_diagonal_mask(segment_ids), "segment_ids": segment_ids}
 
@@ -194,8 +188,7 @@ def _and_window(mask: torch.Tensor, window: int) -> torch.Tensor:
     return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, torch.finfo(mask.dtype).min)
 
 
-def _kernel_attention(
-    kernel: str,
+def splash_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -208,38 +201,26 @@ def _kernel_attention(
     spec: Spec = PER_HEAD,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention with a kernel for TPU; called by transformers. See `sdpa_attention`, which it falls back to.
+    """Computes attention with the splash kernel; called by transformers.
 
-    It falls back without `segment_ids` (generation, a plain forward pass), and with FLASH also for a soft cap and for a
-    window shorter than the row. On a mesh SPLASH shards query, key and value by `spec`.
+    It falls back to `sdpa_attention` without `segment_ids` (a decode step, a plain forward pass). On a mesh query, key
+    and value are sharded by `spec`.
     """
-    length, heads = query.shape[2], query.shape[1]
+    length = query.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < length else None
-    unsupported = kernel == FLASH and (window is not None or softcap is not None)
-    if segment_ids is None or length != key.shape[2] or unsupported:
+    if segment_ids is None or length != key.shape[2]:
         options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, **kwargs}
         mask = None if segment_ids is not None else _own_mask(attention_mask)
         return sdpa_attention(module, query, key, value, mask, segment_ids=segment_ids, **options)
     _refuse_dropout(module, kwargs.pop("dropout", 0.0))
     refuse_unknown(kwargs)
     query, key = _as_value(query, key, value)
-    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    if kernel == FLASH:
-        key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
-    else:
-        query = query * scaling
+    query = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
     padding = padded_length(length) - length
     query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
     segments = (F.pad(segment_ids, (0, padding)) if padding else segment_ids).to(torch.int32)
-    if kernel == FLASH:
-        output = pallas.flash_attention(query, key, value, segments, scaling)
-    else:
-        output = splash_kernel(query, key, value, segments, SplashSettings(window, softcap, spec=spec))
+    output = splash_kernel(query, key, value, segments, SplashSettings(window, softcap, spec=spec))
     return output[:, :, :length].transpose(1, 2).contiguous(), None
-
-
-flash_attention = functools.partial(_kernel_attention, FLASH)
-splash_attention = functools.partial(_kernel_attention, SPLASH)
 
 
 def splash_kernel(
@@ -355,7 +336,7 @@ def _mask_without_host_read(**kwargs: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def lowering_for_tpu() -> Iterator[None]:
-    """Lets a process on XLA:CPU trace the kernels into a program for the TPU compiler, which cannot run on the CPU."""
+    """Lets a process on XLA:CPU trace the kernel into a program for the TPU compiler, which cannot run on the CPU."""
     global _lowering_for_tpu
     _lowering_for_tpu = True
     try:

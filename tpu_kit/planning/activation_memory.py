@@ -230,11 +230,9 @@ class PeakActivationModel:
         self.again, self.keeps = remat != "none", remat == "outputs"
         self.scanned = self.again and (optim.scan_layers == "on" or (optim.scan_layers == "auto" and shape.known.scans))
         self.kernel = "splash" if attention == "auto" else attention
-        if self.kernel == "flash" and shape.softcap:
-            self.kernel = "sdpa"  # the flash kernel has no soft cap
         self.on_chip = (chip.vector_memory_bytes if chip else None) or VECTOR_MEMORY
         if self.kernel == "sdpa":
-            self.on_chip = 0  # chips without kernels have next to none for a layer's work
+            self.on_chip = 0
         tiles = self.scanned and not self.keeps
         self.tile = min(optim.mlp_tile or self.tokens, self.tokens) if tiles else self.tokens
         self.tiles = -(-self.tokens // self.tile)
@@ -354,14 +352,12 @@ class PeakActivationModel:
         """The results of a layer that remat=outputs keeps: of its linear layers, T times their outputs, and attention.
 
         The result of the last product is kept only if a norm follows: otherwise it is added to the stream, and its
-        gradient does not need it. Attention keeps its output, T n d c, and with splash the log of sums, 4 T n; flash
-        keeps nothing (`remat`).
+        gradient does not need it. Attention keeps its output, T n d c, and with splash the log of sums, 4 T n.
         """
         shape, last = self.shape, 0 if self.shape.norm_follows else 1
         kept = shape.linears[: len(shape.linears) - last]
         found = 0.0 + sum(padded((self.tokens, one.outputs), self.compute, free=True) for one in kept)
-        if self.kernel != "flash":
-            found += self.output()
+        found += self.output()
         return found + (padded((self.rows * shape.heads, self.length), 4) if self.kernel == "splash" else 0.0)
 
     def output(self) -> float:
@@ -371,13 +367,11 @@ class PeakActivationModel:
     def kept(self) -> float:
         """Tensors that attention keeps for its backward: queries and output, 2 T n D c, keys and values, 2 T m D c.
 
-        flash also keeps sums and maxima for each lane, 2 T n 128 fp32; sdpa its weights, T S n c, and keys and values
-        repeated for every query head.
+        sdpa keeps its weights, T S n c, and keys and values repeated for every query head.
         """
         if self.kernel == "sdpa":
             return self.heads(4, self.shape.heads) + self.scores()
-        found = self.heads(2, self.shape.heads) + self.heads(2, self.shape.kv_heads)
-        return found + (2 * self.lanes() if self.kernel == "flash" else 0.0)
+        return self.heads(2, self.shape.heads) + self.heads(2, self.shape.kv_heads)
 
     def rotary(self) -> float:
         """Cosines and sines of the positions, (T, D) each in the compute dtype."""
@@ -513,15 +507,13 @@ class PeakActivationModel:
         """The recomputed layer during the backward pass of its attention: (layer, attention).
 
         Unrolled, the peak is the forward kernel with queries and output; splash writes the log of sums for each lane,
-        flash repeats keys and values, sdpa has another array of scores beside what it keeps. In a loop, the peak is the
+        sdpa has another array of scores beside what it keeps. In a loop, the peak is the
         backward kernel, with queries, output and its gradient, keys and values and theirs, and the gradient of queries,
         of which splash makes one for each block of keys, S / 1024 T n D c, and adds them.
         """
         extra = self.hidden(self.block - 1) + self.slices()
         if self.kernel == "sdpa":
             found = self.kept() + self.scores()
-        elif self.kernel == "flash":
-            found = 2 * self.lanes() + self.heads(4, self.shape.heads)
         elif not self.scanned:
             found = self.lanes() + self.heads(2, self.shape.heads)
         else:

@@ -33,7 +33,6 @@ from typing import Any, Literal
 from tpu_kit.config.loader import BatchPlan, ModelConfig, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.distributed.child_process import run_child
-from tpu_kit.hardware import chips
 from tpu_kit.hardware.chips import GIB, Chip, Topology
 from tpu_kit.hardware.compatibility import PAIRINGS
 from tpu_kit.hardware.slices import find_topology
@@ -308,8 +307,6 @@ def _compile_for(
 ) -> Compiled:
     kind, topology = find_topology(chip, num_replicas)
     config = with_shipped_shape(config, cache_dir)
-    if kind.name in chips.NO_KERNELS and config.model.attention == "auto":
-        config = replace(config, model=replace(config.model, attention="sdpa"))
     launch = config.launch
     mesh = resolve_mesh(launch.mesh, num_replicas, launch.mesh_rules) if launch.mesh else None
     plan = batch_arithmetic(config, mesh.batch_shards if mesh else num_replicas)

@@ -137,9 +137,9 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     A matrix product of N weights takes 2 N FLOPs a token, its gradient to the input as many, to the weight as many
     where that is trained. remat=full adds the forward pass of the layers, without the last product of the MLP, whose
     result is needed only if a norm follows (then a tiled MLP is computed twice: for that norm, and tile by tile for its
-    own gradient). remat=outputs adds the first product of each adapter, and the part of attention whose results are not
-    kept: all of flash, the scores of sdpa. Attention takes 4 S n d a token forward, and 2.5 times that backward (five
-    products for two); a kernel leaves out the half that the causal mask hides.
+    own gradient). remat=outputs adds the first product of each adapter, and the scores of sdpa. Attention takes
+    4 S n d a token forward, and 2.5 times that backward (five products for two); a kernel leaves out the half that the
+    causal mask hides.
     """
     tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
     compute = 4 if config.model.base_dtype == "fp32" else 2
@@ -156,7 +156,7 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     if remat == "outputs":
         adapters += sum(one.inputs * lora.r * count for one, count in shape.adapted(lora)) / shape.layers
     seen = 1.0 if attention == "sdpa" else 0.5
-    repeated = {"sdpa": 0.5, "flash": 1.0}.get(attention, 0.0) if remat == "outputs" else again
+    repeated = (0.5 if attention == "sdpa" else 0.0) if remat == "outputs" else again
     scores = 2 * length * shape.heads * shape.head_dim * (3.5 + repeated) * seen
     head = shape.vocabulary * shape.hidden
     flops = 2 * tokens * (shape.layers * (linear + adapters + scores) + head * (2 if lora.r else 3))

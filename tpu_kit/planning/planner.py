@@ -23,7 +23,7 @@ from typing import Any, Literal
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import MOST_ROWS
-from tpu_kit.hardware.chips import MIB, NO_KERNELS
+from tpu_kit.hardware.chips import MIB
 from tpu_kit.hardware.slices import TargetSlice, find_slice
 from tpu_kit.models.architecture import Shape, UnknownFamilyError, read_shape
 from tpu_kit.models.sharding_rules import Placed
@@ -433,9 +433,6 @@ def _ease(setting: Setting) -> tuple[int, int]:
 def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows) -> Plan:
     """Makes the plan for one slice by formula."""
     config, notes = where.calibration.apply(config)
-    if where.chip.name in NO_KERNELS and config.model.attention != "sdpa":
-        notes.append(f"planned with model.attention=sdpa: the attention kernels do not compile for {where.chip.name}")
-        config = replace(config, model=replace(config.model, attention="sdpa"))
     settings = sorted(_settings(config, shape, where, rows), key=lambda one: (-_speed(one), one.peak))
     limit = where.limit * (1 - max(where.free, reserve(config)))
     fitting = [one for one in settings if one.peak <= limit]

@@ -13,7 +13,7 @@ from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.data.batching import too_few_rows
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import MOST_ROWS, MemoryBudget, Runtime, detect, device_memory_budget, seen_on
-from tpu_kit.hardware.chips import GIB, NO_KERNELS
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.architecture import Shape, read_shape
 from tpu_kit.planning.cost import StepTime, host_rate, predict_time, work
@@ -120,7 +120,7 @@ def check_before_launch(
         ValueError: as `runtime.detect`; `optim.batch_size=auto` cannot be chosen.
     """
     room = device_memory_budget(config, at, hosts)
-    config, notes = _attention(config, room)
+    config, notes = room.calibration.apply(config) if room else (config, [])
     notes += room.calibration.notes if room else []
     given = config.optim.batch_size != "auto"
     try:
@@ -208,20 +208,6 @@ def _by_compiler(config: TrainConfig, topology: str, devices: int) -> str:
         return f"by the compiler, it {compile_step(config, topology, num_replicas=devices)}"
     except CompilerUnavailable as error:
         return f"by formula, as the compiler cannot run: {error}"
-
-
-def _attention(config: TrainConfig, room: MemoryBudget | None) -> tuple[TrainConfig, list[str]]:
-    """Replaces attention and scanned layers that do not work on this device."""
-    config, warnings = room.calibration.apply(config) if room else (config, [])
-    chip = room.where.chip.name if room and room.where else ""
-    if chip not in NO_KERNELS or config.model.attention == "sdpa":
-        return config, warnings
-    if config.model.attention != "auto":
-        raise ConfigError(
-            [f"model.attention: {config.model.attention} does not compile for a {chip}; use sdpa or auto"]
-        )
-    note = f"model.attention=sdpa, as the attention kernels do not compile for a {chip}"
-    return replace(config, model=replace(config.model, attention="sdpa")), [*warnings, note]
 
 
 # ------------------------------------------------------------------------------------------------------------ the batch

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
-from tpu_kit.hardware.chips import GIB, NO_KERNELS
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.planning import cost
 from tpu_kit.planning.memory_estimate import reserve
 from tpu_kit.planning.preflight import estimate_in
@@ -338,7 +338,7 @@ def long_rows(p: Profile) -> Found:
 
 def dense_attention(p: Profile) -> Found:
     """Attention keeps all scores although the chip has a kernel."""
-    if p.chip is None or p.chip.accelerator_prefix is None or p.chip.name in NO_KERNELS or _attention(p) != "sdpa":
+    if p.chip is None or p.chip.accelerator_prefix is None or _attention(p) != "sdpa":
         return None
     figure = f"attention=sdpa keeps the scores of {p.config.data.max_length} tokens"
     return _better(p, figure, [{"model.attention": "splash"}])
