@@ -70,7 +70,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "host.chip_name": (2, NEVER, "MFU and cost by the chip's name"),
     "install.check": (1, RUNS, "test_install"),
     "install.options": (1, RUNS, "test_install"),
-    "kv_cache.cached_attention": (2, COMPILER, "test_service"),
+    "kv_cache.cached_attention": (1, COMPILER, "test_service"),
     "launch._check_host": (2, RECORDED, "test_launch"),
     "machine.check_holder": (1, RECORDED, "test_machine"),
     "machine.check_lock": (1, RECORDED, "test_machine"),
@@ -86,7 +86,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
         NEVER,
         VERIFY,
     ),
-    "smoke_test._kernel": (
+    "smoke_test._splash": (
         1,
         NEVER,
         VERIFY,

@@ -18,7 +18,10 @@ from tpu_kit.hardware.compatibility import find_pairing, is_tested
 
 each_image = pytest.mark.parametrize("image", IMAGES)
 DEPENDENCIES = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
-ABSENT = {"colab-tpu": {"omegaconf", "peft"}, "kaggle-tpu": {"datasets", "omegaconf", "peft"}}
+ABSENT = {
+    "colab-tpu": {"math-verify", "omegaconf", "peft"},
+    "kaggle-tpu": {"datasets", "math-verify", "omegaconf", "peft"},
+}
 
 
 def test_the_images_are_those_of_the_readme() -> None:

@@ -38,7 +38,8 @@ omegaconf==2.4.0
 PAIR = {"torch": "2.9.0+cpu", "torch-xla": "2.9.0", "libtpu": "0.0.21", "jax": "0.7.1", "jaxlib": "0.7.1"}
 KAGGLE = {"torch": "2.8.0+cpu", "torch-xla": "2.8.0", "libtpu": "0.0.17", "jax": "0.7.2", "jaxlib": "0.7.2"}
 RIGHT = PAIR | {
-    "transformers": "5.23.0", "peft": "0.21.2", "omegaconf": "2.4.0", "datasets": "5.2.0", "matplotlib": "3.11.2",
+    "transformers": "5.23.0", "peft": "0.21.2", "omegaconf": "2.4.0", "datasets": "5.2.0", "math-verify": "0.9.0",
+    "matplotlib": "3.11.2",
 }  # fmt: skip
 LAPTOP = Site("computer without an accelerator", "", "Linux x86_64", (3, 12), RIGHT, 100.0, "", True)
 COLAB = replace(LAPTOP, place="Colab", accelerator="1 x v5e")
@@ -49,18 +50,18 @@ def test_where_all_is_right_nothing_is_done(capsys: pytest.CaptureFixture[str]) 
     decision = decide(LAPTOP, pins=PINNED)
     assert (decision.action, decision.kind, decision.commands) == ("nothing", "tpu", ())
     pair = "torch 2.9.0+cpu, torch_xla 2.9.0, libtpu 0.0.21, jax 0.7.1, jaxlib 0.7.1 pair"
-    assert str(decision) == f"Nothing to do: all 10 packages are there, and {pair}"
+    assert str(decision) == f"Nothing to do: all 11 packages are there, and {pair}"
     install.carry_out(decision)
     assert capsys.readouterr().out == "Nothing was to be done.\n"
 
 
 def test_one_line_installs_all() -> None:
     decision = decide(replace(LAPTOP, versions=WITHOUT), pins=PINNED)
-    names = "torch, torch_xla, libtpu, jax, jaxlib, datasets, matplotlib, omegaconf, peft, transformers"
+    names = "torch, torch_xla, libtpu, jax, jaxlib, datasets, math-verify, matplotlib, omegaconf, peft, transformers"
     assert decision.why == (f"not installed: {names}",)
     wanted = (
         "torch==2.9.0", "torch_xla==2.9.0", "libtpu==0.0.21", "jax==0.7.1", "jaxlib==0.7.1", "datasets>=4.8",
-        "matplotlib>=3.10", "omegaconf==2.4.0", "peft==0.21.2", "transformers==5.23.0",
+        "math-verify>=0.9", "matplotlib>=3.10", "omegaconf==2.4.0", "peft==0.21.2", "transformers==5.23.0",
     )  # fmt: skip
     assert decision.commands == ((sys.executable, "-m", "pip", "install", "--quiet", *wanted),)
     with_uv = decide(
@@ -80,7 +81,7 @@ def test_what_pairs_is_left_alone_and_what_is_missing_is_added() -> None:
     assert decision.add == ("omegaconf==2.4.0", "peft==0.21.2")
     assert decision.commands == ((sys.executable, "-m", "pip", "install", "--quiet", *decision.add),)
     assert set(decision.keep) == {f"{name}=={version}" for name, version in there.items()}
-    assert "Left as they are: 8 packages" in str(decision)
+    assert "Left as they are: 9 packages" in str(decision)
 
 
 def test_extras_are_installed_when_asked_for() -> None:

@@ -213,7 +213,7 @@ def host() -> Iterator[TrainConfig]:
 
 
 def test_a_kernel_that_sees_another_document_is_found(host: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def blind(kernel: str, case: smoke_test.Case, rt: runtime.Runtime) -> smoke_test.Attend:
+    def blind(case: smoke_test.Case, rt: runtime.Runtime) -> smoke_test.Attend:
         def attend(query: Any, key: Any, value: Any, segments: torch.Tensor) -> torch.Tensor:
             output, _ = attention.sdpa_attention(
                 torch.nn.Module(), query, key, value, None, segment_ids=torch.ones_like(segments)
@@ -222,7 +222,7 @@ def test_a_kernel_that_sees_another_document_is_found(host: TrainConfig, monkeyp
 
         return attend
 
-    monkeypatch.setattr(smoke_test, "_kernel", blind)
+    monkeypatch.setattr(smoke_test, "_splash", blind)
     monkeypatch.setattr(smoke_test, "LENGTH", 64)
     cases = {name: smoke_test.CASES[name] for name in ("head size 64", "segments", "window", "soft cap")}
     monkeypatch.setattr(smoke_test, "CASES", cases)
