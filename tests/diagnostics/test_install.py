@@ -126,6 +126,13 @@ def test_torch_tpu_is_removed_first() -> None:
     assert decision.commands[0] == (sys.executable, "-m", "pip", "uninstall", "--yes", "torch_tpu")
 
 
+def test_torch_tpu_of_the_users_own_environment_stays() -> None:
+    decision = decide(replace(LAPTOP, versions={"torch": "2.13.0", "torch-tpu": "0.2.0"}), hardware="tpu", pins=PINNED)
+    assert decision.action == "impossible" and decision.commands == ()
+    assert "torch_tpu 0.2.0 needs torch 2.11 or later, and the kit on a TPU torch_xla 2.9.0 or 2.8.0" in str(decision)
+    assert "uv venv --python 3.12 ~/tpu_kit-env" in str(decision)
+
+
 @pytest.mark.parametrize(
     ("site", "hardware", "kind"),
     [

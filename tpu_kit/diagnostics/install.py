@@ -37,7 +37,18 @@ from typing import Any, Literal
 from tpu_kit.config.fields import ConfigError
 from tpu_kit.distributed.child_process import run_child
 from tpu_kit.hardware.chips import GIB
-from tpu_kit.hardware.compatibility import CHECKED, PACKAGES, PAIRINGS, PYTHONS, bare, find_pairing, mismatches
+from tpu_kit.hardware.compatibility import (
+    CHECKED,
+    PACKAGES,
+    PAIRINGS,
+    PYTHONS,
+    bare,
+    beside_torch_tpu,
+    environment_line,
+    find_pairing,
+    mismatches,
+)
+from tpu_kit.hardware.compatibility import REPOSITORY as REPOSITORY
 from tpu_kit.hardware.machine import Check, Machine
 from tpu_kit.notebook.kernel import check_names, explain_missing_names, parameters
 from tpu_kit.notebook.kernel import show_checks as show_checks
@@ -46,8 +57,6 @@ from tpu_kit.notebook.kernel import show_table as show_table
 Kind = Literal["tpu", "gpu"]
 """The packages to install: torch with torch_xla, libtpu and jax, for a TPU or its simulation; or torch alone."""
 
-REPOSITORY = "https://github.com/tpu-kit/tpu_kit"
-"""The kit's repository; a test compares the notebooks, README.md and pyproject.toml with it."""
 _LINUX = "Linux x86_64"
 _GIB_NEEDED = 14  # while pip unpacks torch with CUDA's libraries
 _OPTIONS = ("kit_source", "hardware", "extras", "torch_index", "restart")
@@ -292,6 +301,9 @@ def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
         against.append(f"Python {_dotted(site.python)}: the kit needs 3.11 to 3.13")
     if kind != "gpu" and not on_linux:
         against.append(f"{site.system}: torch_xla has wheels for {_LINUX} alone; hardware='gpu' installs torch alone")
+    # The session of a service ends soon: there `decide` removes torch_tpu.
+    if kind == "tpu" and (other := site.version("torch_tpu")) and site.place not in ("Colab", "Kaggle"):
+        against.append(beside_torch_tpu(other))
     return kind, against
 
 
@@ -367,10 +379,8 @@ def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
         local = Path(source).expanduser()
         kit = str(local) if source and local.exists() else "tpu_kit" if source == "index" else f"git+{REPOSITORY}"
         file = requirements(kind, source)
-        given = shlex.join(["-r", str(file), kit])
         ways.append(
-            "an environment with a Python that fits, which uv fetches: pip install uv && uv venv --python 3.12 "
-            f"~/tpu_kit-env && uv pip install --python ~/tpu_kit-env {given} && "
+            f"an environment of its own: {environment_line(str(file), kit)} && "
             "~/tpu_kit-env/bin/python -m ipykernel install --user --name tpu_kit"
         )
         one_kernel = site.place in ("Colab", "Kaggle")

@@ -6,6 +6,7 @@ The doctor (`machine`), `install` and `compile_check` read it.
 from __future__ import annotations
 
 import importlib.metadata
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -74,6 +75,8 @@ PAIRINGS: tuple[Pairing, ...] = (
         kernel_format=4,  # of jax 0.7.2 it said "Unsupported version: expected <= 4 but got 7", 2026-11-22
     ),
 )
+REPOSITORY = "https://github.com/tpu-kit/tpu_kit"
+"""The kit's repository; a test compares the notebooks, README.md and pyproject.toml with it."""
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "jaxlib")
 """The packages of a pairing."""
 
@@ -132,6 +135,26 @@ def mismatches(version: Callable[[str], str | None], python: Python, *, with_tpu
 def install_line(python: Python) -> str:
     """The line of pip that installs the newest pairing."""
     return "pip install " + " ".join(f'"{name}=={pin}"' for name, pin in PAIRINGS[0].versions(python).items())
+
+
+def environment_line(requirements: str, kit: str) -> str:
+    """The line of the shell that makes an environment of its own for the kit, with a Python that uv finds or fetches.
+
+    Args:
+        requirements: the file of the tested versions.
+        kit: what pip installs the kit from.
+    """
+    given = shlex.join(["-r", requirements, kit])
+    return f"pip install uv && uv venv --python 3.12 ~/tpu_kit-env && uv pip install --python ~/tpu_kit-env {given}"
+
+
+def beside_torch_tpu(version: str) -> str:
+    """Says why torch_tpu (TorchTPU), torch_xla's successor, and the kit on a TPU cannot share an environment."""
+    releases = " or ".join(pairing.torch for pairing in PAIRINGS)
+    return (
+        f"torch_tpu {version} needs torch 2.11 or later, and the kit on a TPU torch_xla {releases} with the same torch"
+        ": each needs an environment of its own"
+    )
 
 
 def is_tested(package: str, version: str) -> bool:

@@ -22,8 +22,11 @@ from tpu_kit.hardware.compatibility import (
     PACKAGES,
     PAIRINGS,
     PYTHONS,
+    REPOSITORY,
     TESTED,
     bare,
+    beside_torch_tpu,
+    environment_line,
     find_pairing,
     install_line,
     installed_version,
@@ -130,8 +133,7 @@ def check_python(machine: Machine) -> Check:
     found = "Python " + ".".join(map(str, machine.python))
     if machine.python in PYTHONS:
         return Check("Python", "ok", found)
-    fix = "python3.12 -m venv .venv && .venv/bin/pip install -r requirements-tpu.txt"
-    return Check("Python", "failure", f"{found}: the kit and torch_xla need 3.11 to 3.13", fix)
+    return Check("Python", "failure", f"{found}: the kit and torch_xla need 3.11 to 3.13", _new_environment())
 
 
 def check_packages(machine: Machine, on_tpu: bool) -> Check:
@@ -142,7 +144,9 @@ def check_packages(machine: Machine, on_tpu: bool) -> Check:
     if "torch" not in have:
         return Check("Packages", "failure", found, "pip install -r requirements-gpu.txt (requirements-tpu.txt for TPU)")
     if beside := machine.version("torch_tpu"):
-        return _torch_tpu(found, beside, on_tpu or "torch_xla" in have, install + then)
+        status: Status = "failure" if on_tpu or "torch_xla" in have else "warning"
+        found += f"; {beside_torch_tpu(beside)}. Without a TPU the kit trains on CPU and GPU here too"
+        return Check("Packages", status, found, _new_environment())
     if "torch_xla" not in have:
         found += "; torch_xla is not installed, so there is no TPU and no rehearsal of one"
         fix = install + then if on_tpu else f"{install} (only for TPU and its rehearsal)"
@@ -171,11 +175,12 @@ def check_packages(machine: Machine, on_tpu: bool) -> Check:
     return Check("Packages", "ok", found)
 
 
-def _torch_tpu(found: str, version: str, failure: bool, install: str) -> Check:
-    """The row if torch-tpu (TorchTPU), torch_xla's successor, is installed: it needs torch 2.11, torch_xla does not."""
-    found += f"; torch_tpu {version}: with it the kit trains on CPU and GPU; a TPU needs torch_xla"
-    fix = f"pip uninstall -y torch_tpu && {install}; or a new environment: python3.12 -m venv ~/tpu_kit-env"
-    return Check("Packages", "failure" if failure else "warning", found, fix)
+def _new_environment() -> str:
+    package = Path(__file__).parents[1]
+    clone = (package.parent / "pyproject.toml").is_file()
+    return environment_line(
+        str(package / "requirements-tpu.txt"), str(package.parent) if clone else f"git+{REPOSITORY}"
+    )
 
 
 def check_process(machine: Machine) -> Check:
