@@ -47,15 +47,20 @@ TRL_TEMPLATES = {
 }
 
 
-def encode(row: dict[str, Any], tokenizer: Any = None, **settings: Any) -> tuple[Any, Example]:
+def encode(row: dict[str, Any], tokenizer: Any = None, **settings: Any) -> tuple[Any, list[Example]]:
     tokenizer = tokenizer or tiny_tokenizer()
     config = DataConfig(**settings)
-    encoder = Encoder(tokenizer, detect_layout(list(row), config), config)
-    return tokenizer, encoder.encode(encoder.conversation(row))
+    return tokenizer, Encoder(tokenizer, detect_layout(list(row), config), config).examples(row)
+
+
+def all_spans(row: dict[str, Any], tokenizer: Any = None, **settings: Any) -> list[list[tuple[str, bool]]]:
+    tokenizer, examples = encode(row, tokenizer, **settings)
+    return [decoded_example(tokenizer, example) for example in examples]
 
 
 def spans(row: dict[str, Any], tokenizer: Any = None, **settings: Any) -> list[tuple[str, bool]]:
-    return decoded_example(*encode(row, tokenizer, **settings))
+    (found,) = all_spans(row, tokenizer, **settings)
+    return found
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -76,7 +81,7 @@ def test_every_assistant_turn_of_a_chat(template: str) -> None:
 
 
 def test_loss_on_all_leaves_out_the_first_token_alone() -> None:
-    _, example = encode(COT, loss_on="all")
+    _, (example,) = encode(COT, loss_on="all")
     assert example.loss_mask == [False] + [True] * (len(example.input_ids) - 1)
 
 
@@ -101,7 +106,7 @@ def test_a_token_across_the_end_of_the_prompt_is_cut_there() -> None:
     """ "answer" is one token; generation starts from the tokens of "ans" alone."""
     tokenizer = tiny_tokenizer()
     whole = tokenizer("The answer")["input_ids"]
-    _, example = encode({"prompt": "The ans", "completion": "wer"}, tokenizer)
+    _, (example,) = encode({"prompt": "The ans", "completion": "wer"}, tokenizer)
     prompt = tokenizer("The ans")["input_ids"]
     assert len(whole) < len(example.input_ids) - 1
     assert example.input_ids[: len(prompt)] == prompt
@@ -109,16 +114,41 @@ def test_a_token_across_the_end_of_the_prompt_is_cut_there() -> None:
 
 
 def test_plain_text_carries_loss_everywhere_after_the_first_token() -> None:
-    tokenizer, example = encode({"text": "What is 2?"}, tiny_tokenizer(special=("<s>", "</s>"), eos="</s>", bos="<s>"))
+    tokenizer, (example,) = encode(
+        {"text": "What is 2?"}, tiny_tokenizer(special=("<s>", "</s>"), eos="</s>", bos="<s>")
+    )
     assert tokenizer.decode(example.input_ids) == "<s>What is 2?</s>"
     assert example.loss_mask == [False] + [True] * (len(example.input_ids) - 1)
 
 
-def test_a_template_without_end_of_turn_gets_an_eos() -> None:
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+EOS = "{% if not add_generation_prompt %}{{ '</s>' }}{% endif %}"
+ENDS = {
+    "markers": f"{{% for m in messages %}}{{% generation %}}{TURN}{{% endgeneration %}}{{% endfor %}}{PROMPT}",
+    "eos after the chat": CHATML + EOS,
+    "eos beside the end": CHATML.replace(" + '\n' }}{% endfor", " }}{% endfor") + EOS,  # as Phi-4-mini
+    "two tokens": CHATML.replace("'<|im_end|>'", "'<|end|><|im_end|>'"),  # as Command-A
+    "a prompt after every chat": CHATML.replace("if add", "if messages[-1].role == 'assistant' or add"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_mask_ends_with_the_turn(name: str) -> None:
+    special = ("<|im_start|>", "<|im_end|>", "<|end|>", "</s>")
+    eos = "<|im_end|>" if name == "two tokens" else "</s>"
+    found = spans(CHAT, tiny_tokenizer(ENDS[name], special=special, eos=eos))
+    end = "<|end|><|im_end|>" if name == "two tokens" else "<|im_end|>"
+    assert [text for text, loss in found if loss] == [f"A number.{end}", f"Another one.{end}"]
+
+
+def test_every_reply_learns_an_eos_where_the_template_has_no_end_of_turn() -> None:
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    found = spans(CHAT, tiny_tokenizer(template))
-    assert [text for text, loss in found if loss] == ["A number.\n", "Another one.\n<|im_end|>"]
+    (first, second) = all_spans(CHAT, tiny_tokenizer(template))
+    assert first == [("user: What is 2?\nassistant: ", False), ("A number.\n<|im_end|>", True)]
+    assert second[0][0].endswith("A number.\nuser: And 3?\nassistant: ")
+    assert second[1:] == [("Another one.\n<|im_end|>", True)]
 
 
 def test_tools_reach_the_template() -> None:
@@ -156,7 +186,7 @@ def test_tool_calls_and_the_system_turn_are_kept(name: str) -> None:
     tokenizer.bos_token = special[-1]
     row = Dataset.from_list([CALLS, OTHER_CALLS])[0]  # where Arrow puts None for the keys of the other row
     assert row["messages"][2]["tool_calls"][0]["function"]["arguments"]["z"] is None
-    found = spans(row, tokenizer)
+    found = [pair for document in all_spans(row, tokenizer) for pair in document]
     learnt = [text for text, loss in found if loss]
     assert len(learnt) == 2 and "add" in learnt[0] and "2" in learnt[0] and "The answer is 5." in learnt[1]
     given = "".join(text for text, loss in found if not loss)
@@ -195,21 +225,21 @@ def test_templates_of_released_models(name: str) -> None:
     assert "What is 2" in found[0][0] and "What is 2" not in learnt
     if name != "glm4moe":  # whose turns end where the next begins
         assert learnt.rstrip().endswith(special[0]) and learnt.count(special[0]) == 1
-    chat = [text for text, loss in spans(CHAT, tokenizer) if loss]
+    chat = [text for found in all_spans(CHAT, tokenizer) for text, loss in found if loss]
     assert len(chat) == 2 and "A number." in chat[0] and "Another one." in chat[1]
     assert all(text.count(special[0]) <= 1 for text in chat)
 
 
-def test_a_turn_whose_end_is_not_certain_is_refused() -> None:
+def test_replies_are_trained_apart_where_earlier_turns_end_otherwise() -> None:
     """gpt-oss ends the last turn with another token than those before it."""
     special = ("<|return|>", "<|end|>", "<|start|>", "<|message|>", "<|channel|>")
     tokenizer = tiny_tokenizer((TRL / "gptoss.jinja").read_text(), special=special, eos=special[0])
     (learnt,) = (text for text, loss in spans(COT, tokenizer) if loss)
     assert learnt.endswith(REPLY + "<|return|>")
-    with pytest.raises(
-        RowError, match=r"the end of message 1 is uncertain: give the template {% generation %} markers"
-    ):
-        encode(CHAT, tokenizer)
+    (first, second) = all_spans(CHAT, tokenizer)
+    assert first[-1] == ("<|channel|>final<|message|>A number.<|return|>", True)
+    assert second[-1] == ("<|channel|>final<|message|>Another one.<|return|>", True)
+    assert "A number.<|end|>" in second[0][0]
 
 
 def test_embedded_tokenizer() -> None:
@@ -250,10 +280,10 @@ def test_an_answer_without_reasoning_is_left_as_the_template_writes_it() -> None
     assert spans({"question": "q", "answer": "5"}, tokenizer)[1] == ("<think>\n\n</think>\n\n5<|im_end|>", True)
 
 
-def test_a_template_that_rewrites_history_is_refused() -> None:
-    template = "{{ messages | length }}" + CHATML
-    with pytest.raises(RowError, match="renders the text before message 1 differently when more follows"):
-        encode(CHAT, tiny_tokenizer(template))
+def test_replies_are_trained_apart_where_the_template_rewrites_history() -> None:
+    (first, second) = all_spans(CHAT, tiny_tokenizer("{{ messages | length }}" + CHATML))
+    assert first[0][0].startswith("1<|im_start|>user") and first[1:] == [("A number.<|im_end|>", True)]
+    assert second[0][0].startswith("3<|im_start|>user") and second[1:] == [("Another one.<|im_end|>", True)]
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -309,13 +339,12 @@ def test_generation_prompt_is_how_the_example_begins() -> None:
     config = DataConfig()
     for row in (COT, CHAT, {"prompt": "2 + 3 =", "completion": " 5"}):
         encoder = Encoder(tokenizer, detect_layout(list(row), config), config)
-        talk = encoder.conversation(row)
-        text = tokenizer.decode(encoder.encode(talk).input_ids)
-        assert text.startswith(encoder.prompt(talk)) and not encoder.prompt(talk).endswith("5")
+        prompt, (example,) = encoder.prompt(encoder.conversation(row)), encoder.examples(row)
+        assert tokenizer.decode(example.input_ids).startswith(prompt) and not prompt.endswith("5")
 
 
 def test_encoder_is_picklable() -> None:
     config = DataConfig()
     encoder = Encoder(tiny_tokenizer(), detect_layout(list(COT), config), config)
     copy = pickle.loads(pickle.dumps(encoder))
-    assert copy.encode(copy.conversation(COT)) == encoder.encode(encoder.conversation(COT))
+    assert copy.examples(COT) == encoder.examples(COT)

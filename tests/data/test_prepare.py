@@ -205,8 +205,7 @@ def test_embedded_fills_98_percent() -> None:
     made = prepare(DataConfig(split="train[:1000]"), tokenizer, model_positions=1024, vocab_size=640)
     assert made.report.fill >= 0.98
     assert len(made.eval_rows) == 64 and made.eval_report is not None and made.eval_report.seen_in_training == 0
-    talk = made.encoder.conversation(made.eval_rows[0])
-    ids, mask = made.encoder.encode(talk)
+    ((ids, mask),) = made.encoder.examples(made.eval_rows[0])
     assert is_correct(made.eval_rows[0], tokenizer.decode([i for i, loss in zip(ids, mask, strict=True) if loss]))
 
 

@@ -79,8 +79,8 @@ def encoder(template: str, row: dict[str, Any], **settings: Any) -> Encoder:
 def documents(template: str, row: dict[str, Any], **settings: Any) -> list[tuple[str, list[str]]]:
     """The text before the first token with loss of each document, and the stretches with loss."""
     made, found = encoder(template, row, **settings), []
-    for part in made.parts(made.conversation(row)):
-        spans = decoded_example(made.tokenizer, made.encode(part))
+    for example in made.examples(row):
+        spans = decoded_example(made.tokenizer, example)
         assert not spans[0][1]
         found.append((spans[0][0], [text for text, loss in spans if loss]))
     return found
@@ -103,14 +103,15 @@ def test_every_reply_of_a_chat_is_trained_with_its_reasoning_after_the_prompt_of
     row = {"messages": chat(3, where)}
     made = encoder(TEMPLATES[template], row)
     learnt: list[str] = []
-    for part in made.parts(made.conversation(row)):
-        example = made.encode(part)
-        text = made.tokenizer.decode(example.input_ids)
-        turns = [i for i in range(part.first, len(part.messages)) if part.messages[i]["role"] == "assistant"]
-        for i in turns:
-            prompt = made.tokenizer.apply_chat_template(row["messages"][:i], tokenize=False, add_generation_prompt=True)
-            assert text.startswith(prompt)
-        learnt += [text for text, loss in decoded_example(made.tokenizer, example) if loss]
+    for example in made.examples(row):
+        given = ""
+        for text, loss in decoded_example(made.tokenizer, example):
+            if loss:
+                before = row["messages"][: 2 * len(learnt) + 1]
+                prompt = made.tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True)
+                assert given == prompt
+                learnt.append(text)
+            given += text
     assert len(learnt) == 3
     for i, text in enumerate(learnt):
         assert WORDS[i] in text and text.endswith(f"Answer {i}.<|im_end|>") and text.count("Answer") == 1
@@ -124,12 +125,50 @@ def test_templates_of_released_models(name: str, where: str) -> None:
     tokenizer.bos_token = special[-1]
     row = {"messages": chat(2, where)}
     made = replace(encoder(CHATML, row), tokenizer=tokenizer)
-    parts = made.parts(made.conversation(row))
-    examples = [made.encode(part) for part in parts]
-    kept = [made.kept(part, example) for part, example in zip(parts, examples, strict=True)]
-    assert Kept(*map(sum, zip(*kept, strict=True))) == Kept(replies=2, held=2, found=2)
+    examples = made.examples(row)
+    kept = map(made.kept, made.documents(made.conversation(row)), examples)
+    assert Kept(*map(sum, zip(*kept, strict=True))) == Kept(replies=2, held=2, found=2, empty=0)
     learnt = [text for example in examples for text, loss in decoded_example(tokenizer, example) if loss]
     assert len(learnt) == 2 and all(WORDS[i] in text and f"Answer {i}." in text for i, text in enumerate(learnt))
+
+
+# Templates whose prompt opens the reasoning; a reply without reasoning is rendered without a block or with another one.
+OPENS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+BLOCK = CHATML.partition("{% if add")[0].replace(
+    "+ m['content']", "+ (BLOCK if m['role'] == 'assistant' else '') + m['content']"
+)
+WITHOUT = {
+    "r1": R1,
+    "last": BLOCK.replace("BLOCK if", "'<think>\n\n</think>\n\n' if loop.last and") + OPENS,  # as Qwen3-Thinking
+    "short": BLOCK.replace("BLOCK", "'<think></think>'") + OPENS,  # as Nemotron 3
+    "unclosed": BLOCK.replace("BLOCK", "'<think>\n'") + OPENS,
+    "closed": BLOCK.replace("BLOCK if", "'<think>\n\n</think>\n\n' if loop.last and")
+    + OPENS.replace("<think>\n'", "<think>\n\n</think>\n\n'"),  # as small Qwen3.5
+}
+
+
+@pytest.mark.parametrize("template", WITHOUT)
+def test_a_reply_without_reasoning_is_trained_after_the_prompt_of_inference(template: str) -> None:
+    row = {"messages": [m if m["role"] == "user" else {**m, "content": m["content"][-9:]} for m in chat(3, "content")]}
+    found = documents(WITHOUT[template], row)
+    tokenizer = tiny_tokenizer(WITHOUT[template])
+    assert len(found) == 3
+    for i, (prompt, (learnt,)) in enumerate(found):
+        before = row["messages"][: 2 * i + 1]
+        assert prompt == tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True)
+        assert "".join(learnt.split()) == ("" if template == "closed" else "</think>") + f"Answer{i}.<|im_end|>"
+
+
+def test_a_tool_call_without_reasoning_is_trained_after_the_prompt_of_inference() -> None:
+    messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in calls("reasoning_content")]
+    ((prompt, learnt), _) = documents(R1, {"messages": messages})
+    assert prompt.endswith("assistant\n<think>\n")
+    assert learnt == ['\n</think>\n<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>']
+    elsewhere = R1.replace("{%- for m in messages %}", "{%- for m in messages %}{{ loop.length }}")
+    with pytest.raises(
+        RowError, match="renders message 1, which calls tools, after another prompt than at inference: "
+    ):
+        documents(elsewhere.replace("'<|im_start|>assistant", "'<assistant>"), {"messages": messages})
 
 
 def test_a_chat_is_one_document_where_the_template_keeps_all() -> None:
@@ -178,17 +217,10 @@ def test_the_reasoning_before_a_tool_call() -> None:
         assert "Use the tool." in first and "<call>" in first and WORDS[0] in second
     found = [text for _, texts in documents(KEY, {"messages": calls("content")}) for text in texts]
     assert "Use the tool." in found[0] and "<call>" in found[0] and WORDS[0] in found[1]
-    with pytest.raises(
-        RowError, match="leaves out the reasoning of message 1, and a reply that calls tools needs the template"
-    ):
-        documents(R1, {"messages": calls("reasoning_content")})
-
-
-def test_a_document_that_must_be_split_is_refused_whole() -> None:
-    row = {"messages": chat(2, "content")}
-    made = encoder(QWEN3, row)
-    with pytest.raises(RowError, match=r"differently when more follows.*Split the chat into one row per reply"):
-        made.encode(made.conversation(row))
+    (called, answered) = documents(R1, {"messages": calls("reasoning_content")})
+    call = '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>'
+    assert called[0].endswith("<think>\n") and called[1] == ["Use the tool.\n</think>\n" + call]
+    assert answered[0].endswith(f"assistant\n{call}<|im_start|>tool\nfive<|im_end|><|im_start|>assistant\n<think>\n")
 
 
 def test_tags_of_a_data_set_become_those_of_the_model() -> None:
@@ -207,14 +239,14 @@ def test_what_is_kept_is_counted_in_the_tokens() -> None:
     row = {"messages": [*chat(1, "content"), *chat(2, "reasoning_content")[2:], *chat(1, "content")[:1],
                         {"role": "assistant", "content": "Five."}]}  # fmt: skip
     made = encoder(KEY.replace(".split('</think>')[-1]", ""), row)
-    (part,) = made.parts(made.conversation(row))
+    (part,) = made.documents(made.conversation(row))
     example = made.encode(part)
-    assert made.kept(part, example) == Kept(replies=3, held=2, found=2)
+    assert made.kept(part, example) == Kept(replies=3, held=2, found=2, empty=0)
     end = made.tokenizer.decode(example.input_ids).index("one more")
     cut = len(made.tokenizer(made.tokenizer.decode(example.input_ids)[:end])["input_ids"])
-    assert made.kept(part, type(example)(*(list(x)[:cut] for x in example))) == Kept(3, 2, 1)
+    assert made.kept(part, type(example)(*(list(x)[:cut] for x in example))) == Kept(3, 2, 1, 0)
     unlearnt = type(example)(example.input_ids, [False] * len(example.input_ids))
-    assert made.kept(part, unlearnt) == Kept(3, 2, 0)
+    assert made.kept(part, unlearnt) == Kept(3, 2, 0, 0)
 
 
 def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], **settings: Any) -> Prepared:
@@ -234,12 +266,13 @@ def rows_of(count: int, turns: int = 2) -> list[dict[str, Any]]:
 def test_the_report_counts_replies_with_reasoning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [*rows_of(5), {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
     report = ready(tmp_path, monkeypatch, rows).report
-    assert report.reasoning == Kept(replies=11, held=10, found=10) and (report.rows_used, report.documents) == (6, 11)
+    assert report.reasoning == Kept(replies=11, held=10, found=10, empty=1) and (
+        report.rows_used,
+        report.documents,
+    ) == (6, 11)
     text = str(report)
-    assert "\nwith reasoning   10 of 11 replies\n" in text
-    assert (
-        "6 read, 6 used as 11 documents: the chat template drops the reasoning of earlier turns, so each reply" in text
-    )
+    assert "\nwith reasoning   10 of 11 replies; 1 of the others with an empty reasoning block\n" in text
+    assert "6 read, 6 used as 11 documents: the chat template renders earlier turns differently, so each reply" in text
     cut = ready(tmp_path, monkeypatch, rows, max_length=40, packing=False).report
     assert cut.truncated and cut.reasoning.found < cut.reasoning.held
     lost = cut.reasoning.held - cut.reasoning.found

@@ -47,8 +47,7 @@ def test_what_is_read_is_what_was_prepared(tmp_path: Path, eval_rows: int) -> No
     assert [row["question"] for row in found.eval_rows] == [row["question"] for row in made.eval_rows]
     assert all(row["day"].startswith("2024-01-0") for row in found.eval_rows)
     row = {"question": "q", "answer": "a"}
-    encode = [one.encoder.encode(one.encoder.conversation(row)) for one in (found, made)]
-    assert encode[0] == encode[1]
+    assert found.encoder.examples(row) == made.encoder.examples(row)
     for one, other in ((found.train, made.train), (found.eval, made.eval)):
         assert (one is None) == (other is None)
         if one is not None and other is not None:

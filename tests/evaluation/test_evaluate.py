@@ -337,7 +337,7 @@ def test_perplexity_is_that_of_the_tokens_with_loss(prepared: Prepared, model: A
     found = evaluate(config(), prepared.eval_rows, prepared.eval_prompts)
     losses = []
     for row in prepared.eval_rows:
-        ids, mask = prepared.encoder.encode(prepared.encoder.conversation(row))
+        ((ids, mask),) = prepared.encoder.examples(row)
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, :-1]
         each = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")

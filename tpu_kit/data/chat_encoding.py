@@ -1,13 +1,12 @@
 """Encodes a conversation as token ids with a mask of the tokens that carry loss.
 
-The mask comes from the tokenizer's own chat template: from its `{% generation %}` markers, or from the rendering of the
-conversation up to each assistant turn, which must be the beginning of the whole rendering. Token ids are never compared
-with the padding id: in many tokenizers it is also the end-of-turn token.
+Each reply that carries loss follows the prompt that the tokenizer's own chat template makes for inference, has its
+reasoning, and ends with the token that ends a turn. A chat is one document if that holds for all its replies in the
+rendering of the whole chat. Many templates drop reasoning, or render earlier turns differently: then replies become
+documents of their own. Such a reply is rendered in another form (reasoning as tags in its content, or as
+`reasoning_content`), or appended to the prompt. A reply without reasoning closes the reasoning that the prompt opens.
 
-Many templates drop reasoning: all of it, that of earlier turns, or all keys of a message except its content. Reasoning
-that carries loss is kept in one of three ways: the message gets another form (tags in its content, or
-`reasoning_content`); each reply whose reasoning the next turn removes becomes a document; or the reply is appended to
-the template's prompt. In each way it follows the same prompt as at inference.
+Token ids are never compared with the padding id: in many tokenizers it is also the end-of-turn token.
 """
 
 import json
@@ -17,7 +16,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import dropwhile, pairwise, takewhile
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -26,16 +25,15 @@ from tpu_kit.data.columns import MESSAGE_KEYS, Layout, answer_of, in_message, re
 from tpu_kit.data.schemas import Conversation, RowError, conversation
 
 DEFAULT_TEMPLATE = (
-    "{{ BOS }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + STOP }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + STOP }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{{ BOS }}{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + STOP + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """ChatML, for tokenizers without a template. BOS becomes the token with which the tokenizer begins a text, or nothing;
 STOP becomes `<|im_end|>` if the vocabulary has it, else the eos token."""
 
-_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "tpukitprobe"
+_HEADER = 24  # characters at the end of a prompt that show where the last turn begins if the turns before it differ
 
 
 class Example(NamedTuple):
@@ -45,6 +43,22 @@ class Example(NamedTuple):
     loss_mask: list[bool]
 
 
+class Document(NamedTuple):
+    """A text to encode.
+
+    Attributes:
+        text: a rendered chat, or plain text.
+        spans: the ranges of characters that carry loss, one for each reply.
+        reasoning: of each of these replies; empty without one.
+        plain: whether it is plain text, to which the tokenizer adds its special tokens.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+    reasoning: list[str]
+    plain: bool = False
+
+
 class Kept(NamedTuple):
     """Counts of the reasoning in the documents of a row.
 
@@ -52,11 +66,13 @@ class Kept(NamedTuple):
         replies: assistant turns that carry loss.
         held: replies with reasoning in the row.
         found: replies whose whole reasoning is in the tokens that carry loss.
+        empty: replies that carry loss on an empty reasoning block.
     """
 
     replies: int
     held: int
     found: int
+    empty: int
 
 
 def default_stop(tokenizer: Any) -> str | None:
@@ -147,60 +163,37 @@ class Encoder:
         if isinstance(talk.messages, str):
             return talk.messages[: talk.first]
         last = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant")
-        return self._render(talk.messages[:last], talk.tools, prompt=True)
+        return self.render(talk.messages[:last], talk.tools, prompt=True)
 
-    def parts(self, talk: Conversation) -> list[Conversation]:
-        """Splits a conversation where the chat template would drop reasoning; returns the conversations to encode.
-
-        A template that removes the reasoning of earlier turns leads to several conversations: each ends in a reply,
-        after the prompt of inference. Each trained reply carries loss in one of them.
+    def documents(self, talk: Conversation) -> list[Document]:
+        """Renders a conversation as documents; each reply that carries loss does so in one of them.
 
         Raises:
-            RowError: it cannot be rendered.
+            RowError: it cannot be rendered, or the chat template leaves out something that it says.
         """
-        if not any(self._trained(talk).values()):
-            return [talk]
-        turns, made = list(self._trained(talk)), []
-        while turns:
-            for count in range(len(turns), 0, -1):
-                end = len(talk.messages) if count == len(turns) else turns[count - 1] + 1
-                part = Conversation(talk.messages[:end], turns[0], talk.tools)
-                if self._keeps(part):
-                    break
-            else:  # one reply whose reasoning the template drops; later turns carry no loss
-                part = part._replace(messages=talk.messages[: turns[0] + 1])
-                part = next(filter(self._keeps, (part, *self._told(part))), part)
-            made.append(part)
-            turns = turns[count:]
-        return made
+        if isinstance(talk.messages, str):
+            reasoning = reasoning_of(talk.messages[talk.first :], self.config)
+            return [Document(talk.messages, [(talk.first, len(talk.messages))], [reasoning], plain=True)]
+        return _Chat(self, talk).documents()
 
-    def encode(self, talk: Conversation) -> Example:
-        """Returns the token ids of a conversation and its loss mask.
+    def examples(self, row: Mapping[str, Any]) -> list[Example]:
+        """Returns the encoded documents of one row."""
+        return [self.encode(document) for document in self.documents(self.conversation(row))]
+
+    def encode(self, document: Document) -> Example:
+        """Returns the token ids of a document and its loss mask.
 
         The first token never carries loss: no token before it predicts it.
 
-        Args:
-            talk: one of `parts`.
-
         Raises:
-            RowError: it cannot be rendered, the borders of its turns are uncertain, the chat template drops reasoning
-                that cannot be added without it, or no token carries loss.
+            RowError: no token carries loss.
         """
-        messages, eos = talk.messages, self.tokenizer.eos_token_id
-        if isinstance(messages, str):
-            ids, mask = self._tokenize(messages, [(talk.first, len(messages))], special=True)
-            if ids[-1] != eos:
-                ids.append(eos)
+        ids, mask = self._tokenize(document)
+        if document.plain or (not self.stop and document.spans[-1][1] == len(document.text)):
+            if ids[-1] != self.tokenizer.eos_token_id:
+                ids.append(self.tokenizer.eos_token_id)
                 mask.append(True)
             mask[-1] = True
-        else:
-            if _MARKERS.search(str(self.tokenizer.chat_template)):
-                ids, mask = self._marked(talk)
-            else:
-                ids, mask = self._tokenize(*self._spans(talk), special=False)
-            if messages[-1]["role"] == "assistant" and not self.stop:
-                ids.append(eos)
-                mask.append(True)
         if self.config.loss_on == "all":
             mask = [True] * len(ids)
         mask[0] = False
@@ -208,190 +201,72 @@ class Encoder:
             raise RowError("no token carries loss")
         return Example(ids, mask)
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
-        return self._template(messages, tools, tokenize=False, add_generation_prompt=prompt)
-
-    def _template(self, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any) -> Any:
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
+        """Returns the text of a chat, or the prompt for the reply to it."""
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools, **options)
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+            )
         except Exception as error:  # a template may raise anything
             raise RowError(f"the chat template refuses the conversation: {type(error).__name__}: {error}") from error
+        return text
 
     @cached_property
-    def _tail(self) -> str:
-        """The text that the template adds after the content of the last assistant turn."""
+    def _tails(self) -> tuple[str, str]:
+        """The text after the content of the last assistant turn, and after one before another turn."""
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
-        return self._render(turns, None).rpartition(_PROBE)[2]
+        last, earlier = (self.render([*turns, *more], None) for more in ([], turns[:1]))
+        return last.partition(_PROBE)[2], earlier.partition(_PROBE)[2]
 
     @cached_property
     def stop(self) -> str:
         """The special token that ends an assistant turn in the template; empty without one."""
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         special |= set(self.tokenizer.all_special_ids)
-        ids = self.tokenizer(self._tail, add_special_tokens=False)["input_ids"]
-        return next((self.tokenizer.convert_ids_to_tokens(i) for i in ids if i in special), "")
+        runs = []
+        for tail in self._tails:
+            ids = self.tokenizer(tail, add_special_tokens=False)["input_ids"]
+            runs.append(list(takewhile(special.__contains__, dropwhile(lambda i: i not in special, ids))))
+        ends = commonprefix(runs) or runs[0]  # noqa: RUF071 - of tokens, not of paths
+        if self.tokenizer.eos_token_id in ends:  # Command-A ends the response, then the turn
+            return str(self.tokenizer.eos_token)
+        return str(self.tokenizer.convert_ids_to_tokens(ends[0])) if ends else ""
 
-    def _check_said(self, text: str, talk: Conversation) -> None:
-        """Raises RowError if the rendering lacks the content (apart from reasoning) or the tool calls of a message."""
-        assert not isinstance(talk.messages, str)
-        for i, message in enumerate(talk.messages):
-            said = message["content"] if isinstance(message.get("content"), str) else ""
-            if message["role"] == "assistant":
-                said = answer_of(said, self.config) if i >= talk.first else ""
-            said = said.strip()
-            if said not in text and json.dumps(said)[1:-1] not in text:  # some write the results of tools as JSON
-                raise RowError(f"the chat template leaves out what message {i} says: {said[:60]!r}")
-        calls = [len(message.get("tool_calls") or ()) for message in talk.messages]
-        if any(calls) and self._render(_renamed(talk.messages), talk.tools).count(_PROBE) < sum(calls):
-            raise RowError(f"the chat template leaves out the tool calls of message {calls.index(max(calls))}")
+    @property
+    def end(self) -> str:
+        """The text after the content of an assistant turn up to its `stop`."""
+        return self._tails[0].partition(self.stop)[0] + self.stop if self.stop else ""
 
-    def kept(self, talk: Conversation, example: Example) -> Kept:
+    @property
+    def rest(self) -> str:
+        """The text after the `end` of the last assistant turn, which the model never generates."""
+        return self._tails[0][len(self.end) :]
+
+    def kept(self, document: Document, example: Example) -> Kept:
         """Counts the replies of a document whose reasoning is in the decoded tokens that carry loss.
 
         Args:
-            talk: one of `parts`.
+            document: one of `documents`.
             example: its encoding, or the first tokens of it.
         """
-        told = list(self._trained(talk).values())
-        if isinstance(talk.messages, str):
-            told = [reasoning_of(talk.messages[talk.first :], self.config)]
-        held = [_squeezed(reasoning) for reasoning in told if reasoning]
+        replies = list(zip(document.spans, document.reasoning, strict=True))
+        held = [_squeezed(reasoning) for _, reasoning in replies if reasoning]
+        closed = re.compile(rf"\s*(?:{re.escape(self.config.think_open)}\s*)?{re.escape(self.config.think_close)}")
+        empty = sum(1 for (start, _), reasoning in replies if not reasoning and closed.match(document.text, start))
         if not held:
-            return Kept(len(told), 0, 0)
+            return Kept(len(replies), 0, 0, empty)
         ids = [i for i, loss in zip(example.input_ids, example.loss_mask, strict=True) if loss]
         text, place, found = _squeezed(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)), 0, 0
         for reasoning in held:
             at = text.find(reasoning, place)
             if at >= 0:
                 place, found = at + len(reasoning), found + 1
-        return Kept(len(told), len(held), found)
+        return Kept(len(replies), len(held), found, empty)
 
-    def _trained(self, talk: Conversation) -> dict[int, str]:
-        """Returns the reasoning (or an empty text) of each message that carries loss; nothing for plain text."""
-        if isinstance(talk.messages, str):
-            return {}
-        chosen = list(enumerate(talk.messages))[talk.first :]
-        return {i: in_message(message, self.config) for i, message in chosen if message["role"] == "assistant"}
-
-    def _told(self, talk: Conversation) -> list[Conversation]:
-        """Returns a chat with the reasoning of trained turns as tags in the content, and as a separate key."""
-        assert not isinstance(talk.messages, str)
-        told: list[Conversation] = []
-        for key in (False, True):
-            messages = [dict(message) for message in talk.messages]
-            for i, reasoning in self._trained(talk).items():
-                said = answer_of(str(messages[i].get("content") or ""), self.config).strip()
-                bare = {name: value for name, value in messages[i].items() if name not in MESSAGE_KEYS}
-                if reasoning and key:
-                    messages[i] = bare | {"content": said, "reasoning_content": reasoning}
-                elif reasoning:
-                    messages[i] = bare | {"content": reply(reasoning, said, self.config)}
-            told.append(talk._replace(messages=messages))
-        return told
-
-    def _keeps(self, talk: Conversation) -> bool:
-        assert not isinstance(talk.messages, str)
-        return self._lost(self._render(talk.messages, talk.tools), talk) is None
-
-    def _lost(self, text: str, talk: Conversation) -> int | None:
-        """Returns the first message whose reasoning is missing in the rendering, or follows an empty reasoning block.
-
-        The search goes in the order of the chat, so that words of another turn do not count.
-        """
-        assert not isinstance(talk.messages, str)
-        empty = re.compile(rf"{re.escape(self.config.think_open)}\s*{re.escape(self.config.think_close)}")
-        trained, place = self._trained(talk), 0
-        for i, message in enumerate(talk.messages):
-            words = message["content"] if isinstance(message.get("content"), str) else ""
-            said, reasoning = answer_of(words, self.config).strip(), trained.get(i, "")
-            if reasoning:
-                at = text.find(reasoning, place)
-                if at < 0 or empty.search(text, place, at):
-                    return i
-                place = at + len(reasoning)
-            at = text.find(said, place) if message["role"] != "system" else -1  # some templates move it
-            if reasoning and at < 0:
-                return i
-            place = at + len(said) if at >= 0 else place
-        return None
-
-    def _spans(self, talk: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """Returns the rendered text and the character ranges of its assistant turns, with their end-of-turn tokens."""
-        messages, first, tools = talk
-        assert not isinstance(messages, str)
-        text, spans = self._render(messages, tools), []
-        self._check_said(text, talk)
-        lost = self._lost(text, talk)
-        for i in (i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"):
-            head = self._render(messages[:i], tools, prompt=True)
-            opened = head.rstrip().endswith(self.config.think_open)
-            bare = head.rstrip().removesuffix(self.config.think_open)
-            if opened and lost is None and not text.startswith(head) and text.startswith(bare):
-                head = bare  # a finished turn lacks the opening tag of its reasoning
-            if lost is not None or not text.startswith(head):
-                if lost is not None and "tool_calls" in messages[lost]:
-                    raise RowError(
-                        f"the chat template leaves out the reasoning of message {lost}, and a reply that calls tools "
-                        "needs the template: set tokenizer.chat_template to one that keeps it"
-                    )
-                if i != first or i + 1 != len(messages) or "tool_calls" in messages[i]:
-                    raise RowError(
-                        f"the chat template renders the text before message {i} differently when more follows, so the "
-                        "tokens of the reply are uncertain. Split the chat into one row per reply (prompt_completion), "
-                        "or give the template {% generation %} markers"
-                    )
-                # Templates of reasoning models drop the reasoning of a finished turn: append the reply to the prompt.
-                content = str(messages[i].get("content") or "")
-                if (reasoning := self._trained(talk)[i]) != reasoning_of(content, self.config):
-                    content = reply(reasoning, answer_of(content, self.config).strip(), self.config)
-                if opened:
-                    content = content.removeprefix(self.config.think_open).lstrip("\n")
-                return head + content + self.stop, [(len(head), len(head + content + self.stop))]
-            spans.append((len(head), self._turn_end(text, len(head), talk, i)))
-        return text, spans
-
-    def _turn_end(self, text: str, start: int, talk: Conversation, index: int) -> int:
-        """Returns the end of assistant turn `index`, which starts at character `start`: after its end-of-turn token."""
-        assert not isinstance(talk.messages, str)
-        last = index + 1 == len(talk.messages)
-        upto = text if last else self._render(talk.messages[: index + 1], talk.tools)
-        if text.startswith(upto):
-            # The model never generates the text of the template after the end-of-turn token.
-            after = len(self._tail.partition(self.stop)[2]) if self.stop and upto.endswith(self._tail) else 0
-            return len(upto) - after
-        # The first end-of-turn token is this turn's if it comes before the words of the next message.
-        following = [*talk.messages[: index + 1], {**talk.messages[index + 1], "content": _PROBE}]
-        bound = len(commonprefix([text, self._render(following, talk.tools)]))  # noqa: RUF071 - a prefix of characters, not of paths
-        end = text.find(self.stop, start, bound)
-        if not self.stop or end < 0 or self.stop in str(talk.messages[index].get("content")):
-            raise RowError(f"the end of message {index} is uncertain: give the template {{% generation %}} markers")
-        return end + len(self.stop)
-
-    def _marked(self, talk: Conversation) -> tuple[list[int], list[bool]]:
-        """Returns ids and mask from the template's own generation markers."""
-        messages, first, tools = talk
-        assert not isinstance(messages, str)
-        text = self._render(messages, tools)
-        self._check_said(text, talk)
-        if self._lost(text, talk) is not None:
-            return self._tokenize(*self._spans(talk), special=False)
-        out = self._template(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        ids, mask = list(out["input_ids"]), [bool(flag) for flag in out["assistant_masks"]]
-        if any(message["role"] == "assistant" for message in messages[:first]):
-            text = self._render(messages[:first], tools, prompt=True)
-            head = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            if ids[: len(head)] != head:
-                raise RowError("the chat template renders the prompt differently when the completion follows")
-            mask = [flag and i >= len(head) for i, flag in enumerate(mask)]
-        stop = self.tokenizer.convert_tokens_to_ids(self.stop) if self.stop else None
-        for i in range(1, len(ids)):
-            if mask[i - 1] and not mask[i] and ids[i] == stop and ids[i - 1] != stop:
-                mask[i] = True  # some markers close before the end-of-turn token, which the model must learn
-        return ids, mask
-
-    def _tokenize(self, text: str, spans: list[tuple[int, int]], *, special: bool) -> tuple[list[int], list[bool]]:
-        """Returns the ids of a text, and the mask of those in one of the character ranges."""
-        out = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+    def _tokenize(self, document: Document) -> tuple[list[int], list[bool]]:
+        """Returns the ids of a document, and the mask of those in one of its spans."""
+        text, spans = document.text, document.spans
+        out = self.tokenizer(text, add_special_tokens=document.plain, return_offsets_mapping=True)
         ids, offsets = list(out["input_ids"]), [tuple(pair) for pair in out["offset_mapping"]]
         borders = {border for span in spans for border in span}
         if any(a < border < b for a, b in offsets for border in borders):
@@ -409,3 +284,118 @@ class Encoder:
         return ids, [
             any(start < b <= end if a == b else a < end and start < b for start, end in spans) for a, b in offsets
         ]
+
+
+class _Chat:
+    """The replies of one chat that carry loss, each with the prompt that the template makes for it at inference."""
+
+    def __init__(self, encoder: Encoder, talk: Conversation) -> None:
+        assert not isinstance(talk.messages, str)
+        self._encoder, self._config, self._messages, self._tools = encoder, encoder.config, talk.messages, talk.tools
+        turns = [i for i in range(talk.first, len(talk.messages)) if talk.messages[i]["role"] == "assistant"]
+        self._reasoning = {i: in_message(talk.messages[i], encoder.config) for i in turns}
+        self._prompts = {i: encoder.render(talk.messages[:i], talk.tools, prompt=True) for i in turns}
+        self._following = {
+            i: encoder.render([*talk.messages[: i + 1], {**talk.messages[i + 1], "content": _PROBE}], talk.tools)
+            for i in turns
+            if i + 1 < len(talk.messages)
+        }
+
+    def documents(self) -> list[Document]:
+        """Returns the whole chat as one document, or else as many replies together as one document can hold."""
+        made, turns, close = [], list(self._reasoning), self._config.think_close
+        for i in turns:
+            if self._reasoning[i] and self._prompts[i].rstrip().endswith(close):
+                raise RowError(
+                    f"the prompt of the chat template ends in {close!r}, so the reasoning of message {i} cannot follow "
+                    "it: set tokenizer.chat_template to one whose prompt leaves the reasoning open"
+                )
+        while turns:
+            document, count, end = self._together(self._messages, turns), len(turns), len(self._messages)
+            if document is None:
+                document, count, end = self._alone(turns[0]), 1, turns[0] + 1
+                for more in range(2, len(turns) + 1):
+                    longer = self._together(self._messages[: turns[more - 1] + 1], turns[:more])
+                    if longer is None:
+                        break
+                    document, count, end = longer, more, turns[more - 1] + 1
+            self._check_said(document.text, self._messages[:end], turns[0])
+            made.append(document)
+            turns = turns[count:]
+        return made
+
+    def _together(self, messages: list[dict[str, Any]], turns: list[int]) -> Document | None:
+        """Returns the rendering of messages as a document; None if a reply in it could not be trained."""
+        text, spans, stop = self._encoder.render(messages, self._tools), [], self._encoder.stop
+        for i in turns:
+            start, bound, last = len(self._prompts[i]), len(text) - len(self._encoder.rest), i + 1 == len(messages)
+            if not last:
+                bound = len(commonprefix([text, self._following[i]]))  # noqa: RUF071 - of characters, not of paths
+            at = text.rfind(stop, start, bound) if stop else -1
+            end = at + len(stop) if at >= 0 else len(text)
+            certain = text.startswith(self._prompts[i]) and (at >= 0 or last)
+            if not certain or not self._is_kept(text[start:end], messages[i], i):
+                return None
+            spans.append((start, end))
+        return Document(text, spans, [self._reasoning[i] for i in turns])
+
+    def _is_kept(self, text: str, message: dict[str, Any], i: int) -> bool:
+        """Returns whether the text of a reply has its reasoning, or an end of the reasoning that the prompt opens."""
+        reasoning, close = self._reasoning[i], self._config.think_close
+        if not reasoning:
+            return not self._is_opened(i) or text.lstrip().startswith(close)
+        at = text.find(reasoning)
+        said = answer_of(str(message.get("content") or ""), self._config).strip()
+        return at >= 0 and close not in text[:at] and said in text[at + len(reasoning) :]
+
+    def _is_opened(self, i: int) -> bool:
+        return self._prompts[i].rstrip().endswith(self._config.think_open)
+
+    def _alone(self, i: int) -> Document:
+        """Returns a document that ends in reply `i`."""
+        message, reasoning, config = self._messages[i], self._reasoning[i], self._config
+        content = str(message.get("content") or "")
+        answer = answer_of(content, config).strip()
+        block = reply(reasoning, "", config)
+        if reasoning_of(content, config) == reasoning != "":
+            block = content.rpartition(answer)[0] if answer else content
+        bare = {name: value for name, value in message.items() if name not in MESSAGE_KEYS} | {"content": answer}
+        forms = [message]
+        if reasoning:
+            forms += [bare | {"content": block + answer}, bare | {"reasoning_content": reasoning}]
+        for form in forms:
+            if document := self._together([*self._messages[:i], form], [i]):
+                return document
+        # Append the reply to the prompt, as the template renders it without reasoning.
+        prompt, opening, closing = self._prompts[i], re.escape(config.think_open), re.escape(config.think_close)
+        turn = re.sub(rf"{opening}\s*({closing}\s*)?\Z", "", prompt)
+        text = self._encoder.render([*self._messages[:i], bare], self._tools)
+        start = len(turn) if text.startswith(turn) else text.rfind(turn[-_HEADER:]) + len(turn[-_HEADER:])
+        said = re.sub(rf"\s*({opening}\s*)?({closing}\s*)?", "", text[start:], count=1)
+        if not text[:start].endswith(turn[-_HEADER:]) or answer not in said:
+            if "tool_calls" in message:
+                raise RowError(
+                    f"the chat template renders message {i}, which calls tools, after another prompt than at "
+                    "inference: set tokenizer.chat_template to one that begins the turn as the prompt does"
+                )
+            said = answer + self._encoder.end
+        before, stop, _ = said.rpartition(self._encoder.stop or "\0")
+        if self._is_opened(i):
+            block = block.removeprefix(config.think_open).removeprefix("\n")
+        elif not reasoning:
+            block = ""
+        text = prompt + block + (before + stop or said)
+        return Document(text, [(len(prompt), len(text))], [reasoning])
+
+    def _check_said(self, text: str, messages: list[dict[str, Any]], first: int) -> None:
+        """Raises RowError if a rendering lacks the content (apart from reasoning) or the tool calls of a message."""
+        for i, message in enumerate(messages):
+            said = message["content"] if isinstance(message.get("content"), str) else ""
+            if message["role"] == "assistant":
+                said = answer_of(said, self._config) if i >= first else ""
+            said = said.strip()
+            if said not in text and json.dumps(said)[1:-1] not in text:  # some write the results of tools as JSON
+                raise RowError(f"the chat template leaves out what message {i} says: {said[:60]!r}")
+        calls = [len(message.get("tool_calls") or ()) for message in messages]
+        if any(calls) and self._encoder.render(_renamed(messages), self._tools).count(_PROBE) < sum(calls):
+            raise RowError(f"the chat template leaves out the tool calls of message {calls.index(max(calls))}")

@@ -42,15 +42,15 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.storage import atomic
 
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
-_CACHE_VERSION = 5  # increase it when the code below gives other tokens for the same row
+_CACHE_VERSION = 6  # increase it when the code below gives other tokens for the same row
 
 
 @dataclass(frozen=True)
 class DataReport:
     """Counts of rows, documents and tokens that were read, dropped and used.
 
-    A row gives one document, or one for each reply of a chat where the chat template drops the reasoning of earlier
-    turns (`Encoder.parts`).
+    A row gives one document, or several where the chat template renders earlier turns of a chat differently
+    (`Encoder.documents`).
 
     Attributes:
         source: the source of the rows.
@@ -99,7 +99,7 @@ class DataReport:
         lines = [
             f"source           {self.source}: {self.layout}",
             f"rows             {self.rows_read:,} read, {self.rows_used:,} used{self._split()}",
-            f"with reasoning   {self.reasoning.found:,} of {self.reasoning.replies:,} replies{self._lost()}",
+            f"with reasoning   {self.reasoning.found:,} of {self.reasoning.replies:,} replies{self._reasoning_text()}",
             f"held out         {self.held_out - self.repeated:,}; neither trained nor evaluated, because they ask the "
             f"same: {self.repeated:,}",
             f"too long         {self.dropped_too_long:,} dropped, {self.truncated:,} truncated, "
@@ -120,15 +120,16 @@ class DataReport:
         if self.documents == self.rows_used:
             return ""
         return (
-            f" as {self.documents:,} documents: the chat template drops the reasoning of earlier turns, so each reply "
+            f" as {self.documents:,} documents: the chat template renders earlier turns differently, so each reply "
             "is trained after its own prompt"
         )
 
-    def _lost(self) -> str:
-        _, held, found = self.reasoning
+    def _reasoning_text(self) -> str:
+        _, held, found, empty = self.reasoning
+        text = f"; {empty:,} of the others with an empty reasoning block" if empty else ""
         if found == held:
-            return ""
-        return f"; WARNING: the rows hold reasoning for {held:,}, and {held - found:,} lose some of it: " + (
+            return text
+        return f"{text}; WARNING: the rows hold reasoning for {held:,}, and {held - found:,} lose some of it: " + (
             "raise data.max_length" if self.truncated else "the tokenizer changes its text"
         )
 
@@ -296,7 +297,7 @@ def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
         source=SYNTHETIC, layout=f"random tokens below {vocab_size:,}", rows_read=count, held_out=0, repeated=0,
         seen_in_training=0, dropped_too_long=0, truncated=0, dropped_no_loss=0, rows_used=count, documents=count,
         tokens=len(ids), loss_tokens=len(ids), packed_rows=count, fill=1.0, lengths=tuple(lengths.tolist()),
-        reasoning=Kept(0, 0, 0),
+        reasoning=Kept(0, 0, 0, 0),
     )  # fmt: skip
     return Prepared(packed, None, [], [], report, None, None, _fingerprint_of(packed, config))
 
@@ -462,7 +463,8 @@ def _tokenize(rows: Dataset, encoder: Encoder, source: str, split: str, vocab_si
 
 
 _PLACEHOLDER = {
-    "input_ids": [0], "loss_mask": [False], "lengths": [1], "full_lengths": [0], "kept": [0, 0, 0], "questions": [0],
+    "input_ids": [0], "loss_mask": [False], "lengths": [1], "full_lengths": [0], "kept": [0, 0, 0, 0],
+    "questions": [0],
 }  # fmt: skip
 
 
@@ -472,8 +474,8 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
         if unread := row.get(PROBLEM):
             raise RowError(unread)
         talk = encoder.conversation(row)
-        parts = encoder.parts(talk)
-        whole = [encoder.encode(part) for part in parts]
+        documents = encoder.documents(talk)
+        whole = [encoder.encode(document) for document in documents]
     except RowError as error:
         return _PLACEHOLDER | {"error": str(error)}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:  # an unexpected form
@@ -486,7 +488,7 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
         "loss_mask": [loss for example in cut for loss in example.loss_mask],
         "lengths": [len(example.input_ids) for example in cut],
         "full_lengths": [len(example.input_ids) for example in whole],
-        "kept": [n for part, example in zip(parts, cut, strict=True) for n in encoder.kept(part, example)],
+        "kept": [n for pair in zip(documents, cut, strict=True) for n in encoder.kept(*pair)],
         "questions": talk.questions,
         "error": "",
     }

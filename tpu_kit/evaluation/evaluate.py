@@ -462,9 +462,8 @@ def _examples(tokenizer: Any, rows: Sequence[Mapping[str, Any]], data: DataConfi
     """Encodes the rows as in training, cut to max_length; skips rows that training could not use."""
     found = []
     for row, layout in zip(rows, _layouts(rows, data), strict=False):
-        encoder = Encoder(tokenizer, layout, data)
         try:
-            made = [encoder.encode(part) for part in encoder.parts(encoder.conversation(row))]
+            made = Encoder(tokenizer, layout, data).examples(row)
         except RowError:
             continue
         cut = [Example(ids[: data.max_length], mask[: data.max_length]) for ids, mask in made]
