@@ -164,7 +164,8 @@ def test_a_tool_call_without_reasoning_is_trained_after_the_prompt_of_inference(
     ((prompt, learnt), _) = documents(R1, {"messages": messages})
     assert prompt.endswith("assistant\n<think>\n")
     assert learnt == ['\n</think>\n<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>']
-    elsewhere = R1.replace("{%- for m in messages %}", "{%- for m in messages %}{{ loop.length }}")
+    elsewhere = "{{ messages | length }}" + R1
+    assert documents(elsewhere, {"messages": messages})[0] == ("1" + prompt, learnt)
     with pytest.raises(
         RowError, match="renders message 1, which calls tools, after another prompt than at inference: "
     ):
@@ -178,14 +179,16 @@ def test_a_chat_is_one_document_where_the_template_keeps_all() -> None:
     plain = [{**m, "content": m["content"].rpartition("\n")[2]} for m in chat(3, "content")]
     assert len(documents(QWEN3, {"messages": plain})) == 1  # nothing to lose
     assert len(documents(QWEN3, {"messages": plain[:4] + chat(3, "content")[4:]})) == 1
+    long = [*calls("reasoning_content"), *chat(3, "content")[2:]]
+    assert [len(texts) for _, texts in documents(QWEN3, {"messages": long})] == [2, 1, 1]
 
 
 def test_the_same_words_in_two_turns_are_not_taken_for_kept() -> None:
     row = {"messages": [{**m, "content": m["content"].replace(WORDS[1], WORDS[0])} for m in chat(2, "content")]}
     assert [text.count(WORDS[0]) for _, texts in documents(QWEN3, row) for text in texts] == [1, 1]
     short = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "<think>5</think>5"}]
-    ((_, (learnt,)),) = documents(R1, {"messages": short})
-    assert learnt == "5</think>5<|im_end|>"
+    assert documents(R1, {"messages": short})[0][1] == ["5</think>5<|im_end|>"]
+    assert documents(KEY, {"messages": short})[0][1] == ["<think>\n5\n</think>\n5<|im_end|>"]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
