@@ -42,7 +42,7 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.storage import atomic
 
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
-_CACHE_VERSION = 6  # increase it when the code below gives other tokens for the same row
+_CACHE_VERSION = 7  # increase it when the code below gives other tokens for the same row
 
 
 @dataclass(frozen=True)
