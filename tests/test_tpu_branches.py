@@ -99,6 +99,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     ),
     "preflight.predicted_bytes": (1, RECORDED, "test_memory_monitor"),
     "preflight._compiled": (1, RECORDED, "test_preflight"),
+    "install._kind": (1, RECORDED, "test_install"),
     "install.decide": (4, RUNS, "test_install"),
     "slice_job._run_problems": (1, RUNS, "test_pods"),
     "install.look": (1, RECORDED, "test_install"),
