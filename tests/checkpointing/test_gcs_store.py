@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import resource
@@ -24,12 +25,12 @@ import torch
 
 from tests.support.child_processes import PYTHONPATH, child_environment
 from tests.support.object_store import Proxy, environment, free_port, make_bucket, run_server
-from tpu_kit.checkpointing import manager
+from tpu_kit.checkpointing import gcs_store, manager
 from tpu_kit.checkpointing.gcs_store import BucketStore
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
-from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError
+from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError, every
 from tpu_kit.storage import object_store
-from tpu_kit.storage.object_store import ObjectFolder, is_url, join, upload
+from tpu_kit.storage.object_store import ObjectFolder, at_hand, is_url, join, upload
 
 
 def tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -80,16 +81,12 @@ def test_round_trip(place: str) -> None:
         assert found.files.keys() == names
         assert objects(place) == sorted([f"{prefix}/{name}" for name in names] + ["step-00000007/manifest.0.json"])
         sizes = ObjectFolder(place).list()
-        assert found.size == sum(sizes[f"{prefix}/{name}"] for name in names)
+        assert found.size == sum(sizes[f"{prefix}/{name}"][0] for name in names)
         with pytest.raises(ValueError, match=r"holds no ema\.safetensors; it holds adapter_model"):
             found.tensors("ema")
     ((other,), damaged) = scan(place, verify=True)  # another process, or another rank
     assert_is_step(other, 7)
     assert damaged == []
-    cache = other.folder()
-    assert {path.name for path in cache.iterdir()} == names
-    del other
-    assert not cache.exists()
 
 
 def test_same_step_is_replaced(place: str) -> None:
@@ -205,8 +202,6 @@ def test_list(place: str, capsys: pytest.CaptureFixture[str]) -> None:
             assert second[:2] == ["step", "1,000"]
         file = f"{store.complete()[1].path}/state.json"
         ObjectFolder(place).write(file.removeprefix(f"{place}/"), b'{"step": 9999}')
-        assert manager.report(place) == 0  # of the same size
-        capsys.readouterr()
         assert manager.report(place, verify=True, as_json=True) == 1
         listed = json.loads(capsys.readouterr().out)
         assert [found["step"] for found in listed["complete"]] == [5]
@@ -214,7 +209,7 @@ def test_list(place: str, capsys: pytest.CaptureFixture[str]) -> None:
         (damaged,) = listed["damaged"]
         assert damaged == {
             "path": f"{place}/step-00001000/manifest.0.json",
-            "reason": f"{file} is not what was written: its SHA-256 is another",
+            "reason": f"{file} is not what was written: its MD5 is another",
         }
     assert manager.report("gs://no-such-bucket-of-mine/run") == 1
     assert "there is no bucket gs://no-such-bucket-of-mine: make it" in capsys.readouterr().err
@@ -228,7 +223,9 @@ def test_upload_and_join(bucket: str, tmp_path: Path) -> None:
     assert target == f"{bucket}/run/adapter" and is_url(target) and not is_url(Path("gs://x"))
     assert join("runs", "x") == Path("runs/x")
     upload(tmp_path / "adapter", str(target))
-    assert ObjectFolder(str(target)).list() == {"a.json": 2, "deep/b.bin": 10}
+    listing = ObjectFolder(str(target)).list()
+    contents = {"a.json": b"{}", "deep/b.bin": b"\0" * 10}
+    assert listing == {name: (len(each), hashlib.md5(each).hexdigest()) for name, each in contents.items()}
     with pytest.raises(ValueError, match="gs:/// names no bucket: write gs://bucket/folder"):
         ObjectFolder("gs:///")
 
@@ -593,23 +590,54 @@ def test_full_temporary_folder_is_told(place: str, monkeypatch: pytest.MonkeyPat
         assert list(tmp_path.iterdir()) == []
 
 
-def test_full_temporary_folder_is_told_when_a_checkpoint_is_read(
+def test_reading_needs_no_temporary_folder_and_downloads_what_is_wanted(
     place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    numbers = torch.arange(100_000.0)
+    training = {"average/a": numbers, "moments/first/a": -numbers, "parameters/a": numbers + 1, "step": torch.tensor(7)}
     with CheckpointManager(place, keep=1) as store:
-        store.save(1, {"x": {"a": torch.zeros(100_000)}}, {}, {})
+        store.save(1, {"training": training, "empty": {}}, {}, {})
+        store.wait()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no such folder"))
+        read, downloaded = ObjectFolder.read, []
+
+        def watch(self: ObjectFolder, name: str, *bounds: Any) -> bytes:
+            downloaded.append(len(content := read(self, name, *bounds)))
+            return content
+
+        monkeypatch.setattr(ObjectFolder, "read", watch)
+        monkeypatch.setattr(gcs_store, "_READ_BYTES", 10_001)  # no multiple of a number's size
+        found = store.newest()
+        assert found is not None and sum(downloaded) < 2_000
+        assert found.tensors("empty") == {}
+        for keep, names in ((every, training.keys()), (lambda name: name.startswith("parameters/"), ["parameters/a"])):
+            downloaded.clear()
+            tensors = found.tensors("training", keep)
+            assert tensors.keys() == set(names) and all(torch.equal(tensors[name], training[name]) for name in names)
+            assert sum(downloaded) < 400_000 * min(len(names), 3) + 30_000
+        content = bytearray(read(store._store.objects, f"{found.prefix}/training.safetensors"))  # type: ignore
+        for place_of_damage in (3, 40, -5):  # the header's length, the header, a number
+            damaged = content.copy()
+            damaged[place_of_damage] ^= 1
+            store._store.objects.write(f"{found.prefix}/training.safetensors", bytes(damaged))  # type: ignore
+            with pytest.raises(DamagedError, match=r"training.safetensors is not what was written: its MD5 is another"):
+                found.tensors("training")
+
+
+def test_full_temporary_folder_is_told_when_an_adapter_is_read(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ObjectFolder(f"{bucket}/adapter").write("adapter_model.safetensors", bytes(400_000))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    (found,) = scan(place)[0]
+    told = rf"{bucket}/adapter/adapter_model.safetensors cannot be written to {tmp_path}/\S+ \(File too large\): make "
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, limits[1]))
-        with pytest.raises(
-            OSError, match=rf"{place}/\S+x.safetensors cannot be written to {tmp_path}/\S+ \("
-        ) as raised:
-            found.tensors("x")
+        with pytest.raises(ValueError, match=f"{told}room there, or set TMPDIR to"), at_hand(f"{bucket}/adapter"):
+            pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert str(raised.value).endswith("(File too large): make room there, or set TMPDIR to a folder of another disk")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_url_without_its_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_texts(folder: Path) -> None:
         store.wait()
         found = store.newest()
     assert found is not None and found.text("metrics.jsonl") == log
-    assert found.folder() == found.path and (folder / "step-00000002" / "metrics.jsonl").read_bytes() == log.encode()
+    assert (folder / "step-00000002" / "metrics.jsonl").read_bytes() == log.encode()
     flip(folder / "step-00000002" / "metrics.jsonl")
     with pytest.raises(DamagedError, match=r"metrics\.jsonl is not what was written"):
         found.text("metrics.jsonl")

@@ -15,10 +15,12 @@ from tests.support.training_functions import OPTIM, tiny
 from tpu_kit.checkpointing import parts as parts_module
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.parts import HostParts
+from tpu_kit.config.loader import load_config
 from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.mesh import Box, boxes, use_mesh
 from tpu_kit.training.optimizer import OPTIMIZERS
+from tpu_kit.training.resume import training_tensors
 from tpu_kit.training.state import TrainState, joined
 
 CPU = torch.device("cpu")
@@ -68,7 +70,9 @@ def save(place: Path | str, hosts: int, step: int, token: int, state: Any, specs
             with HostParts(place, index, hosts, token) as parts:
                 attempt = parts.save(step, shards)
                 if index == 0:
-                    manager.save(step, {}, {"layout": layout}, {"loss": 1.0}, attempt=attempt)
+                    name = next(name for name, one in OPTIMIZERS.items() if one is state.optimizer)
+                    documents = {"layout": layout, "config": load_config(None, {"optimizer": name}).to_dict()}
+                    manager.save(step, {}, documents, {"loss": 1.0}, attempt=attempt)
                     manager.wait()
         except Exception as error:
             errors.append(error)
@@ -107,6 +111,10 @@ def test_the_parts_of_all_hosts_are_the_state_of_one(tmp_path: Path, optimizer: 
         whole = joined(written, found.document("layout"), OPTIMIZERS[optimizer])
         assert whole.keys() == wanted.keys()
         assert [name for name in wanted if not torch.equal(whole[name], wanted[name])] == []
+        for section in ("parameters/", "average/"):
+            some = training_tensors(found, tiny(), lambda name, begin=section: name.startswith(begin))
+            assert some.keys() == {name for name in wanted if name.startswith(section)}
+            assert all(torch.equal(tensor, wanted[name]) for name, tensor in some.items())
         with pytest.raises(ValueError, match=r"the parts of the checkpoint lack shards of \d+ tensors, such as "):
             joined(written[1:], found.document("layout"), OPTIMIZERS[optimizer])
 
@@ -127,7 +135,7 @@ def test_a_lost_host_leaves_the_previous_checkpoint(place: Path | str, monkeypat
         CheckpointManager(place, keep=3).close()  # removes what the lost hosts left
     good, damaged = scan(place, verify=True)
     assert [one.step for one in good] == [3, 6] and not damaged
-    assert sorted(good[1].files)[1:] == [f"training-{host}.safetensors" for host in range(4)]
+    assert sorted(good[1].files)[2:] == [f"training-{host}.safetensors" for host in range(4)]
     if isinstance(place, Path):
         assert sorted(one.name for one in place.iterdir() if one.is_dir()) == ["step-00000003", "step-00000006"]
 

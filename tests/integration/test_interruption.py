@@ -28,6 +28,7 @@ from tpu_kit.distributed.launch import LaunchError, launch
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.recipes import sft
+from tpu_kit.storage.object_store import ObjectFolder
 from tpu_kit.training.metrics import read_metrics
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -192,8 +193,20 @@ def test_another_machine_goes_on_from_the_object_store(
     assert (preempted.status, preempted.step) == ("preempted", 7)
     shutil.rmtree(tmp_path / "one")
     monkeypatch.chdir(tmp_path / "two")
+    downloaded: list[str] = []
+    finish = sft._finish
+
+    def watched(*given: Any) -> Any:
+        with monkeypatch.context() as watch:
+            for name in ("read", "get"):
+                plain = getattr(ObjectFolder, name)
+                watch.setattr(ObjectFolder, name, lambda *one, plain=plain: downloaded.append(one[1]) or plain(*one))
+            return finish(*given)
+
+    monkeypatch.setattr(sft, "_finish", watched)
     finished = sft.train(load_config("embedded-cot", values))
     assert (finished.status, finished.step) == ("finished", 16)
+    assert downloaded and not any(name.endswith((".safetensors", ".jsonl")) for name in downloaded)
     whole = tmp_path / "whole"
     sft.train(run_config(whole, **{**LONG, "run_name": "run"}))
     assert ended(tmp_path / "two" / "runs" / "run") == ended(whole)

@@ -17,36 +17,37 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import socket
 import sys
 import tempfile
 import uuid
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from tpu_kit.checkpointing.manifest import (
     CORRUPT,
     Checkpoint,
     DamagedError,
+    Keep,
     Rejected,
     Tensors,
     check_size,
     digest,
     error_number,
+    every,
     fields_of,
     holder_name,
     seal,
     unseal,
 )
+from tpu_kit.hardware.chips import MIB
 from tpu_kit.storage.object_store import ObjectFolder
 
 if TYPE_CHECKING:
@@ -55,11 +56,12 @@ if TYPE_CHECKING:
 _MARKER = re.compile(r"(step-\d{8,})/manifest\.(\d+)\.json")
 _FILE = re.compile(r"(step-\d{8,}/[0-9a-f]{12})/[^/]+")
 _OWNER = re.compile(r"owner-(\d{8,})\.json")
+_READ_BYTES = 16 * MIB  # of a request
 
 
 @dataclass(frozen=True)
 class RemoteCheckpoint(Checkpoint):
-    """A checkpoint in an object store; its files are downloaded at their first use, and checked.
+    """A checkpoint in an object store. Its files are read into memory, block by block, and need no temporary folder.
 
     Attributes:
         objects: the folder of the run's checkpoints.
@@ -76,47 +78,79 @@ class RemoteCheckpoint(Checkpoint):
         """The URL of its marker."""
         return self.objects.place(self.marker)
 
-    def folder(self) -> Path:
-        """A temporary folder with all its files, checked; it exists as long as this object."""
-        self.verify()
-        return self._cache
+    def verify(self) -> None:
+        """Compares all files with what the store tells of them; raises DamagedError at the first that has changed."""
+        self.check_listing(self.objects.list())
 
-    def check_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Raises DamagedError at the first file that is missing, short or long in a listing (name to bytes)."""
-        for name, (size, _) in self.files.items():
+    def check_listing(self, listing: Mapping[str, tuple[int, str]]) -> None:
+        """Raises DamagedError at the first file that is missing or has another size or MD5 in `ObjectFolder.list`."""
+        for name, (size, md5) in self.files.items():
             place = self.objects.place(f"{self.prefix}/{name}")
-            if f"{self.prefix}/{name}" not in sizes:
+            if f"{self.prefix}/{name}" not in listing:
                 raise DamagedError(f"{place} is missing")
-            check_size(place, sizes[f"{self.prefix}/{name}"], size)
+            size_now, md5_now = listing[f"{self.prefix}/{name}"]
+            check_size(place, size_now, size)
+            if md5_now not in ("", md5):
+                raise _changed(place)
+
+    def tensors(self, name: str, keep: Keep = every) -> dict[str, Tensor]:
+        """See `Checkpoint.tensors`; downloads only the tensors that are kept, whose MD5 is that of the whole file."""
+        file = f"{name}.safetensors"
+        place, content, found = self.objects.place(f"{self.prefix}/{file}"), hashlib.md5(), dict[str, Tensor]()
+        self._check_name(file)
+        begin, block = 0, b""  # the last block that was read, and where it begins
+
+        def read(start: int, end: int) -> bytes:
+            nonlocal begin, block
+            if not begin <= start <= end <= begin + len(block):
+                begin, block = start, self._read(file, start, max(end, start + _READ_BYTES))
+            content.update(part := block[start - begin : end - begin])
+            return part
+
+        try:
+            length = int.from_bytes(read(0, 8), "little")
+            header = json.loads(read(8, min(8 + length, self.files[file][0])))
+            header.pop("__metadata__", None)
+            no_numbers = {key: {**entry, "shape": [0], "data_offsets": [0, 0]} for key, entry in header.items()}
+            text = json.dumps(no_numbers).encode()
+            types = load(len(text).to_bytes(8, "little") + text)
+            for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                if keep(key):
+                    found[key] = torch.empty(entry["shape"], dtype=types[key].dtype)
+                    room = memoryview(found[key].view(-1).view(torch.uint8).numpy())
+                    start, end = (8 + length + offset for offset in entry["data_offsets"])
+                    for at in range(start, end, _READ_BYTES):
+                        upto = min(at + _READ_BYTES, end)
+                        room[at - start : upto - start] = read(at, upto)
+        except DamagedError:  # it is missing
+            raise
+        except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+            raise _changed(place) from error
+        if found.keys() == header.keys() and content.hexdigest() != self.files[file][1]:
+            raise _changed(place)
+        return found
+
+    def text(self, name: str) -> str:
+        """See `Checkpoint.text`."""
+        self._check_name(name)
+        content = self._read(name)
+        if hashlib.md5(content).hexdigest() != self.files[name][1]:
+            raise _changed(self.objects.place(f"{self.prefix}/{name}"))
+        return content.decode()
 
     def names(self) -> list[str]:
         """Its objects in the order to delete them, the marker first: without it a checkpoint does not count."""
         return [self.marker, *(f"{self.prefix}/{name}" for name in self.files)]
 
-    @cached_property
-    def _cache(self) -> Path:
-        path = Path(tempfile.mkdtemp(prefix="tpu_kit-checkpoint-"))
-        weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
-        return path
+    def _read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        try:
+            return self.objects.read(f"{self.prefix}/{name}", start, end)
+        except FileNotFoundError as error:
+            raise DamagedError(f"{self.objects.place(f'{self.prefix}/{name}')} is missing") from error
 
-    def _checked(self, name: str) -> Path:
-        self._check_name(name)
-        size, sha256 = self.files[name]
-        path, place = self._cache / name, self.objects.place(f"{self.prefix}/{name}")
-        # Twice, because a broken connection may leave a short file, which is no damage.
-        for attempt in range(2):
-            try:
-                if not path.exists():
-                    self.objects.get(f"{self.prefix}/{name}", path)
-            except FileNotFoundError as error:
-                raise DamagedError(f"{place} is missing") from error
-            if digest(path) == sha256:
-                return path
-            found = path.stat().st_size
-            path.unlink()
-            if attempt:
-                check_size(place, found, size)
-        raise DamagedError(f"{place} is not what was written: its SHA-256 is another")
+
+def _changed(place: str) -> DamagedError:
+    return DamagedError(f"{place} is not what was written: its MD5 is another")
 
 
 class BucketStore:
@@ -201,7 +235,7 @@ class BucketStore:
         for name, text in texts.items():
             content = text.encode()
             self.objects.write(f"{prefix}/{name}", content)
-            files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            files[name] = {"bytes": len(content), "md5": hashlib.md5(content).hexdigest()}
         return files
 
     def discard(self, checkpoint: Checkpoint) -> None:
@@ -242,15 +276,15 @@ class BucketStore:
 
     def _clean(self) -> None:
         """Removes the leftovers of killed writers: files without a marker, and replaced checkpoints."""
-        sizes = self.objects.list()
-        markers = [name for name in sizes if name in self._owner.commits]
+        listing = self.objects.list()
+        markers = [name for name in listing if name in self._owner.commits]
         newest: dict[str, RemoteCheckpoint] = {}
         unclear = set()
         for marker, text in sorted(self.objects.read_all(markers).items(), key=lambda item: _number(item[0])):
             step = marker.partition("/")[0]
             try:
                 checkpoint = _read(self.objects, marker, text)
-                checkpoint.check_sizes(sizes)
+                checkpoint.check_listing(listing)
             except ValueError:
                 unclear.add(step)  # `newest` reports it
                 continue
@@ -258,8 +292,8 @@ class BucketStore:
                 self.discard(newest[step])
             newest[step] = checkpoint
         kept = {checkpoint.prefix for checkpoint in newest.values()}
-        unclear |= {name.partition("/")[0] for name in sizes if name.endswith(CORRUPT)}
-        for name in sizes:
+        unclear |= {name.partition("/")[0] for name in listing if name.endswith(CORRUPT)}
+        for name in listing:
             match = _FILE.fullmatch(name)
             late = _MARKER.fullmatch(name) and name not in self._owner.commits  # a former owner's
             if late or (match and match[1] not in kept and name.partition("/")[0] not in unclear):
@@ -289,7 +323,7 @@ def _put_tensors(objects: ObjectFolder, prefix: str, tensors: Tensors) -> dict[s
             whole = {key: value.contiguous() for key, value in group.items()}
             try:
                 save_file(whole, path, metadata={"format": "pt"})
-                files[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+                files[path.name] = {"bytes": path.stat().st_size, "md5": digest(path, "md5")}
             except (OSError, SafetensorError) as error:
                 text = f"{tempfile.gettempdir()} cannot be written to ({error}): set TMPDIR to another folder"
                 raise OSError(error_number(error), text) from error
@@ -298,20 +332,18 @@ def _put_tensors(objects: ObjectFolder, prefix: str, tensors: Tensors) -> dict[s
     return files
 
 
-def scan_bucket(url: str, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
-    """`tpu_kit.checkpointing.manager.scan` of an object store."""
+def scan_bucket(url: str) -> tuple[list[Checkpoint], list[Rejected]]:
+    """`tpu_kit.checkpointing.manager.scan` of an object store, which tells the MD5 of all files."""
     objects = ObjectFolder(url)
-    sizes = objects.list()
-    owner = read_owner(objects, sizes)[1]
+    listing = objects.list()
+    owner = read_owner(objects, listing)[1]
     found: dict[int, Checkpoint] = {}
     rejected = []
-    texts = objects.read_all([name for name in sizes if _MARKER.fullmatch(name) and counts(name, owner)])
+    texts = objects.read_all([name for name in listing if _MARKER.fullmatch(name) and counts(name, owner)])
     for marker in sorted(texts, key=_number):
         try:
             checkpoint = _read(objects, marker, texts[marker])
-            checkpoint.check_sizes(sizes)
-            if verify:
-                checkpoint.verify()
+            checkpoint.check_listing(listing)
             found[checkpoint.step] = checkpoint
         except DamagedError as error:
             if marker in objects.list():  # else the writer has just deleted it

@@ -87,7 +87,7 @@ class CheckpointManager(BackgroundWriter):
         return self._store.scan()[0]
 
     def newest(self) -> Checkpoint | None:
-        """Reads and checks the checkpoints from the largest step down; returns the first that is not damaged, or None.
+        """Checks the checkpoints from the largest step down; returns the first that is not damaged, or None.
 
         Damaged ones of larger steps are renamed to *.corrupt, reported on stderr, and added to `rejected`.
 
@@ -236,7 +236,7 @@ def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], 
 
     Args:
         place: `<output_dir>/checkpoints`, a folder or a URL; may be missing.
-        verify: whether to read all files, and not only their sizes.
+        verify: whether to check the content of all files, and not only their sizes. An object store tells both.
 
     Returns:
         The complete ones, the smallest step first, and the damaged ones.
@@ -245,7 +245,7 @@ def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], 
         ValueError: one has a format that this tpu_kit does not read.
         OSError: an object store cannot be read.
     """
-    return scan_bucket(str(place), verify=verify) if is_url(place) else scan_folder(Path(place), verify=verify)
+    return scan_bucket(str(place)) if is_url(place) else scan_folder(Path(place), verify=verify)
 
 
 def report(run: str, verify: bool = False, as_json: bool = False) -> int:
@@ -253,7 +253,7 @@ def report(run: str, verify: bool = False, as_json: bool = False) -> int:
 
     Args:
         run: its output_dir, or the checkpoints folder there; a folder or gs://bucket/run.
-        verify: read and check every file.
+        verify: check the content of every file.
         as_json: print one JSON object.
 
     Returns:

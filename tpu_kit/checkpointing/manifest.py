@@ -1,8 +1,9 @@
 """Defines the format of a checkpoint: reads it and checks it against its manifest.
 
-The manifest holds a format number, the step, the time, metrics, and the size and SHA-256 of every file. It is written
-last: a folder without a valid manifest is no checkpoint. Tensors are safetensors, everything else is JSON (Python's,
-with NaN and Infinity) or plain text: nothing is unpickled.
+The manifest holds a format number, the step, the time, metrics, and the size and digest of every file: SHA-256, or in
+an object store the MD5 that the store computes too. It is written last: a folder without a valid manifest is no
+checkpoint. Tensors are safetensors, everything else is JSON (Python's, with NaN and Infinity) or plain text: nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tpu_kit.storage.atomic import PART
@@ -33,6 +33,15 @@ CORRUPT = ".corrupt"  # suffix of a checkpoint that is set aside
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """File name without ".safetensors" -> the CPU tensors of the file by name."""
+
+
+Keep = Callable[[str], bool]
+"""Whether a tensor of a file is wanted, by its name."""
+
+
+def every(name: str) -> bool:
+    """Accepts all tensors."""
+    return True
 
 
 class DamagedError(ValueError):
@@ -50,7 +59,7 @@ class Checkpoint:
         created: seconds since the epoch, by the writer's clock; the order is by step.
         metrics: of `CheckpointManager.save`.
         best: whether it was the best of its run when it was saved; see `best_of`.
-        files: name to (bytes, SHA-256), without the manifest.
+        files: name to (bytes, digest), without the manifest.
     """
 
     format: int
@@ -71,37 +80,34 @@ class Checkpoint:
         """The path of `Rejected` for this checkpoint."""
         return self.path
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """The CPU tensors of `<name>.safetensors`; raises DamagedError, and ValueError if there is no such file."""
-        # load_file maps the file: copies outlive a checkpoint that is deleted later.
-        return {key: value.clone() for key, value in load_file(self._checked(f"{name}.safetensors")).items()}
+    def tensors(self, name: str, keep: Keep = every) -> dict[str, Tensor]:
+        """CPU tensors of `<name>.safetensors`; raises DamagedError, and ValueError if there is no such file."""
+        self._check_file(f"{name}.safetensors")
+        with safe_open(Path(self.path, f"{name}.safetensors"), framework="pt") as file:
+            # They are mapped from the file: copies outlive a checkpoint that is deleted later.
+            return {key: file.get_tensor(key).clone() for key in filter(keep, file.keys())}
 
     def document(self, name: str) -> Any:
         """The content of `<name>.json`; raises DamagedError, and ValueError if there is no such file."""
-        return json.loads(self._checked(f"{name}.json").read_text())
+        return json.loads(self.text(f"{name}.json"))
 
     def text(self, name: str) -> str:
         """The content of the text file `name`; raises DamagedError, and ValueError if there is no such file."""
-        return self._checked(name).read_bytes().decode()
-
-    def folder(self) -> Path:
-        """A folder of this machine with all its files, checked; PEFT can load the adapter from it."""
-        self.verify()
-        return Path(self.path)
+        self._check_file(name)
+        return Path(self.path, name).read_bytes().decode()
 
     def verify(self) -> None:
-        """Reads all files; raises DamagedError at the first that has changed."""
+        """Checks the content of all files; raises DamagedError at the first that has changed."""
         for name in self.files:
-            self._checked(name)
+            self._check_file(name)
 
-    def _checked(self, name: str) -> Path:
-        """The path of a file of this machine whose content is unchanged."""
+    def _check_file(self, name: str) -> None:
+        """Raises DamagedError if the content of a file has changed."""
         self._check_name(name)
         _check_sizes(self)
         path = Path(self.path, name)
         if digest(path) != self.files[name][1]:
             raise DamagedError(f"{path} is not what was written: its SHA-256 is another")
-        return path
 
     def _check_name(self, name: str) -> None:
         if name not in self.files:
@@ -199,7 +205,7 @@ def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
 
 def fields_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `Checkpoint` that its manifest holds."""
-    files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    files = {name: (entry["bytes"], entry.get("md5") or entry["sha256"]) for name, entry in manifest["files"].items()}
     return {"files": files} | {name: manifest[name] for name in ("format", "step", "created", "metrics", "best")}
 
 
@@ -218,10 +224,10 @@ def _seal(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+def digest(path: Path, kind: str = "sha256") -> str:
+    """A digest of a file's content, in hexadecimal."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, kind).hexdigest()
 
 
 def error_number(error: Exception) -> int:

@@ -1,7 +1,7 @@
 """Writes, on each host of a mesh, the part of a checkpoint that the host holds: the shards of its devices.
 
 Each host writes a file of tensors, such as training-3.safetensors, and then its receipt, training-3.json, with its size
-and SHA-256. Host 0 commits the checkpoint once all receipts are there. They are in a folder of the attempt to save the
+and digest. Host 0 commits the checkpoint once all receipts are there. They are in a folder of the attempt to save the
 step. Its name is known to the hosts of this launch alone, so files of another launch, or of a host that was taken for
 lost, are never mixed into a checkpoint.
 """
@@ -87,7 +87,7 @@ class Attempt:
     broken: Callable[[], bool]
 
     def receipts(self, read: Callable[[], Mapping[str, bytes]]) -> dict[str, dict[str, Any]]:
-        """Waits for all receipts; returns size and SHA-256 of each part by the name of its file.
+        """Waits for all receipts; returns size and digest of each part by the name of its file.
 
         Args:
             read: the receipts that are there, by the name of the file.

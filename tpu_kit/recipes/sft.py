@@ -386,6 +386,6 @@ def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any, peaks: d
         adapter = str(folder / "adapter")
         models.save_adapter(folder / "adapter", loop.model, loop.weights(), loop.config, tokenizer)
     metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"} | peaks
-    newest = loop.checkpoints.newest()
-    checkpoint = str(newest.path) if newest else None
+    complete = loop.checkpoints.complete()
+    checkpoint = str(complete[-1].path) if complete else None
     return TrainResult(status, reason, loop.step, loop.total, metrics, adapter, checkpoint, str(folder), again)

@@ -7,6 +7,7 @@ Application Default Credentials, or the machine's service account on Google Clou
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import os
@@ -69,8 +70,11 @@ class ObjectFolder:
         """The URL of an object."""
         return f"{self.url}/{name}"
 
-    def list(self) -> dict[str, int]:
-        """Name to size in bytes of all objects; raises OSError if a name leads out of the folder of a copy."""
+    def list(self) -> dict[str, tuple[int, str]]:
+        """Name to (bytes, MD5) of all objects; raises OSError if a name leads out of the folder of a copy.
+
+        The store computes the MD5 of what it holds; it is empty for objects that were composed of several.
+        """
         with self._explained():
             try:
                 found = self._files.find(self._root, detail=True)
@@ -78,17 +82,20 @@ class ObjectFolder:
                 if self._files.exists(self.bucket):
                     return {}
                 raise
-        sizes = {path[len(self._root) + 1 :]: int(about["size"]) for path, about in found.items()}
-        if bad := next(filter(leads_out, sizes), None):
+        objects = {
+            path[len(self._root) + 1 :]: (int(about["size"]), base64.b64decode(about.get("md5Hash") or "").hex())
+            for path, about in found.items()
+        }
+        if bad := next(filter(leads_out, objects), None):
             text = f"{self.url} holds an object named {bad!r}, which a copy would write outside of its folder"
             advice = "remove it, or use a folder that only you and people you trust can write to"
             raise OSError(errno.EINVAL, f"{text}: {advice}")
-        return {name: size for name, size in sizes.items() if not f"/{name}".endswith("/")}  # else it marks a folder
+        return {name: about for name, about in objects.items() if not f"/{name}".endswith("/")}  # which marks a folder
 
-    def read(self, name: str) -> bytes:
-        """An object's content."""
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """An object's content, or a range of it, cut off where the object ends."""
         with self._explained(name):
-            return bytes(self._files.cat_file(f"{self._root}/{name}"))
+            return bytes(self._files.cat_file(f"{self._root}/{name}", start=start, end=end))
 
     def read_all(self, names: Iterable[str]) -> dict[str, bytes]:
         """The contents of many small objects, at once, without those that do not exist."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
-from tpu_kit.checkpointing.manifest import FORMAT, Checkpoint, DamagedError
+from tpu_kit.checkpointing.manifest import FORMAT, Checkpoint, DamagedError, Keep, every
 from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, migrate, plain
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import device_memory_budget
@@ -137,20 +137,23 @@ def check_resume(
             print(f"note: {found.path}: {note}", file=sys.stderr, flush=True)
 
 
-def training_tensors(found: Checkpoint, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def training_tensors(found: Checkpoint, model: torch.nn.Module, keep: Keep = every) -> dict[str, torch.Tensor]:
     """Reads training.safetensors, or the parts of several hosts, as the tensors of `TrainState.to_host`.
 
     Args:
         found: the checkpoint, of any readable format.
         model: of the run, without stacks.
+        keep: whole sections to read; format 2 has none.
 
     Raises:
         ValueError: the tensors do not fit the model; or see `Checkpoint.tensors`.
     """
     optimizer = migrate(found.document("config"))[0]["optim.optimizer"]
     if parts := [name.removesuffix(".safetensors") for name in found.files if name.startswith("training-")]:
-        return joined(map(found.tensors, parts), found.document("layout"), OPTIMIZERS[optimizer])
-    saved = found.tensors("training")
+        layout = found.document("layout")
+        layout["shapes"] = {name: shape for name, shape in layout["shapes"].items() if keep(name)}
+        return joined((found.tensors(part, keep) for part in parts), layout, OPTIMIZERS[optimizer])
+    saved = found.tensors("training", keep if found.format == FORMAT else every)
     if found.format == FORMAT:
         return saved
     tensors = convert(saved, model, optimizer)
@@ -172,8 +175,8 @@ def weights_of(step: int, config: TrainConfig, model: torch.nn.Module) -> Tensor
     found = next((one for one in scan(config.checkpoints_place)[0] if one.step == step), None)
     if found is None:
         raise ValueError(f"{config.checkpoints_place} has lost the checkpoint of step {step}, whose weights are wanted")
-    saved = sections(training_tensors(found, model))
-    return saved.get("average", saved["parameters"])
+    section = "average" if config.optim.ema_decay else "parameters"
+    return sections(training_tensors(found, model, lambda name: name.startswith(f"{section}/")))[section]
 
 
 def _other_parameters(stored: Mapping[str, Any], config: TrainConfig) -> list[str]:

@@ -205,13 +205,14 @@ class TrainState:
 def stored(
     values: Mapping[str, torch.Tensor], groups: Sequence[Group], optimizer: Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Makes what `TrainState.to_host` returns of the CPU copies of `TrainState.tensors`."""
-    given, found = sections(values), {name: values[name] for name in SCALARS}
-    kept = {"parameters": given["parameters"]}
+    """Makes what `TrainState.to_host` returns of CPU copies of `TrainState.tensors`, or of some sections of them."""
+    given, found = sections(values), {name: values[name] for name in SCALARS if name in values}
+    kept = {name: given[name] for name in ("parameters",) if name in given}
     for number, one in enumerate(groups):
         if "average" in given:
             kept.setdefault("average", {}).update(one.split(given["average"][str(number)]))
-        for name, kinds in optimizer.split(of_group(given["moments"], number), one).items():
+        moments = optimizer.split(of_group(given["moments"], number), one) if "moments" in given else {}
+        for name, kinds in moments.items():
             for kind, tensor in kinds.items():
                 kept.setdefault(f"moments/{kind}", {})[name] = tensor
     stacks = {name: list(slot.names) for one in groups for name, slot in one.slots.items() if slot.stacked}
