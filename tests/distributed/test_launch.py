@@ -566,3 +566,9 @@ def test_a_launch_on_a_tpu_stores_no_programs(monkeypatch: pytest.MonkeyPatch) -
     """torch_xla 2.8 and 2.9 cannot load them: pytorch/xla issue 9094."""
     monkeypatch.delenv("XLA_PERSISTENT_CACHE_PATH", raising=False)
     assert launch_module._environment(Backend("tpu", None, "")) == {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU"}
+
+
+def test_a_function_may_have_arguments_of_its_own(tmp_path: Path) -> None:
+    """As the launch that computes a teacher's files has."""
+    found = launch(functools.partial(replica_functions.sums), config_for(tmp_path, "cpu", "num_replicas=1"), 100)
+    assert found["world_size"] == 1

@@ -80,7 +80,7 @@ def _replica(rank: int, replicas: int, make: Callable[[], Runtime], address: str
         runtime.enter(make())
         fn, config = pickle.loads(payload)
         result = fn(config)
-        reporter.send("done", _pickled(fn.__qualname__, result) if rank % replicas == 0 else None)
+        reporter.send("done", _pickled(getattr(fn, "__qualname__", repr(fn)), result) if rank % replicas == 0 else None)
     except BaseException as error:
         if _is_from_the_kit(error, ValueError):
             reporter.send("refused", str(error))
