@@ -291,9 +291,9 @@ class _Result:
 
 
 @command(
-    "The held-out rows are those of `train`, without questions that the training data have too. generate_rows=200\n"
-    "limits the rows, generate_tokens the length of an answer; verifier judges it. With an adapter the result is\n"
-    "written as eval.json into the run's folder, unless the eval.json there has more rows.\n\n"
+    "The held-out rows are those of the adapter's run, or else those of `train`, without questions that the training\n"
+    "data have too. generate_rows=200 limits the rows, generate_tokens the length of an answer; verifier judges it.\n"
+    "With an adapter the result is written as eval.json into the run's folder, unless that has more rows.\n\n"
     "Exit codes: 0 done, 1 error, 2 bad arguments.",
     _CONFIG | _JSON,
     (_Result,),

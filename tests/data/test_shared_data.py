@@ -46,6 +46,8 @@ def test_what_is_read_is_what_was_prepared(tmp_path: Path, eval_rows: int) -> No
     assert found.encoder.layout == made.encoder.layout and found.example(3) == made.example(3)
     assert [row["question"] for row in found.eval_rows] == [row["question"] for row in made.eval_rows]
     assert all(row["day"].startswith("2024-01-0") for row in found.eval_rows)
+    assert [part.tolist() for part in found.questions] == [part.tolist() for part in made.questions]
+    assert [len(part) for part in made.questions] == [40 - eval_rows, eval_rows]
     row = {"question": "q", "answer": "a"}
     assert found.encoder.examples(row) == made.encoder.examples(row)
     for one, other in ((found.train, made.train), (found.eval, made.eval)):

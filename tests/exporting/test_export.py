@@ -43,7 +43,7 @@ EVAL = {
     "tuned": {
         "accuracy": {"correct": 8, "total": 9, "low": 0.57, "high": 0.98}, "format_adherence": 1.0, "mean_tokens": 38
     },
-    "gained": 6, "lost": 0, "p_value": 0.03,
+    "gained": 6, "lost": 0, "p_value": 0.03, "training_data_known": True,
     "samples": [{"question": "Tom has 3 pens. Tom buys 4. How many pens does Tom have now?",
                  "tuned": {"answer": "<think>\nTom buys 4 so 3 + 4 = 7.\n</think>\n7"}}],
 }  # fmt: skip

@@ -42,11 +42,13 @@ def test_the_shipped_configuration_trains_on_two_replicas(tmp_path: Path) -> Non
     assert [name for name in found if not name.startswith("checkpoints/")] == [
         "adapter/adapter_config.json",
         "adapter/adapter_model.safetensors",
+        "adapter/base.json",
         "adapter/chat_template.jinja",
         "adapter/tokenizer.json",
         "adapter/tokenizer_config.json",
         "config.yaml",
         "metrics.jsonl",
+        "questions.npz",
     ]
     kept = [name for name in found if name.startswith("checkpoints/") and name != "checkpoints/.lock"]
     best = "checkpoints/step-00000002"  # the best evaluation when it was made

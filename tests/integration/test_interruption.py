@@ -214,7 +214,7 @@ def test_another_machine_goes_on_from_the_object_store(
     import fsspec
 
     files = {path.rpartition("/run/")[2] for path in fsspec.filesystem("gs").find(f"{bucket}/run")}
-    assert {"adapter/adapter_model.safetensors", "config.yaml", "metrics.jsonl"} < files
+    assert {"adapter/adapter_model.safetensors", "config.yaml", "metrics.jsonl", "questions.npz"} < files
     listed = run_python(["-m", "tpu_kit", "checkpoints", f"{bucket}/run", "--json"], env=dict(os.environ)).stdout
     assert [found["step"] for found in json.loads(listed)["complete"]][-1] == 16
 

@@ -1,4 +1,4 @@
-"""Chooses the questions that a run holds out for evaluation.
+"""Chooses the questions that a run holds out for evaluation, and stores its questions for later evaluations.
 
 A question is a hash of a prompt (`Conversation.questions`). The choice depends on the hashes and the seed alone, not on
 the order of the rows.
@@ -7,13 +7,50 @@ the order of the rows.
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from tpu_kit.config.loader import DataConfig
+from tpu_kit.storage import atomic
 
 MOST_HELD_OUT = 64
 """The most rows held out where `data.eval_rows` is null."""
+
+QUESTIONS = "questions.npz"
+"""The file of `Questions` in the folder of a run."""
+
+UNKNOWN = (
+    f"The training data of the adapter are unknown (no run's {QUESTIONS} lies beside it): it may have been trained on "
+    "these rows."
+)
+"""What an evaluation of such an adapter says."""
+
+
+class Questions(NamedTuple):
+    """The questions of a run.
+
+    Attributes:
+        trained: prompts of all replies that it trains on, int64.
+        held_out: questions of its evaluation rows, int64.
+    """
+
+    trained: np.ndarray
+    held_out: np.ndarray
+
+    def write(self, folder: Path) -> None:
+        """Writes them into the folder of the run."""
+        with atomic.replacing(folder / QUESTIONS) as part, part.open("wb") as file:
+            np.savez(file, **self._asdict())
+
+    @classmethod
+    def read(cls, folder: Path) -> Questions | None:
+        """Returns the questions of the run in a folder; None without the file."""
+        if not (folder / QUESTIONS).is_file():
+            return None
+        with np.load(folder / QUESTIONS) as arrays:
+            return cls(**arrays)
 
 
 def held_out_rows(config: DataConfig, questions: int) -> int:

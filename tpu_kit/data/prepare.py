@@ -25,7 +25,7 @@ from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_template
 from tpu_kit.data.columns import detect_layout, first_values
-from tpu_kit.data.held_out import choose_questions, held_out_rows
+from tpu_kit.data.held_out import Questions, choose_questions, held_out_rows
 from tpu_kit.data.records import PROBLEM
 from tpu_kit.data.schemas import Layout, RowError, final_answer, problem
 from tpu_kit.data.sources import (
@@ -148,6 +148,7 @@ class Prepared:
         report: of the training rows.
         eval_report: of the held-out rows.
         encoder: encodes other rows of the same kind; None for random tokens.
+        questions: of the training rows and of the held-out rows; None for random tokens.
         fingerprint: hash of all tokens, loss masks, packing and order.
     """
 
@@ -158,16 +159,15 @@ class Prepared:
     report: DataReport
     eval_report: DataReport | None
     encoder: Encoder | None
+    questions: Questions | None
     fingerprint: str
 
     def __str__(self) -> str:
         lines = [str(self.report)]
         if held := self.eval_report:
             cut = f"{held.dropped_too_long:,} dropped, {held.truncated:,} truncated"
-            seen = f"; left out because training has their questions: {held.seen_in_training:,}"
-            lines += [
-                f"held-out rows    {held.documents:,}, {held.loss_tokens:,} tokens with loss; too long: {cut}{seen}"
-            ]
+            lines += [f"held-out rows    {held.documents:,}, {held.loss_tokens:,} tokens with loss; too long: {cut}"]
+            lines += [f"held-out rows    {held.seen_in_training:,} left out, because training has their questions"]
             lines += [f"held-out rows    {held.skipped_text}"] if held.skipped else []
         return "\n".join(lines)
 
@@ -220,6 +220,7 @@ def prepare(
     model_positions: int | None = None,
     vocab_size: int | None = None,
     dataset: Dataset | DatasetDict | None = None,
+    run: Questions | None = None,
 ) -> Prepared:
     """Loads, holds out, tokenises, checks and packs.
 
@@ -230,6 +231,8 @@ def prepare(
         model_positions: `max_position_embeddings` of the model; None skips the check.
         vocab_size: rows of the model's embedding; None skips the check.
         dataset: rows in place of `config.source`.
+        run: the questions of a finished run, to evaluate it: its held-out questions are held out too, and rows with a
+            question that it was trained on are left out and counted.
 
     Raises:
         ValueError: rows, columns, files or settings are wrong; the text names them.
@@ -250,33 +253,35 @@ def prepare(
     everything = _tokenize(rows, encoder, source, config.split, vocab_size)
     train = everything.good
     eval_source, eval_split = _eval_source(config, dataset)
-    eval_data: PackedDataset | None = None
-    eval_report: DataReport | None = None
-    eval_rows: list[dict[str, Any]] = []
-    prompts: list[str] = []
-    repeated = 0
-    if eval_source or config.eval_rows != 0:
+    eval_data, eval_report, eval_rows, prompts = None, None, list[dict[str, Any]](), list[str]()
+    repeated, evaluated = 0, np.zeros(0, dtype=np.int64)
+    if eval_source or config.eval_rows != 0 or run:
         if eval_source:
             own = isinstance(dataset, DatasetDict) and not config.eval_source
             held = pick_split(dataset, eval_split) if own else load(eval_source, eval_split)
             eval_encoder = _encoder(held, tokenizer, config, eval_source)
             held_tokens = _tokenize(held, eval_encoder, eval_source, eval_split, vocab_size)
-            chosen = held_tokens.good & ~np.isin(held_tokens.questions, everything.prompts(train))
-            seen = _count(held_tokens, held_tokens.good & ~chosen)
-            if not chosen.any():
-                raise ValueError(f"every question of the evaluation rows ({eval_source}) is in the training rows too")
+            wanted = held_tokens.good
         else:
-            held, eval_encoder, held_tokens, seen = rows, encoder, everything, 0
+            held, eval_encoder, held_tokens = rows, encoder, everything
             picked = choose_questions(everything.questions[train], everything.earlier, config)
-            chosen, train = everything.one_of_each(picked), train & ~np.isin(everything.questions, picked)
-            repeated = _count(everything, everything.good & ~train) - _count(everything, chosen)
+            wanted, train = everything.one_of_each(picked), train & ~np.isin(everything.questions, picked)
+            repeated = _count(everything, everything.good & ~train) - _count(everything, wanted)
+        if run:
+            wanted = wanted | held_tokens.one_of_each(run.held_out)
+        trained = run.trained if run else everything.prompts(train)
+        chosen = wanted & ~np.isin(held_tokens.questions, trained)
+        seen, evaluated = _count(held_tokens, wanted & ~chosen), np.unique(held_tokens.questions[chosen])
+        if not chosen.any():
+            text = f"every question of the evaluation rows ({eval_source or source}) is in the training rows too"
+            raise ValueError(f"{text}; name other rows in data.eval_source")
         eval_data, eval_report = _pack(held_tokens, chosen, eval_encoder, eval_source or source, seen_in_training=seen)
         eval_rows, prompts = _raw_rows(held, np.unique(held_tokens.documents.source_rows[chosen]), eval_encoder)
     held_out = _count(everything, everything.good & ~train)
     packed, report = _pack(everything, train, encoder, source, held_out=held_out, repeated=repeated)
-    return Prepared(
-        packed, eval_data, eval_rows, prompts, report, eval_report, encoder, _fingerprint_of(packed, config)
-    )
+    questions = Questions(np.unique(everything.prompts(train)), evaluated)
+    fingerprint = _fingerprint_of(packed, config)
+    return Prepared(packed, eval_data, eval_rows, prompts, report, eval_report, encoder, questions, fingerprint)
 
 
 def _fingerprint_of(packed: PackedDataset, config: DataConfig) -> str:
@@ -299,7 +304,7 @@ def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
         tokens=len(ids), loss_tokens=len(ids), packed_rows=count, fill=1.0, lengths=tuple(lengths.tolist()),
         reasoning=Kept(0, 0, 0, 0),
     )  # fmt: skip
-    return Prepared(packed, None, [], [], report, None, None, _fingerprint_of(packed, config))
+    return Prepared(packed, None, [], [], report, None, None, None, _fingerprint_of(packed, config))
 
 
 def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> Encoder:
@@ -539,6 +544,8 @@ def write_prepared(prepared: Prepared, folder: Path) -> None:
         for part, packed in (("train", prepared.train), ("eval", prepared.eval)):
             for name, array in (packed.arrays() if packed else {}).items():
                 np.save(made / f"{part}-{name}.npy", array, allow_pickle=False)
+        if prepared.questions:
+            prepared.questions.write(made)
         document = {
             "pad_id": prepared.train.pad_id,
             "eval_rows": prepared.eval_rows,
@@ -579,6 +586,7 @@ def read_prepared(folder: Path, tokenizer: Any, config: DataConfig) -> Prepared:
         report=_report(document["report"]),
         eval_report=document["eval_report"] and _report(document["eval_report"]),
         encoder=encoder,
+        questions=Questions.read(folder),
         fingerprint=document["fingerprint"],
     )
 

@@ -17,9 +17,12 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+import numpy as np
+
 from tpu_kit.config.loader import ConfigError, DataConfig, TrainConfig
 from tpu_kit.data.chat_encoding import Encoder, Example, ensure_chat_template
 from tpu_kit.data.columns import Layout, detect_layout, is_filled
+from tpu_kit.data.held_out import QUESTIONS, UNKNOWN, Questions
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.data.schemas import RowError
 from tpu_kit.distributed.runtime import Runtime
@@ -196,6 +199,8 @@ class Comparison:
         lost: rows that only the base model answers correctly.
         p_value: of `mcnemar`: the probability of such a difference if tuning changed nothing.
         seen_in_training: held-out rows left out because the training data have their questions.
+        training_data_known: whether the questions of the adapter's run are known. If not, `seen_in_training` is of the
+            training data of the configuration.
         head: the tuned model without its error-correction head, as base, and with it; None without a head.
     """
 
@@ -205,6 +210,7 @@ class Comparison:
     lost: int
     p_value: float
     seen_in_training: int = 0
+    training_data_known: bool = True
     head: Comparison | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -220,6 +226,7 @@ class Comparison:
             "lost": self.lost,
             "p_value": self.p_value,
             "seen_in_training": self.seen_in_training,
+            "training_data_known": self.training_data_known,
             "samples": samples,
         } | ({"without_head": self.head.to_dict()} if self.head else {})
 
@@ -242,6 +249,7 @@ class Comparison:
                 f"p = {self.head.p_value:.2g}"
             )
         lines.append(f"{self.seen_in_training} rows left out, because the training data have their questions")
+        lines += [] if self.training_data_known else [UNKNOWN]
         pairs = list(zip(self.base.samples, self.tuned.samples, strict=True))
         raised = [pair for pair in pairs[_SHOWN:] if pair[0].error or pair[1].error][:_SHOWN]
         for base, tuned in [*pairs[:_SHOWN], *raised]:
@@ -252,7 +260,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(base: Evaluation, tuned: Evaluation, seen_in_training: int = 0) -> Comparison:
+def compare(base: Evaluation, tuned: Evaluation, seen_in_training: int = 0, known: bool = True) -> Comparison:
     """Compares two evaluations row by row; a row that one of them did not judge counts for neither.
 
     Raises:
@@ -267,7 +275,7 @@ def compare(base: Evaluation, tuned: Evaluation, seen_in_training: int = 0) -> C
         )
     pairs = [(b.correct, t.correct) for b, t in zip(base.samples, tuned.samples, strict=True)]
     gained, lost = pairs.count((False, True)), pairs.count((True, False))
-    return Comparison(base, tuned, gained, lost, mcnemar(lost, gained), seen_in_training)
+    return Comparison(base, tuned, gained, lost, mcnemar(lost, gained), seen_in_training, known)
 
 
 def evaluate_adapter(
@@ -275,8 +283,9 @@ def evaluate_adapter(
 ) -> Comparison:
     """Compares the base and the tuned model on the held-out rows, and writes the comparison beside the adapter.
 
-    `prepare` has removed rows whose question is in the training data too; it compares the texts without case, white
-    space and closing punctuation.
+    The rows are those that the adapter's run held out and those that `config` holds out, without questions that the run
+    was trained on; texts are compared without case, white space and closing punctuation. Where the adapter lies without
+    the questions of its run, `config` alone splits the rows.
 
     Args:
         config: the run; `tracking.generate_rows` limits the rows (0 = all held-out rows).
@@ -290,16 +299,18 @@ def evaluate_adapter(
     """
     with at_hand(adapter_dir, "adapter_config.json", "base.json") as folder:  # both models have one base
         config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
-    rows, prompts, seen = held_out(config)
+    url = str(adapter_dir).rstrip("/").rpartition("/")[0]
+    run = url if is_url(adapter_dir) else Path(adapter_dir).absolute().parent
+    with at_hand(run, QUESTIONS) as beside:
+        questions = Questions.read(beside)
+    rows, prompts, seen = held_out(config, questions)
     with at_hand(adapter_dir) as folder, without_head(folder) as plain:
         base = evaluate(config, rows, prompts, verifier=verifier)
         tuned = evaluate(config, rows, prompts, folder, verifier)
-        found = compare(base, tuned, seen)
+        found = compare(base, tuned, seen, known=questions is not None)
         if plain != folder:
             alone = evaluate(config, rows, prompts, plain, verifier)
             found = dataclasses.replace(found, head=compare(alone, tuned))
-    url = str(adapter_dir).rstrip("/").rpartition("/")[0]
-    run = url if is_url(adapter_dir) else Path(adapter_dir).absolute().parent
     if not replace and (before := _rows_of(run)) > len(rows):
         print(
             f"{run}/eval.json stays: it has {before} rows, and this evaluation {len(rows)}", file=sys.stderr, flush=True
@@ -381,13 +392,24 @@ def _positions(config: TrainConfig) -> float:
         return math.inf
 
 
-def held_out(config: TrainConfig) -> tuple[list[dict[str, Any]], list[str], int]:
+def held_out(config: TrainConfig, run: Questions | None = None) -> tuple[list[dict[str, Any]], list[str], int]:
     """Returns the held-out rows, their prompts, and the number of rows left out because of the training data.
+
+    Args:
+        config: the configuration.
+        run: as in `prepare`; a note on stderr tells whether the run held other questions out.
 
     Raises:
         ValueError: as in `prepare`.
     """
-    prepared = prepare(config.data, load_tokenizer(config.model))
+    prepared = prepare(config.data, load_tokenizer(config.model), run=run)
+    if run and prepared.questions:
+        now, before = prepared.questions.held_out, run.held_out
+        new, gone = len(np.setdiff1d(now, before)), len(np.setdiff1d(before, now))
+        if new or gone:
+            text = f"the run of the adapter did not know {new} of these {len(now)} questions, and {gone} of the "
+            text += f"{len(before)} that it held out are not among them: the source has changed since, or is another"
+            print(f"note: {text}", file=sys.stderr, flush=True)
     count = config.tracking.generate_rows or None
     seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
     return prepared.eval_rows[:count], prepared.eval_prompts[:count], seen

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tpu_kit.config.loader import TrainConfig, from_dict, load_stored
+from tpu_kit.data.held_out import UNKNOWN
 from tpu_kit.evaluation.evaluate import Accuracy
 from tpu_kit.exporting import formats
 from tpu_kit.exporting.equivalence import Check, logits, mean_difference
@@ -314,6 +315,7 @@ def _results(config: TrainConfig, run_dir: Path) -> str:
             lines.append(f"| perplexity | {base['perplexity']:.4g} | {tuned['perplexity']:.4g} |")
         lines += ["", f"{found['gained']} rows only the tuned model answers correctly, {found['lost']} only the base "
                   f"(p = {found['p_value']:.2g}, McNemar's exact test).", ""]  # fmt: skip
+        lines += [] if found["training_data_known"] else [UNKNOWN, ""]
     lines += [f"- {name}: {value}" for name, value in _training(config, read_metrics(run_dir)).items()]
     return "\n".join(lines) or "The run has none: set tracking.generate_rows to have held-out rows answered."
 

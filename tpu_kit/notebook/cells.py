@@ -292,6 +292,8 @@ def show_answers(output_dir: str | Path, rows: int = 4) -> None:
 
 def show_comparison(found: Mapping[str, Any], rows: int = 4) -> None:
     """Shows base and tuned model side by side: the shares with their intervals, then single questions."""
+    from tpu_kit.data.held_out import UNKNOWN
+
     shares = [(name, found[name], found[name]["accuracy"]) for name in ("base", "tuned")]
     show_table(
         [
@@ -306,8 +308,8 @@ def show_comparison(found: Mapping[str, Any], rows: int = 4) -> None:
             for name, figures, accuracy in shares
         ]
     )
-    if found.get("seen_in_training"):
-        text = f"{found['seen_in_training']} rows were left out: their questions are in the training data too."
+    seen = f"{found['seen_in_training']} rows were left out: their questions are in the training data too."
+    for text in [seen] * bool(found["seen_in_training"]) + [UNKNOWN] * (not found["training_data_known"]):
         show({"text/html": f"<p>{text}</p>", "text/plain": text})
     samples = sorted(found["samples"], key=lambda sample: sample["base"]["correct"] == sample["tuned"]["correct"])
     verdicts = {True: "correct", False: "wrong", None: "not judged"}

@@ -229,7 +229,7 @@ def check_run(config: TrainConfig, exact: bool = False, hosts: Hosts = ONE) -> t
         ValueError: the data cannot be used, do not fill one update, or have no answers although the run generates.
     """
     check_objective(config)
-    sizes = {}
+    sizes: dict[str, Any] = {}
     with contextlib.suppress(ValueError):  # an unknown family: the replicas read the sizes from the model
         shape = read_shape(config.model)
         sizes = {"model_positions": shape.positions, "vocab_size": shape.vocabulary}
@@ -328,6 +328,8 @@ def trainer(config: TrainConfig) -> Iterator[tuple[Trainer, PreemptionGuard, Any
         if rt.rank == 0:
             # After all checks: a refused run must not replace the file of an earlier one.
             atomic.write_text(config.output_path / "config.yaml", config.to_yaml())
+            if prepared.questions:
+                prepared.questions.write(config.output_path)
             print(prepared)
             print(f"model            {models.count_parameters(model)}")
             if loop.evaluations.stopped:

@@ -149,7 +149,7 @@ def upload_results(config: TrainConfig, adapter_dir: str) -> None:
     try:
         if adapter_dir:
             upload(Path(adapter_dir), f"{config.remote}/adapter")
-        for name in ("config.yaml", "metrics.jsonl", "eval.json"):
+        for name in ("config.yaml", "questions.npz", "metrics.jsonl", "eval.json"):
             if (path := config.output_path / name).is_file():
                 ObjectFolder(config.remote).put(path, name)
     except OSError as error:
