@@ -26,6 +26,7 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.data import batching, prepare
 from tpu_kit.distributed.backends import CudaRuntime
 from tpu_kit.distributed.launch import launch
+from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.evaluation import evaluate
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.causal_lm import load_tokenizer
@@ -387,6 +388,30 @@ def test_a_checkpoint_waits_for_an_update_that_is_applied(configure: Configure) 
     run_poisoned(config)
     good, _ = manager.scan(config.output_path / "checkpoints")
     assert [found.step for found in good] == [4, 6]
+
+
+def test_a_preemption_after_a_skipped_update_saves_and_loses_nothing(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, config = configure("whole"), configure()
+    run_poisoned(whole)
+    with monkeypatch.context() as told:
+        told.setattr(PreemptionGuard, "should_run", lambda self, step: step <= 3)
+        preempted = run_poisoned(config)
+    assert (preempted["status"], preempted["step"]) == ("preempted", 3)
+    assert [found.step for found in manager.scan(config.output_path / "checkpoints")[0]] == [3]
+    assert run_poisoned(config)["metrics"]["skipped_updates"] == 1
+    adapters = [load_file(one.output_path / "adapter" / "adapter_model.safetensors") for one in (config, whole)]
+    torch.testing.assert_close(*adapters, rtol=0, atol=0)
+
+
+def test_hosts_that_save_parts_follow_the_clock_of_host_0(configure: Configure) -> None:
+    """The clock of the other host never says that `save_minutes` have passed."""
+    config = configure(num_replicas=2, batch_size=1, max_steps=3, keep=9, eval_rows=0)
+    launch(training_functions.saves_by_two_clocks, config)
+    good, damaged = manager.scan(config.output_path / "checkpoints", verify=True)
+    assert [found.step for found in good] == [1, 2, 3] and not damaged
+    assert {"training-0.safetensors", "training-1.safetensors"} < good[0].files.keys()
 
 
 def test_bad_updates_stop_the_run_with_step_and_rows(configure: Configure) -> None:

@@ -17,8 +17,11 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tpu_kit.checkpointing import parts
 from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig
 from tpu_kit.distributed import runtime
+from tpu_kit.distributed.backends import CpuRuntime
+from tpu_kit.distributed.mesh import Box
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import layer_scan
@@ -350,6 +353,27 @@ def draws_and_extra_sums(config: TrainConfig) -> dict[str, Any]:
     """`dropout_draws` and `with_extra_sums`, in one launch."""
     dropped = replace(config, lora=replace(config.lora, dropout=0.5))
     return {"draws": dropout_draws(dropped), "extra": with_extra_sums(config)}
+
+
+class SavesParts(CpuRuntime):
+    """A host that saves a part of each checkpoint; host 0 holds all tensors."""
+
+    shares_state = True
+    local_rank = property(lambda self: self.rank)  # of one machine, whose folders both use
+
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[Box, torch.Tensor]]]:
+        return [
+            [(tuple(slice(0, size) for size in one.shape), one)] * (self.rank == 0) for one in self.to_host(tensors)
+        ]
+
+
+def saves_by_two_clocks(config: TrainConfig) -> None:
+    """`sft.fine_tune` on two hosts: by the clock of the first one a checkpoint is always due, by the other's never."""
+    rt = runtime.current()
+    runtime.enter(SavesParts(rt.rank, rt.world_size, rt.local_device, num_hosts=rt.world_size))
+    parts.PATIENCE = 10.0
+    minutes = 1e-6 if rt.rank == 0 else 1e6
+    sft.fine_tune(replace(config, checkpoint=replace(config.checkpoint, save_minutes=minutes)))
 
 
 poisoned_steps = (3, 3)  # the first and the last

@@ -209,7 +209,7 @@ class Trainer:
                         self._evaluate(step)
                         status = "stopped" if self.evaluations.stopped else status
                     if saves or self._is_kept:
-                        self._save()
+                        self._save(anyway=self._is_kept or step == self.total)
                 before = before if window else rt.counters()
             for writer in filter(None, (self.parts, self.checkpoints)):
                 writer.poll()
@@ -219,7 +219,7 @@ class Trainer:
         agreement.pause()
         self._log()
         if status == "preempted" and self._saved < self.step:
-            self._save()
+            self._save(anyway=True)
         if self._saved < self.step:
             self._seconds = self._train_seconds()
         return status
@@ -389,27 +389,35 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def _saves(self, step: int) -> bool:
+        every = self.config.checkpoint.save_steps
+        return step % every == 0 or step == self.total or self._postponed or self._is_due()
+
+    def _is_due(self) -> bool:
+        """Whether `checkpoint.save_minutes` have passed on the clock of rank 0, which all hosts that save follow."""
         minutes = self.config.checkpoint.save_minutes
-        return (
-            step % self.config.checkpoint.save_steps == 0
-            or step == self.total
-            or self._postponed
-            or (minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes)
-        )
+        if minutes is None:
+            return False
+        due = torch.tensor([float(self.rt.rank == 0 and time.monotonic() - self._saved_at >= 60 * minutes)])
+        if self.parts is not None:
+            self.rt.all_reduce([due])
+        return bool(due)
 
     @property
     def _is_kept(self) -> bool:
         """Whether the present step is saved in any case: it is the best by evaluation, or an early stop."""
         return self.evaluations.best_step == self.step or self.evaluations.stopped
 
-    def _save(self) -> None:
-        """Starts to write a checkpoint; the loop waits only for the copy from the device."""
+    def _save(self, anyway: bool) -> None:
+        """Starts to write a checkpoint; the loop waits only for the copy from the device.
+
+        Args:
+            anyway: also if the last update was skipped: no applied one may follow, or these weights are wanted.
+        """
         if self.checkpoints is None and self.parts is None:
             return
         tensors = self.state.to_host(self.rt) if self.parts is None else {}
         streak = tensors["streak"] if self.parts is None else self.rt.to_host([self.state.streak])[0]
-        last = self.parts is not None and self.step == self.total  # the result is read from this checkpoint
-        self._postponed = bool(streak) and not self._is_kept and not last
+        self._postponed = bool(streak) and not anyway
         if self._postponed:  # the weights may make the loss explode: wait for an update that is applied
             return
         self._seconds, self._started = self._train_seconds(), time.monotonic()
