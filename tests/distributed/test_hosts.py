@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from tests.support.object_store import Proxy, free_port
 from tpu_kit import cli
 from tpu_kit.config.loader import LaunchConfig
 from tpu_kit.distributed import meeting as meeting_module
-from tpu_kit.distributed.hosts import ONE, PORT, Hosts, find_hosts, interface_to, keep_log
+from tpu_kit.distributed.hosts import ONE, PORT, Hosts, find_hosts, interface, keep_log
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.meeting import HostError, Meeting, open_meeting
 from tpu_kit.distributed.preemption import Notices
@@ -110,8 +113,25 @@ def test_hosts_of_a_tpu_vm(metadata: tuple[dict[str, str], str], tmp_path: Path)
     assert find_hosts(Machine(root=tmp_path / "no", environ={}, metadata_server=address)) == ONE
 
 
-def test_interface_of_an_address() -> None:
-    assert interface_to(("127.0.0.1", 80)) == "lo"
+def address_of_this_machine() -> str:
+    """An address that is not the loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 80))  # of no machine; sends nothing
+        except OSError:
+            pytest.skip("this machine has no network")
+        return str(probe.getsockname()[0])
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_interface_is_that_of_the_other_hosts(index: int) -> None:
+    """Host 0 has the loopback's address under its own name, as Debian's /etc/hosts gives it."""
+    mine = address_of_this_machine()
+    assert interface(Hosts(index, ("127.0.0.1", "127.0.0.1"), "127.0.0.1:80")) == "lo"
+    assert interface(Hosts(index, ("a", "b"), "127.0.1.1:80")) == "lo"
+    names, coordinator = (("127.0.1.1", mine), "127.0.1.1:80") if index == 0 else ((mine, "b"), f"{mine}:80")
+    found = interface(Hosts(index, names, coordinator))
+    assert found != "lo" and found in [name for _, name in socket.if_nameindex()]
 
 
 def test_ranks_of_several_hosts() -> None:
@@ -153,14 +173,14 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Hosts]]:
     return make
 
 
-def together(hosts: list[Hosts], *parts: Part | None, patience: float = 10) -> list[Any]:
+def together(hosts: list[Hosts], *parts: Part | None, patience: float = 10, hang_timeout: float = 60) -> list[Any]:
     """What the part of each host, in a thread, returns or raises; a host without a part does not come."""
 
     def run(host: Hosts, part: Part | None) -> Any:
         if part is None:
             return None
         try:
-            with Meeting(host, patience) as meeting:
+            with Meeting(host, patience, hang_timeout) as meeting:
                 return part(meeting)
         except Exception as error:
             return error
@@ -194,7 +214,7 @@ def test_hosts_meet_twice_and_one_host_meets_nobody(hosts: Callable[[int], list[
         return "met"
 
     assert together(hosts(4), *[part] * 4) == ["met"] * 4
-    with open_meeting(ONE, 1) as nobody:
+    with open_meeting(ONE, LaunchConfig()) as nobody:
         assert nobody is None
 
 
@@ -243,7 +263,7 @@ def test_a_host_that_comes_late_is_told_why_the_meeting_has_failed(
 
     def part(one: Hosts, rate: int, after: float) -> None:
         time.sleep(after)
-        with Meeting(one, 20) as meeting:
+        with Meeting(one, 20, 60) as meeting:
             meeting.agree({"rate": rate})
 
     three = hosts(3)
@@ -407,6 +427,33 @@ def test_hosts_look_for_what_host_0_writes_before_they_train(
         assert_raised(one, Exception, "set output_dir to an object store (gs://bucket/run), or to a folder that all h")
 
 
+def test_a_host_that_hangs_before_it_tells_its_facts_is_named(
+    hosts: Callable[[int], list[Hosts]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heart beats, and its process does nothing; one that works, in a process of its own, is waited for."""
+    monkeypatch.setattr(meeting_module, "_SEEN", 0.0)
+
+    def part(prepare: Part) -> Part:
+        def run(meeting: Meeting) -> str:
+            meeting.agree({"x": 1})
+            if meeting.hosts.index:
+                prepare(meeting)
+            meeting.agree({"y": 1})
+            return "met"
+
+        return run
+
+    def works(_: Meeting) -> None:
+        subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 4: pass"], check=True)
+
+    assert together(hosts(2), *[part(works)] * 2, hang_timeout=3) == ["met"] * 2
+    first, second = together(hosts(2), *[part(lambda meeting: wait(meeting, 30))] * 2, hang_timeout=3)
+    told = "host 1 of 2, name-1, hangs: it has used no processor time for 3 s, and the others wait for it"
+    assert_raised(first, HostError, told)
+    assert_raised(second, HostError, told)
+    assert first.again
+
+
 def test_replicas_of_two_hosts_are_one_world(hosts: Callable[[int], list[Hosts]], tmp_path: Path) -> None:
     config = config_for(tmp_path, "cpu", "launch.num_replicas=1")
 
@@ -417,6 +464,7 @@ def test_replicas_of_two_hosts_are_one_world(hosts: Callable[[int], list[Hosts]]
     for rank, found in enumerate(together(hosts(2), part, part)):
         assert (found["rank"], found["world_size"]) == (rank, 2)
         assert found["values"] == [[3.0, 10.0], [[1.0] * 3] * 2]
+        assert found["limit"] == timedelta(days=1)
 
 
 def test_all_hosts_stop_at_the_largest_step(

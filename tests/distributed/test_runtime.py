@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,7 @@ def test_collectives_on_real_replicas(device_type: str, replicas: int, tmp_path:
     assert result["all"] == [repr(expected)] * replicas
     assert (result["rank"], result["world_size"], result["is_xla"]) == (0, replicas, device_type == "xla-cpu")
     assert result["device"] == ("xla:0" if device_type == "xla-cpu" else "cpu")
+    assert result["limit"] == (timedelta(days=1) if device_type == "cpu" and replicas > 1 else None)
     if device_type == "xla-cpu":
         # The process holds all four replicas: two programs, compiled once each and started by each replica.
         assert result["counters"] == {

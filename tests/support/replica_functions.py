@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,18 @@ def sums(config: TrainConfig) -> dict[str, Any]:
     return {
         "values": values, "all": [(marks(config) / f"values-{rank}").read_text() for rank in range(rt.world_size)],
         "rank": rt.rank, "world_size": rt.world_size, "device": str(rt.local_device), "is_xla": rt.is_xla,
-        "counters": rt.counters(), "pid": os.getpid(),
+        "counters": rt.counters(), "pid": os.getpid(), "limit": _limit(),
     }  # fmt: skip
+
+
+def _limit() -> timedelta | None:
+    """Of a collective of this process's group."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return None
+    limit: timedelta = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    return limit
 
 
 class Net(torch.nn.Module):

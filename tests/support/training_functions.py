@@ -359,7 +359,6 @@ class SavesParts(CpuRuntime):
     """A host that saves a part of each checkpoint; host 0 holds all tensors."""
 
     shares_state = True
-    local_rank = property(lambda self: self.rank)  # of one machine, whose folders both use
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[Box, torch.Tensor]]]:
         return [

@@ -140,14 +140,25 @@ def _attribute(at: Machine, name: str) -> str:
         return answer.read(65536).decode()
 
 
-def interface_to(address: tuple[str, int]) -> str:
-    """Returns the network interface through which this host reaches an address.
+def interface(hosts: Hosts) -> str:
+    """Returns the network interface through which this host reaches the others.
 
-    gloo and NCCL would take the interface of the host's name, which is often the loopback.
+    gloo and NCCL would take the interface of the host's name, which is often the loopback. The name of host 0 may also
+    be the loopback, such as Debian's 127.0.1.1, but on host 0 alone: it then looks for the way to the other hosts.
 
     Raises:
-        OSError: the address cannot be reached, or is not IPv4.
+        OSError: host 0 cannot be reached, or is not IPv4.
     """
+    first, port = hosts.address
+    found = _interface_to((first, port))
+    for other in hosts.names[1:] if hosts.index == 0 else ():
+        if found == "lo":
+            with contextlib.suppress(OSError):  # names that only the other hosts' network knows
+                found = _interface_to((other, port))
+    return found
+
+
+def _interface_to(address: tuple[str, int]) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         mine = socket.inet_aton(probe.getsockname()[0])

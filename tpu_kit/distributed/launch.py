@@ -41,7 +41,7 @@ from typing import IO, Any, TypeVar
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import preemption, runtime
-from tpu_kit.distributed.hosts import ONE, interface_to
+from tpu_kit.distributed.hosts import ONE, interface
 from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.preemption import Notices, StopFlag
 from tpu_kit.distributed.runtime import Backend
@@ -474,7 +474,7 @@ def _interface(backend: Backend) -> dict[str, str]:
     """The network interface of the process groups, where several hosts have one and the user has set none."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if backend.hosts.count > 1 else ()
     missing = [name for name in names if name not in os.environ]
-    return dict.fromkeys(missing, interface_to(backend.hosts.address) if missing else "")
+    return dict.fromkeys(missing, interface(backend.hosts) if missing else "")
 
 
 def launch(

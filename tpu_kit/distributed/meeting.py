@@ -8,6 +8,7 @@ of the other hosts. A document holds:
 - facts: what must be equal on all hosts, such as the configuration,
 - stop, reached: a notice that the run must end, and the largest step that this host had started when it heard of one,
 - active: a counter of the moments in which a replica has computed,
+- work: the processor time of this host, seconds, while another host waits for its facts,
 - hung: the stacks of this host's replicas, once nothing has moved for `launch.hang_timeout`,
 - over: how this host's run has ended.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
 import socket
@@ -29,6 +31,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tpu_kit.config.loader import LaunchConfig
 from tpu_kit.distributed.hosts import Hosts
 
 LOST = 20.0
@@ -57,13 +60,15 @@ class Meeting:
     Args:
         hosts: of the run.
         patience: seconds in which all hosts must come.
+        hang_timeout: seconds without a second of processor time after which a host for whose facts others wait hangs.
     """
 
-    def __init__(self, hosts: Hosts, patience: float) -> None:
+    def __init__(self, hosts: Hosts, patience: float, hang_timeout: float) -> None:
         self.hosts, self._patience = hosts, patience
+        self._hang_timeout = max(hang_timeout, _SEEN + LOST)  # `check_shared` looks for a file as long, and idles
         self._mine: dict[str, Any] = {
             "token": secrets.token_hex(8), "beat": 0, "begun": False, "facts": {}, "stop": None, "reached": None,
-            "active": 0, "hung": None, "over": None,
+            "active": 0, "work": 0, "hung": None, "over": None,
         }  # fmt: skip
         self._lock = threading.Lock()
         self._wake, self._closing = threading.Event(), threading.Event()
@@ -99,20 +104,24 @@ class Meeting:
 
         Raises:
             ValueError: a host has another value; both are in the text.
-            HostError: hosts have not come in time, or as `check`.
+            HostError: hosts have not come in time, or hang; or as `check`.
         """
-        facts = json.loads(json.dumps(facts))
+        facts, work, moved = json.loads(json.dumps(facts)), dict[int, int](), time.monotonic()
         self._tell(facts={**self._mine["facts"], **facts})
         first, others = not self._mine["begun"], [i for i in range(self.hosts.count) if i != self.hosts.index]
         while True:
             self._compare(facts)
             self.check()
-            told = [i for i in others if facts.keys() <= self._documents.get(i, {"facts": {}})["facts"].keys()]
-            if len(told) == len(others):
+            missing = [i for i in others if not facts.keys() <= self._documents.get(i, {"facts": {}})["facts"].keys()]
+            if not missing:
                 self._tell(begun=True)
                 return
             if first and time.monotonic() - self._came > self._patience:
-                raise self._missing(sorted({*others} - {*told}))
+                raise self._missing(missing)
+            if not first and (now := {i: self._documents[i]["work"] for i in missing}) != work:
+                work, moved = now, time.monotonic()
+            if not first and time.monotonic() - moved > self._hang_timeout:
+                raise self._idle(missing)
             time.sleep(0.05)
 
     def check_shared(self, folder: Path) -> None:
@@ -300,8 +309,11 @@ class Meeting:
         return beats[0] != beats[1]
 
     def _round(self, store: Any) -> None:
+        awaited = any(one["facts"].keys() - self._mine["facts"].keys() for one in self._documents.values())
         with self._lock:
             self._mine["beat"] += 1
+            if awaited:
+                self._mine["work"] = int(_processor_time(os.getpid()) - time.thread_time())
             text = json.dumps(self._mine)
         store.set(str(self.hosts.index), text)
         there = [
@@ -340,6 +352,10 @@ class Meeting:
         if problems:
             raise ValueError("the hosts differ in\n  " + "\n  ".join(problems) + "\nMake them equal, and start again")
 
+    def _idle(self, missing: list[int]) -> HostError:
+        why = f"hangs: it has used no processor time for {self._hang_timeout:g} s, and the others wait for it"
+        return HostError("; ".join(f"{self.hosts.name(i)}, {why}" for i in missing), True)
+
     def _missing(self, missing: list[int]) -> HostError:
         if not self._documents and self.hosts.index:
             why = f" ({self.hosts.coordinator}: {self._busy})" if self._busy else f" ({self.hosts.coordinator})"
@@ -353,6 +369,17 @@ class Meeting:
         )  # fmt: skip
 
 
-def open_meeting(hosts: Hosts, patience: float) -> contextlib.AbstractContextManager[Meeting | None]:
+def _processor_time(pid: int) -> float:
+    """Seconds that a process and those that it has started have used."""
+    at, used = Path("/proc", str(pid)), 0.0
+    with contextlib.suppress(OSError):  # it has ended, or the system tells no children
+        used = sum(map(int, (at / "stat").read_text().rpartition(")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
+        for children in (at / "task").glob("*/children"):
+            used += sum(map(_processor_time, map(int, children.read_text().split())))
+    return used
+
+
+def open_meeting(hosts: Hosts, launch: LaunchConfig) -> contextlib.AbstractContextManager[Meeting | None]:
     """The meeting of several hosts; None for one."""
-    return Meeting(hosts, patience) if hosts.count > 1 else contextlib.nullcontext()
+    several = hosts.count > 1
+    return Meeting(hosts, launch.meeting_timeout, launch.hang_timeout) if several else contextlib.nullcontext()

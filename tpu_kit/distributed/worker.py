@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from tpu_kit.distributed.runtime import Backend, Runtime
 
 LAUNCHER = -1  # the launcher's number among the ranks
 _PR_SET_PDEATHSIG = 1
+_LIMIT = timedelta(days=1)  # of a collective: the calling process judges what hangs
 
 
 class _Reporter:
@@ -179,7 +181,8 @@ def _torch_replica(
                 _connect(kind, hosts, rank, world_size)
             else:
                 with _no_stdout():
-                    dist.init_process_group(kind, f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+                    at = f"tcp://127.0.0.1:{port}"
+                    dist.init_process_group(kind, at, timeout=_LIMIT, rank=rank, world_size=world_size)
         kept = CudaRuntime if device_type == "cuda" else CpuRuntime
         return kept(rank, world_size, device, hosts.count)
 
@@ -193,9 +196,9 @@ def _connect(kind: str, hosts: Hosts, rank: int, world_size: int) -> None:
     """Joins the process group of all hosts, which have met at the store of host 0."""
     import torch.distributed as dist
 
-    store = dist.PrefixStore("replicas", dist.TCPStore(*hosts.address))
+    store = dist.PrefixStore("replicas", dist.TCPStore(*hosts.address, timeout=_LIMIT))
     with _no_stdout():
-        dist.init_process_group(kind, store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(kind, store=store, timeout=_LIMIT, rank=rank, world_size=world_size)
 
 
 class _FromRankZero:

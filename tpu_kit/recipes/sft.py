@@ -144,7 +144,7 @@ def train(
         if backend.mesh is not None and (problems := runtime.slice_problems(config)):
             raise ConfigError(problems)
     with contextlib.ExitStack() as stack:
-        meeting = stack.enter_context(open_meeting(hosts, config.launch.meeting_timeout))
+        meeting = stack.enter_context(open_meeting(hosts, config.launch))
         if meeting is not None:
             print(f"hosts            {hosts.count}, by {hosts.source}; this is {hosts.name(hosts.index)}", flush=True)
             meeting.agree({"number of hosts": hosts.count, "packages": versions(), **plain(config)})
