@@ -181,8 +181,8 @@ def test_minutes_between_checkpoints(tmp_path: Path) -> None:
 def test_another_machine_goes_on_from_the_object_store(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the object store is left of the first machine: log, weights and place in the data come from there."""
-    settings = {**LONG, "run_name": "run", "output_dir": f"{bucket}/run"}
+    """Only the object store is left of the first machine: log, W&B run, weights and place in the data come from it."""
+    settings = {**LONG, "run_name": "run", "output_dir": f"{bucket}/run", "wandb": "offline"}
     values = {"device_type": "cpu", **SETTINGS, **settings}
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -191,6 +191,7 @@ def test_another_machine_goes_on_from_the_object_store(
         noticed.setattr(PreemptionGuard, "should_run", lambda self, step: step <= 7)
         preempted = sft.train(load_config("embedded-cot", values))
     assert (preempted.status, preempted.step) == ("preempted", 7)
+    wandb_run = (tmp_path / "one/runs/run/wandb_run_id").read_text()
     shutil.rmtree(tmp_path / "one")
     monkeypatch.chdir(tmp_path / "two")
     downloaded: list[str] = []
@@ -207,6 +208,7 @@ def test_another_machine_goes_on_from_the_object_store(
     finished = sft.train(load_config("embedded-cot", values))
     assert (finished.status, finished.step) == ("finished", 16)
     assert downloaded and not any(name.endswith((".safetensors", ".jsonl")) for name in downloaded)
+    assert (tmp_path / "two/runs/run/wandb_run_id").read_text() == wandb_run
     whole = tmp_path / "whole"
     sft.train(run_config(whole, **{**LONG, "run_name": "run"}))
     assert ended(tmp_path / "two" / "runs" / "run") == ended(whole)

@@ -175,7 +175,8 @@ from tpu_kit.config.loader import TrackingConfig, TrainConfig
 from tpu_kit.training.metrics import Tracker
 for start, wandb in ((0, "offline"), (1, "online")):
     config = TrainConfig(tracking=TrackingConfig(wandb=wandb, tensorboard=True))
-    with Tracker(config, "run", start, tracker.history[:1] if start else None) as tracker:
+    before = (tracker.history[:1], tracker.wandb_id) if start else (None, None)
+    with Tracker(config, "run", start, before[0], wandb_id=before[1]) as tracker:
         for step in (2,) if start else (1, 2):
             tracker.log(step, loss=float("nan"), grad_norm=1.0, lr=0.1, tokens=step, compiles=1, epoch=0.0)
         tracker.log_eval(2, loss=1.25)

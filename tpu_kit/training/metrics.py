@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 MEMORY_TOLERANCE = 0.05
 """Relative difference between measured and predicted peak memory above which `MemoryMonitor` warns."""
+_WANDB_ID = "wandb_run_id"  # in a run's folder, for `log_result`; a resumed run has it from the checkpoint
 _WINDOWS = 3  # consecutive logs with a cause before its warning: a first evaluation compiles, and a checkpoint reads
 
 
@@ -298,10 +299,12 @@ class Tracker:
         flops_per_token: from `model_flops_per_token`; None omits MFU.
         chip_name: a name for `chips.chip`; None, or a chip without a known peak, omits MFU.
         num_chips: chips of the run on all hosts.
+        wandb_id: of the W&B run that a resumed run continues.
         clock: monotonic clock, seconds; tests inject their own.
 
     Attributes:
         history: all records so far.
+        wandb_id: of the W&B run; None if there has been none.
 
     Raises:
         ConfigError: a tracker cannot start; see `check_tracking`.
@@ -319,6 +322,7 @@ class Tracker:
         flops_per_token: int | None = None,
         chip_name: str | None = None,
         num_chips: int = 1,
+        wandb_id: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_tracking(config)
@@ -341,10 +345,13 @@ class Tracker:
         self._first_window = True
 
         self._file = (self._dir / METRICS_FILE).open("a")
-        again = history is not None
-        purge = resume_step + 1 if again else None
+        purge = resume_step + 1 if history is not None else None
         self._tensorboard = _open_tensorboard(self._dir, purge) if config.tracking.tensorboard else None
-        self._wandb = _open_wandb(config, self._dir, again) if config.tracking.wandb != "off" else None
+        self._wandb, self.wandb_id = None, wandb_id
+        if config.tracking.wandb != "off":
+            self.wandb_id = wandb_id or uuid.uuid4().hex[:8]
+            (self._dir / _WANDB_ID).write_text(self.wandb_id)
+            self._wandb = _open_wandb(config, self._dir)
         self._bar = open_bar(config.run_name, total_steps, resume_step)
 
     def __enter__(self) -> Tracker:
@@ -489,19 +496,15 @@ def _open_tensorboard(folder: Path, purge_step: int | None) -> Any:
     return SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
 
-def _open_wandb(config: TrainConfig, folder: Path, again: bool) -> Any:
+def _open_wandb(config: TrainConfig, folder: Path) -> Any:
     import wandb
 
-    # A resumed run continues under the same id.
-    id_file = folder / "wandb_run_id"
-    if not again or not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:8])
     # In W&B, WANDB_MODE=offline overrides online.
     mode = os.environ.get("WANDB_MODE", "online") if config.tracking.wandb == "online" else "offline"
     run = wandb.init(
         project=config.tracking.wandb_project,
         name=config.run_name,
-        id=id_file.read_text().strip(),
+        id=(folder / _WANDB_ID).read_text(),
         resume="allow" if mode == "online" else None,
         mode=mode,  # type: ignore[arg-type]  # a Literal in W&B's stubs; the variable may hold any text
         dir=folder,
@@ -548,7 +551,7 @@ def log_result(
         import wandb
 
         try:
-            with _open_wandb(config, config.output_path, again=True) as run:
+            with _open_wandb(config, config.output_path) as run:
                 answers = {"answers": wandb.Table(columns=list(_COLUMNS), data=list(map(list, rows)))} if rows else {}
                 run.log({**figures, **answers, "step": step})
                 if config.tracking.wandb_adapter:

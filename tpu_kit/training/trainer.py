@@ -102,6 +102,7 @@ class Trainer:
         self._postponed, self._slowness = False, RecompileMonitor()
         self._history: list[dict[str, Any]] | None = None
         self._tracker: Tracker | None = None
+        self._wandb_id: str | None = None
 
     def __enter__(self) -> Trainer:
         if self.rt.rank == 0:
@@ -115,6 +116,7 @@ class Trainer:
                 flops_per_token=model_flops_per_token(self.model, self.config.data.max_length),
                 chip_name=chip_name(self.rt.device_type),
                 num_chips=chips_of(self.rt.device_type, self.rt.num_devices),
+                wandb_id=self._wandb_id,
             )
         return self
 
@@ -148,7 +150,7 @@ class Trainer:
         self.skipped = state["skipped"]
         logged = {name: value for name, value in state["metrics"].items() if name == "loss"}
         self.metrics = {name: math.nan if value is None else value for name, value in logged.items()}
-        self._history = found.document("history")
+        self._history, self._wandb_id = found.document("history"), state.get("wandb_id")
         self.evaluations = Evaluations(self.config.optim.early_stop_patience, self._history or ())
         self.best = sections(saved).get("best")
         if self.parts is not None or self.config.optim.eval_steps is None or self.rt.rank:
@@ -434,7 +436,7 @@ class Trainer:
             "train_seconds": self._seconds,
             "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
             "fingerprint": self.prepared.fingerprint, "global_batch_size": self.plan.global_batch_size,
-            "versions": versions(),
+            "versions": versions(), "wandb_id": self._tracker.wandb_id,
         }  # fmt: skip
         if attempt is None:
             stored = sections(tensors)
