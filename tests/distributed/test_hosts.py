@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -430,7 +431,7 @@ def test_hosts_look_for_what_host_0_writes_before_they_train(
 def test_a_host_that_hangs_before_it_tells_its_facts_is_named(
     hosts: Callable[[int], list[Hosts]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its heart beats, and its process does nothing; one that works, in a process of its own, is waited for."""
+    """Its heart beats, and its process does nothing; one that works is waited for."""
     monkeypatch.setattr(meeting_module, "_SEEN", 0.0)
 
     def part(prepare: Part) -> Part:
@@ -443,15 +444,24 @@ def test_a_host_that_hangs_before_it_tells_its_facts_is_named(
 
         return run
 
-    def works(_: Meeting) -> None:
-        subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 4: pass"], check=True)
-
-    assert together(hosts(2), *[part(works)] * 2, hang_timeout=3) == ["met"] * 2
-    first, second = together(hosts(2), *[part(lambda meeting: wait(meeting, 30))] * 2, hang_timeout=3)
+    first, second = together(hosts(2), *[part(lambda meeting: wait(meeting, 60))] * 2, hang_timeout=3)
     told = "host 1 of 2, name-1, hangs: it has used no processor time for 3 s, and the others wait for it"
     assert_raised(first, HostError, told)
     assert_raised(second, HostError, told)
     assert first.again
+    monkeypatch.setattr(meeting_module, "_processor_time", lambda pid: time.monotonic())
+    assert together(hosts(2), *[part(lambda meeting: wait(meeting, 6))] * 2, hang_timeout=3) == ["met"] * 2
+
+
+def test_the_processor_time_is_that_of_children_too() -> None:
+    before = meeting_module._processor_time(os.getpid())
+    program = "import time\nwhile time.process_time() < 1: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        assert meeting_module._processor_time(os.getpid()) >= before + 0.9
+        child.communicate(b"\n")
+    assert meeting_module._processor_time(os.getpid()) >= before + 0.9
+    assert meeting_module._processor_time(child.pid) == 0
 
 
 def test_replicas_of_two_hosts_are_one_world(hosts: Callable[[int], list[Hosts]], tmp_path: Path) -> None:
