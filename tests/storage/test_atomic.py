@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -34,6 +35,33 @@ def test_processes_that_share_a_place_do_not_share_what_is_not_complete(tmp_path
             second.write_text("two")
         assert (tmp_path / "a").read_text() == "two"
     assert (tmp_path / "a").read_text() == "one" and names(tmp_path) == ["a"]
+
+
+def test_a_folder_that_two_hosts_make_at_once_is_made_by_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one makes it, or moves it away to replace it, in the moment before this one renames its own."""
+
+    def write(name: str) -> None:
+        with atomic.replacing(tmp_path / "x", shared=True) as part:
+            part.mkdir()
+            (part / name).touch()
+
+    plain, rename = os.replace, Path.rename
+
+    def made_before(*paths: Path) -> None:
+        monkeypatch.undo()
+        write("theirs")
+        plain(*paths)
+
+    def moved_before(path: Path, target: Path) -> None:
+        monkeypatch.undo()
+        path.rename(tmp_path / "moved")
+        rename(path, target)
+
+    for module, name, late in ((os, "replace", made_before), (Path, "rename", moved_before)):
+        monkeypatch.setattr(module, name, late)
+        write("ours")
+        assert names(tmp_path / "x") == ["ours"]
+    assert names(tmp_path) == ["moved", "moved/ours", "x", "x/ours"]
 
 
 def write_folder(place: Path, name: str, fail: bool = False) -> None:

@@ -11,7 +11,7 @@ import torch
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.manifest import seal, unseal
 from tpu_kit.cli import main
-from tpu_kit.storage.object_store import ObjectFolder, at_hand
+from tpu_kit.storage.object_store import ObjectFolder, at_hand, join
 
 READERS = {
     "generate": ["prompt=hi", "device_type=cpu", "adapter=RUN/adapter"],
@@ -67,3 +67,16 @@ def test_a_manifest_that_names_files_outside_of_its_checkpoint_is_damaged(
         good, damaged = scan(place, verify=True)
         assert not good and damaged[0].reason.endswith("no run has written that") and repr(name) in damaged[0].reason
         assert manager.newest() is None
+
+
+@pytest.mark.parametrize("bucketed", [False, True], ids=["folder", "bucket"])
+def test_a_place_may_have_special_characters(request: pytest.FixtureRequest, tmp_path: Path, bucketed: bool) -> None:
+    place = join(request.getfixturevalue("bucket") if bucketed else tmp_path, "a[1]{2} *?#%20", "checkpoints")
+    with CheckpointManager(place, keep=1) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": {"a": torch.tensor(step)}}, {}, {})
+    ((found,), damaged) = scan(place, verify=True)
+    assert (found.step, damaged) == (2, []) and found.tensors("x") == {"a": torch.tensor(2)}
+    with CheckpointManager(place, keep=1) as manager:
+        manager.restart()
+        assert manager.newest() is None and [found.step for found in scan(f"{place}.previous")[0]] == [2]

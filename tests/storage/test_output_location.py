@@ -53,19 +53,19 @@ def test_kaggle(tmp_path: Path) -> None:
 
 def test_a_run_attached_to_a_kaggle_notebook_is_copied_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The output of another notebook's version, as Kaggle mounts it: read-only, below the version's name."""
-    at = Machine(tmp_path, BATCH)
+    at, config = Machine(tmp_path, BATCH), load_config(None, {"run_name": "mine[1]"})
     for number, version in enumerate(("train-v1", "notebooks/someone/train-v2")):
-        attached = tmp_path / "kaggle/input" / version / "runs/mine"
+        attached = tmp_path / "kaggle/input" / version / "runs/mine[1]"
         (attached / "checkpoints/step-00000040").mkdir(parents=True)
         (attached / "config.yaml").write_text(version)
         os.utime(attached / "config.yaml", (number, number))
-    settled = resolve_output_dir(run(), at)
-    folder = tmp_path / "kaggle/working/runs/mine"
+    settled = resolve_output_dir(config, at)
+    folder = tmp_path / "kaggle/working/runs/mine[1]"
     assert settled.output_dir == str(folder) and (folder / "checkpoints/step-00000040").is_dir()
     assert (folder / "config.yaml").read_text() == "notebooks/someone/train-v2", "the newest"
     assert "an input of this notebook" in capsys.readouterr().out
     (folder / "config.yaml").write_text("went on")
-    resolve_output_dir(run(), at)
+    resolve_output_dir(config, at)
     assert (folder / "config.yaml").read_text() == "went on"
     assert "copies" not in capsys.readouterr().out
 

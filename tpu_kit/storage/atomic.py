@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PART, OLD = ".part", ".old"  # suffixes beside the place: of the new content, and of the content that it replaces
+_MADE_MEANWHILE = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
 _CANNOT_SYNC = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}  # folders of some FUSE file systems cannot be synced
 
 
@@ -36,9 +37,17 @@ def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Ite
         yield part
         if durable:
             sync(part)
-        if part.is_dir() and path.exists():
-            path.rename(old)
-        os.replace(part, path)
+        while True:
+            try:
+                if part.is_dir() and path.exists():
+                    path.rename(old)
+                os.replace(part, path)
+                break
+            except OSError as error:
+                # Another process has made the folder, or moved it away, between these lines.
+                if not shared or error.errno not in _MADE_MEANWHILE or not part.exists():
+                    raise
+                _remove(old)
         if durable:
             sync(path.parent)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import sys
@@ -98,7 +99,7 @@ def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
     if "KAGGLE_KERNEL_RUN_TYPE" not in at.environ or "://" in place.output_dir or target.exists():
         return
     inputs, depths = at.root / _INPUT, ("*", "*/*", "*/*/*", "*/*/*/*")
-    found = [path for depth in depths for path in inputs.glob(f"{depth}/{run_name}/config.yaml")]
+    found = [path for depth in depths for path in inputs.glob(f"{depth}/{glob.escape(run_name)}/config.yaml")]
     if not found:
         return
     newest = max(found, key=lambda path: path.stat().st_mtime).parent
