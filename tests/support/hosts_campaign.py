@@ -2,10 +2,11 @@
 
     python -m tests.support.hosts_campaign FOLDER HOSTS COUNT SEED
 
-starts an object store, and a run on HOSTS hosts that is disturbed COUNT times: a host is killed, stopped for some
-seconds, cut off from the others, told to end, or its disk is full. After each fault every host must end as it should,
-each error must name the host within its limit, and all checkpoints must be whole. The run goes on until its end, and
-its result must equal that of a run without faults bit for bit.
+starts an object store, and a run on HOSTS hosts, which share their home and working folder and save by the clock of
+host 0. The run is disturbed COUNT times: a host is killed, stopped for some seconds, cut off from the others, told to
+end, or its disk is full; or connections to the object store are cut, or it is gone. After each fault every host must
+end as it should, each error must name its cause within its limit, and all checkpoints must be whole. The run goes on
+until its end, and its result must equal that of a run without faults bit for bit.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.host_processes import Host, Rehearsal, steps
-from tests.support.object_store import environment, make_bucket, run_server
+from tests.support.object_store import Proxy, environment, make_bucket, run_server
 
-KINDS = ("kill", "delay", "partition", "end", "full")
+KINDS = ("kill", "delay", "partition", "end", "full", "cut", "gone")
 STEPS = 12  # that each fault lets the run advance, at least
-SETTINGS: dict[str, Any] = {"save_steps": 4, "schedule": "constant", "warmup_ratio": 0, "checkpoint.keep": 2}
+SETTINGS: dict[str, Any] = {
+    "save_steps": 10**6, "save_minutes": 0.01, "schedule": "constant", "warmup_ratio": 0, "checkpoint.keep": 2,
+}  # fmt: skip
 SLACK = 20.0  # seconds that processes of a busy machine take to see, tell and end
 
 
@@ -35,10 +38,10 @@ def adapter(hosts: list[Host]) -> dict[str, torch.Tensor]:
     return load_file(hosts[0].folder / "runs" / "default" / "adapter" / "adapter_model.safetensors")
 
 
-def disturb(run: Rehearsal, url: str, kind: str, which: int, at: int, total: int) -> float:
+def disturb(run: Rehearsal, url: str, store: Proxy, kind: str, which: int, at: int, total: int) -> float:
     """Starts the run and disturbs host `which` once it has made step `at`; returns the seconds until all have ended."""
     full = {"TPU_KIT_TEST_FULL": str(which)} if kind == "full" else {}
-    log = run.folder / "machine-0" / "runs" / "default" / "metrics.jsonl"
+    log = run.folder / "shared" / "runs" / "default" / "metrics.jsonl"
     log.unlink(missing_ok=True)  # of the start before; the resumed run writes it anew
     hosts = run.start(url, env=full, max_steps=total, **SETTINGS)
     name, others = f"host {which} of {run.count}, machine-{which}", [i for i in range(run.count) if i != which]
@@ -52,19 +55,29 @@ def disturb(run: Rehearsal, url: str, kind: str, which: int, at: int, total: int
         run.proxies[which].silent = True
     elif kind == "end":
         os.kill(hosts[which].process.pid, signal.SIGTERM)
-    elif kind == "delay":
-        hosts[which].signal(signal.SIGSTOP)
-        time.sleep(run.lost / 3)
-        hosts[which].signal(signal.SIGCONT)
+    elif kind == "gone":
+        store.down = True
+    elif kind in ("delay", "cut"):
+        if kind == "delay":
+            hosts[which].signal(signal.SIGSTOP)
+            time.sleep(run.lost / 3)
+            hosts[which].signal(signal.SIGCONT)
+        else:
+            store.cut(random.randrange(100_000), times=2)
         hosts[0].wait_for_step(at + 4, 240)
         os.kill(hosts[which].process.pid, signal.SIGTERM)
     codes = run.wait(240)
     took = time.monotonic() - began
-    told = "\n".join(f"--- {host.folder.name}: {codes[i]}\n{host.text[-2500:]}" for i, host in enumerate(hosts))
-    if kind in ("delay", "end"):
+    store.down = False
+    told = "\n".join(f"--- {host.output}: {codes[i]}\n{host.text[-2500:]}" for i, host in enumerate(hosts))
+    if kind in ("delay", "end", "cut"):
         assert codes == [75] * run.count, told
         stops = {host.text.partition("preempted at step ")[2].partition(" (")[0] for host in hosts}
         assert len(stops) == 1 and f"SIGTERM received on {name}" in hosts[0].text, told
+    elif kind == "gone":  # gcsfs logs its attempts, with tracebacks, on host 0
+        assert codes == [1] * run.count and all(f"could not be written to {url}" in one.text for one in hosts), told
+        assert all(f"host 0 of {run.count}, machine-0, failed: " in one.text for one in hosts[1:]), told
+        assert not any("Traceback" in one.text for one in hosts[1:]), told
     elif kind == "full":  # the host cannot read the checkpoint
         assert codes == [1] * run.count and all(f"{name}, failed: " in hosts[i].text for i in others), told
         assert all("set TMPDIR to a folder of another disk" in one.text for one in hosts), told
@@ -83,15 +96,17 @@ def main(folder: str, hosts: str, count: str, seed: str) -> dict[str, Any]:
     random.seed(seed)
     done: dict[str, int] = dict.fromkeys(KINDS, 0)
     slowest, last, number = 0.0, 0, int(hosts)
-    with run_server() as server, environment(server):
+    store = Proxy()
+    with run_server(store.url) as server, environment(store.url):
+        store.target = server
         url = f"{make_bucket(server)}/run"
-        run = Rehearsal(Path(folder, "disturbed"), number)
+        run = Rehearsal(Path(folder, "disturbed"), number, shared=True)
         try:
             for turn in range(int(count)):
                 kind = KINDS[turn % len(KINDS)]
                 # Host 0 is reached by the others through their proxies, and by nobody when all of them are silent.
                 which = random.randrange(1, number) if kind == "partition" else random.randrange(number)
-                took = disturb(run, url, kind, which, last + random.randint(1, STEPS), 10**4)
+                took = disturb(run, url, store, kind, which, last + random.randint(1, STEPS), 10**4)
                 found = steps(url)
                 newest = found[-1] if found else 0
                 assert newest >= last, (found, last)
@@ -102,7 +117,7 @@ def main(folder: str, hosts: str, count: str, seed: str) -> dict[str, Any]:
             disturbed = adapter(ended)
         finally:
             run.close()
-        whole = Rehearsal(Path(folder, "whole"), number)
+        whole = Rehearsal(Path(folder, "whole"), number, shared=True)
         try:
             hosts_of_whole = whole.start(f"{make_bucket(server)}/run", max_steps=last + 3, **SETTINGS)
             assert whole.wait(600 + 5 * last) == [0] * number, hosts_of_whole[0].text[-3000:]
