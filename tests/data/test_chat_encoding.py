@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from datasets import Dataset
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.chat_encoding import Encoder, Example, decoded_example, ensure_chat_template
+from tpu_kit.data.chat_encoding import Encoder, Example, decoded_example, ensure_chat_template, freeze_date
 from tpu_kit.data.columns import detect_layout
 from tpu_kit.data.schemas import RowError
 
@@ -348,3 +349,37 @@ def test_encoder_is_picklable() -> None:
     encoder = Encoder(tiny_tokenizer(), detect_layout(list(COT), config), config)
     copy = pickle.loads(pickle.dumps(encoder))
     assert copy.examples(COT) == encoder.examples(COT)
+
+
+DATED = [
+    "  {{ strftime_now('%-d %B %Y, %A %H:%M') }}{{ messages }}",
+    '\n{% macro day() %}{% if strftime_now is defined %}{{ strftime_now("%Y") }}{% endif %}{% endmacro %} {{ day() }}',
+]
+DATED += [path.read_text() for path in sorted(TRL.glob("*.jinja")) if "strftime_now" in path.read_text()]
+
+
+@pytest.mark.parametrize("template", DATED)
+def test_a_template_with_a_fixed_date_renders_as_on_that_day(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        now = staticmethod(lambda: datetime(2024, 2, 9))
+
+    def rendered(template: str) -> str:
+        return tokenizer.apply_chat_template(CHAT["messages"], chat_template=template, tokenize=False)
+
+    tokenizer = tiny_tokenizer()
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+    then = rendered(template)
+    assert "2024" in then
+    monkeypatch.setattr(Clock, "now", staticmethod(datetime.now))
+    assert rendered(template) != then == rendered(freeze_date(template, "2024-02-09"))
+    assert freeze_date(CHATML, "2024-02-09") == CHATML
+
+
+def test_rows_and_prompts_have_the_date_of_the_configuration() -> None:
+    tokenizer = tiny_tokenizer("{{ strftime_now('%Y-%m-%d') }}" + MARKED)
+    for row in (COT, CHAT):
+        (first, _), *_ = spans(row, tokenizer, date="2024-02-09")
+        assert first.startswith("2024-02-09<|im_start|>user\n")
+    config = DataConfig(date="2024-02-09")
+    encoder = Encoder(tokenizer, detect_layout(list(COT), config), config)
+    assert encoder.prompt(encoder.conversation(COT)).startswith("2024-02-09<|im_start|>user\n")

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import date, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,25 @@ def test_hosts_meet_twice_and_one_host_meets_nobody(hosts: Callable[[int], list[
     assert together(hosts(4), *[part] * 4) == ["met"] * 4
     with open_meeting(ONE, LaunchConfig()) as nobody:
         assert nobody is None
+
+
+def test_all_hosts_have_the_date_of_host_0(
+    hosts: Callable[[int], list[Hosts]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clocks:
+        days = iter(["2025-12-31", "2026-01-01", "2026-01-02"])
+
+        @classmethod
+        def today(cls) -> date:
+            return date.fromisoformat(next(cls.days))
+
+    def part(meeting: Meeting) -> tuple[str, str]:
+        meeting.agree({"x": 1})
+        return meeting.today, str(meeting._mine["today"])
+
+    monkeypatch.setattr(meeting_module, "date", Clocks)
+    found = together(hosts(3), *[part] * 3)
+    assert len({own for _, own in found}) == 3 and {day for day, _ in found} == {found[0][1]}
 
 
 @pytest.mark.parametrize("missing", [0, 2])

@@ -26,6 +26,7 @@ from tpu_kit.assets.embedded import model_dir
 from tpu_kit.cli import main
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.exporting import equivalence, formats
+from tpu_kit.exporting import export as export_module
 from tpu_kit.exporting.equivalence import Check, compare
 from tpu_kit.exporting.export import export, hub_id, send_to_hub
 from tpu_kit.exporting.formats import modelfile
@@ -118,6 +119,18 @@ def test_merged(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert text in card, card
     assert str(shared) not in card
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
+
+
+def test_the_comparison_alone_has_the_date_of_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, compute = [], export_module.logits
+    monkeypatch.setattr(export_module, "logits", lambda model, rows: seen.extend(rows) or compute(model, rows))
+    template = run / "adapter" / "chat_template.jinja"
+    template.write_text("It is {{ strftime_now('%d %b %Y') }}." + template.read_text())
+    (run / "config.yaml").write_text(load_config(run / "config.yaml", {"data.date": "2024-02-09"}).to_yaml())
+    done = export(run, "merged")
+    tokenizer = AutoTokenizer.from_pretrained(done.folder)
+    assert tokenizer.chat_template == template.read_text()
+    assert seen and all(tokenizer.decode(row).startswith("It is 09 Feb 2024.") for row in seen)
 
 
 def test_adapter(shared: Path, tmp_path: Path) -> None:

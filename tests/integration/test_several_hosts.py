@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ from safetensors.torch import load_file
 
 from tests.support import hosts_campaign
 from tests.support.host_processes import Rehearsal, steps
+from tpu_kit.assets import embedded
+from tpu_kit.config.loader import load_config
 
 
 @pytest.fixture
@@ -114,6 +119,21 @@ def test_hosts_that_share_no_folder_are_told(two: Rehearsal, tmp_path: Path) -> 
     )
     assert told in first.text and told in second.text and "Traceback" not in first.text + second.text
     assert not (second.folder / "mine" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_hosts_agree_on_the_date_of_host_0(two: Rehearsal, tmp_path: Path) -> None:
+    model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    shutil.copytree(embedded.model_dir(), model)
+    template = model / "chat_template.jinja"
+    template.write_text("It is {{ strftime_now('%d %b %Y') }}." + template.read_text())
+    rows.write_text("".join(json.dumps(row) + "\n" for row in embedded.cot_rows("train", 40)))
+    settings = {"model.name": str(model), "source": str(rows), "data.split": "train", "max_length": 128}
+    first, second = two.start(str(tmp_path / "run"), **settings, max_steps=1)
+    assert two.wait() == [0, 0], first.text + second.text
+    today = datetime.now(timezone(timedelta(hours=14)))
+    dates = [str((today - timedelta(days=days)).date()) for days in (0, 1)]  # midnight may have passed since
+    assert load_config(tmp_path / "run" / "config.yaml").data.date in dates
 
 
 @pytest.mark.slow

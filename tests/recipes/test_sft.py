@@ -34,6 +34,7 @@ from tpu_kit.planning import oom_recovery, preflight
 from tpu_kit.recipes import sft
 from tpu_kit.training import objective_choice, step, trainer
 from tpu_kit.training.objectives import SupervisedObjective
+from tpu_kit.training.resume import keep_run
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -249,7 +250,7 @@ def test_what_a_run_says_and_writes(configure: Configure) -> None:
     assert last["lr"] == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * 3 / 4)))
     assert result.metrics["loss"] == last["loss"]
     assert result.metrics["eval_loss"] == min(record["loss"] for record in evaluated)
-    assert load_config(config.output_path / "config.yaml") == config
+    assert load_config(config.output_path / "config.yaml") == keep_run(config, "")
 
 
 @pytest.mark.parametrize("remat", ["full", "outputs"])

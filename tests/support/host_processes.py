@@ -97,7 +97,7 @@ class Rehearsal:
     hosts: list[Host] = field(default_factory=list)
 
     def start(self, output_dir: str, env: Mapping[str, str] | None = None, **settings: Any) -> list[Host]:
-        """Starts all hosts; `settings` are parameters of the run, besides `TINY`."""
+        """Starts all hosts; `settings` are parameters of the run, besides `TINY`. It is a day later on host 0."""
         self.close()
         port = free_port()
         self.proxies = {index: Proxy(f"http://127.0.0.1:{port}") for index in range(1, self.count)}
@@ -106,6 +106,7 @@ class Rehearsal:
             at = f"127.0.0.1:{port}" if index == 0 else self.proxies[index].url.removeprefix("http://")
             names = ",".join(f"machine-{number}" for number in range(self.count))
             several = {"TPU_KIT_HOSTS": names, "TPU_KIT_HOST_INDEX": str(index), "TPU_KIT_COORDINATOR": at}
+            several["TZ"] = "UTC+12" if index else "UTC-14"
             self.hosts.append(
                 self.host(index, output_dir, (several if self.count > 1 else {}) | dict(env or {}), settings)
             )

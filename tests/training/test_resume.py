@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
 from tpu_kit.assets import embedded
 from tpu_kit.checkpointing import manager
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.evaluation.evaluate import held_out
 from tpu_kit.hardware.machine import Machine
+from tpu_kit.models.causal_lm import load_tokenizer
 from tpu_kit.recipes import sft
 from tpu_kit.training.metrics import read_metrics
 
@@ -159,3 +163,45 @@ def test_a_refused_run_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
 def test_resume_must_have_something(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"resume=must, but .* has no complete checkpoint: check output_dir"):
         sft.train(run_config(tmp_path / "run", resume="must"))
+
+
+@pytest.fixture
+def fly_to(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets the time zone of this process. Between the two of `ZONES` are 26 hours, so they never have the same day."""
+
+    def fly(zone: str) -> None:
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+
+    yield fly
+    monkeypatch.undo()
+    time.tzset()
+
+
+ZONES = ("UTC+12", "UTC-14")  # POSIX writes west of Greenwich as +
+
+
+def test_the_next_day_a_run_goes_on_with_the_date_of_its_start(
+    fly_to: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine, whose cache has no tokens of the day before."""
+    model, folder, rows = tmp_path / "model", tmp_path / "run", tmp_path / "rows.jsonl"
+    shutil.copytree(embedded.model_dir(), model)
+    template = model / "chat_template.jinja"
+    template.write_text("It is {{ strftime_now('%d %b %Y') }}." + template.read_text())
+    rows.write_text("".join(json.dumps(row) + "\n" for row in embedded.cot_rows("train", 24)))
+    common = {"model.name": str(model), "source": str(rows), "max_steps": 2, "warmup_steps": 0, "eval_steps": None}
+    days = []
+    for zone in ZONES:
+        fly_to(zone)
+        days.append(time.strftime("%Y-%m-%d"))
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / zone)
+        sft.train(run_config(folder, **common))
+        common["max_steps"] += 1
+    assert days[0] < days[1] and load_config(folder / "config.yaml").data.date == days[0]
+    text = time.strftime("It is %d %b %Y.", time.strptime(days[0], "%Y-%m-%d"))
+    assert all(prompt.startswith(text) for prompt in held_out(load_config(folder / "config.yaml"))[1])
+    config = run_config(folder, **common, date=days[1])
+    assert load_tokenizer(config.model, folder / "adapter").chat_template == template.read_text()
+    with pytest.raises(ValueError, match=f"data.date: '{days[0]}' there, '{days[1]}' now"):
+        sft.train(config)

@@ -411,6 +411,7 @@ REMOVED: dict[str, tuple[str, Any]] = {}
 """Dotted name -> (the version of tpu_kit that removed it, the value that the kit behaves as since then)."""
 
 ADDED: dict[str, tuple[str, Any]] = {
+    "data.date": ("0.1.0", None),
     "data.on_bad_row": ("0.1.0", "stop"),
     "launch.meeting_timeout": ("0.1.0", 300.0),
     "launch.mesh": ("0.1.0", None),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -89,6 +91,9 @@ class DataConfig:
     think_open: str = knob("<think>", "Text before the reasoning.")
     think_close: str = knob("</think>", "Text between the reasoning and the answer.")
     system_prompt: str | None = knob(None, "The system prompt of conversations without one.")
+    date: str | None = knob(
+        None, "The day that chat templates take for today, such as 2025-12-31; null = the day on which the run starts."
+    )
     loss_on: Literal["completion", "all"] = knob("completion", "The tokens that carry loss: the answers, or all.")
     max_length: int = knob(1024, "Tokens per packed row; every batch has this width.", at_least=8)
     packing: bool = knob(True, "Put several examples in a row; none attends to another.")
@@ -442,6 +447,8 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         check_roles(data.columns or {}, data.format)
     except ValueError as error:
         yield "data.columns data.format", str(error)
+    if data.date is not None and not _is_date(data.date):
+        yield "data.date", "is no day of the form 2025-12-31; write one, or null for the day on which the run starts"
     if data.think_open == data.think_close:
         yield "data.think_close data.think_open", "is data.think_open too; the two must differ"
     if config.launch.mesh is not None:
@@ -521,6 +528,12 @@ def _changed(config: TrainConfig, section: str, *leaves: str) -> list[str]:
     """Returns the names of the parameters whose values are not the defaults."""
     names = [f"{section}.{leaf}" for leaf in leaves]
     return [name for name in names if config[name] != parameters()[name].default]
+
+
+def _is_date(text: str) -> bool:
+    with suppress(ValueError):
+        return date.fromisoformat(text).isoformat() == text
+    return False
 
 
 def _is_name(text: str) -> bool:

@@ -15,6 +15,7 @@ import unicodedata
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date, datetime
 from functools import cached_property
 from itertools import dropwhile, pairwise, takewhile
 from os.path import commonprefix
@@ -100,6 +101,24 @@ def ensure_chat_template(tokenizer: Any) -> bool:
         stacklevel=2,
     )
     return True
+
+
+def freeze_date(template: str, day: str | None) -> str:
+    """Returns a chat template in which `strftime_now` writes a fixed day; unchanged without that function.
+
+    It is a macro in the template: transformers passes no functions from the caller to a template.
+
+    Args:
+        template: the text of the template.
+        day: of `data.date`; None is today.
+    """
+    if "strftime_now" not in template:
+        return template
+    directives = {f"%{name}" for name in re.findall("%(-?[A-Za-z])", template)}
+    moment = datetime.fromisoformat(day or date.today().isoformat())
+    written = "".join(f".replace({each!r}, {moment.strftime(each)!r})" for each in sorted(directives))
+    # The environment of transformers removes the line break after a block, so the template begins a line as before.
+    return f"{{% macro strftime_now(format) %}}{{{{ format{written} }}}}{{% endmacro %}}\n{template}"
 
 
 def decoded_example(tokenizer: Any, example: Example) -> list[tuple[str, bool]]:
@@ -204,8 +223,9 @@ class Encoder:
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
         """Returns the text of a chat, or the prompt for the reply to it."""
         try:
+            template = freeze_date(self.tokenizer.get_chat_template(tools=tools), self.config.date)
             text: str = self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+                messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=prompt
             )
         except Exception as error:  # a template may raise anything
             raise RowError(f"the chat template refuses the conversation: {type(error).__name__}: {error}") from error

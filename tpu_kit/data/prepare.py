@@ -23,7 +23,7 @@ from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
-from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_template
+from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_template, freeze_date
 from tpu_kit.data.columns import detect_layout, first_values
 from tpu_kit.data.held_out import Questions, choose_questions, held_out_rows
 from tpu_kit.data.records import PROBLEM
@@ -502,12 +502,12 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
 def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
     """Returns a hash of the rows, the tokenizer, the template and the settings that the tokens depend on."""
     tokenizer, config = encoder.tokenizer, asdict(encoder.config)
-    del config["source"], config["eval_source"], config["split"], config["eval_split"]  # the rows represent these
-    for setting in ("eval_rows", "seed", "shuffle", "num_proc", "packing", "too_long", "on_bad_row"):
-        del config[setting]  # applied after tokenising
+    for setting in ("source", "eval_source", "split", "eval_split", "date", "eval_rows", "seed", "shuffle", "num_proc",
+                    "packing", "too_long", "on_bad_row"):  # fmt: skip
+        del config[setting]  # represented by the rows or the template, or applied after tokenising
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    parts = [_CACHE_VERSION, rows._fingerprint, tokenizer.backend_tokenizer.to_str(), special, tokenizer.chat_template]
-    parts += [config, str(encoder.layout)]
+    parts = [_CACHE_VERSION, rows._fingerprint, tokenizer.backend_tokenizer.to_str(), special, config]
+    parts += [freeze_date(str(tokenizer.chat_template), encoder.config.date), str(encoder.layout)]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

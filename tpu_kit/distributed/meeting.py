@@ -4,6 +4,7 @@ Each host keeps one document in a store of host 0 (torch's TCPStore), rewrites i
 of the other hosts. A document holds:
 
 - token: random, another one in each start of the run,
+- today: the date on which this host came,
 - beat: a counter; a host whose counter stands still for `LOST` seconds is lost,
 - facts: what must be equal on all hosts, such as the configuration,
 - stop, reached: a notice that the run must end, and the largest step that this host had started when it heard of one,
@@ -27,7 +28,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,8 @@ class Meeting:
         self.hosts, self._patience = hosts, patience
         self._hang_timeout = max(hang_timeout, _SEEN + LOST)  # `check_shared` looks for a file as long, and idles
         self._mine: dict[str, Any] = {
-            "token": secrets.token_hex(8), "beat": 0, "begun": False, "facts": {}, "stop": None, "reached": None,
-            "active": 0, "work": 0, "hung": None, "over": None,
+            "token": secrets.token_hex(8), "today": date.today().isoformat(), "beat": 0, "begun": False, "facts": {},
+            "stop": None, "reached": None, "active": 0, "work": 0, "hung": None, "over": None,
         }  # fmt: skip
         self._lock = threading.Lock()
         self._wake, self._closing = threading.Event(), threading.Event()
@@ -124,6 +125,15 @@ class Meeting:
                 raise self._idle(missing)
             time.sleep(0.05)
 
+    @property
+    def _of_host_0(self) -> dict[str, Any]:
+        return (self._documents | {self.hosts.index: self._mine})[0]
+
+    @property
+    def today(self) -> str:
+        """The date of host 0, after the first `agree`."""
+        return str(self._of_host_0["today"])
+
     def check_shared(self, folder: Path) -> None:
         """Checks that all hosts see the same output folder: host 0 leaves a file there, for which the others look.
 
@@ -134,7 +144,7 @@ class Meeting:
             ValueError: this host does not see what host 0 wrote.
             HostError: another one does not; or as `check`.
         """
-        mark = folder / f".host-0-{(self._documents | {self.hosts.index: self._mine})[0]['token']}"
+        mark = folder / f".host-0-{self._of_host_0['token']}"
         try:
             if self.hosts.index == 0:
                 mark.touch()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tpu_kit.config.loader import TrainConfig, from_dict, load_stored
+from tpu_kit.data.chat_encoding import freeze_date
 from tpu_kit.data.held_out import UNKNOWN
 from tpu_kit.evaluation.evaluate import Accuracy
 from tpu_kit.exporting import formats
@@ -208,7 +209,9 @@ def _prompts(config: TrainConfig, tokenizer: Any, folder: Path) -> tuple[list[li
         text, special = question, True
         if tokenizer.chat_template:
             chat = [*system, {"role": "user", "content": question}]
-            text, special = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True), False
+            template = freeze_date(tokenizer.get_chat_template(), config.data.date)
+            options = {"chat_template": template, "tokenize": False, "add_generation_prompt": True}
+            text, special = tokenizer.apply_chat_template(chat, **options), False
         prompts.append(list(tokenizer(text, add_special_tokens=special)["input_ids"]))
         whole.append(prompts[-1] + list(tokenizer(answer, add_special_tokens=False)["input_ids"] if answer else []))
     return prompts, whole, [question for question, _ in pairs]

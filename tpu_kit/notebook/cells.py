@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -228,7 +228,7 @@ def show_data(config: TrainConfig) -> Prepared:
     from tpu_kit.recipes import sft
     from tpu_kit.training.resume import keep_run
 
-    prepared, outlook = sft.check_run(keep_run(config))
+    prepared, outlook = sft.check_run(keep_run(config, date.today().isoformat()))
     print(prepared)
     for note in outlook.notes:
         print(f"plan             {note}")

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ def _train(
     backend = runtime.detect(config.launch, hosts=hosts)
     if meeting is not None and prepare_more is not None:
         raise ValueError("distill.files is not for several hosts: set it to null, so that each host runs the teacher")
-    config = keep_run(resolve_output_dir(config))
+    config = keep_run(resolve_output_dir(config), meeting.today if meeting else date.today().isoformat())
     folder = make_output_folder(config)
     if meeting is not None:
         stack.enter_context(keep_log(hosts, folder))

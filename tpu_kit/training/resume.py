@@ -62,20 +62,21 @@ def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Che
     return found
 
 
-def keep_run(config: TrainConfig) -> TrainConfig:
-    """Sets what the run began with where it continues from a checkpoint: the hub's commit, and null `data.eval_rows`.
+def keep_run(config: TrainConfig, today: str) -> TrainConfig:
+    """Sets what the run began with where it continues from a checkpoint: the hub's commit, `data.eval_rows`, `date`.
 
-    A new run begins with the commit that the hub has now.
+    A new run begins with the commit that the hub has now, and with today's date. Given rows and dates are kept.
     """
     found, base = None, None
+    before: dict[str, Any] = {"data.date": None}
     if config.checkpoint.resume != "never":
         with contextlib.suppress(OSError, DamagedError):  # the run itself reports it
             found = next(reversed(scan(config.checkpoints_place)[0]), None)
             base = _base(found) if found else None
-            if found and config.data.eval_rows is None:
-                before = migrate(found.document("config"))[0].get("data.eval_rows")
-                config = replace(config, data=replace(config.data, eval_rows=before))
-    return replace(config, model=base_identity.pin(config.model, base))
+            before |= migrate(found.document("config"))[0] if found else {}
+    rows = before.get("data.eval_rows") if config.data.eval_rows is None else config.data.eval_rows
+    data = replace(config.data, eval_rows=rows, date=config.data.date or before["data.date"] or today)
+    return replace(config, data=data, model=base_identity.pin(config.model, base))
 
 
 def refuse_early(config: TrainConfig, hosts: Hosts = ONE) -> None:
