@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.training_functions import OPTIM, tiny
+from tpu_kit.checkpointing import local_store
 from tpu_kit.checkpointing import parts as parts_module
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.parts import HostParts
@@ -61,13 +64,20 @@ def example(optimizer: str) -> tuple[TrainState, list[Spec]]:
 def save(place: Path | str, hosts: int, step: int, token: int, state: Any, specs: list[Spec], absent: int = -1) -> None:
     """Saves a step from as many threads as hosts; host `absent` is lost before it has written its part."""
     errors: list[Exception] = []
+    present = threading.Barrier(hosts - (absent >= 0))
 
     def write(index: int, manager: CheckpointManager) -> None:
         host = Host(HOSTS[hosts][index])
         host.specs = specs
         shards, layout = state.part(host)
+
+        def make_room(step: int, size: int) -> None:
+            if index == 0:
+                manager.make_room(step, hosts * size)
+            present.wait()
+
         try:
-            with HostParts(place, index, hosts, token) as parts:
+            with HostParts(place, index, hosts, token, make_room) as parts:
                 attempt = parts.save(step, shards)
                 if index == 0:
                     name = next(name for name, one in OPTIMIZERS.items() if one is state.optimizer)
@@ -143,9 +153,34 @@ def test_a_lost_host_leaves_the_previous_checkpoint(place: Path | str, monkeypat
 def test_a_part_that_cannot_be_written_ends_the_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts_module.local_store, "_save", lambda *_: (_ for _ in ()).throw(OSError(28, "no room")))
     with pytest.raises(OSError, match=r"training-0\.json"), CheckpointManager(tmp_path, keep=1) as manager:
-        parts = HostParts(tmp_path, 0, 2, 7)
+        parts = HostParts(tmp_path, 0, 2, 7, lambda *_: None)
         manager.save(1, {}, {"layout": {}}, {}, attempt=parts.save(1, {"x@": torch.zeros(())}))
         manager.wait()
     with pytest.raises(OSError, match="no room"):
         parts.wait()
     assert scan(tmp_path) == ([], [])
+
+
+def test_older_checkpoints_make_room_for_the_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a disk with room for two checkpoints, and too little for the parts of a third."""
+    with use_mesh(MESH):
+        state, specs = example("adamw")
+        for step in (1, 2):
+            save(tmp_path, 2, step, step, state, specs)
+        size, write = scan(tmp_path)[0][0].size, local_store.write_part
+
+        def free(*_: object) -> int:
+            return 5 * size // 2 - sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+
+        def limited(*given: Any) -> None:
+            if free() < size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(*given)
+
+        monkeypatch.setattr(local_store.FolderStore, "free", free)
+        monkeypatch.setattr(local_store, "write_part", limited)
+        save(tmp_path, 2, 3, 3, state, specs)
+    assert [found.step for found in scan(tmp_path, verify=True)[0]] == [2, 3]
+    assert "is full: the checkpoint of step 1 makes room for step 3" in capsys.readouterr().err

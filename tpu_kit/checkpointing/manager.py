@@ -159,7 +159,7 @@ class CheckpointManager(BackgroundWriter):
         # Headers take some 100 bytes a tensor, and each file is rounded up to the file system's block.
         files = len(tensors) + len(written) + 1
         needed = sum(sizes) + sum(len(text.encode()) for text in written.values()) + 256 * len(sizes) + 8192 * files
-        self._make_room(step, needed)
+        self.make_room(step, needed)
         about: dict[str, Any] = {"format": FORMAT, "step": step, "created": self.clock(), "best": best}
         about |= {"metrics": {name: float(value) for name, value in metrics.items()}, "writer": holder_name()}
         self._start(lambda: self._write(about, tensors, written, needed, attempt))
@@ -194,8 +194,17 @@ class CheckpointManager(BackgroundWriter):
         self.rejected.append(found)
         _warn(f"{found.reason}; the checkpoint is set aside as {aside}")
 
-    def _make_room(self, step: int, needed: int) -> None:
-        """Deletes older checkpoints if the room is not enough, and if their deletion makes enough."""
+    def make_room(self, step: int, needed: int) -> None:
+        """Deletes older checkpoints if the room is not enough, and if their deletion makes enough.
+
+        Args:
+            step: of the checkpoint that is about to be written; the previous one is durable afterwards.
+            needed: its bytes.
+
+        Raises:
+            OSError: as `save`.
+        """
+        self.wait()
         free = self._store.free()
         if free is None or free >= needed:
             return

@@ -112,10 +112,15 @@ class HostParts(BackgroundWriter):
         host: number of this host.
         hosts: number of hosts.
         token: the same number on all hosts of a launch, and another one in each launch.
+        make_room: called before each part with the step and the bytes of the part; returns once the place has room for
+            the parts of all hosts.
     """
 
-    def __init__(self, place: Path | str, host: int, hosts: int, token: int) -> None:
+    def __init__(
+        self, place: Path | str, host: int, hosts: int, token: int, make_room: Callable[[int, int], None]
+    ) -> None:
         super().__init__()
+        self._make_room = make_room
         self._place, self._host, self._hosts, self._token, self._saves = place, host, hosts, token, 0
 
     def __enter__(self) -> HostParts:
@@ -135,6 +140,7 @@ class HostParts(BackgroundWriter):
             OSError: the previous part could not be written.
         """
         self.wait()
+        self._make_room(step, sum(tensor.nbytes for tensor in tensors.values()))
         self._saves += 1
         text = f"{self._token} {step} {self._saves}"
         name, part = hashlib.blake2b(text.encode(), digest_size=6).hexdigest(), f"training-{self._host}"

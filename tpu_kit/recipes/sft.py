@@ -310,7 +310,7 @@ def trainer(config: TrainConfig) -> Iterator[tuple[Trainer, PreemptionGuard, Any
         found = found if checkpoints else find_checkpoint(config, None)
         if rt.num_hosts > 1:
             _check_same(config, rt, found.step if found else 0, model)
-        parts = stack.enter_context(_parts(config, rt)) if rt.shares_state else None
+        parts = stack.enter_context(_parts(config, rt, checkpoints)) if rt.shares_state else None
         saved = None
         if found:
             total = sum(1 for _ in updates(len(prepared.train), plan, config.optim))
@@ -369,11 +369,17 @@ def _weights_digest(model: torch.nn.Module) -> tuple[int, int]:
     return int.from_bytes(found.digest()[:3]), int.from_bytes(found.digest()[3:6])
 
 
-def _parts(config: TrainConfig, rt: Runtime) -> HostParts:
+def _parts(config: TrainConfig, rt: Runtime, checkpoints: CheckpointManager | None) -> HostParts:
     """What writes this host's part of each checkpoint; all hosts get the number that host 0 draws."""
+
+    def make_room(step: int, size: int) -> None:
+        if checkpoints is not None:
+            checkpoints.make_room(step, rt.num_hosts * size)  # the others' parts are about as large
+        rt.barrier()
+
     token = torch.tensor([secrets.randbits(62) if rt.rank == 0 else 0])
     rt.all_reduce([token])
-    return HostParts(config.checkpoints_place, rt.rank, rt.num_hosts, int(token))
+    return HostParts(config.checkpoints_place, rt.rank, rt.num_hosts, int(token), make_room)
 
 
 def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any, peaks: dict[str, float]) -> TrainResult:
