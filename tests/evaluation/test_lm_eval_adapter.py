@@ -16,6 +16,7 @@ from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.evaluation.lm_eval_adapter import Requests, harness_model, windows
 from tpu_kit.models.loading import load_base, load_tokenizer
+from tpu_kit.storage.object_store import upload
 
 
 class Request(NamedTuple):
@@ -102,6 +103,17 @@ def test_texts_up_to_their_stop_strings(model: Requests) -> None:
     assert first.startswith(cut)
     with pytest.raises(ValueError, match="generation options num_beams: the generator does not have them"):
         model.generate_until([Request((context, {"num_beams": 4}))])
+
+
+def test_the_chat_template_is_the_adapters(config: TrainConfig, tmp_path: Path, bucket: str) -> None:
+    tokenizer = load_tokenizer(config.model)
+    tokenizer.chat_template = "Q: {{ messages[0].content }} A:"
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    upload(tmp_path / "adapter", f"{bucket}/run/adapter")
+    for adapter in (tmp_path / "adapter", f"{bucket}/run/adapter"):
+        model = Requests(config, adapter, 8, False)
+        assert model.apply_chat_template([{"role": "user", "content": "2 + 3?"}]) == "Q: 2 + 3? A:"
+        assert model.chat_template() == tokenizer.chat_template
 
 
 def test_without_the_package(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,6 +381,25 @@ def test_modelfile() -> None:
     assert modelfile("base.gguf", [], None, "a.gguf") == "FROM ./base.gguf\nADAPTER ./a.gguf\n"
 
 
+def system_in_ollama(text: str) -> str | None:
+    """The system prompt that Ollama's parser reads: the value ends at the first line break after which it is whole."""
+    start = text.find('SYSTEM """')
+    ends = [place for place, character in enumerate(text) if character in "\r\n" and place > start >= 0]
+    values = [text[start:end].removeprefix("SYSTEM ").strip() for end in ends]
+    return next((value[3:-3] for value in values if len(value) >= 6 and value.endswith('"""')), None)
+
+
+@pytest.mark.parametrize("prompt", ['a """b""" c\n d', 'ends in "', 'ends in """', '"""\nx', 'is """ \nx', 'is """\rx'])
+def test_a_modelfile_has_the_system_prompt_or_says_why_not(prompt: str) -> None:
+    text = modelfile("m.gguf", [], prompt)
+    if system_in_ollama(text) != prompt:
+        assert system_in_ollama(text) is None, "a part of it"
+        assert text == (
+            'FROM ./m.gguf\n# No SYSTEM: Ollama would end the system prompt at its line that ends in """. Send it in '
+            "each request\n"
+        )
+
+
 # --------------------------------------------------------------------------------------------------------- llama.cpp
 
 

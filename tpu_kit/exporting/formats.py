@@ -200,6 +200,9 @@ def _write_modelfile(work: Work, source: str, adapter: str = "") -> None:
     (work.part / "Modelfile").write_text(modelfile(source, stops, work.config.data.system_prompt, adapter))
 
 
+_ENDS_SYSTEM = re.compile(r'"""\s*[\r\n]')  # there is no escape
+
+
 def modelfile(source: str, stops: Sequence[str], system_prompt: str | None, adapter: str = "") -> str:
     """Returns the text of an Ollama Modelfile; Ollama chooses the chat template by the one in the GGUF file.
 
@@ -211,7 +214,11 @@ def modelfile(source: str, stops: Sequence[str], system_prompt: str | None, adap
     """
     lines = [f"FROM ./{source}", *([f"ADAPTER ./{adapter}"] if adapter else [])]
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
-    lines += [f'SYSTEM """{system_prompt}"""'] if system_prompt else []
+    if system_prompt and _ENDS_SYSTEM.search(system_prompt):
+        ends = 'Ollama would end the system prompt at its line that ends in """'
+        lines.append(f"# No SYSTEM: {ends}. Send it in each request")
+    elif system_prompt:
+        lines.append(f'SYSTEM """{system_prompt}"""')
     return "\n".join(lines) + "\n"
 
 
