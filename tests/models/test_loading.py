@@ -13,7 +13,7 @@ from tpu_kit.assets import embedded
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.models import attention
 from tpu_kit.models.causal_lm import check_vocabulary, compute_dtype, hidden_states, load_model, load_tokenizer
-from tpu_kit.models.loading import load_base
+from tpu_kit.models.loading import load_base, read_config
 
 CONFIG = LlamaConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -167,8 +167,9 @@ def test_code_from_the_repository_runs_only_where_it_is_asked_for(tmp_path):
         '{"model_type": "mine", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}'
     )
     (tmp_path / "code.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(ValueError, match=r"if you trust it, set model\.trust_remote_code=true"):
-        load_model(ModelConfig(name=str(tmp_path)), LORA)
+    for read in (lambda config: load_model(config, LORA), read_config):
+        with pytest.raises(ValueError, match=r"if you trust it, set model\.trust_remote_code=true"):
+            read(ModelConfig(name=str(tmp_path)))
     with pytest.raises(SystemExit, match="it ran"):
         load_model(ModelConfig(name=str(tmp_path), trust_remote_code=True), LORA)
 

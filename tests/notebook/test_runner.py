@@ -11,6 +11,8 @@ from tests.support.child_processes import run_python
 from tpu_kit.cli import main
 from tpu_kit.hardware.machine import Check
 
+SIGNED = "https://me:s3cret@example.org/rows.jsonl"
+
 
 def write(path: Path, *cells: str) -> Path:
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
@@ -43,6 +45,18 @@ def test_a_failing_cell_ends_all_with_its_error_and_the_log(tmp_path: Path) -> N
     assert tail.count("✓ First") == 1, "of a table that grows, each row is logged once"
     assert "ZeroDivisionError" in (tmp_path / "done" / "a.html").read_text()
     assert "said 5\\n" in (tmp_path / "done" / "a.ipynb").read_text()
+
+
+@pytest.mark.parametrize(("name", "value"), [("hf_token", "s3cret"), ("rows", f"hf_{'a1' * 17}"), ("source", SIGNED)])
+def test_a_secret_among_the_parameters_reaches_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
+) -> None:
+    write(tmp_path / "a.ipynb", "# Parameters: mine\nrows = ''\nhf_token = ''\nsource = ''", "1")
+    monkeypatch.chdir(tmp_path)
+    assert main(["notebooks", "a.ipynb", "out=done", f"{name}={value}"]) == 2
+    said = capsys.readouterr()
+    assert f"{name}: secrets do not belong in" in said.err and value not in said.out + said.err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and value in path.read_text()]
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,20 @@ def test_without_a_teacher_it_is_refused(world: Path, tmp_path: Path) -> None:
         distill(load_config(None, {"output_dir": str(tmp_path)}))
 
 
+def test_the_code_of_the_teacher_runs_only_where_it_is_asked_for(world: Path, teacher: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "teacher"
+    shutil.copytree(teacher, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    own = {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (folder / "config.json").write_text(json.dumps(settings | own))
+    (folder / "code.py").write_text("raise SystemExit('it ran')")
+    told = rf"distill\.teacher={folder}: .* if you trust it, set distill\.teacher_trust_remote_code=true"
+    with pytest.raises(ValueError, match=told):
+        distill(config_of(world, folder, tmp_path / "run", **{"model.trust_remote_code": True}))
+    with pytest.raises(SystemExit, match="it ran"):
+        distill(config_of(world, folder, tmp_path / "run", teacher_trust_remote_code=True))
+
+
 def test_another_tokenizer_is_refused_with_what_differs(world: Path, teacher: Path, tmp_path: Path) -> None:
     other = shutil.copytree(teacher, tmp_path / "other")
     values = json.loads((other / "tokenizer.json").read_text())

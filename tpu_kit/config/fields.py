@@ -93,7 +93,7 @@ class ConfigField:
         Raises:
             ValueError: the value has another type, is out of bounds, is refused by `check`, or looks like a secret.
         """
-        if _SECRET_VALUE.search(str(value)):
+        if is_secret_value(value):
             raise ValueError(f"{self.name}: the value looks like a secret; {SECRET_ADVICE}")
         result, found = _convert(value, self.hint)
         if not found:
@@ -151,7 +151,7 @@ def show(value: object) -> str:
     if isinstance(value, tuple):
         value = list(value)
     text = repr(value)
-    if _SECRET_VALUE.search(text):
+    if is_secret_value(text):
         return "(hidden: it looks like a secret)"
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -185,6 +185,11 @@ def closest(word: str, known: Iterable[str], similarity: float = 0.6) -> list[st
 def is_secret_name(name: str) -> bool:
     """Returns whether a parameter of this name would hold a token, a key or a password."""
     return _SECRET_NAME.search(name) is not None
+
+
+def is_secret_value(value: object) -> bool:
+    """Returns whether a value is unmistakably a token or a key, or holds a password."""
+    return _SECRET_VALUE.search(str(value)) is not None
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:

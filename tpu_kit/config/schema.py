@@ -190,6 +190,7 @@ class DistillConfig:
 
     teacher: str | None = knob(None, "Hub id or folder of the teacher, which has the model's tokenizer; null = none.")
     teacher_dtype: Literal["bf16", "fp32", "int8", "int4"] = knob("bf16", "Type of the teacher's frozen weights.")
+    teacher_trust_remote_code: bool = knob(False, "Run code from the teacher's repository.")
     divergence: Literal["forward", "reverse", "js"] = knob(
         "forward", "KL(teacher, model), KL(model, teacher), or Jensen-Shannon, which is between them."
     )
@@ -343,12 +344,11 @@ class TrainConfig:
     @property
     def teacher(self) -> ModelConfig | None:
         """The teacher as a model to load; None without one."""
-        distill = self.distill
-        if distill.teacher is None:
+        given, model = self.distill, replace(self.model, revision=None, gguf_file=None)
+        if given.teacher is None:
             return None
-        return replace(
-            self.model, name=distill.teacher, base_dtype=distill.teacher_dtype, revision=None, gguf_file=None
-        )
+        trusted = given.teacher_trust_remote_code
+        return replace(model, name=given.teacher, base_dtype=given.teacher_dtype, trust_remote_code=trusted)
 
     @property
     def output_path(self) -> Path:

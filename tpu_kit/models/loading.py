@@ -126,11 +126,7 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
     except (SafetensorError, RuntimeError) as error:  # a file that is damaged, weights of other shapes
         raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
     except (OSError, ValueError, KeyError) as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"model.name={config.name}: the model comes with Python code of its own. Read that code; if you trust "
-                "it, set model.trust_remote_code=true"
-            ) from error
+        _refuse_code(config, error)
         if Path(name).is_dir():
             raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
         raise ValueError(unreachable(config, error)) from error
@@ -143,8 +139,21 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
     return model
 
 
+def _refuse_code(config: ModelConfig, error: Exception) -> None:
+    """Raises ValueError if transformers refused to run the model's own code."""
+    if "trust_remote_code" in str(error):
+        raise ValueError(
+            f"model.name={config.name}: the model comes with Python code of its own. Read that code; if you trust it, "
+            "set model.trust_remote_code=true"
+        ) from error
+
+
 def read_config(config: ModelConfig) -> PreTrainedConfig | None:
-    """Reads a model's configuration, without its weights; None where it cannot be read, which loading explains."""
+    """Reads a model's configuration, without its weights; None where it cannot be read, which loading explains.
+
+    Raises:
+        ValueError: the model has code of its own, and `trust_remote_code` is off.
+    """
     from transformers import AutoConfig
 
     options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
@@ -152,7 +161,8 @@ def read_config(config: ModelConfig) -> PreTrainedConfig | None:
         found: PreTrainedConfig = AutoConfig.from_pretrained(
             locate(config), revision=config.revision, trust_remote_code=config.trust_remote_code, **options
         )
-    except (OSError, ValueError, KeyError, ImportError):
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        _refuse_code(config, error)
         return None
     return found
 

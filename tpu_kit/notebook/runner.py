@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from tpu_kit.config.fields import closest, show
+from tpu_kit.config.fields import SECRET_ADVICE, closest, is_secret_name, is_secret_value, show
 from tpu_kit.config.loader import ConfigError, load_config
 from tpu_kit.notebook.kernel import assigned, check_names
 from tpu_kit.recipes.sft import RESULT_TYPE
@@ -93,6 +93,7 @@ class Accepts:
     def problems(self, parameters: Mapping[str, Any]) -> list[str]:
         """Returns the problems of a parameter set of a sweep; an empty list if the notebook takes it."""
         found = [f"{name}: each run has its own; remove it" for name in _EACH_ITS_OWN if name in parameters]
+        found += _secrets(parameters)
         given = {name: value for name, value in {**self.own, **parameters}.items() if name not in _EACH_ITS_OWN}
         kept = self.also if self.configures else self.own
         for name in kept:
@@ -114,6 +115,12 @@ class Accepts:
         return found
 
 
+def _secrets(parameters: Mapping[str, Any]) -> list[str]:
+    """Returns the problems of parameters that are secrets: papermill writes each parameter into the notebook."""
+    found = [name for name, value in parameters.items() if is_secret_name(name) or is_secret_value(value)]
+    return [f"{name}: {SECRET_ADVICE}" for name in found]
+
+
 def _has_type_of(value: Any, default: Any) -> bool:
     if default is None or value is None:
         return True
@@ -132,9 +139,10 @@ def run(paths: Sequence[Path], out: Path, given: Mapping[str, Any]) -> int:
             run.
 
     Raises:
-        ConfigError: a file is missing, or no notebook has a parameter of that name; no notebook has run then.
+        ConfigError: a file is missing, a parameter is a secret, or no notebook has a parameter of that name; no
+            notebook has run then.
     """
-    if problems := [f"{path}: no such notebook" for path in paths if not path.is_file()]:
+    if problems := [f"{path}: no such notebook" for path in paths if not path.is_file()] + _secrets(given):
         raise ConfigError(problems)
     accepted = [Accepts.of(path) for path in paths]
     named = {name for one in accepted for name in one.own}

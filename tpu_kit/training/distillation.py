@@ -222,9 +222,10 @@ def check_teacher(config: TrainConfig) -> None:
     assert theirs is not None
     own = load_tokenizer(config.model).get_vocab()
     try:
-        other = load_tokenizer(theirs).get_vocab()
+        other, settings = load_tokenizer(theirs).get_vocab(), read_config(theirs)
     except ValueError as error:
-        raise ValueError(str(error).replace("model.name", "distill.teacher")) from error
+        text = str(error).replace("model.name", "distill.teacher").replace("model.trust", "distill.teacher_trust")
+        raise ValueError(text) from error
     if differ := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
         token = differ[0]
         raise ValueError(
@@ -232,8 +233,10 @@ def check_teacher(config: TrainConfig) -> None:
             f"{len(other):,} tokens differ, such as {token!r}, which is {_number(other, token)} there and "
             f"{_number(own, token)} here. Their logits are not comparable: choose a teacher of the same family"
         )
-    for one, place, key in ((config.model, 0, "model.name"), (theirs, 1, "distill.teacher")):
-        found = read_config(one)
+    for one, found, place, key in (
+        (config.model, read_config(config.model), 0, "model.name"),
+        (theirs, settings, 1, "distill.teacher"),
+    ):
         if found is None:
             continue  # loading says why it cannot be read
         text = found.get_text_config()
