@@ -133,3 +133,8 @@ def test_a_package_that_is_replaced_under_a_kernel_asks_for_a_new_one(
         while manager.is_alive():  # who has started it starts it again, as Jupyter does
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+def test_the_cell_that_installs_silences_tqdms_warning_of_widgets() -> None:
+    code = "import warnings, tpu_kit.diagnostics.install; warnings.warn('IProgress not found. Please update jupyter')"
+    assert "IProgress" not in run_python(["-c", code]).stderr

@@ -15,7 +15,6 @@ import math
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, timedelta
@@ -74,7 +73,6 @@ with contextlib.suppress(ImportError):  # nothing is installed yet
     for _name in ("__init__", "__iter__", "update", "close", "clear", "reset", "display", "colour", "status_printer"):
         if _name in vars(tqdm_notebook):  # not if this module is loaded again
             delattr(tqdm_notebook, _name)
-warnings.filterwarnings("ignore", message="IProgress not found")
 explain_missing_names()
 # Deprecation warnings of libraries, in the processes that a cell starts, would stay in the notebook.
 os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")

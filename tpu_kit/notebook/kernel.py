@@ -14,6 +14,7 @@ import inspect
 import io
 import re
 import sys
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ Bundle = dict[str, str]
 """MIME type to content; "text/plain" is always present."""
 
 COLOURS = {"ok": "#15803d", "warning": "#b45309", "failure": "#b91c1c", "skipped": "#6b7280"}
+
+# The cell that installs the kit imports this module before the libraries that would warn.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 _PAPERMILL_HEADER = "# Parameters"
 _HEADER = re.compile(r"#\s*(@title\s*)?Parameters\b")
