@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import pickle
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,16 @@ from datasets import Dataset
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.chat_encoding import Encoder, Example, decoded_example, ensure_chat_template, freeze_date
+from tpu_kit.data.chat_encoding import (
+    Encoder,
+    Example,
+    decoded_example,
+    ensure_chat_template,
+    freeze_date,
+    plain_prompt,
+)
 from tpu_kit.data.columns import detect_layout
+from tpu_kit.data.prepare import prepare
 from tpu_kit.data.schemas import RowError
 
 COT = {"question": "What is 2 + 3?", "reasoning": "Two and three\nmake five.", "answer": "5"}
@@ -143,6 +153,15 @@ def test_the_mask_ends_with_the_turn(name: str) -> None:
     assert [text for text, loss in found if loss] == [f"A number.{end}", f"Another one.{end}"]
 
 
+def test_a_bos_is_not_doubled() -> None:
+    tokenizer = tiny_tokenizer(special=("<s>", "</s>"), eos="</s>", bos="<s>")
+    for text in ("What is 2?", "<s>What is 2?"):
+        assert decoded_example(tokenizer, encode({"text": text}, tokenizer)[1][0])[0] == ("<s>", False)
+        row = {"prompt": text, "completion": " 5"}
+        assert spans(row, tokenizer) == [("<s>What is 2?", False), (" 5</s>", True)]
+        assert tokenizer.decode(plain_prompt(tokenizer, text)) == "<s>What is 2?"
+
+
 def test_every_reply_learns_an_eos_where_the_template_has_no_end_of_turn() -> None:
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -187,7 +206,11 @@ def test_tool_calls_and_the_system_turn_are_kept(name: str) -> None:
     tokenizer.bos_token = special[-1]
     row = Dataset.from_list([CALLS, OTHER_CALLS])[0]  # where Arrow puts None for the keys of the other row
     assert row["messages"][2]["tool_calls"][0]["function"]["arguments"]["z"] is None
-    found = [pair for document in all_spans(row, tokenizer) for pair in document]
+    if name == "deepseekv3_training":  # whose template leaves the definitions out
+        del row["tools"]
+    layout = replace(detect_layout(list(row), DataConfig()), filled=True)
+    examples = Encoder(tokenizer, layout, DataConfig()).examples(row)
+    found = [pair for example in examples for pair in decoded_example(tokenizer, example)]
     learnt = [text for text, loss in found if loss]
     assert len(learnt) == 2 and "add" in learnt[0] and "2" in learnt[0] and "The answer is 5." in learnt[1]
     given = "".join(text for text, loss in found if not loss)
@@ -205,6 +228,84 @@ def test_a_template_that_leaves_out_calls_or_turns_is_refused() -> None:
     silent = CHATML.replace("messages %}", "messages if m['role'] != 'system' %}")
     with pytest.raises(RowError, match=r"leaves out what message 0 says: 'Be brief.'"):
         encode({"messages": CALLS["messages"][:2] + CALLS["messages"][4:]}, tiny_tokenizer(silent))
+
+
+CALLING = (
+    "{{ '<tools>' + (tools | tojson) + '</tools>' if tools }}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + ARGUMENTS }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ARGUMENTS = {"json": "(c.function.arguments | tojson)", "text": "c.function.arguments"}
+ARGUMENTS["printed"] = "(c.function.arguments | string)"
+
+
+@pytest.mark.parametrize("form", ARGUMENTS)
+@pytest.mark.parametrize("arguments", [{"a": 2, "unit": None}, '{"a": 2, "unit": null}'], ids=["decoded", "as text"])
+def test_arguments_are_written_once_as_json(form: str, arguments: Any) -> None:
+    """Whether the row has them decoded or as JSON, and the template writes JSON or takes it."""
+    messages = [*CALLS["messages"][1:2], {"role": "assistant", "content": None, "tool_calls": [
+        {"type": "function", "function": {"name": "add", "arguments": arguments}},
+    ]}]  # fmt: skip
+    found = spans({"messages": messages}, tiny_tokenizer(CALLING.replace("ARGUMENTS", ARGUMENTS[form])))
+    assert found[-1] == ('add{"a": 2, "unit": null}<|im_end|>', True)
+
+
+def test_null_in_arguments_stays_unless_arrow_put_it(tmp_path: Path) -> None:
+    def learnt(config: DataConfig, dataset: Dataset | None = None) -> list[str]:
+        made = prepare(config, tokenizer, dataset=dataset)
+        texts = [decoded_example(tokenizer, made.example(i))[-1][0] for i in range(2)]
+        for row in (prepare(replace(config, eval_rows=1), tokenizer, dataset=dataset)).eval_rows:
+            assert decoded_example(tokenizer, made.encoder.examples(row)[0])[-1][0] in texts
+        return texts
+
+    tokenizer = tiny_tokenizer(CALLING.replace("ARGUMENTS", ARGUMENTS["json"]))
+    rows = [
+        {"messages": [{"role": "user", "content": name}, {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": name, "arguments": arguments}},
+        ]}]}
+        for name, arguments in (("add", {"a": 2, "unit": None}), ("negate", {"z": 3}))
+    ]  # fmt: skip
+    config = DataConfig(eval_rows=0, shuffle=False, source=str(tmp_path / "rows.jsonl"))
+    Path(config.source).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert learnt(config) == ['add{"a": 2, "unit": null}<|im_end|>', 'negate{"z": 3}<|im_end|>']
+    assert learnt(config, Dataset.from_list(rows)) == ['add{"a": 2}<|im_end|>', 'negate{"z": 3}<|im_end|>']
+
+
+def test_a_template_that_leaves_out_the_definition_of_a_tool_is_refused() -> None:
+    template = CALLING.replace("ARGUMENTS", ARGUMENTS["json"])
+    assert "<tools>" in spans(CALLS, tiny_tokenizer(template))[0][0]
+    words = r"leaves out the definition of the tool 'add': set tokenizer.chat_template .* or data.columns=\{tools: ''\}"
+    with pytest.raises(RowError, match=words):
+        encode(CALLS, tiny_tokenizer(template.replace("if tools", "if not messages")))
+    assert spans(CALLS, tiny_tokenizer(template.replace("if tools", "if not messages")), columns={"tools": ""})
+
+
+@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_replies_that_the_row_excludes_carry_no_loss(template: str, key: dict[str, Any]) -> None:
+    messages = [{**CHAT["messages"][1], **key} if i == 1 else m for i, m in enumerate(CHAT["messages"] * 2)]
+    found = spans({"messages": messages}, tiny_tokenizer(template))
+    assert [text for text, loss in found if loss] == [
+        f"{m}<|im_end|>" for m in ("Another one.", "A number.", "Another one.")
+    ]
+    last = [*messages[:7], {**messages[7], **key}]
+    found = spans({"messages": last}, tiny_tokenizer(template))
+    assert [text for text, loss in found if loss] == ["Another one.<|im_end|>", "A number.<|im_end|>"]
+
+
+def test_sharegpt_function_calls() -> None:
+    row = {"conversations": [
+        {"from": "human", "value": "What is 2 + 3?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+        {"from": "observation", "value": "5"},
+        {"from": "gpt", "value": "It is 5."},
+    ]}  # fmt: skip
+    found = spans(row, tiny_tokenizer(CALLING.replace("ARGUMENTS", ARGUMENTS["json"])))
+    assert [text for text, loss in found if loss] == ['add{"a": 2}<|im_end|>', "It is 5.<|im_end|>"]
+    row["conversations"][1]["value"] = "add 2"
+    with pytest.raises(RowError, match="message 1 of column 'conversations' holds no function call as JSON: 'add 2'"):
+        encode(row)
 
 
 def test_sharegpt_conversations() -> None:

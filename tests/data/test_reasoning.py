@@ -13,7 +13,7 @@ from tests.data.test_chat_encoding import TRL, TRL_TEMPLATES
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.chat_encoding import Encoder, Kept, decoded_example
-from tpu_kit.data.columns import detect_layout, last_boxed, reasoning_of, split_solution, with_own_tags
+from tpu_kit.data.columns import answer_of, detect_layout, last_boxed, reasoning_of, split_solution, with_own_tags
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.data.schemas import RowError
 from tpu_kit.evaluation.evaluate import _examples
@@ -226,6 +226,27 @@ def test_the_reasoning_before_a_tool_call() -> None:
     assert answered[0].endswith(f"assistant\n{call}<|im_start|>tool\nfive<|im_end|><|im_start|>assistant\n<think>\n")
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer"),
+    [
+        ("Close it with `</think>`.", "", "Close it with `</think>`."),
+        ("Write </think> after it.", "", "Write </think> after it."),
+        ("Format:\n<think>\nwhy\n</think>\nwhat", "", "Format:\n<think>\nwhy\n</think>\nwhat"),
+        ("<think>\nUse `</think>`.\n</think>\nA </think> ends it.", "Use `</think>`.", "A </think> ends it."),
+        ("<think> r </think> a", "r", "a"),
+        ("So five.</think>5", "So five.", "5"),
+    ],
+)
+def test_a_reply_that_mentions_a_tag_keeps_its_words(text: str, reasoning: str, answer: str) -> None:
+    assert (reasoning_of(text, DataConfig()), answer_of(text, DataConfig()).strip()) == (reasoning, answer)
+    assert split_solution(text, DataConfig(), boxed=False) == (reasoning, answer)
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]}
+    assert documents(CHATML, row)[0][1] == [f"{text}<|im_end|>"]
+    ((prompt, (learnt,)),) = documents(R1, row)
+    assert prompt.endswith("<think>\n")
+    assert "".join(learnt.split()) == "".join(f"{reasoning}</think>{answer}<|im_end|>".split())
+
+
 def test_tags_of_a_data_set_become_those_of_the_model() -> None:
     text = "<|begin_of_thought|>\n\nr\n\n<|end_of_thought|>\n\n<|begin_of_solution|>\n\na\n\n<|end_of_solution|>"
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]}
@@ -283,6 +304,33 @@ def test_the_report_counts_replies_with_reasoning(tmp_path: Path, monkeypatch: p
     assert f"{warning}max_length" in str(cut)
     plain = ready(tmp_path, monkeypatch, [{"text": "one two"}, {"text": "three"}]).report
     assert "\nwith reasoning   0 of 2 replies\n" in str(plain)
+
+
+# The prompt closes the reasoning unless a switch is set, as DeepSeek V3.1's and small Qwen3.5's do.
+SWITCHED = """
+{%- if thinking is not defined %}{% set thinking = false %}{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{{ '</think>' + m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}
+{{- '<|im_end|>' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + ('<think>' if thinking else '</think>') }}
+{%- endif %}"""
+
+
+def test_a_prompt_that_closes_the_reasoning_opens_it_for_rows_with_reasoning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.warns(UserWarning, match="and the rows have reasoning: its switches enable_thinking and"):
+        made = ready(tmp_path, monkeypatch, rows_of(4), template=SWITCHED, eval_rows=1)
+    assert made.encoder is not None and made.eval_prompts[0].endswith("assistant\n<think>")
+    spans = decoded_example(made.encoder.tokenizer, made.example())
+    assert spans[-2][0].endswith("assistant\n<think>") and "</think>" not in spans[-2][0].rpartition("assistant")[2]
+    assert spans[-1][0].split("\n</think>\n\nAnswer ")[0] in WORDS
+    plain = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
+    made = ready(tmp_path, monkeypatch, plain, template=SWITCHED)
+    assert made.encoder is not None and made.encoder.tokenizer.chat_template == SWITCHED
+    fixed = SWITCHED.replace("thinking else", "false else")
+    with pytest.raises(ValueError, match="ends in '</think>', so the reasoning of message 1 cannot follow it"):
+        ready(tmp_path, monkeypatch, rows_of(4), template=fixed)
 
 
 def test_a_split_chat_is_held_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

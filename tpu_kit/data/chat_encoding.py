@@ -13,7 +13,7 @@ import json
 import re
 import unicodedata
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from functools import cached_property
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.columns import MESSAGE_KEYS, Layout, answer_of, in_message, reasoning_of, reply
-from tpu_kit.data.schemas import Conversation, RowError, conversation
+from tpu_kit.data.schemas import Conversation, RowError, conversation, learns
 
 DEFAULT_TEMPLATE = (
     "{{ BOS }}{% for message in messages %}"
@@ -136,18 +136,33 @@ def _squeezed(text: str) -> str:
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
-def _renamed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a chat with `_PROBE` as the name of all tool calls."""
+def _with_calls(
+    messages: list[dict[str, Any]], change: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns a chat whose tool calls have the changed values."""
     made = []
     for message in messages:
         calls = [
-            {**call, "function": {**call["function"], "name": _PROBE}}
+            {**call, "function": {**call["function"], **change(call["function"])}}
             if "function" in call
-            else {**call, "name": _PROBE}
+            else {**call, **change(call)}
             for call in message.get("tool_calls") or ()
         ]
         made.append({**message, "tool_calls": calls} if calls else message)
     return made
+
+
+def plain_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Returns the token ids of plain text that the model continues: with one BOS, and without an EOS."""
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    if ids[-1:] == [tokenizer.eos_token_id]:
+        ids.pop()  # some tokenizers end every text, and the model would add nothing
+    return ids[_has_two_bos(tokenizer, ids) :]
+
+
+def _has_two_bos(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Returns whether a text and the tokenizer both begin with the BOS token."""
+    return ids[:2] == [tokenizer.bos_token_id] * 2
 
 
 @dataclass(frozen=True)
@@ -174,8 +189,53 @@ class Encoder:
             raise ValueError("the tokenizer has no eos token, so the model could not learn to stop; set one")
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
-        """Reads one row with this encoder's layout and configuration."""
-        return conversation(row, self.layout, self.config)
+        """Reads one row; the arguments of tool calls are decoded, or JSON for a template that takes them so."""
+        talk = conversation(row, self.layout, self.config)
+        if isinstance(talk.messages, str) or not any(message.get("tool_calls") for message in talk.messages):
+            return talk
+        arguments = []
+
+        def as_json(call: Mapping[str, Any]) -> dict[str, Any]:
+            value = call.get("arguments")
+            arguments.append(value)
+            return {"arguments": json.dumps(value, ensure_ascii=False)} if isinstance(value, Mapping) else {}
+
+        texts: list[str | None] = []
+        as_text = _with_calls(talk.messages, as_json)
+        for messages in (talk.messages, as_text):
+            try:
+                texts.append(self.render(messages, talk.tools))
+            except RowError:
+                texts.append(None)
+        decoded, encoded = texts
+        wrong = decoded is None or any(str(value) in decoded for value in arguments if value)  # as Python writes it
+        return talk._replace(messages=as_text) if wrong and encoded is not None else talk
+
+    def open_reasoning(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Switches reasoning on in a chat template whose prompt closes it, if rows have some; with a warning."""
+        plain, close = self.tokenizer.chat_template, self.config.think_close
+        if not self._closes_reasoning() or not any(map(self._has_reasoning, rows)):
+            return
+        self.tokenizer.chat_template = "{%- set enable_thinking = true %}{%- set thinking = true %}" + plain
+        if self._closes_reasoning():  # `documents` refuses the rows
+            self.tokenizer.chat_template = plain
+            return
+        warnings.warn(
+            f"the prompt of the chat template ends in {close!r}, and the rows have reasoning: its switches "
+            "enable_thinking and thinking are set, also in the tokenizer that is saved with the adapter",
+            stacklevel=2,
+        )
+
+    def _closes_reasoning(self) -> bool:
+        prompt = self.render([{"role": "user", "content": "a"}], None, prompt=True)
+        return prompt.rstrip().endswith(self.config.think_close)
+
+    def _has_reasoning(self, row: Mapping[str, Any]) -> bool:
+        try:
+            messages = conversation(row, self.layout, self.config).messages
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):  # told when the row is tokenised
+            return False
+        return any(isinstance(turn, dict) and learns(turn) and in_message(turn, self.config) for turn in messages)
 
     def prompt(self, talk: Conversation) -> str:
         """Returns the prompt of the last assistant turn: all text before it."""
@@ -288,6 +348,8 @@ class Encoder:
         text, spans = document.text, document.spans
         out = self.tokenizer(text, add_special_tokens=document.plain, return_offsets_mapping=True)
         ids, offsets = list(out["input_ids"]), [tuple(pair) for pair in out["offset_mapping"]]
+        extra = _has_two_bos(self.tokenizer, ids)
+        ids, offsets = ids[extra:], offsets[extra:]
         borders = {border for span in spans for border in span}
         if any(a < border < b for a, b in offsets for border in borders):
             # Generation starts from the tokens of the prompt alone, which has no token across its end.
@@ -312,7 +374,7 @@ class _Chat:
     def __init__(self, encoder: Encoder, talk: Conversation) -> None:
         assert not isinstance(talk.messages, str)
         self._encoder, self._config, self._messages, self._tools = encoder, encoder.config, talk.messages, talk.tools
-        turns = [i for i in range(talk.first, len(talk.messages)) if talk.messages[i]["role"] == "assistant"]
+        turns = [i for i in range(talk.first, len(talk.messages)) if learns(talk.messages[i])]
         self._reasoning = {i: in_message(talk.messages[i], encoder.config) for i in turns}
         self._prompts = {i: encoder.render(talk.messages[:i], talk.tools, prompt=True) for i in turns}
         self._following = {
@@ -417,5 +479,13 @@ class _Chat:
             if said not in text and json.dumps(said)[1:-1] not in text:  # some write the results of tools as JSON
                 raise RowError(f"the chat template leaves out what message {i} says: {said[:60]!r}")
         calls = [len(message.get("tool_calls") or ()) for message in messages]
-        if any(calls) and self._encoder.render(_renamed(messages), self._tools).count(_PROBE) < sum(calls):
+        named = _with_calls(messages, lambda call: {"name": _PROBE})
+        if any(calls) and self._encoder.render(named, self._tools).count(_PROBE) < sum(calls):
             raise RowError(f"the chat template leaves out the tool calls of message {calls.index(max(calls))}")
+        without = self._encoder.render(messages, None) if self._tools else ""
+        for name in [str(tool.get("function", tool).get("name")) for tool in self._tools or ()]:
+            if text.count(name) <= without.count(name):
+                raise RowError(
+                    f"the chat template leaves out the definition of the tool {name!r}: set tokenizer.chat_template to "
+                    "one that has it, or data.columns={tools: ''} to train without definitions"
+                )

@@ -34,15 +34,31 @@ def reply(reasoning: str, answer: str, config: DataConfig) -> str:
     return f"{config.think_open}\n{reasoning}\n{config.think_close}\n{answer}"
 
 
+def _split(text: str, config: DataConfig) -> tuple[str, str] | None:
+    """Returns the text of a reply before and after the tag that closes its reasoning; None without reasoning.
+
+    A tag after a space, a quote or a bracket is a mention of it, and so are all tags of a text that opens no reasoning
+    where it begins but elsewhere.
+    """
+    opened = text.lstrip().startswith(config.think_open)
+    places = [match.start() for match in re.finditer(re.escape(config.think_close), text)]
+    own = [place for place in places if text[:place][-1:] not in {*" \t`'\"([*"}]
+    place = next(iter(own or places[:1] if opened else own), None)
+    if place is None or (not opened and config.think_open in text[:place]):
+        return None
+    return text[:place], text[place + len(config.think_close) :]
+
+
 def reasoning_of(text: str, config: DataConfig) -> str:
     """Returns the reasoning of a reply, without white space around it; empty if there is none."""
-    before, closed, _ = text.partition(config.think_close)
-    return before.lstrip().removeprefix(config.think_open).strip() if closed else ""
+    parts = _split(text, config)
+    return parts[0].lstrip().removeprefix(config.think_open).strip() if parts else ""
 
 
 def answer_of(text: str, config: DataConfig) -> str:
     """Returns the text of a reply after its reasoning."""
-    return text.rpartition(config.think_close)[2]
+    parts = _split(text, config)
+    return parts[1] if parts else text
 
 
 def in_message(message: Mapping[str, Any], config: DataConfig) -> str:
@@ -81,11 +97,10 @@ def split_solution(text: str, config: DataConfig, *, boxed: bool) -> tuple[str, 
     Raises:
         ValueError: nothing follows the tags or the "####".
     """
-    if config.think_close in text:
-        answer = answer_of(text, config).strip()
-        if not answer:
+    if (answer := answer_of(text, config)) != text:
+        if not answer.strip():
             raise ValueError(f"nothing after {config.think_close}")
-        return reasoning_of(text, config), answer
+        return reasoning_of(text, config), answer.strip()
     if stated := _STATED.search(text):
         return _MARKED.sub("", text[: stated.start()]).strip(), stated[1]
     if marked := _MARKED.search(text):
@@ -169,11 +184,13 @@ class Layout:
         format: "cot", "messages", "prompt_completion" or "text".
         columns: role -> column.
         ignored: unused columns.
+        filled: whether Arrow stores the arguments of tool calls as a struct, in which None stands for a missing key.
     """
 
     format: str
     columns: Mapping[str, str]
     ignored: tuple[str, ...]
+    filled: bool = False
 
     def __str__(self) -> str:
         used = ", ".join(f"{role}={column}" for role, column in self.columns.items())
@@ -400,7 +417,7 @@ class _Detection:
     def _is_whole(self, column: str | None) -> bool:
         """Returns whether a column holds whole replies: reasoning in tags, then an answer."""
         texts = [with_own_tags(x, self.config) for x in self._held(column) if isinstance(x, str)]
-        return any(self.config.think_close in x and answer_of(x, self.config).strip() for x in texts)
+        return any((answer := answer_of(x, self.config)) != x and answer.strip() for x in texts)
 
 
 def is_solution(column: str) -> bool:

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_templ
 from tpu_kit.data.columns import detect_layout, first_values
 from tpu_kit.data.held_out import Questions, choose_questions, held_out_rows
 from tpu_kit.data.records import PROBLEM
-from tpu_kit.data.schemas import Layout, RowError, final_answer, problem
+from tpu_kit.data.schemas import Layout, RowError, final_answer, problem, without_none
 from tpu_kit.data.sources import (
     EMBEDDED_ROWS,
     GENERATED,
@@ -42,7 +42,7 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.storage import atomic
 
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
-_CACHE_VERSION = 7  # increase it when the code below gives other tokens for the same row
+_CACHE_VERSION = 8  # increase it when the code below gives other tokens for the same row
 
 
 @dataclass(frozen=True)
@@ -328,9 +328,19 @@ def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> 
         plain = isinstance(next((prompt for prompt in prompts if isinstance(prompt, str | list)), None), str)
     if plain and config.system_prompt:
         raise ValueError("data.system_prompt needs chats; these rows are plain text, without a chat template")
+    filled = any(_is_struct(rows.features[column]) for column in layout.columns.values())
+    encoder = Encoder(tokenizer, replace(layout, filled=filled), config)
     if not plain:
         ensure_chat_template(tokenizer)
-    return Encoder(tokenizer, layout, config)
+        encoder.open_reasoning(rows)
+    return encoder
+
+
+def _is_struct(feature: Any, name: str = "") -> bool:
+    """Returns whether a column stores the arguments of tool calls as a struct of Arrow."""
+    if isinstance(feature, dict):
+        return name == "arguments" or any(_is_struct(inner, key) for key, inner in feature.items())
+    return hasattr(feature, "feature") and _is_struct(feature.feature, name)
 
 
 def _eval_source(config: DataConfig, dataset: Dataset | DatasetDict | None) -> tuple[str | None, str]:
@@ -352,6 +362,8 @@ def _count(tokens: _Tokenized, chosen: np.ndarray) -> int:
 
 def _raw_rows(rows: Dataset, chosen: np.ndarray, encoder: Encoder) -> tuple[list[dict[str, Any]], list[str]]:
     picked = [dict(rows[int(i)]) for i in chosen]
+    if encoder.layout.filled:
+        picked = [without_none(row) for row in picked]
     talks = [encoder.conversation(row) for row in picked]
     prompts = [encoder.prompt(talk) for talk in talks]
     if encoder.layout.format == "cot":

@@ -4,6 +4,7 @@ The formats are `cot` (question, reasoning, answer), `messages` (chats, with too
 `chat_encoding.py` encodes the conversation as token ids.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -59,7 +60,7 @@ class Conversation(NamedTuple):
             return [_hash(self.messages[: self.first] or self.messages)]
         found, prompt = [], 0
         for i, message in enumerate(self.messages):
-            if message["role"] == "assistant" and i >= self.first:
+            if i >= self.first and learns(message):
                 found.append(prompt)
             if message["role"] != "system":
                 said = f"{message.get('content')}{message.get('tool_calls') or ''}"
@@ -69,6 +70,11 @@ class Conversation(NamedTuple):
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(normalised(text).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def learns(message: Mapping[str, Any]) -> bool:
+    """Returns whether a message is a reply that carries loss, which `weight: 0` and `train: false` prevent."""
+    return message["role"] == "assistant" and message.get("weight") != 0 and message.get("train") is not False
 
 
 def normalised(text: str) -> str:
@@ -89,19 +95,19 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
     if layout.format == "cot":
         return _chain_of_thought(row, layout, config)
     system = _system(row, layout, config)
-    tools = _without_none(_parsed(row.get(columns["tools"]), columns["tools"])) or None if "tools" in columns else None
+    tools = without_none(_parsed(row.get(columns["tools"]), columns["tools"])) or None if "tools" in columns else None
     if layout.format == "messages":
         turns = _parsed(row.get(columns["messages"]), columns["messages"])
         if "answer" in columns:
             turns = [*turns, _last_turn(turns, row, columns, config)] if isinstance(turns, list) else turns
-        messages = _messages(turns, columns["messages"], 0, system, config)
-        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = _messages(turns, columns["messages"], 0, system, config, layout.filled)
+        replies = [i for i, message in enumerate(messages) if learns(message)]
         return Conversation(messages, replies[-1 if "answer" in columns else 0], tools)
     prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
     if isinstance(prompt, list) != isinstance(completion, list):
         raise RowError("prompt and completion must both be text or both be lists of messages")
     if isinstance(prompt, list) and isinstance(completion, list):
-        messages = _messages(prompt + completion, columns["completion"], len(prompt), system, config)
+        messages = _messages(prompt + completion, columns["completion"], len(prompt), system, config, layout.filled)
         return Conversation(messages, len(messages) - len(completion), tools)
     asked = _cell(row, columns["prompt"])
     return Conversation(asked + _cell(row, columns["completion"]), len(asked))
@@ -139,7 +145,7 @@ def _solved(
         except ValueError as error:
             raise RowError(f"column {columns['answer']!r} has {error}") from error
     reasoning = with_own_tags(_cell(row, columns["reasoning"]), config)
-    if config.think_close in answer:
+    if answer_of(answer, config) != answer:
         raise RowError(
             f"column {columns['answer']!r} holds reasoning in tags, and column {columns['reasoning']!r} holds some "
             "too; set data.columns={reasoning: ''} to use the former"
@@ -218,10 +224,12 @@ def _last_turn(
     return {role: "assistant", content: reply(reasoning, answer, config) if reasoning else answer}
 
 
-def _messages(value: Any, column: str, first: int, system: str | None, config: DataConfig) -> list[dict[str, Any]]:
+def _messages(
+    value: Any, column: str, first: int, system: str | None, config: DataConfig, filled: bool = False
+) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
         raise RowError(f"column {column!r} must be a list of messages, got {str(value)[:60]!r}")
-    messages = [_without_none(message) for message in value]
+    messages = [without_none(message, filled) for message in value]
     if any("from" in message for message in messages):  # ShareGPT
         messages = [{_SHAREGPT_KEYS.get(key, key): value for key, value in message.items()} for message in messages]
         messages = [{**message, "role": role_of(message)} for message in messages]
@@ -229,6 +237,9 @@ def _messages(value: Any, column: str, first: int, system: str | None, config: D
         name = f"message {i} of column {column!r}"
         if not isinstance(message.get("role"), str):
             raise RowError(f"{name} has no role")
+        if message.get("weight", 1) not in (0, 1):
+            raise RowError(f"{name} has the weight {message['weight']}; it must be 0 or 1")
+        message |= _tool_calls(message, name)
         if isinstance(message.get("content"), list):
             message["content"] = _joined(message["content"], name)
         if isinstance(message.get("content"), str) and message["role"] in ("assistant", "system"):
@@ -238,11 +249,33 @@ def _messages(value: Any, column: str, first: int, system: str | None, config: D
             raise RowError(f"{name}, the completion, is empty")
         if said is None and "content" not in message:
             raise RowError(f"{name}, from {message['role']}, has no content")
-    if not any(message["role"] == "assistant" for message in messages[first:]):
-        raise RowError(f"column {column!r} has no assistant turn, so there is nothing to learn")
+    if not any(map(learns, messages[first:])):
+        raise RowError(f"column {column!r} has no assistant turn that carries loss, so there is nothing to learn")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
+
+
+def _tool_calls(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns the parts of a message that change for chat templates: calls are tool calls, with decoded arguments."""
+    made: dict[str, Any] = {}
+    calls = list(message.get("tool_calls") or ())
+    if message["role"] == "function_call":  # ShareGPT: the content is a call, or a list of calls
+        try:
+            said = json.loads(message["content"])
+            calls = [
+                {"type": "function", "function": dict(call)} for call in (said if isinstance(said, list) else [said])
+            ]
+        except (TypeError, ValueError) as error:
+            raise RowError(f"{name} holds no function call as JSON: {str(message.get('content'))[:60]!r}") from error
+        made = {"role": "assistant", "content": ""}
+    for i, call in enumerate(calls):
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
+            with contextlib.suppress(json.JSONDecodeError):
+                decoded = {**function, "arguments": json.loads(function["arguments"])}
+                calls[i] = {**call, "function": decoded} if "function" in call else decoded
+    return made | ({"tool_calls": calls} if calls else {})
 
 
 def _joined(parts: list[Any], name: str) -> str:
@@ -264,11 +297,15 @@ def _parsed(value: Any, column: str) -> Any:
         raise RowError(f"column {column!r} is not valid JSON: {error}: {value[:60]!r}") from error
 
 
-def _without_none(value: Any) -> Any:
-    """Removes the None that Arrow inserts for missing keys of a struct."""
+def without_none(value: Any, filled: bool = True) -> Any:
+    """Removes the None of missing keys; in the arguments of tool calls only if Arrow `filled` them in."""
     if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
+        return {
+            key: item if key == "arguments" and not filled else without_none(item, filled)
+            for key, item in value.items()
+            if item is not None
+        }
+    return [without_none(item, filled) for item in value] if isinstance(value, list) else value
 
 
 def _cell(row: Mapping[str, Any], column: str) -> str:

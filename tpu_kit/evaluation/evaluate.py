@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tpu_kit.config.loader import ConfigError, DataConfig, TrainConfig
-from tpu_kit.data.chat_encoding import Encoder, Example, ensure_chat_template
+from tpu_kit.data.chat_encoding import Encoder, Example, ensure_chat_template, plain_prompt
 from tpu_kit.data.columns import Layout, detect_layout, is_filled
 from tpu_kit.data.held_out import QUESTIONS, UNKNOWN, Questions
 from tpu_kit.data.prepare import Prepared, prepare
@@ -543,9 +543,10 @@ def _encoded(tokenizer: Any, rows: Sequence[Mapping[str, Any]], prompts: Sequenc
         ensure_chat_template(tokenizer)
     ids = []
     for prompt, special in zip(prompts, plain, strict=True):
-        ids.append(list(tokenizer(prompt, add_special_tokens=special)["input_ids"]))
-        if special and ids[-1][-1:] == [tokenizer.eos_token_id]:
-            ids[-1].pop()  # some tokenizers end every text, and the model would add nothing
+        plain_ids = (
+            plain_prompt(tokenizer, prompt) if special else tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        )
+        ids.append(list(plain_ids))
     if empty := [row for row, prompt in enumerate(ids) if not prompt]:
         raise ValueError(
             f"row {empty[0]}: its prompt is empty, so there is nothing to answer; for rows of plain text set "

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.chat_encoding import Encoder, default_stop
+from tpu_kit.data.chat_encoding import Encoder, default_stop, plain_prompt
 from tpu_kit.data.columns import Layout
 from tpu_kit.generation.sampling import Sampling
 
@@ -100,9 +100,7 @@ class PromptCodec:
             ValueError: the prompt is empty, there is no chat template, or the template refuses the chat.
         """
         if isinstance(prompt, str):
-            ids = list(self._tokenizer(prompt, verbose=False)["input_ids"])  # the Generator checks lengths
-            if ids[-1:] == [self._tokenizer.eos_token_id]:
-                ids.pop()  # some tokenizers end every text
+            ids = plain_prompt(self._tokenizer, prompt)  # the Generator checks lengths
         elif prompt and isinstance(prompt[0], Mapping):
             ids = self._chat([dict(message) for message in prompt if isinstance(message, Mapping)])
         else:
