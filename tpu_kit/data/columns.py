@@ -197,6 +197,13 @@ class Layout:
         return f"{self.format} ({used})" + (f", not used: {', '.join(self.ignored)}" if self.ignored else "")
 
 
+def stores_arguments(feature: Any, name: str = "") -> bool:
+    """Returns whether a column stores the arguments of tool calls as a struct of Arrow."""
+    if isinstance(feature, dict):
+        return name == "arguments" or any(stores_arguments(inner, key) for key, inner in feature.items())
+    return hasattr(feature, "feature") and stores_arguments(feature.feature, name)
+
+
 class Ambiguous(ValueError):
     """Several columns could have a role."""
 

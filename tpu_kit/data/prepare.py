@@ -24,7 +24,7 @@ from datasets import config as datasets_config
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_template, freeze_date
-from tpu_kit.data.columns import detect_layout, first_values
+from tpu_kit.data.columns import detect_layout, first_values, stores_arguments
 from tpu_kit.data.held_out import Questions, choose_questions, held_out_rows
 from tpu_kit.data.records import PROBLEM
 from tpu_kit.data.schemas import Layout, RowError, final_answer, problem, without_none
@@ -49,8 +49,7 @@ _CACHE_VERSION = 8  # increase it when the code below gives other tokens for the
 class DataReport:
     """Counts of rows, documents and tokens that were read, dropped and used.
 
-    A row gives one document, or several where the chat template renders earlier turns of a chat differently
-    (`Encoder.documents`).
+    A row gives one document, or several (`Encoder.documents`).
 
     Attributes:
         source: the source of the rows.
@@ -328,19 +327,11 @@ def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> 
         plain = isinstance(next((prompt for prompt in prompts if isinstance(prompt, str | list)), None), str)
     if plain and config.system_prompt:
         raise ValueError("data.system_prompt needs chats; these rows are plain text, without a chat template")
-    filled = any(_is_struct(rows.features[column]) for column in layout.columns.values())
-    encoder = Encoder(tokenizer, replace(layout, filled=filled), config)
+    encoder = Encoder(tokenizer, replace(layout, filled=stores_arguments(rows.features)), config)
     if not plain:
         ensure_chat_template(tokenizer)
         encoder.open_reasoning(rows)
     return encoder
-
-
-def _is_struct(feature: Any, name: str = "") -> bool:
-    """Returns whether a column stores the arguments of tool calls as a struct of Arrow."""
-    if isinstance(feature, dict):
-        return name == "arguments" or any(_is_struct(inner, key) for key, inner in feature.items())
-    return hasattr(feature, "feature") and _is_struct(feature.feature, name)
 
 
 def _eval_source(config: DataConfig, dataset: Dataset | DatasetDict | None) -> tuple[str | None, str]:
@@ -361,9 +352,7 @@ def _count(tokens: _Tokenized, chosen: np.ndarray) -> int:
 
 
 def _raw_rows(rows: Dataset, chosen: np.ndarray, encoder: Encoder) -> tuple[list[dict[str, Any]], list[str]]:
-    picked = [dict(rows[int(i)]) for i in chosen]
-    if encoder.layout.filled:
-        picked = [without_none(row) for row in picked]
+    picked = [without_none(dict(rows[int(i)])) if encoder.layout.filled else dict(rows[int(i)]) for i in chosen]
     talks = [encoder.conversation(row) for row in picked]
     prompts = [encoder.prompt(talk) for talk in talks]
     if encoder.layout.format == "cot":
@@ -480,8 +469,7 @@ def _tokenize(rows: Dataset, encoder: Encoder, source: str, split: str, vocab_si
 
 
 _PLACEHOLDER = {
-    "input_ids": [0], "loss_mask": [False], "lengths": [1], "full_lengths": [0], "kept": [0, 0, 0, 0],
-    "questions": [0],
+    "input_ids": [0], "loss_mask": [False], "lengths": [1], "full_lengths": [0], "kept": [0] * 4, "questions": [0],
 }  # fmt: skip
 
 
