@@ -33,10 +33,27 @@ class Ended:
         """The status, or the name of the signal."""
         return signal.Signals(-self.status).name if self.status < 0 else f"status {self.status}"
 
+    def crash(self, operations: Path) -> str:
+        """Describes the end by a signal of a process that traced; `program.recording_operations` wrote the file."""
+        last = operations.read_text().strip() if operations.is_file() else "none"
+        return f"the compiler or torch_xla crashed on this model with {self.how}; the last operation traced was {last}"
+
     def last_lines(self, count: int) -> str:
         """The last lines that are not empty, of stderr if it has any, else of stdout."""
         text = self.errors if self.errors.strip() else self.output
         return "\n".join([line for line in text.splitlines() if line.strip()][-count:]) or "it wrote nothing"
+
+
+_OF_DEVICES = ("XLA_", "TPU_", "LIBTPU_", "PJRT_", "JAX_", "CPU_NUM_DEVICES", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+
+
+def xla_cpu_environment() -> dict[str, str]:
+    """Makes the environment of a child process in which torch_xla runs on the CPU and touches no TPU."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_DEVICES)}
+    return inherited | {
+        "PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }  # fmt: skip
 
 
 def run_child(

@@ -1,81 +1,92 @@
-"""Checks for a model's architecture, before reading its weights, that the kit computes the same as transformers.
+"""Checks for a model's architecture, before its download, that the kit trains and generates as transformers does.
 
-It builds a narrow copy of the model from its configuration, with few heads, few layers of every kind and random
-weights. The copy runs with the kit's attention on two documents packed into a row, and with transformers' eager
-attention on each document alone; and it generates with the kit's key/value cache. This takes seconds. It finds
-arguments of attention that the kit does not implement, layers that carry a state from one document into the next, and
-caches of another layout.
+It builds a narrow copy of the model from its configuration, with all its layers, few heads and random weights. The copy
+is prepared as the run prepares the model (attention, adapters, recomputation, loops), and runs documents as the run
+does, packed into rows or not. Logits and gradients are compared with those of transformers' eager attention on each
+document alone. For an unknown family on XLA, a child process does this again on XLA:CPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import math
-import re
+import json
+import os
+import sys
+import tempfile
 import threading
-import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.loader import TrainConfig, from_dict
 from tpu_kit.distributed.backends import CpuRuntime
+from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
 from tpu_kit.generation.decoder import Batch, Decoder, filled
+from tpu_kit.generation.narrow_copy import narrow_model, quiet, settings_of
 from tpu_kit.generation.prompts import START
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.models import attention
+from tpu_kit.models import attention, layer_scan
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.architecture import FAMILIES
 from tpu_kit.models.loading import brief, read_config
+from tpu_kit.xla import program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _TOLERANCE = 1e-3  # relative to the largest logit; in fp32 another order of summation changes 1e-7 to 1e-5 of it
+_GRADIENT_TOLERANCE = 2e-2  # relative to the norm of the tensor's gradient; XLA:CPU changes up to 1.5e-3 of it
+_SMALL = 1e-3  # of the largest gradient's norm; some gradients are 0 but for rounding, such as that of a key's bias
 _DOCUMENTS, _ROW = (21, 13), 37  # tokens; each document is longer than a window of the copy
 _PROMPTS, _REPLY = (11, 4), 12  # tokens
-_OTHERS = f"Use a model of another family, such as {', '.join(FAMILIES)}"
 _KERNELS = "tpu_kit_segments"
+_XLA = ("tpu", "xla-cpu")
+_QUICK_COMPILES = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
 
-_verdicts: dict[tuple[str, str], list[str]] = {}
+_verdicts: dict[str, str] = {}
 _lock = threading.Lock()  # replicas of XLA:CPU are threads
 
 
 def check_training(config: TrainConfig, device_type: str) -> None:
-    """Checks that a model can be trained as transformers defines it; takes up to 5 s, and reads no weights.
+    """Checks that a run trains its model as transformers defines it; reads no weights.
+
+    It takes a few seconds, and for an unknown family on XLA about a minute.
 
     Args:
         config: the run. A model without a readable configuration passes: loading it explains why.
         device_type: of the run; the kernels of a TPU get segment ids instead of a mask.
 
     Raises:
-        ValueError: the logits differ from those of transformers, for a document alone, for packed documents or in rows
-            of data.max_length; or the run generates, and the model cannot.
+        ValueError: the model cannot be trained this way; the text names the settings with which it can be, if there
+            are any. Or the run generates, and the model cannot.
     """
     given = read_config(config.model)
     if given is None:
         return
-    family, trusted = f"{given.model_type} (model.name={config.model.name})", config.model.trust_remote_code
     models.check_length(given.get_text_config(), config.data.max_length)
-    alone, packed = _verdict("training", given, trusted)
-    if alone:
-        raise ValueError(f"{family} cannot be trained here: {alone}. {_OTHERS}")
-    if config.data.packing and packed:
-        raise ValueError(
-            f"data.packing=true: {family} cannot be trained on packed documents: {packed}. Set data.packing=false, "
-            "which puts one document in each row"
-        )
-    if attention.choose(config.model.attention, device_type) != attention.SDPA:
-        alone, packed = _verdict("kernels", given, trusted)
-        if problem := alone or (packed if config.data.packing else ""):
-            raise ValueError(
-                f"model.attention={config.model.attention}: {family} cannot be trained with the attention kernels of "
-                f"TPUs: {problem}. Set model.attention=sdpa"
-            )
+    if problem := _training_problem(config, given, device_type):
+        family = f"{given.model_type} (model.name={config.model.name})"
+        raise ValueError(f"{family} cannot be trained this way: {problem}. {_remedy(config, given, device_type)}")
     if config.tracking.generate_rows or config.tracking.eval_generate_rows:
-        check_generation(given, trusted)
+        check_generation(given, config.model.trust_remote_code)
+
+
+def _remedy(config: TrainConfig, given: PreTrainedConfig, device_type: str) -> str:
+    """Returns what to do: the first change of settings with which the model can be trained, or another model."""
+    changes: dict[str, dict[str, dict[str, Any]]] = {
+        "optim.remat=none and optim.scan_layers=off": {"optim": {"remat": "none", "scan_layers": "off"}},
+        "data.packing=false, which puts one document in each row": {"data": {"packing": False}},
+    }
+    if attention.choose(config.model.attention, device_type) != attention.SDPA:
+        changes = {"model.attention=sdpa": {"model": {"attention": "sdpa"}}, **changes}
+    for text, sections in changes.items():
+        changed = replace(config, **{name: replace(getattr(config, name), **new) for name, new in sections.items()})
+        if changed != config and not _training_problem(changed, given, device_type):
+            return f"Set {text}"
+    return f"Otherwise use a model of another family, such as {', '.join(FAMILIES)}"
 
 
 def check_generation(config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
@@ -88,7 +99,7 @@ def check_generation(config: PreTrainedConfig, trust_remote_code: bool = False) 
     Raises:
         ValueError: it does not.
     """
-    (problem,) = _verdict("generation", config, trust_remote_code)
+    problem = _cached(f"generation {settings_of(config)}", lambda: _generation_problem(config, trust_remote_code))
     if problem:
         raise ValueError(
             f"the kit cannot generate with {config.model_type}: {problem}. Export the model and call generate() of "
@@ -96,29 +107,184 @@ def check_generation(config: PreTrainedConfig, trust_remote_code: bool = False) 
         )
 
 
-def _verdict(what: Literal["training", "kernels", "generation"], config: PreTrainedConfig, trusted: bool) -> list[str]:
-    """Returns descriptions of the problems, empty texts for none; cached in the process by configuration."""
-    key = (what, f"{config.model_type} {settings_of(config)}")
+def _cached(key: str, find: Callable[[], str]) -> str:
     with _lock:
         if key not in _verdicts:
-            _verdicts[key] = _find(what, config, trusted)
+            _verdicts[key] = find()
         return _verdicts[key]
 
 
-def _find(what: str, config: PreTrainedConfig, trusted: bool) -> list[str]:
+def _generation_problem(config: PreTrainedConfig, trusted: bool) -> str:
     try:
         model = narrow_model(config, trusted)
     except ValueError as error:
-        problem = f"it cannot be compared with transformers, as no narrow copy of it can be built ({error})"
-        return [problem] if what == "generation" else [problem] * 2
+        return f"it cannot be compared with transformers, as no narrow copy of it can be built ({error})"
+    attention.register()
+    with torch.no_grad():
+        return _compare_replies(model)
+
+
+def _training_problem(config: TrainConfig, given: PreTrainedConfig, device_type: str) -> str:
+    """Describes why a run does not train as transformers does; an empty text if it does."""
+    optim, lora = config.optim, config.lora
+    way = (config.launch.mesh, optim.remat, optim.scan_layers, lora, config.data.packing, config.model.attention)
+
+    def find() -> str:
+        if problem := compare_training(config, given, device_type, torch.device("cpu")):
+            return problem
+        known = given.get_text_config().model_type in FAMILIES
+        return "" if known or device_type not in _XLA else _compare_on_xla(config, device_type)
+
+    return _cached(f"training {device_type} {way} {settings_of(given)}", find)
+
+
+def _compare_on_xla(config: TrainConfig, device_type: str) -> str:
+    """Runs `compare_training` on XLA:CPU, in a process that a crash of the compiler may end."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, operations = Path(folder, "result"), Path(folder, "operations")
+        request = {"config": config.to_dict(), "device_type": device_type, "folder": folder}
+        done = run_child(
+            ["-m", "tpu_kit.generation.reference_check"], xla_cpu_environment() | _QUICK_COMPILES,
+            given=json.dumps(request),
+        )  # fmt: skip
+        if result.is_file():
+            return result.read_text()
+        if done.status < 0:
+            return done.crash(operations)
+        return f"the process that compares it on XLA:CPU ended with {done.how}: {done.last_lines(1)}"
+
+
+def main() -> None:
+    """Compares on XLA:CPU, in the child: writes `result`."""
+    request = json.loads(sys.stdin.read())
+    folder, config, device = Path(request["folder"]), from_dict(request["config"]), program.device()
+    (torch.ones(2, device=device, requires_grad=True) * 2).sum().backward()  # before the CPU's engine starts
+    given = read_config(config.model)
+    assert given is not None, "the caller has read it"
+    with program.recording_operations(folder / "operations"):
+        problem = compare_training(config, given, request["device_type"], device)
+    (folder / "result").write_text(problem)
+    os._exit(0)
+
+
+def compare_training(config: TrainConfig, given: PreTrainedConfig, device_type: str, device: torch.device) -> str:
+    """Describes how logits or gradients of the narrow copy differ from those of transformers; an empty text if not.
+
+    Args:
+        config: the run.
+        given: the configuration of its model.
+        device_type: of the run.
+        device: of this comparison; on the CPU the copy is prepared as for training on a CPU.
+
+    Raises:
+        ValueError: the adapters do not fit the model.
+    """
+    try:
+        narrow = narrow_model(given, config.model.trust_remote_code)
+    except ValueError as error:
+        return f"it cannot be compared with transformers, as no narrow copy of it can be built ({error})"
     from transformers import AttentionInterface
 
     attention.register()
     AttentionInterface.register(_KERNELS, _attention_of_kernels)
+    model = _adapted(narrow, config)
+    reference, documents = copy.deepcopy(model).eval(), _ids(narrow, _DOCUMENTS)
+    wanted, weights = [], []
+    try:
+        stock = models.base_model(reference)
+        stock.set_attn_implementation("eager")
+        for number, ids in enumerate(documents):
+            logits = stock(input_ids=ids[None], use_cache=False).logits[0]
+            wanted.append(logits.detach())
+            random = torch.Generator().manual_seed(number)
+            weights.append(torch.randn(logits.shape, generator=random))
+            (logits * weights[-1]).sum().backward()
+    except Exception as error:
+        return f"it cannot be compared with transformers, whose eager attention fails: {_told(error)}"
+    try:
+        found, gradients = _trained(model, config, device_type, device, documents, weights)
+    except Exception as error:
+        return _told(error)
+    share = _share([one - two for one, two in zip(found, wanted, strict=True)], wanted)
+    if not share <= _TOLERANCE:
+        return (
+            f"logits differ by {share:.1%} of the largest one from those of transformers' eager attention on each "
+            "document alone"
+        )
+    return _compare_gradients(gradients, _read(wanted[0], reference)[1])
+
+
+def _adapted(narrow: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:
+    """Adds the run's adapters to a narrow copy, with random values."""
+    with quiet():
+        model = models.adapt(narrow, replace(config.lora, init="default", dropout=0.0), "fp32").train()
+    random = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        if what == "generation":
-            return [_compare_replies(model)]
-        return _compare_documents(model, _KERNELS if what == "kernels" else attention.SDPA)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+    return model
+
+
+def _trained(
+    model: torch.nn.Module, config: TrainConfig, device_type: str, device: torch.device,
+    documents: list[torch.Tensor], weights: list[torch.Tensor],
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:  # fmt: skip
+    """Returns the logits of each document and the gradients of the trained parameters, as the run computes them."""
+    rows = [[0, 1], [1, 0]] if config.data.packing else [[0], [1]]
+    batch = _batch([[documents[number] for number in row] for row in rows])
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        models.hidden_states(model, batch)  # refuses dropout of attention
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    way = replace(config, model=replace(config.model, attention="sdpa"))
+    if config.launch.mesh is not None:  # there the layers are always loops
+        way = replace(way, optim=replace(way.optim, scan_layers="on"))
+    models.prepare_layers(model, way, device_type if device.type == "xla" else "cpu")
+    if attention.choose(config.model.attention, device_type) != attention.SDPA:
+        models.base_model(model).set_attn_implementation(_KERNELS)
+    models.to_device(model, device)
+    state = torch.get_rng_state()
+    logits = models.logits(model, {name: tensor.to(device) for name, tensor in batch.items()})
+    scale, spans = torch.zeros(logits.shape), {}
+    for row, numbers in enumerate(rows):
+        start = 0
+        for number in numbers:
+            span = spans[number] = row, slice(start, start := start + len(documents[number]))
+            scale[span] = weights[number] / (sum(map(len, rows)) / len(documents))
+    (logits * scale.to(device)).sum().backward()
+    if not torch.equal(state, torch.get_rng_state()):
+        raise ValueError(
+            "its code draws random numbers in training, and a layer that is recomputed would draw others; set the "
+            "dropout in its config.json to 0"
+        )
+    found, gradients = _read(logits.detach(), model)
+    return [found[spans[number]] for number in range(len(documents))], gradients
+
+
+def _read(logits: torch.Tensor, model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns logits and gradients on the CPU; as one tensor, because XLA compiles a program for each that is read."""
+    trained = models.trainable_parameters(model)
+    tensors = [logits, *(torch.zeros_like(one) if one.grad is None else one.grad for one in trained.values())]
+    flat = torch.cat([one.reshape(-1) for one in tensors]).cpu().split([one.numel() for one in tensors])
+    first, *rest = (part.view(one.shape) for part, one in zip(flat, tensors, strict=True))
+    return first, layer_scan.unstacked(layer_scan.stacked_names(model), dict(zip(trained, rest, strict=True)))
+
+
+def _compare_gradients(gradients: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> str:
+    least = _SMALL * max(float(one.norm()) for one in wanted.values())
+    shares = {
+        name: float((gradients[name] - one).norm()) / max(float(one.norm()), least) for name, one in wanted.items()
+    }
+    wrong = {name: share for name, share in shares.items() if not share <= _GRADIENT_TOLERANCE}
+    if not wrong:
+        return ""
+    worst = max(wrong, key=wrong.__getitem__)
+    return (
+        f"{len(wrong)} of {len(shares)} gradients differ from those of transformers, most that of {worst}, by "
+        f"{wrong[worst]:.0%} of its norm"
+    )
 
 
 def _attention_of_kernels(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
@@ -126,31 +292,6 @@ def _attention_of_kernels(module: Any, query: Any, key: Any, value: Any, attenti
     if kwargs.get("segment_ids") is None:
         raise ValueError("the model does not pass its keyword arguments, the segment ids, on to its attention")
     return attention.sdpa_attention(module, query, key, value, None, **kwargs)
-
-
-def _compare_documents(model: PreTrainedModel, implementation: str) -> list[str]:
-    """Describes the problem with documents alone in their rows, and with packed ones; empty texts for none."""
-    documents = _ids(model, _DOCUMENTS)
-    try:
-        expected = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in documents]
-    except Exception as error:
-        return [f"it cannot be compared with transformers, whose eager attention fails: {_told(error)}"] * 2
-    model.set_attn_implementation(implementation)
-    model._tpu_kit_compute_dtype = torch.float32
-    problems = (
-        "for one document alone, logits differ by {} of the largest one from those of transformers' eager attention",
-        "they change each other, as logits differ by {} of the largest one from those of each document alone",
-    )
-    found = []
-    for rows, problem in zip(([[0], [1]], [[0, 1], [1, 0]]), problems, strict=True):
-        try:
-            logits = models.logits(model, _batch([[documents[place] for place in row] for row in rows]))
-            wanted = [torch.cat([expected[place] for place in row]) for row in rows]
-            share = _share([logits[row, : len(one)] - one for row, one in enumerate(wanted)], wanted)
-            found.append("" if share <= _TOLERANCE else problem.format(f"{share:.1%}"))
-        except Exception as error:
-            found.append(_told(error))
-    return found
 
 
 def _batch(rows: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -225,212 +366,5 @@ def _told(error: Exception) -> str:
     return brief(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {brief(error)}"
 
 
-# ------------------------------------------------------------------------------------------------------ the narrow copy
-
-WINDOW = 8
-"""Window of the copy's layers, in tokens."""
-VOCABULARY = 128
-
-_EXPERT, _EXPERTS_KEPT = 32, 16  # the intermediate size of an expert, and the number of experts
-_ALIGNED = 16  # grouped products of experts need a hidden size that is a multiple of it
-_LARGEST = 100_000_000  # parameters of a copy: 0.4 GB, initialised in a second
-_LEAST_HIDDEN = 64
-# Sizes that are proportional to the hidden size or to the number of heads; all are divided by one number. The sizes of
-# a head, of a state and of a low rank do not change.
-_SCALED = re.compile(
-    r"(hidden_size|hidden_dim|d_model|n_embd|n_embed|dim_model|embedding_size|lru_width|conv_dim|residual_dim"
-    r"|.*intermediate_size|.*ffn.*(dim|size)|.*mlp_(dim|size)|n_inner|inner_dim|d_ff|dim_ff|block_(ff_)?dim|mamba_d_ssm"
-    r"|.*num_.*heads|.*num_query_groups|n_heads?|n_layer_heads|.*_n_heads|.*n_groups)"
-)
-_WINDOWS = re.compile(r".*(window|window_size|local_attention|attention_chunk_size)")
-_EXPERT_COUNTS = re.compile(r"(num|n|moe_num)_((local|routed|moe|zero)_)?experts(_num)?|zero_expert_num")
-_EXPERT_SIZES = re.compile(r"(moe|expert|shared).*intermediate_size|.*expert.*(size|dim)")
-
-
-def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Builds the narrow copy of a language model.
-
-    Args:
-        config: of the real model; of a larger model, its language model is copied.
-        trust_remote_code: whether the model may run Python code of its own.
-
-    Returns:
-        A causal language model in fp32 on the CPU, in evaluation mode, with transformers' eager attention. Every
-        parameter has random values; the global random state is left as it was.
-
-    Raises:
-        ValueError: the architecture cannot be built from a narrower configuration.
-    """
-    failures: list[str] = []
-    with _noted(failures):
-        full = config.get_text_config()
-        for divisor in _divisors(full):
-            with _noted(failures):
-                deep = _build(full, _narrowed(full, divisor), trust_remote_code, "meta")
-                kinds = layer_kinds(deep)
-                for layers in _selections(kinds):
-                    with _noted(failures):
-                        settings = _cut(deep.config, layers)
-                        bare = _build(full, settings, trust_remote_code, "meta")
-                        if (count := sum(parameter.numel() for parameter in bare.parameters())) > _LARGEST:
-                            raise ValueError(f"the narrowest copy has {count:,} parameters")
-                        if set(layer_kinds(bare)) == set(kinds):
-                            return _randomized(_build(full, settings, trust_remote_code, "cpu"))
-    raise ValueError("; ".join(dict.fromkeys(failures)) or "no copy with fewer layers has all kinds of them")
-
-
-@contextlib.contextmanager
-def _noted(failures: list[str]) -> Iterator[None]:
-    """Records what a model's code raises: for sizes that do not fit together it may be anything."""
-    try:
-        yield
-    except Exception as error:
-        failures.append(f"{type(error).__name__}: {brief(error)}")
-
-
-def layer_kinds(model: PreTrainedModel) -> list[Any]:
-    """Returns a value for each layer of a decoder, equal for layers that differ only in the values of weights."""
-    depth = model.config.num_hidden_layers
-    lists = [part for part in model.get_decoder().modules() if isinstance(part, torch.nn.ModuleList)]
-    layers = next((part for part in lists if len(part) == depth), [()] * depth)
-    return [_kind(layer) if isinstance(layer, torch.nn.Module) else layer for layer in layers]
-
-
-def _kind(layer: torch.nn.Module) -> Any:
-    """Returns the modules of a layer and their settings; of numbers, which may count layers, only the type."""
-
-    def told(value: object) -> str:
-        return repr(value) if value is None or isinstance(value, (bool, str)) else type(value).__name__
-
-    return tuple(
-        (name, type(part).__qualname__, tuple(sorted((key, told(value)) for key, value in vars(part).items())))
-        for name, part in layer.named_modules()
-    )
-
-
-def _divisors(config: PreTrainedConfig) -> list[int]:
-    """Returns divisors of the sizes, the best first: two heads remain, or four in two groups."""
-    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    if not isinstance(hidden, int):
-        return [1]
-    common = math.gcd(hidden, heads) if isinstance(heads, int) and heads > 0 else hidden
-    divisors = [n for n in range(1, common + 1) if common % n == 0 and hidden // n >= _LEAST_HIDDEN] or [1]
-
-    pairs = getattr(config, "num_key_value_heads", None)
-    grouped = isinstance(heads, int) and isinstance(pairs, int) and 1 < pairs < heads
-    wanted = min(heads, 4 if grouped else 2) if isinstance(heads, int) else 1
-
-    def worth(divisor: int) -> tuple[bool, bool, int]:
-        heads_stay = not isinstance(heads, int) or heads // divisor >= wanted
-        return heads_stay, hidden // divisor % _ALIGNED == 0, divisor
-
-    best = sorted(divisors, key=worth, reverse=True)
-    return list(
-        dict.fromkeys([best[0], divisors[-1], *best[1:2]])
-    )  # the narrowest is for models with many large layers
-
-
-def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the settings of a model's architecture."""
-    left_out = ("quantization_config", "dtype", "torch_dtype", "architectures", "_name_or_path", "transformers_version")
-    return {name: value for name, value in config.to_dict().items() if name not in left_out}
-
-
-def _narrowed(config: PreTrainedConfig, divisor: int) -> dict[str, Any]:
-    """Returns the settings with all layers and with divided sizes."""
-    found = copy.deepcopy(settings_of(config))
-    for name, value in found.items():
-        if "token_id" in name or name in ("pad_index", "eos_index", "bos_index"):
-            found[name] = _token(value)
-        elif isinstance(value, list) and _SCALED.fullmatch(name):  # a size for each layer
-            found[name] = [max(1, one // divisor) if isinstance(one, int) else one for one in value]
-        elif isinstance(value, bool) or not isinstance(value, int) or not value:
-            continue
-        elif "vocab_size" in name:
-            found[name] = min(value, VOCABULARY)
-        elif _WINDOWS.fullmatch(name):
-            found[name] = min(value, WINDOW)
-        elif _EXPERT_COUNTS.fullmatch(name):
-            found[name] = min(value, _EXPERTS_KEPT)
-        elif _EXPERT_SIZES.fullmatch(name):
-            found[name] = _EXPERT
-        elif _SCALED.fullmatch(name):
-            found[name] = max(1, value // divisor)
-    heads, pairs = found.get("num_attention_heads"), getattr(config, "num_key_value_heads", None)
-    if isinstance(heads, int) and isinstance(pairs, int) and pairs > 1:
-        most = max(2, pairs // divisor)
-        found["num_key_value_heads"] = max(n for n in range(1, most + 1) if heads % n == 0)
-    return found
-
-
-def _cut(config: PreTrainedConfig, layers: list[int]) -> dict[str, Any]:
-    """Returns the settings with these layers alone."""
-    found, depth = copy.deepcopy(settings_of(config)), config.num_hidden_layers
-    for name, value in found.items():
-        if isinstance(value, (list, tuple)) and len(value) == depth:
-            found[name] = [value[place] for place in layers]
-        elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value):  # by number of the layer
-            by_layer = {int(key): one for key, one in value.items()}
-            found[name] = {new: by_layer[old] for new, old in enumerate(layers) if old in by_layer}
-    found[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(layers)
-    return found
-
-
-def _token(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_token(one) for one in value]
-    return min(value, VOCABULARY - 1) if isinstance(value, int) else value
-
-
-def _selections(kinds: list[Any]) -> Iterator[list[int]]:
-    """Yields layers to keep: the first of each kind, at least two; the shortest prefix with all kinds; all."""
-    first = [place for place, kind in enumerate(kinds) if kind not in kinds[:place]]
-    yield sorted({*first, *range(min(2, len(kinds)))}) if len(first) < 2 else first
-    prefix = list(range(max(first[-1] + 1, min(2, len(kinds)))))
-    yield prefix
-    if len(prefix) < len(kinds):
-        yield list(range(len(kinds)))
-
-
-def _build(config: PreTrainedConfig, settings: dict[str, Any], trust_remote_code: bool, device: str) -> PreTrainedModel:
-    import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
-    from transformers import AutoModelForCausalLM
-
-    narrow = type(config)(**copy.deepcopy(settings))
-    narrow._name_or_path = config._name_or_path  # where a model's own code is
-    with torch.random.fork_rng(devices=[]), torch.device(device), _quiet():
-        torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            narrow, attn_implementation="eager", dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
-    return model.eval()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
-def _randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """Sets random parameters, large enough for sharp attention; neutral values could hide a difference."""
-    generator = torch.Generator().manual_seed(1)
-    embeddings = {id(model.get_input_embeddings().weight)}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if id(parameter) in embeddings:
-                parameter.copy_(noise)
-            elif parameter.dim() > 1:
-                parameter.copy_(noise * 1.5 / math.sqrt(parameter[0].numel() / max(1, parameter.dim() - 2) or 1))
-            else:
-                parameter.copy_(torch.nan_to_num(parameter) + 0.5 * noise)
-    return model
+if __name__ == "__main__":
+    main()

@@ -323,7 +323,8 @@ def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
 def _refuse_dropout(module: torch.nn.Module, dropout: float) -> None:
     if dropout and module.training:
         raise ValueError(
-            f"the model's config asks for attention_dropout={dropout}: set it to 0 (lora.dropout is separate)"
+            f"the model's config asks for attention_dropout={dropout}: set it to 0 in its config.json (lora.dropout "
+            "is separate)"
         )
 
 

@@ -23,7 +23,7 @@ import torch
 from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.models import activation_checkpointing, attention, base_identity, error_correction, partition
 from tpu_kit.models.architecture import FAMILIES
-from tpu_kit.models.layer_scan import stacked_prefixes
+from tpu_kit.models.layer_scan import scan_layers, stacked_prefixes
 from tpu_kit.models.loading import load_base, load_frozen
 from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported beside load_model
 from tpu_kit.models.quantization import QuantizedLinear
@@ -215,6 +215,31 @@ def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Mo
         if text_config(base).tie_word_embeddings:
             base.get_output_embeddings().weight = base.get_input_embeddings().weight
     return model
+
+
+def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str) -> str | None:
+    """Sets the attention of a model, and makes its layers loops, or recompute their activations, as a run asks.
+
+    Args:
+        model: as `load_model` returns it; changed in place, before its move to the device.
+        config: the run.
+        device_type: "tpu", "xla-cpu", "cuda" or "cpu".
+
+    Returns:
+        None if the layers are loops; else the reason, "" if a loop was not requested.
+    """
+    use_attention(model, config.model.attention, device_type)
+    keeps, on_xla = config.optim.remat == "outputs", device_type in _XLA
+    if config.tracking.eval_generate_rows and current_mesh() is None:
+        loops = device_type == "tpu" or (keeps and on_xla)
+        unrolled: str | None = "tracking.eval_generate_rows generates with them" if loops else ""
+    else:
+        unrolled = scan_layers(base_model(model).get_decoder(), config.optim, device_type)
+    if unrolled is not None and keeps and on_xla:
+        unrolled = f"{unrolled or 'optim.scan_layers=off'}; without a loop remat=outputs is remat=full"
+    if unrolled is not None and config.optim.remat != "none":
+        enable_remat(model, device_type, keeps)
+    return unrolled
 
 
 def enable_remat(model: torch.nn.Module, device_type: str, keeps: bool = False) -> None:

@@ -13,6 +13,7 @@ no lock, so it may run at the same time as a training run. The compiler's answer
 from __future__ import annotations
 
 import ast
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -32,7 +33,7 @@ from typing import Any, Literal
 
 from tpu_kit.config.loader import BatchPlan, ModelConfig, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import resolve_mesh
-from tpu_kit.distributed.child_process import run_child
+from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
 from tpu_kit.hardware.chips import GIB, Chip, Topology
 from tpu_kit.hardware.compatibility import PAIRINGS
 from tpu_kit.hardware.slices import find_topology
@@ -210,17 +211,13 @@ _READERS = (
     "tpu_kit.planning.compile_check", "tpu_kit.xla.program", "tpu_kit.xla.hlo", "tpu_kit.xla.hlo_memory",
 )  # fmt: skip
 _VERSIONS = ("torch", "torch_xla", "transformers", "peft", "jax", "jaxlib")
-# No request to the metadata server, no lock on the chips, no log files; torch_xla on the CPU, one thread; and kernels
-# without their source lines, which would make another program where the kit lies in another folder.
+# No lock on the chips, no log files; and kernels without their source lines, which would make another program where the
+# kit lies in another folder.
 _ENVIRONMENT = {
-    "PJRT_DEVICE": "CPU", "XLA_ALWAYS_ALLREDUCE": "1", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1",
-    "JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
-    "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled",
-    "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3", "TOKENIZERS_PARALLELISM": "false",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    "XLA_ALWAYS_ALLREDUCE": "1", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1", "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled", "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3",
 }  # fmt: skip
-_NOT_INHERITED = ("XLA_", "TPU_", "LIBTPU_", "PJRT_", "JAX_", "CPU_NUM_DEVICES", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
 class CompilerUnavailable(ValueError):
@@ -410,7 +407,6 @@ def check_available() -> str:
 
 def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None) -> dict[str, Any]:
     """Runs this module in a process and returns its answer; the process ends with the call, whatever happens."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
     start = time.monotonic()
 
     def show(phase: str) -> None:
@@ -419,15 +415,20 @@ def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None)
     with tempfile.TemporaryDirectory(prefix="tpu_kit-compile-") as folder:
         try:
             done = run_child(
-                ["-m", "tpu_kit.planning.compile_check"], inherited | _ENVIRONMENT | {"TMPDIR": folder},
+                ["-m", "tpu_kit.planning.compile_check"], xla_cpu_environment() | _ENVIRONMENT | {"TMPDIR": folder},
                 given=json.dumps(request | {"folder": folder}) + "\n", on_line=show if progress else None,
                 seconds=time_limit,
             )  # fmt: skip
         except TimeoutError:
             raise RuntimeError(f"the compile was not done after the time limit of {time_limit:g} s") from None
-        result = Path(folder, "result.json")
+        result, operations = Path(folder, "result.json"), Path(folder, "operations")
         if not result.is_file():
-            raise RuntimeError(f"the process that compiles ended with {done.how}:\n{done.errors[-4000:]}")
+            if done.status not in (-signal.SIGSEGV, -signal.SIGABRT):
+                raise RuntimeError(f"the process that compiles ended with {done.how}:\n{done.errors[-4000:]}")
+            if request.get("operations"):
+                raise RuntimeError(f"model.name={request['config']['model']['name']}: {done.crash(operations)}")
+            # Once more: to record the operations would hide their source lines.
+            return _in_child(request | {"operations": True}, progress, time_limit)
         answer: dict[str, Any] = json.loads(result.read_text())
     if "error" in answer:
         raise ValueError(answer["error"])
@@ -443,7 +444,11 @@ def main() -> None:
     if os.getppid() != request["parent"]:
         sys.exit(1)
     try:
-        answer = _compile(request, lambda phase: print(phase, file=phases))
+        from tpu_kit.xla.program import recording_operations
+
+        folder = Path(request["folder"])
+        with recording_operations(folder / "operations") if request.get("operations") else contextlib.nullcontext():
+            answer = _compile(request, lambda phase: print(phase, file=phases))
     except ValueError as error:
         answer = {"error": str(error)}
     Path(request["folder"], "result.json").write_text(json.dumps(answer))

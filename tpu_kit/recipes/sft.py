@@ -227,7 +227,8 @@ def check_run(config: TrainConfig, exact: bool = False, hosts: Hosts = ONE) -> t
         hosts: of the run.
 
     Raises:
-        ValueError: the data cannot be used, do not fill one update, or have no answers although the run generates.
+        ValueError: the data cannot be used, do not fill one update, or have no answers although the run generates; or
+            the model cannot be trained this way.
     """
     check_objective(config)
     sizes: dict[str, Any] = {}
@@ -236,7 +237,9 @@ def check_run(config: TrainConfig, exact: bool = False, hosts: Hosts = ONE) -> t
         sizes = {"model_positions": shape.positions, "vocab_size": shape.vocabulary}
     prepared = prepare(config.data, _tokenizer(config), **sizes)
     check_answers(config, prepared)
-    return prepared, check_before_launch(config, exact, rows=len(prepared.train), hosts=hosts)
+    outlook = check_before_launch(config, exact, rows=len(prepared.train), hosts=hosts)
+    check_training(outlook.config, runtime.detect(config.launch, hosts=hosts).device_type)
+    return prepared, outlook
 
 
 def _tokenizer(config: TrainConfig) -> Any:
@@ -262,7 +265,6 @@ def _load(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, 
 
 
 def _read(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
-    check_training(config, rt.device_type)
     tokenizer = _tokenizer(config)
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
     if tokenizer is not None:

@@ -45,23 +45,13 @@ def place(
         saved: tensors of `TrainState.to_host` to continue from.
         extra_sums: number of extra sums of the objective.
     """
-    models.use_attention(model, config.model.attention, rt.device_type)
     if saved:
         restore(model, saved)
-    keeps = config.optim.remat == "outputs"
-    if config.tracking.eval_generate_rows and current_mesh() is None:
-        loops = rt.device_type == "tpu" or (keeps and rt.is_xla)
-        unrolled: str | None = "tracking.eval_generate_rows generates with them" if loops else ""
-    else:
-        unrolled = scan_layers(model.get_decoder(), config.optim, rt.device_type)  # type: ignore[operator]  # of transformers
-    if unrolled is not None and keeps and rt.is_xla:
-        unrolled = f"{unrolled or 'optim.scan_layers=off'}; without a loop remat=outputs is remat=full"
+    unrolled = models.prepare_layers(model, config, rt.device_type)
     if unrolled and rt.rank == 0:
         print(f"layers           unrolled: {unrolled}", flush=True)
     if current_mesh() is not None and config.optim.remat == "none":
         print("layers           recomputed: on a mesh optim.remat=none is optim.remat=full", flush=True)
-    if unrolled is not None and config.optim.remat != "none":
-        models.enable_remat(model, rt.device_type, keeps)
     if (teacher := getattr(model, "teacher", None)) is not None:
         models.use_attention(teacher, config.model.attention, rt.device_type)
         scan_layers(teacher.get_decoder(), replace(config.optim, remat="full"), rt.device_type)

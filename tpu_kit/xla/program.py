@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.mesh import current_mesh
@@ -143,6 +146,18 @@ def name_operations(model: torch.nn.Module) -> None:
         if name:
             module.register_forward_pre_hook(functools.partial(enter, name))
             module.register_forward_hook(leave)
+
+
+class recording_operations(TorchDispatchMode):
+    """Writes the name of each operation to a file before it runs, for `Ended.crash`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        os.pwrite(self._file, func.name().ljust(100).encode(), 0)
+        return func(*args, **(kwargs or {}))
 
 
 # ----------------------------------------------------------------------------------------------------- TPU compiler
