@@ -550,6 +550,7 @@ def test_launch_cell_twice_in_one_kernel(tmp_path: Path, monkeypatch: pytest.Mon
         "print(launch(replica_functions.print_slowly, config))",
         "def mine(config):\n    pass\nlaunch(mine, config)",
         "import sys; print('torch_xla' in sys.modules)",
+        "from tpu_kit.distributed import launch as module; [module._announce('here') for _ in range(3)]",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", allow_errors=True).execute()
@@ -560,6 +561,7 @@ def test_launch_cell_twice_in_one_kernel(tmp_path: Path, monkeypatch: pytest.Mon
     (error,) = [output for output in notebook.cells[3].outputs if output.output_type == "error"]
     assert error.ename == "ValueError" and "mine is defined in a notebook cell" in error.evalue
     assert "".join(output.text for output in notebook.cells[4].outputs) == "False\n"  # in one message or two
+    assert notebook.cells[5].outputs[0].text == "here\n", "once a cell"
 
 
 def test_a_launch_on_a_tpu_stores_no_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,11 @@ def test_training_shows_what_it_did(folder: Path) -> None:
     pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == 2 and all(base64.b64decode(one).startswith(b"\x89PNG") for one in pictures)
     assert "step/s" not in text, "the bar of text would be kept in each of its states"
+    assert "Warning" not in text, "every warning here would be the kit's"
+    streams = "".join(output.text for output in outputs if output.output_type == "stream").splitlines()
+    assert not [
+        line for line, count in Counter(streams).items() if count > 1 and "wandb" not in line and line.strip()
+    ], "told twice"
     before, after = (re.search(rf"^{name} +(\d+) of 40 ", text, re.MULTILINE) for name in ("base", "tuned"))
     assert before and after and int(after[1]) > int(before[1])
     assert json.loads((folder / "runs" / "notebook-4" / "eval.json").read_text())["tuned"]["accuracy"]["total"] == 40

@@ -477,6 +477,23 @@ def _interface(backend: Backend) -> dict[str, str]:
     return dict.fromkeys(missing, interface(backend.hosts) if missing else "")
 
 
+_announced: tuple[Any, str] | None = None
+
+
+def _announce(text: str) -> None:
+    """Prints where a launch runs; in a notebook once a cell, because training with evaluation launches three times."""
+    global _announced
+    if not hasattr(builtins, "__IPYTHON__"):
+        print(text, file=sys.stderr, flush=True)  # a command's stdout may be JSON
+        return
+    from IPython import get_ipython
+
+    said = getattr(get_ipython(), "execution_count", None), text
+    if said != _announced:
+        print(text, flush=True)  # a notebook shows stderr as if it were an error
+        _announced = said
+
+
 def launch(
     fn: Callable[[TrainConfig], T],
     config: TrainConfig,
@@ -507,8 +524,7 @@ def launch(
     """
     hosts = meeting.hosts if meeting else ONE
     backend = runtime.detect(config.launch if sharded else replace(config.launch, mesh=None), hosts=hosts)
-    # A notebook shows stderr as if it were an error; a command's stdout may be JSON.
-    print(f"tpu_kit: {backend}", file=sys.stdout if hasattr(builtins, "__IPYTHON__") else sys.stderr, flush=True)
+    _announce(f"tpu_kit: {backend}")
     minutes = config.checkpoint.budget_minutes
     notices = Notices(None if minutes is None else minutes * 60, meeting)
     if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None and meeting is None:

@@ -221,19 +221,19 @@ def show_data(config: TrainConfig) -> Prepared:
     Raises:
         ValueError: `train` would refuse the rows, the batch or the settings.
     """
-    from tpu_kit.data.batching import batch_line, updates
+    from tpu_kit.data.batching import updates
     from tpu_kit.planning.planner import LEAST_UPDATES
     from tpu_kit.recipes import sft
     from tpu_kit.training.resume import keep_run
 
     prepared, outlook = sft.check_run(keep_run(config, date.today().isoformat()))
-    print(prepared)
-    for note in outlook.notes:
-        print(f"plan             {note}")
     replicas = outlook.room.replicas if outlook.room else config.launch.num_replicas or 1
     plan, rows = batch_arithmetic(outlook.config, replicas), len(prepared.train)
     total = sum(1 for _ in updates(rows, plan, outlook.config.optim))
-    print(batch_line(rows, plan, total))
+    print(report := sft.data_report(prepared, plan, total))
+    os.environ[sft.SHOWN_REPORT] = sft.digest(report)
+    for note in outlook.notes:
+        print(f"plan             {note}")
     if total < LEAST_UPDATES:
         print(f"plan             {total} updates teach little: raise max_steps or epochs, or lower batch_size")
     print(f"time             {outlook.duration(total)}")

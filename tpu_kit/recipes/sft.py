@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import os
 import secrets
 import sys
 import threading
@@ -21,7 +22,7 @@ from datasets import Dataset, DatasetDict
 
 from tpu_kit.checkpointing.manager import CheckpointManager
 from tpu_kit.checkpointing.parts import HostParts
-from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, plain
+from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic, plain
 from tpu_kit.data.batching import batch_line, updates
 from tpu_kit.data.prepare import Prepared, prepare, prepare_once
 from tpu_kit.data.sources import SYNTHETIC, keep_rows, kept_place
@@ -58,6 +59,8 @@ from tpu_kit.training.step import place
 from tpu_kit.training.teacher_files import read_columns
 from tpu_kit.training.trainer import Status, Trainer
 
+SHOWN_REPORT = "TPU_KIT_SHOWN_REPORT"
+"""In the environment: the digest of the data report that a notebook has shown, which a run does not print again."""
 RESULT_TYPE = "application/vnd.tpu-kit.result+json"
 """MIME type under which a notebook cell stores the status of a `TrainResult`."""
 
@@ -333,13 +336,25 @@ def trainer(config: TrainConfig) -> Iterator[tuple[Trainer, PreemptionGuard, Any
             atomic.write_text(config.output_path / "config.yaml", config.to_yaml())
             if prepared.questions:
                 prepared.questions.write(config.output_path)
-            print(prepared)
+            report = data_report(prepared, plan, loop.total)
+            if os.environ.get(SHOWN_REPORT) != digest(report):
+                print(report)
             print(f"model            {models.count_parameters(model)}")
             if loop.evaluations.stopped:
                 print(f"stopped          at step {loop.step} before; nothing is trained: {loop.evaluations.reason}")
-            print(batch_line(len(prepared.train), plan, loop.total), flush=True)
+            sys.stdout.flush()
         stack.enter_context(loop)
         yield loop, agreement, tokenizer
+
+
+def data_report(prepared: Prepared, plan: BatchPlan, total: int) -> str:
+    """Describes the rows and the batches of a run of `total` updates."""
+    return f"{prepared}\n{batch_line(len(prepared.train), plan, total)}"
+
+
+def digest(report: str) -> str:
+    """Returns the value of `SHOWN_REPORT` for a report that a notebook has shown."""
+    return hashlib.sha256(report.encode()).hexdigest()
 
 
 def _check_same(config: TrainConfig, rt: Runtime, step: int, model: torch.nn.Module) -> None:
