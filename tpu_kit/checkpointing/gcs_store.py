@@ -117,7 +117,7 @@ class RemoteCheckpoint(Checkpoint):
             for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
                 if keep(key):
                     found[key] = torch.empty(entry["shape"], dtype=types[key].dtype)
-                    room = memoryview(found[key].view(-1).view(torch.uint8).numpy())
+                    room = found[key].view(-1).view(torch.uint8).numpy().data
                     start, end = (8 + length + offset for offset in entry["data_offsets"])
                     for at in range(start, end, _READ_BYTES):
                         upto = min(at + _READ_BYTES, end)
