@@ -122,7 +122,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "runtime._choose": (4, RECORDED, "test_runtime"),
     "runtime._require": (3, RECORDED, "test_runtime"),
     "layer_scan.scan_layers": (1, COMPILER, "test_compile_check"),
-    "step.place": (1, NEVER, "the note that `eval_generate_rows` unrolls the layers"),
+    "causal_lm.prepare_layers": (1, NEVER, "the note that `eval_generate_rows` unrolls the layers"),
     "launch._environment": (1, NEVER, "its environment"),
     "launch._inherited": (1, RECORDED, "test_machine"),
 }

@@ -562,8 +562,8 @@ def for_v5e(model: Path, rows: int, width: int, slots: int, *changes: str) -> di
 
 @needs_libtpu
 def test_prefill_and_decode_compile_for_a_tpu_with_the_cache_in_place(tmp_path: Path) -> None:
-    found = for_v5e(write_config(tmp_path, TINY), 8, 256, 512, "max_length=128")
-    assert found["cache_bytes"] == 2 * 2 * 8 * 2 * 512 * 64 * 2  # k and v, layers, rows, heads, slots, size, bytes
+    found = for_v5e(write_config(tmp_path, TINY), 8, 256, 1024, "max_length=128")
+    assert found["cache_bytes"] == 2 * 2 * 8 * 2 * 1024 * 64 * 2  # k and v, layers, rows, heads, slots, size, bytes
     decode = found["decode"]
     weights = 2 * (2048 * 256 + 2 * (256 * (256 + 256 + 128 + 128) + 3 * 256 * 512))
     assert weights < decode["argument_bytes"] < weights + 2 * found["cache_bytes"] + 2**19

@@ -108,7 +108,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
         if name not in AXES or not equals:
-            raise ValueError(f"has {part.strip()!r}, and is made of {', '.join(f'{axis}=N' for axis in AXES)}")
+            raise ValueError(f"has {part.strip()[:40]!r}, and is made of {', '.join(f'{axis}=N' for axis in AXES)}")
         if name in sizes:
             raise ValueError(f"names {name} twice; remove one")
         if not size.lstrip("-").isdigit() or (int(size) < 1 and int(size) != -1):

@@ -250,7 +250,7 @@ def cached_attention(
         ones = torch.ones(batch, length, dtype=torch.int32, device=query.device)
         attend = attention.sdpa_attention
         if device_type == "tpu":
-            attend = functools.partial(attention.splash_attention, spec=spec)
+            attend = functools.partial(attention.splash_attention, spec=spec, trains=False)
         return attend(
             module,
             query,

@@ -199,6 +199,7 @@ def splash_attention(
     softcap: float | None = None,
     segment_ids: torch.Tensor | None = None,
     spec: Spec = PER_HEAD,
+    trains: bool = True,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention with the splash kernel; called by transformers.
@@ -219,7 +220,7 @@ def splash_attention(
     padding = padded_length(length) - length
     query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
     segments = (F.pad(segment_ids, (0, padding)) if padding else segment_ids).to(torch.int32)
-    output = splash_kernel(query, key, value, segments, SplashSettings(window, softcap, spec=spec))
+    output = splash_kernel(query, key, value, segments, SplashSettings(window, softcap, spec=spec, trains=trains))
     return output[:, :, :length].transpose(1, 2).contiguous(), None
 
 
@@ -238,6 +239,8 @@ def splash_kernel(
     Returns:
         (B, heads, S, D).
     """
+    if not settings.trains:
+        return pallas.splash_forward(settings, query, key, value, segment_ids)[0]
     output: torch.Tensor = _Splash.apply(query, key, value, segment_ids, settings)
     return output
 

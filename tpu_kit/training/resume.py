@@ -75,7 +75,7 @@ def keep_run(config: TrainConfig, today: str) -> TrainConfig:
             base = _base(found) if found else None
             before |= migrate(found.document("config"))[0] if found else {}
     rows = before.get("data.eval_rows") if config.data.eval_rows is None else config.data.eval_rows
-    data = replace(config.data, eval_rows=rows, date=config.data.date or before["data.date"] or today)
+    data = replace(config.data, eval_rows=rows, date=config.data.date or (before["data.date"] if found else today))
     return replace(config, data=data, model=base_identity.pin(config.model, base))
 
 

@@ -33,19 +33,21 @@ class SplashSettings(NamedTuple):
         softcap: c in c * tanh(scores / c), or None.
         interpret: run in Pallas' interpreter on a CPU, for tests.
         spec: on a mesh, how (B, heads, S, D) are sharded.
+        trains: whether the kernel also writes the logs of sums for a backward pass.
     """
 
     window: int | None = None
     softcap: float | None = None
     interpret: bool = False
     spec: Spec = PER_HEAD
+    trains: bool = True
 
 
 def splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Runs the splash kernel on query, key, value and segment ids; for shapes see `attention.splash_kernel`.
 
     Returns:
-        The output, and (B, heads, S) fp32 logs of the sums of exponentials for the backward pass.
+        The output, and if it trains (B, heads, S) fp32 logs of the sums of exponentials for the backward pass.
     """
     return _call(_forward, settings, *tensors)
 
@@ -74,17 +76,20 @@ def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings) ->
     mask = masks.CausalMask(shape) if settings.window is None else masks.LocalMask(shape, (settings.window - 1, 0), 0)
     return kernels.make_splash_mha(
         mask=masks.MultiHeadMask((mask,) * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
-        save_residuals=True, attn_logits_soft_cap=settings.softcap, interpret=settings.interpret,
+        save_residuals=settings.trains, attn_logits_soft_cap=settings.softcap, interpret=settings.interpret,
     )  # fmt: skip
 
 
-def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, segment_ids: Any) -> tuple[Any, Any]:
-    """Computes in JAX the output, and (B, heads, S) fp32 logs of the sums of exponentials."""
+def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, segment_ids: Any) -> tuple[Any, ...]:
+    """Computes in JAX what `splash_forward` returns."""
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
     kernel = _kernel(query.shape[1], query.shape[2], query.shape[3], settings)
-    output, (log_sums,) = jax.vmap(kernel)(query, key, value, SegmentIds(segment_ids, segment_ids))
+    found = jax.vmap(kernel)(query, key, value, SegmentIds(segment_ids, segment_ids))
+    if not settings.trains:
+        return (found,)
+    output, (log_sums,) = found
     return output, log_sums
 
 
@@ -133,7 +138,7 @@ def _lowered(
 
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     spec = settings.spec
-    outputs = (spec, spec[:3]) if function is _forward else (spec,) * 3
+    outputs = ((spec, spec[:3]) if settings.trains else (spec,)) if function is _forward else (spec,) * 3
     inputs = [(spec[0], None) if len(shape) == 2 else spec[: len(shape)] for shape, _ in shapes]
     run = sharded_kernel(functools.partial(function, settings), inputs, outputs)
     traced = jax.jit(run, keep_unused=True).trace(*structs)
