@@ -14,8 +14,7 @@ from tpu_kit.config.loader import OptimConfig, load_config
 from tpu_kit.distributed.launch import launch
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.training import optimizer
-from tpu_kit.training.optimizer import _CODES, OPTIMIZERS, Moments, encode_adamw, group
-from tpu_kit.training.resume import _decoded
+from tpu_kit.training.optimizer import _CODES, OPTIMIZERS, Moments, group
 
 Tensors = dict[str, torch.Tensor]
 
@@ -341,41 +340,6 @@ def test_what_is_drawn_depends_on_update_layer_place_and_moment() -> None:
     draws = torch.stack(found)
     correlation = draws @ draws.T / draws.shape[1]
     assert float((correlation - torch.eye(len(draws))).abs().max()) < 0.15
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_moments_of_flat_blocks_are_read(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As checkpoints have them in which blocks ran across parameters and the root of the second moment was coded."""
-    monkeypatch.setattr(optimizer, "ALONE", 2000 if alone else 10**9)
-    exact, run = Run("adamw", parameters(STACKED), STACKS), Run("adamw8bit", parameters(STACKED), STACKS)
-    for gradient in noise(STACKED, 5):
-        exact.update(gradient)
-    for moments, plain, one in zip(exact.moments, exact.groups, run.groups, strict=True):
-        old = flat_blocks("first", moments["first"]) | flat_blocks("root_second", moments["second"].sqrt())
-        first, root = (
-            _decoded(old, name)[: plain.shape.numel()].view(plain.shape) for name in ("first", "root_second")
-        )
-        read = encode_adamw(plain.split(first), plain.split(root * root), one)
-        stored, wanted = run.kind.split(read, one), exact.kind.split(moments, plain)
-        for name, parts in stored.items():
-            for moment, code in _CODES.items():
-                slot = one.slots[name]
-                scale = parts[f"{moment}_scale"].repeat_interleave(256, dim=-2 if slot.turned else -1)
-                wide = tuple(slice(0, size) for size in parts[f"{moment}_code"].shape)
-                scale = scale[wide] if scale.ndim == len(wide) else scale[..., 0]
-                found = code.decode(parts[f"{moment}_code"], scale)
-                # The old code lost what was small beside the largest of a block that ran across parameters.
-                largest = float(moments[moment].abs().max())
-                torch.testing.assert_close(found, wanted[name][moment], rtol=0.4, atol=1e-3 * largest)
-
-
-def flat_blocks(name: str, values: torch.Tensor) -> Moments:
-    """How moments were coded before: 127 levels of the square root, blocks of 256 of the flat vector."""
-    blocks = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % 256)).view(-1, 256)
-    scale = blocks.abs().amax(1, keepdim=True)
-    codes = torch.round((blocks.abs() / scale.clamp(min=1e-38)).sqrt() * 127)
-    codes = torch.where(blocks != 0, codes.clamp(min=1), codes)
-    return {name: (torch.sign(blocks) * codes).to(torch.int8), f"{name}_scale": scale}
 
 
 # ----------------------------------------------------------------------------------------------------------- all three

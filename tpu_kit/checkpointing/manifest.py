@@ -26,8 +26,7 @@ from tpu_kit.storage.atomic import PART
 from tpu_kit.storage.object_store import leads_out
 
 MANIFEST = "manifest.json"
-FORMAT = 3  # a tensor for each parameter of each layer; 2: vectors of many, see training/resume.py
-READABLE = (2, FORMAT)
+FORMAT = 3
 CORRUPT = ".corrupt"  # suffix of a checkpoint that is set aside
 
 
@@ -53,7 +52,6 @@ class Checkpoint:
     """One complete checkpoint.
 
     Attributes:
-        format: layout of its tensors.
         step: updates done.
         path: its folder or URL, for users.
         created: seconds since the epoch, by the writer's clock; the order is by step.
@@ -62,7 +60,6 @@ class Checkpoint:
         files: name to (bytes, digest), without the manifest.
     """
 
-    format: int
     step: int
     path: Path | str
     created: float
@@ -192,10 +189,9 @@ def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
         raise DamagedError(f"{file} is no manifest") from error
     if not sealed:
         raise DamagedError(f"{file} is not what was written: its SHA-256 is another")
-    if manifest["format"] not in READABLE:
-        reads = " and ".join(map(str, READABLE))
+    if manifest["format"] != FORMAT:
         raise ValueError(
-            f"{place} has format {manifest['format']}, and this tpu_kit reads {reads}: use the tpu_kit that wrote it, "
+            f"{place} has format {manifest['format']}, and this tpu_kit reads {FORMAT}: use the tpu_kit that wrote it, "
             "or set another output_dir"
         )
     if bad := next(filter(leads_out, [manifest.get("folder", ""), *manifest["files"]]), None):
@@ -206,7 +202,7 @@ def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
 def fields_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `Checkpoint` that its manifest holds."""
     files = {name: (entry["bytes"], entry.get("md5") or entry["sha256"]) for name, entry in manifest["files"].items()}
-    return {"files": files} | {name: manifest[name] for name in ("format", "step", "created", "metrics", "best")}
+    return {"files": files} | {name: manifest[name] for name in ("step", "created", "metrics", "best")}
 
 
 def check_size(path: Path | str, now: int, then: int) -> None:

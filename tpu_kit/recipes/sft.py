@@ -320,7 +320,7 @@ def trainer(config: TrainConfig) -> Iterator[tuple[Trainer, PreemptionGuard, Any
         if found:
             total = sum(1 for _ in updates(len(prepared.train), plan, config.optim))
             check_resume(found, config, plan.global_batch_size, prepared.fingerprint, total, quiet=rt.rank != 0)
-            saved = training_tensors(found, model)
+            saved = training_tensors(found)
         objective = objective_of(config)
         prepared.train.columns = read_columns(config, prepared)
         state = place(model, config, rt, saved, len(objective.extra))

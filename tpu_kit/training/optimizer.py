@@ -383,15 +383,6 @@ def _adamw8bit(
     return direction.view_as(gradient), coded
 
 
-def encode_adamw(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], group: Group) -> Moments:
-    """Encodes AdamW's moments (fp32 tensors by name, in the parameters' shapes) as those of adamw8bit."""
-    found = {}
-    for (name, code), values in zip(_CODES.items(), (first, second), strict=True):
-        laid = group.lay(values).view(-1, _BLOCK)
-        found[f"{name}_code"], found[f"{name}_scale"] = code.encode(laid, torch.full_like(laid, 0.5))
-    return found
-
-
 # ---------------------------------------------------------------------------------------------------------- Adafactor
 
 

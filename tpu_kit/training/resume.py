@@ -1,40 +1,26 @@
-"""Selects the checkpoint that a run continues from, checks that it may, and reads checkpoints of format 2.
-
-The second part has all knowledge of format 2, in which each tensor was a vector of many parameters:
-
-- parameters, average, best: one vector each, of all trained parameters in the model's order.
-- stacked: number of parameters that were stacks of layers' parameters, (G, ...); 0 without a loop over layers.
-- first.0, second.1, ...: moments, by number of the group. The first group was a vector of all parameters with less than
-  2**24 numbers, if there were any; each larger parameter was a group of its own, in its own shape.
-- applied, usual, streak, window: as in the present format; see `state.TrainState`.
-"""
+"""Selects the checkpoint that a run continues from, and checks that it may."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
-from tpu_kit.checkpointing.manifest import FORMAT, Checkpoint, DamagedError, Keep, every
+from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError, Keep, every
 from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, migrate, plain
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import device_memory_budget
 from tpu_kit.models import base_identity
-from tpu_kit.models.architecture import spans
-from tpu_kit.models.causal_lm import trainable_parameters
-from tpu_kit.training.optimizer import OPTIMIZERS, encode_adamw, group
-from tpu_kit.training.state import SCALARS, joined, sections
+from tpu_kit.training.optimizer import OPTIMIZERS
+from tpu_kit.training.state import joined, sections
 
 Tensors = dict[str, torch.Tensor]
-
-_ALONE = 2**24
 
 
 def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Checkpoint | None:
@@ -138,36 +124,25 @@ def check_resume(
             print(f"note: {found.path}: {note}", file=sys.stderr, flush=True)
 
 
-def training_tensors(found: Checkpoint, model: torch.nn.Module, keep: Keep = every) -> dict[str, torch.Tensor]:
+def training_tensors(found: Checkpoint, keep: Keep = every) -> dict[str, torch.Tensor]:
     """Reads training.safetensors, or the parts of several hosts, as the tensors of `TrainState.to_host`.
 
     Args:
-        found: the checkpoint, of any readable format.
-        model: of the run, without stacks.
-        keep: whole sections to read; format 2 has none.
+        found: the checkpoint.
+        keep: whole sections to read.
 
     Raises:
-        ValueError: the tensors do not fit the model; or see `Checkpoint.tensors`.
+        DamagedError: see `Checkpoint.tensors`.
     """
-    optimizer = migrate(found.document("config"))[0]["optim.optimizer"]
     if parts := [name.removesuffix(".safetensors") for name in found.files if name.startswith("training-")]:
         layout = found.document("layout")
         layout["shapes"] = {name: shape for name, shape in layout["shapes"].items() if keep(name)}
+        optimizer = migrate(found.document("config"))[0]["optim.optimizer"]
         return joined((found.tensors(part, keep) for part in parts), layout, OPTIMIZERS[optimizer])
-    saved = found.tensors("training", keep if found.format == FORMAT else every)
-    if found.format == FORMAT:
-        return saved
-    tensors = convert(saved, model, optimizer)
-    if optimizer == "adamw8bit":  # format 2 had other blocks
-        stored, kept = sections(tensors), OPTIMIZERS[optimizer]
-        for one in group(trainable_parameters(model), {}, kept.block):
-            moments = encode_adamw(stored["moments/first"], stored["moments/second"], one)
-            for name, kinds in kept.split(moments, one).items():
-                tensors |= {f"moments/{kind}/{name}": tensor for kind, tensor in kinds.items()}
-    return tensors
+    return found.tensors("training", keep)
 
 
-def weights_of(step: int, config: TrainConfig, model: torch.nn.Module) -> Tensors:
+def weights_of(step: int, config: TrainConfig) -> Tensors:
     """Reads the trained weights of a step from its checkpoint: the average where there is one.
 
     Raises:
@@ -177,7 +152,7 @@ def weights_of(step: int, config: TrainConfig, model: torch.nn.Module) -> Tensor
     if found is None:
         raise ValueError(f"{config.checkpoints_place} has lost the checkpoint of step {step}, whose weights are wanted")
     section = "average" if config.optim.ema_decay else "parameters"
-    return sections(training_tensors(found, model, lambda name: name.startswith(f"{section}/")))[section]
+    return sections(training_tensors(found, lambda name: name.startswith(f"{section}/")))[section]
 
 
 def _other_parameters(stored: Mapping[str, Any], config: TrainConfig) -> list[str]:
@@ -226,151 +201,3 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-# --------------------------------------------------------------------------------------------- checkpoints of format 2
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    """A trained parameter of format 2.
-
-    Attributes:
-        names: of the layers' parameters in a stack; else its own name.
-        shape: (G, ...) of a stack.
-        stacked: whether it was a stack.
-    """
-
-    names: list[str]
-    shape: tuple[int, ...]
-    stacked: bool
-
-    @property
-    def matrix(self) -> bool:
-        return len(self.shape) - self.stacked > 1
-
-    @property
-    def turned(self) -> bool:
-        """Whether its last two axes were swapped in a vector."""
-        return len(self.shape) > 1 and self.shape[-1] < 128 <= self.shape[-2]
-
-    def laid(self) -> tuple[int, ...]:
-        """Returns its shape in a vector."""
-        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.turned else self.shape
-
-    def take(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns a part of a vector in the parameter's shape."""
-        return part.view(self.laid()).mT if self.turned else part.view(self.shape)
-
-    def layers(self, tensor: torch.Tensor) -> Tensors:
-        """Splits a tensor of a stack by the names of the layers' parameters."""
-        return dict(zip(self.names, tensor.unbind() if self.stacked else [tensor], strict=True))
-
-
-def convert(saved: Mapping[str, torch.Tensor], model: Any, optimizer: str) -> Tensors:
-    """Converts the tensors of a checkpoint of format 2 to those of `TrainState.to_host`.
-
-    It decodes the moments of adamw8bit to fp32, as moments/first and moments/second.
-
-    Args:
-        saved: the tensors of training.safetensors.
-        model: the trained model, without stacks.
-        optimizer: of the run.
-
-    Raises:
-        ValueError: the tensors do not fit the model.
-    """
-    count = int(saved["stacked"]) if "stacked" in saved else 0
-    parameters = list(_stacked(model) if count else _parameters(model.named_parameters()))
-    sizes = [prod(one.shape) for one in parameters]
-    if sum(sizes) != len(saved["parameters"]) or sum(one.stacked for one in parameters) != count:
-        raise ValueError(
-            f"the checkpoint's weights do not fit this model: it has {len(saved['parameters']):,} numbers in "
-            f"{count} stacks of layers, and the model {sum(sizes):,} in {sum(one.stacked for one in parameters)}. Use "
-            "the model of the run, and the version of transformers that state.json in the checkpoint names"
-        )
-    found: Tensors = {name: saved[name] for name in SCALARS}
-    for section in ("parameters", "average", "best"):
-        if section in saved:
-            for one, part in zip(parameters, saved[section].split(sizes), strict=True):
-                found |= {f"{section}/{name}": tensor for name, tensor in one.layers(one.take(part)).items()}
-    small = [one for one in parameters if prod(one.shape) < _ALONE]
-    groups = ([small] if small else []) + [[one] for one in parameters if prod(one.shape) >= _ALONE]
-    for number, parts in enumerate(groups):
-        alone = prod(parts[0].shape) >= _ALONE
-        moments = {name.partition(".")[0]: part for name, part in saved.items() if name.endswith(f".{number}")}
-        read = _adafactor if optimizer == "adafactor" else _adam
-        for one, kinds in zip(parts, read(moments, parts, alone), strict=True):
-            for kind, tensor in kinds.items():
-                found |= {f"moments/{kind}/{name}": part for name, part in one.layers(tensor).items()}
-    return found
-
-
-def _adam(moments: Tensors, group: list[_Parameter], alone: bool) -> Iterator[Tensors]:
-    if "root_second" in moments:  # adamw8bit
-        count = sum(prod(one.shape) for one in group)
-        root = _decoded(moments, "root_second")[:count]
-        moments = {"first": _decoded(moments, "first")[:count], "second": root * root}
-    sizes = [prod(one.shape) for one in group]
-    parts = {kind: moment.flatten().split(sizes) for kind, moment in moments.items()}
-    for place, one in enumerate(group):
-        yield {kind: part[place].view(one.shape) if alone else one.take(part[place]) for kind, part in parts.items()}
-
-
-def _decoded(moments: Tensors, name: str) -> torch.Tensor:
-    """Decodes blocks of 256 values with a scale each: 127 levels of the root of value / scale, with its sign."""
-    codes = moments[name].to(torch.float32)
-    return (codes * codes.abs() * (moments[f"{name}_scale"] / 127**2)).flatten()
-
-
-def _adafactor(moments: Tensors, group: list[_Parameter], alone: bool) -> Iterator[Tensors]:
-    """Splits Adafactor's moments: means of squares over columns and over rows for matrices, squares for vectors."""
-    used = dict.fromkeys(moments, 0)
-
-    def take(kind: str, shape: Sequence[int]) -> torch.Tensor:
-        start, used[kind] = used[kind], used[kind] + prod(shape)
-        return moments[kind][start : used[kind]].view(*shape)
-
-    for one in group:
-        if not one.matrix:
-            yield {"second": one.take(take("vectors", [prod(one.shape)]))}
-            continue
-        laid = one.shape if alone else one.laid()
-        rows, columns = take("rows", laid[:-1]), take("columns", (*laid[:-2], laid[-1]))
-        turned = one.turned and not alone
-        yield {"rows": columns, "columns": rows} if turned else {"rows": rows, "columns": columns}
-
-
-def _parameters(named: Iterator[tuple[str, torch.nn.Parameter]]) -> Iterator[_Parameter]:
-    return (_Parameter([name], tuple(one.shape), False) for name, one in named if one.requires_grad)
-
-
-def _stacked(model: Any) -> Iterator[_Parameter]:
-    """Yields the trained parameters in the model's order, with the stacks of each run in place of the layers."""
-    decoder = model.get_decoder()
-    start = next(f"{name}." for name, part in model.named_modules() if part is decoder.layers)
-    placed = False
-    for name, parameter in model.named_parameters():
-        if not name.startswith(start):
-            yield from _parameters(iter([(name, parameter)]))
-        elif not placed:
-            placed = True
-            yield from _runs(decoder, start)
-
-
-def _runs(decoder: Any, start: str) -> Iterator[_Parameter]:
-    layers = list(decoder.layers)
-    kinds = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
-    keys = [
-        (kind, [(name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters()])
-        for kind, layer in zip(kinds, layers, strict=True)
-    ]
-    first = 0
-    for period, turns in spans(keys):
-        end = first + period * turns
-        for offset in range(first, first + period):
-            for name, one in layers[offset].named_parameters():
-                if one.requires_grad:
-                    names = [f"{start}{place}.{name}" for place in range(offset, end, period)]
-                    yield _Parameter(names, (turns, *one.shape), True)
-        first = end

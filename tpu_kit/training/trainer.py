@@ -136,8 +136,7 @@ class Trainer:
         """
         state = found.document("state")
         rows = sum(update.rows for update in islice(self._updates(), found.step))
-        # An earlier tpu_kit saved only the tokens, padding included.
-        before = state["rows"] if "rows" in state else state["tokens"] // self.config.data.max_length
+        before = state["rows"]
         if found.step <= self.total and rows != before:
             raise ValueError(
                 f"{found.path} is of another run: its {found.step} updates took {before:,} rows, and with this "
@@ -146,7 +145,7 @@ class Trainer:
             )
         self.step = self._saved = found.step
         self._logged, self._rows, self._tokens = state["logged"], rows, state["tokens"]
-        self._seconds = state.get("train_seconds", 0.0)  # an earlier tpu_kit did not save it
+        self._seconds = state["train_seconds"]
         self.skipped = state["skipped"]
         logged = {name: value for name, value in state["metrics"].items() if name == "loss"}
         self.metrics = {name: math.nan if value is None else value for name, value in logged.items()}
@@ -158,7 +157,7 @@ class Trainer:
         if self.best is None and self.evaluations.best_step == found.step:
             self.best = self._trained()  # saved at the end of a run without optim.eval_steps
         elif self.best is None and "layout.json" in found.files and self.evaluations.best_step:
-            self.best = weights_of(self.evaluations.best_step, self.config, self.model)
+            self.best = weights_of(self.evaluations.best_step, self.config)
 
     def run(self, agreement: PreemptionGuard) -> Status:
         """Makes the remaining updates; between two logs the host only traces and dispatches steps.
@@ -376,7 +375,7 @@ class Trainer:
         """Returns the resulting weights on the CPU; for rank 0, once the last checkpoint is durable."""
         if self.parts is not None:
             best = self.evaluations.best_step if self.config.optim.eval_steps is not None else 0
-            return weights_of(best or self.step, self.config, self.model)
+            return weights_of(best or self.step, self.config)
         return self._trained() if self.best is None else self.best
 
     def _trained(self) -> Tensors:
