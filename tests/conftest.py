@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.child_processes import QUICK_XLA_FLAGS, REPOSITORY, run_python
-from tests.support.kernels import kernel, kernel_env, kernel_python  # noqa: F401  fixtures
+from tests.support.kernels import _kernel, kernel, kernel_env, kernel_python  # noqa: F401  fixtures
 from tests.support.object_store import bucket, object_store  # noqa: F401  fixtures
 
 # Before any test module imports the libraries that read them.

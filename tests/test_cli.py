@@ -184,10 +184,6 @@ def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) ->
         (["export", "run", "format=xyz"], "format=xyz: there are adapter, merged"),
         (["export", "run", "dtype=int4"], "dtype=int4: there are bf16"),
         (["generate", "--prompt", "a b"], "--prompt: a parameter has no dashes; write prompt=a b"),
-        (
-            ["sweep", "notebook.ipynb"],
-            "required: sweep.yaml; write python -m tpu_kit sweep [-h] notebook.ipynb",
-        ),
         (["evaluate", "out=none/found.json"], "out=none/found.json: there is no folder none; make it"),
     ],
 )
@@ -196,7 +192,7 @@ def test_bad_usage(arguments: list[str], text: str, capsys: pytest.CaptureFixtur
     assert text in capsys.readouterr().err
 
 
-def test_the_folder_of_a_sweeps_run_is_no_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_an_equals_sign_is_no_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "learning_rate=0.001-1a2b3c"
     run.mkdir()
     assert main(["export", str(run)]) == 1

@@ -79,7 +79,6 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "machine.check_settings": (2, RECORDED, "test_machine"),
     "machine.check_tpu": (2, RECORDED, "test_machine"),
     "machine.preset_per_process": (1, RECORDED, "test_machine"),
-    "sweep._list_price": (1, NEVER, "MFU and cost by the chip's name"),
     "preflight.Preflight._table": (1, RECORDED, "test_preflight"),
     "calibration.device_of": (
         2,
@@ -97,13 +96,12 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
         NEVER,
         VERIFY,
     ),
-    "preflight.predicted_bytes": (1, RECORDED, "test_memory_monitor"),
+    "preflight.predicted_bytes": (1, RECORDED, "test_peak_memory"),
     "preflight._compiled": (1, RECORDED, "test_preflight"),
     "install._kind": (1, RECORDED, "test_install"),
-    "install.decide": (4, RUNS, "test_install"),
+    "install.decide": (3, RUNS, "test_install"),
     "slice_job._run_problems": (1, RUNS, "test_pods"),
     "install.look": (1, RECORDED, "test_install"),
-    "metrics.MemoryMonitor.read": (1, RECORDED, "test_memory_monitor"),
     "output_location.find_place": (1, RECORDED, "test_output_location"),
     "worker": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
     "worker._xla_replica": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
@@ -123,8 +121,8 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "runtime._require": (3, RECORDED, "test_runtime"),
     "layer_scan.scan_layers": (1, COMPILER, "test_compile_check"),
     "causal_lm.prepare_layers": (1, NEVER, "the note that `eval_generate_rows` unrolls the layers"),
-    "launch._environment": (1, NEVER, "its environment"),
-    "launch._inherited": (1, RECORDED, "test_machine"),
+    "launch._settings": (1, NEVER, "its environment"),
+    "launch._environment": (1, RECORDED, "test_machine"),
 }
 
 

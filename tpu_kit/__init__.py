@@ -28,24 +28,18 @@ __version__ = "0.1.0"
 # device. Replicas on XLA start with "1".
 os.environ.setdefault("USE_TORCH_XLA", "0")
 
-_HOMES = {
-    "ConfigError": "tpu_kit.config.loader",
-    "SearchOptions": "tpu_kit.generation.tree_search",
-    "TrainConfig": "tpu_kit.config.loader",
-    "TrainResult": "tpu_kit.recipes.sft",
-    "batch_arithmetic": "tpu_kit.config.loader",
-    "describe": "tpu_kit.config.loader",
-    "evaluate": "tpu_kit.evaluation.evaluate",
-    "evaluate_adapter": "tpu_kit.evaluation.evaluate",
-    "export": "tpu_kit.exporting.export",
-    "generate": "tpu_kit.generation.service",
-    "launch": "tpu_kit.distributed.launch",
-    "load_config": "tpu_kit.config.loader",
-    "plan": "tpu_kit.planning.planner",
-    "profile": "tpu_kit.profiling.profile",
-    "think": "tpu_kit.generation.tree_search",
-    "train": "tpu_kit.recipes.sft",
+_NAMES = {
+    "config.loader": ("ConfigError", "TrainConfig", "batch_arithmetic", "describe", "load_config"),
+    "distributed.launch": ("launch",),
+    "evaluation.evaluate": ("evaluate", "evaluate_adapter"),
+    "exporting.export": ("export",),
+    "generation.service": ("generate",),
+    "generation.tree_search": ("SearchOptions", "think"),
+    "planning.planner": ("plan",),
+    "profiling.profile": ("profile",),
+    "recipes.sft": ("TrainResult", "train"),
 }
+_HOMES = {name: f"tpu_kit.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = ["__version__", *_HOMES]
 

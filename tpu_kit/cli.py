@@ -8,6 +8,7 @@ error messages do not load torch.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -32,16 +33,18 @@ OK, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch-tpu would open the TPU when torch is imported
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if not name.startswith("-") and name not in COMMANDS:
-        near = closest(name, COMMANDS)
+    texts = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
+    if not texts[0].startswith("-") and texts[0] not in COMMANDS:
+        near = closest(texts[0], COMMANDS)
         advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-        print(f"{name}: no such command; {advice}", file=sys.stderr)
+        print(f"{texts[0]}: no such command; {advice}", file=sys.stderr)
         return BAD_USAGE
     given = None
     try:
-        given = parse(name, rest)
-        return COMMANDS[name].run(given) if given else OK
+        given = parse(texts)
+        return given.function(given)
+    except SystemExit:  # --help or --version
+        return OK
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_USAGE
@@ -62,16 +65,12 @@ class Parser(argparse.ArgumentParser):
     """Parses the files and flags of a command; raises ConfigError where argparse would end the process.
 
     Attributes:
-        run: the command; takes the result of `parse`, and returns the exit code.
         details: exit codes and other text for `--help`.
-        flags: its flags, without --help.
         own: the dataclasses of its own `key=value`.
         others: whether it takes other `key=value`: parameters of a run or of a notebook.
     """
 
-    run: Callable[[argparse.Namespace], int]
     details = ""
-    flags: Sequence[str] = ()
     own: Sequence[type] = ()
     others = False
 
@@ -97,7 +96,7 @@ _STYLE = partial(argparse.RawDescriptionHelpFormatter, width=120)
 _PARSER = Parser(prog="python -m tpu_kit", formatter_class=_STYLE, allow_abbrev=False)
 _PARSER.add_argument("--version", action="version", version=f"tpu_kit {tpu_kit.__version__}")
 _COMMANDS = _PARSER.add_subparsers(title="commands", metavar="COMMAND", required=True)
-COMMANDS = _COMMANDS.choices
+COMMANDS: Mapping[str, Parser] = _COMMANDS.choices
 """The parser of each command."""
 
 Run = Callable[[argparse.Namespace], int]
@@ -109,50 +108,46 @@ def command(
     """Registers a function as a command of its name, with its docstring as the summary."""
 
     def add(run: Run) -> Run:
-        made = _COMMANDS.add_parser(
+        parser = _COMMANDS.add_parser(
             run.__name__, help=run.__doc__, description=run.__doc__, formatter_class=_STYLE, allow_abbrev=False
         )
         for name, options in arguments.items():
-            made.add_argument(name, **options)
-        made.run, made.details, made.own, made.others = run, details, own, others
-        made.flags = [name for name in arguments if name.startswith("-")]
+            parser.add_argument(name, **options)
+        parser.set_defaults(function=run)
+        parser.details, parser.own, parser.others = details, own, others
         if own or others:
-            made.usage = " ".join([*made.format_usage().split()[1:], "[key=value ...]"])
+            parser.usage = " ".join([*parser.format_usage().split()[1:], "[key=value ...]"])
         return run
 
     return add
 
 
-def parse(name: str, texts: Sequence[str]) -> argparse.Namespace | None:
-    """Reads the arguments of a command.
-
-    Args:
-        name: of the command, or a flag in its place.
-        texts: the arguments after it.
+def parse(texts: Sequence[str]) -> argparse.Namespace:
+    """Reads a command and its arguments.
 
     Returns:
-        The files and flags; `config`, if the command takes a configuration; `own`, an instance of each of its
-        dataclasses; `settings`, the other `key=value` texts. None after --help or --version.
+        The files and flags; `function`, of the command; `config`, if the command takes a configuration; `own`, an
+        instance of each of its dataclasses; `settings`, the other `key=value` texts.
 
     Raises:
         ConfigError: flags or values are wrong, a file is missing, or there are too many files.
+        SystemExit: after --help or --version.
     """
+    name, *texts = texts
     if name.startswith("-") or {"-h", "--help"} & set(texts):
-        try:
-            _PARSER.parse_args([name] if name.startswith("-") else [name, "--help"])
-        except SystemExit:
-            return None
-    parser, problems = COMMANDS[name], []
+        _PARSER.parse_args([name] if name.startswith("-") else [name, "--help"])
+    parser, problems = COMMANDS[name], list[str]()
     pairs = [text for text in texts if (parser.own or parser.others) and _is_pair(text)]
-    words = [text for text in texts if text not in pairs]
-    for word, after in zip(words, [*words[1:], ""], strict=False):
-        if word.startswith("-") and word.partition("=")[0] not in parser.flags:
-            problems.append(_no_such_flag(parser, word, after))
     own, settings = _read_own(parser.own, pairs, problems)
     if settings and not parser.others:
         known = ", ".join(one for kind in parser.own for one in knobs_of(kind))
         problems += [f"{text.partition('=')[0]}: no such option; there are {known}" for text in settings]
-    if problems:
+    words = [text for text in texts if text not in pairs]
+    _, *actions = parser._actions  # argparse's own --help is the first
+    flags = [*(option for action in actions for option in action.option_strings), "--help"]
+    followed = zip(words, [*words[1:], ""], strict=False)
+    unknown = [pair for pair in followed if pair[0].startswith("-") and pair[0].partition("=")[0] not in flags]
+    if problems := problems + [_no_such_flag(parser, *pair, flags) for pair in unknown]:
         raise ConfigError(problems)
     given, more = _PARSER.parse_known_args([name, *words])
     if more and "config" in given:
@@ -172,19 +167,19 @@ def _is_pair(text: str) -> bool:
     return bool(equals) and "/" not in key and not key.startswith("-")
 
 
-def _no_such_flag(parser: Parser, flag: str, after: str) -> str:
+def _no_such_flag(parser: Parser, flag: str, following: str, flags: Sequence[str]) -> str:
     """Returns the error text for an unknown flag; for a parameter with dashes, the correct form."""
-    given, equals, value = flag.partition("=")
-    key = given.lstrip("-").replace("-", "_")
-    names = {name for kind in parser.own for name in knobs_of(kind)}
+    name, equals, value = flag.partition("=")
+    if not equals and not following.startswith("-"):
+        value = following
+    key = name.lstrip("-").replace("-", "_")
+    names = {one for kind in parser.own for one in knobs_of(kind)}
     if parser.others:
         names |= {name for one in parameters().values() for name in (one.name, one.leaf)}
         key = NAMES.get(key, key)
     if key in names:
-        if not equals:
-            value = after if after and not after.startswith("-") else "..."
-        return f"{given}: a parameter has no dashes; write {key}={value}"
-    return f"{given}: no such option; there are {', '.join([*parser.flags, '--help'])}"
+        return f"{name}: a parameter has no dashes; write {key}={value or '...'}"
+    return f"{name}: no such option; there are {', '.join(flags)}"
 
 
 def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) -> tuple[list[Any], list[str]]:
@@ -259,11 +254,12 @@ _EXACT = {"--exact": {"action": "store_true", "help": "ask the TPU compiler firs
 @command(f"teacher=FOLDER names the teacher; files=FOLDER keeps its logits.\n\n{_TRAINS}", _CONFIG | _EXACT)
 def distill(given: argparse.Namespace) -> int:
     """Fine-tune a model that learns from a larger one."""
+    return _fine_tune(given, "tpu_kit.recipes.distillation")
+
+
+def _fine_tune(given: argparse.Namespace, recipe: str) -> int:
     print(describe(given.config), flush=True)
-
-    from tpu_kit.recipes.distillation import distill as run
-
-    result = run(given.config, exact=given.exact)
+    result = getattr(importlib.import_module(recipe), given.function.__name__)(given.config, exact=given.exact)
     print(result)
     return PREEMPTED if result.status == "preempted" else OK
 
@@ -492,7 +488,7 @@ class _Window:
 
 
 @command(
-    "It runs the step without evaluations, trackers and checkpoints, and writes the trace and report.html to\n"
+    "It runs the step without evaluations, trackers and checkpoints, and writes the trace and profile.png to\n"
     "OUTPUT_DIR/profile. A trace of a TPU opens in XProf (pip install xprof), that of a CPU or GPU in Perfetto.\n\n"
     "Exit codes: 0 the report is printed, 1 error, 2 bad arguments.",
     _CONFIG,
@@ -529,41 +525,10 @@ def search(given: argparse.Namespace) -> int:
     return OK
 
 
-@command(
-    """\
-sweep.yaml holds:
-
-  fixed: {source: my_rows.jsonl, max_steps: 200}   parameters of every run
-  grid: {learning_rate: [1e-4, 3e-4], r: [8, 32]}  every combination
-  runs: [{learning_rate: 1e-3, r: 4}]              further sets, or sets without a grid
-  dollars_per_hour: 9.6                            price of the machine; by default the list price of its TPU
-  output_dir: runs/rates                           by default the file's name, where `train` would write
-
-Each run has a folder with the executed notebook, its log, and the output of `train`; results.html and results.csv
-beside them are sorted by the loss on held-out rows. The same command again skips finished runs, resumes interrupted
-runs, and repeats failed runs.
-
-Exit codes: 0 all finished, 1 some failed, 2 bad arguments, 75 told to stop (the same command resumes).""",
-    {"notebook": {"metavar": "notebook.ipynb"}, "sweep": {"metavar": "sweep.yaml"}},
-    others=False,
-)
-def sweep(given: argparse.Namespace) -> int:
-    """Run a notebook with many parameter sets, one after the other."""
-    from tpu_kit.notebook.sweep import sweep as run
-
-    return run(Path(given.notebook), Path(given.sweep))
-
-
 @command(_TRAINS, _CONFIG | _EXACT)
 def train(given: argparse.Namespace) -> int:
     """Fine-tune a model."""
-    print(describe(given.config), flush=True)
-
-    from tpu_kit.recipes.sft import train as run
-
-    result = run(given.config, exact=given.exact)
-    print(result)
-    return PREEMPTED if result.status == "preempted" else OK
+    return _fine_tune(given, "tpu_kit.recipes.sft")
 
 
 @dataclass

@@ -79,11 +79,8 @@ Memory of a device in GiB, as `python -m tpu_kit plan` computes it and as libtpu
 same step. `python -m tests.benchmarks.formula` prints this table, and `make test-slow` compiles the steps again.
 
 Configurations marked "held out" were chosen before they were compiled, and were not used to develop the formula. For
-earlier held-out configurations (Gemma 3 in int4; 8-bit AdamW; LoRA on SmolLM2, Qwen3 and TinyLlama), the error was up
-to -12 %. They were then used to correct the formula, and are no longer marked. For full fine-tuning of Qwen2.5-1.5B
-with 8-bit AdamW (v4, two rows), the error was 18.5 %: the update directions of all layers existed at the same time, and
-the step took 23.03 GiB. The optimizer now updates stacked weights layer by layer, and the step takes 18.65 GiB. This
-configuration was also used to correct the formula.
+earlier held-out configurations (Gemma 3 in int4; LoRA on SmolLM2, Qwen3 and TinyLlama), the error was up to -12 %. They
+were then used to correct the formula, and are no longer marked.
 
 With a mesh, the number of replicas is the number of devices, and the figures are of one of them. All weights of
 Llama-3.1-8B with AdamW on v6e were held out at first; the error was -4.8 %, as the update of the embedding exists in

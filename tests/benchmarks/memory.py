@@ -101,7 +101,7 @@ class Report:
         for name, (batch, size) in self.largest.items():
             lines.append(f"largest batch, {name}: {batch} rows, {size / GIB:.2f} GiB")
         if best := self.rows.get(BEST_ROW):
-            lines += ["", f"largest buffers of {BEST_ROW!r} at the peak:"]
+            lines += ["", f"largest buffers of {BEST_ROW!r}:"]
             buffers = [one for one in best.largest_buffers if one.kind != "argument"][:8]
             lines += [f"  {one.bytes / 2**20:7.1f} MiB  {one.shape:<26} {one.operation}" for one in buffers]
         return "\n".join(

@@ -244,6 +244,17 @@ def test_a_file_of_axolotl_is_read_as_ours(write: Any) -> None:
     assert (optim.batch_size, optim.epochs, optim.optimizer, data.eval_rows) == (2, 4, "adamw", 0)
 
 
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
+def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: str, capsys: Any) -> None:
+    config = load_config(path := write(f"optimizer: {name}"))
+    assert config.optim.optimizer == "adamw"
+    note = f"note: {path}: optimizer='{name}' -> optim.optimizer='adamw': the moments of adapters are small"
+    assert note in capsys.readouterr().err
+    for full in ("use_peft: false", "lora: {r: 0}", "lora.r: 0"):
+        (found,) = problems(write(f"optim: {name}\n{full}"))
+        assert found.startswith(f"optim='{name}' has no counterpart here with lora.r=0; ") and "adafactor" in found
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -44,7 +44,7 @@ def test_defaults_are_a_valid_run() -> None:
          "lora.dora: true needs adapters, and lora.r=0 has none; remove it or set lora.r=16"),
         ({"lora__r": 0, "lora__rslora": True}, "lora.rslora: true needs adapters, "),
         ({"lora__r": 0, "lora__dropout": 0.1}, "lora.dropout: 0.1 needs adapters, "),
-        ({"lora__r": 0, "lora__init": "pissa"}, "lora.init: 'pissa' needs adapters, "),
+        ({"lora__r": 0, "lora__init": "gaussian"}, "lora.init: 'gaussian' needs adapters, "),
         ({"lora__r": 0, "lora__targets": ["q_proj"]}, "lora.targets: ['q_proj'] needs adapters, "),
         ({"data__think_open": "<t>", "data__think_close": "<t>"},
          "data.think_close: '<t>' is data.think_open too; the two must differ"),

@@ -63,7 +63,8 @@ def test_every_problem_of_the_table_has_its_test() -> None:
 
 
 def test_messages_of_the_table_are_those_of_the_code() -> None:
-    code = "".join(path.read_text() for path in sorted((REPOSITORY / "tpu_kit").rglob("*.py")))
+    files = [path for kind in ("*.py", "*.toml") for path in sorted((REPOSITORY / "tpu_kit").rglob(kind))]
+    code = "".join(path.read_text() for path in files)
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # literals that go on in the next line
     for row in rows_of("Troubleshooting"):
         for quoted in re.findall(r"\"([^\"]+)\"", row[1]):
@@ -121,8 +122,8 @@ def test_advice_by_the_text_of_an_error(text: str, expected: str) -> None:
         ("base_dtype=float16", "a TPU has no float16; use model.base_dtype=bf16"),
         ("attn_implementation=flash_attention_2", "leave model.attention=auto: splash on TPU, sdpa elsewhere"),
         ("model.attention=flash_attention_2", "leave model.attention=auto: splash on TPU, sdpa elsewhere"),
-        ("optim=paged_adamw_8bit", "use optim.optimizer=adamw8bit, which runs everywhere"),
-        ("optimizer=paged_adamw_32bit", "use optim.optimizer=adamw8bit, which runs everywhere"),
+        ("optim=paged_adamw_8bit", "use optim.optimizer=adamw, or with lora.r=0 adafactor"),
+        ("optimizer=paged_adamw_32bit", "use optim.optimizer=adamw, or with lora.r=0 adafactor"),
         ("optim=adamw_torch_fused", "XLA has no fused AdamW; optim.optimizer=adamw is compiled into the step"),
         ("optimizer=adamw_torch_fused", "XLA has no fused AdamW; optim.optimizer=adamw is compiled into the step"),
         ("use_liger_kernel=true", "Liger's kernels run on CUDA alone"),

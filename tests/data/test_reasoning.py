@@ -360,7 +360,7 @@ def test_solutions_and_boxes() -> None:
 
 COT = [{"question": f"What is {i}?", "context": f"Say {i}.", "answer": f"Think of {i}.\n#### {i}"} for i in range(12)]
 PLAIN = [row | {"answer": "none" if i % 2 else row["answer"]} for i, row in enumerate(COT)]
-OPTIONS = [row | {"options": ["x", "y"], "answer": 1, "prompt": row["question"]} for row in COT]
+OPTIONS = [row | {"options": ["x", "y"], "answer": 1} for row in COT]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def read(row: dict[str, Any], **settings: Any) -> Any:
         ("prompt thinking completion", "cot (question=prompt, reasoning=thinking, answer=completion)"),
         ("question answer", "cot (question=question, answer=answer)"),
         ("instruction input output", "cot (question=instruction, context=input, answer=output)"),
-        ("input thought final_answer", "cot (question=input, reasoning=thought, answer=final_answer)"),
+        ("input thinking final_answer", "cot (question=input, reasoning=thinking, answer=final_answer)"),
         ("messages tools", "messages (messages=messages, tools=tools)"),
         ("conversations source", "messages (messages=conversations), not used: source"),
         ("problem solution messages", "messages (messages=messages), not used: problem, solution"),
@@ -61,7 +61,6 @@ def test_overridden() -> None:
         ("question", {"format": "cot"}, "missing columns: format cot needs answer; the data has question"),
         ("question answer", {"format": "text"}, "format text needs text"),
         ("a b", {"columns": {"question": "q"}}, "data.columns: no column q; the data has a, b"),
-        ("a b", {"columns": {"why": "a"}}, "data.columns: unknown role why; the roles are messages, tools"),
     ],
 )
 def test_not_recognised(columns: str, settings: dict[str, Any], text: str) -> None:

@@ -128,7 +128,7 @@ def test_bad_files(tmp_path: Path, name: str, content: str | bytes, text: str) -
 @pytest.mark.parametrize(("value", "read"), [("x", "x"), (2.5, "2.5"), (3.0, "3"), (2**70, str(2**70)), ([7], [7])])
 def test_a_type_that_changes_far_into_a_file(tmp_path: Path, value: object, read: object) -> None:
     """Texts and numbers become text; a list stays one, and is told by row (data/test_prepare.py)."""
-    rows = [{"question": "q" * 1000, "answer": 7} for _ in range(12_000)]
+    rows = [{"question": "q" * 100, "answer": 7} for _ in range(2_500)]
     found = load_rows(write(tmp_path / "rows.jsonl", lines([*rows, {"question": "q", "answer": value}])))
     assert found[-1] == {"question": "q", "answer": read}
     assert found[0]["answer"] == ("7" if isinstance(read, str) else 7)
@@ -140,14 +140,6 @@ def test_a_type_that_changes_far_into_a_file(tmp_path: Path, value: object, read
 def test_cells_of_json_come_back_as_they_are(tmp_path: Path, value: object) -> None:
     rows = [{"question": "q", "answer": value}, {"question": "2024-01-01", "answer": None}]
     assert load_rows(write(tmp_path / "rows.jsonl", lines(rows))).to_list() == rows
-
-
-def test_objects_one_after_another_over_lines(tmp_path: Path) -> None:
-    rows = [{"question": f"q{i}", "answer": "a"} for i in range(5_000)]
-    text = "".join("\n" + json.dumps(row, indent=1) + " " for row in rows)
-    assert load_rows(write(tmp_path / "rows.json", text)).to_list() == rows
-    with pytest.raises(ValueError, match=r"rows.json: 1 of 5001 rows cannot be read: rows.json, line 20003: "):
-        load_rows(write(tmp_path / "rows.json", text + "\n\n7\n"))
 
 
 def test_slices_of_files(tmp_path: Path) -> None:
@@ -185,14 +177,6 @@ def test_rows_that_cannot_be_read_are_counted_or_kept_with_their_reason(tmp_path
     assert not list((tmp_path / "cache").rglob("*.part"))
 
 
-def test_files_whose_columns_differ(tmp_path: Path) -> None:
-    for kind, one, two in (("jsonl", '{"a": 1}\n', '{"b": 1}\n'), ("csv", "a\n1\n", "b\n1\n")):
-        write(tmp_path / f"1.{kind}", one)
-        write(tmp_path / f"2.{kind}", two)
-        with pytest.raises(ValueError, match=r"columns are not the same in all files: 'a' is only in .*1.*'b' is only"):
-            load_rows(str(tmp_path / f"*.{kind}"))
-
-
 @pytest.mark.parametrize("content", [lines(ROWS), json.dumps(ROWS), json.dumps(ROWS, indent=1)])
 def test_json_as_other_systems_write_it(tmp_path: Path, content: str) -> None:
     for name, text in {"plain": content, "bom": "\ufeff" + content, "windows": content.replace("\n", "\r\n")}.items():
@@ -217,7 +201,7 @@ def test_cells_of_csv_are_the_text_that_stands_there(tmp_path: Path) -> None:
 
 
 def test_a_row_of_megabytes(tmp_path: Path) -> None:
-    row = ROWS[1] | {"answer": "word " * 5_000_000}
+    row = ROWS[1] | {"answer": "word " * 1_000_000}
     assert load_rows(write(tmp_path / "rows.jsonl", lines([row, ROWS[0]])))[0] == row
 
 

@@ -44,7 +44,7 @@ def test_installing_there_adds_what_is_missing_and_replaces_nothing(image: str) 
     newest = {"transformers": "5.23.0", "matplotlib": "3.11.2"}  # where the image takes the newest of its day
     versions = {name: version or newest.get(name, "1.0") for name, version in listed.items()}
     major, minor = map(int, python.split("."))
-    decision = decide(Site(image, "8 x v5e", "Linux x86_64", (major, minor), versions, 100.0))
+    decision = decide(Site(image, "8 x v5e", "Linux x86_64", (major, minor), versions))
     assert decision.action == "install" and decision.kind == "tpu"
     assert {Requirement(line).name for line in decision.add} == ABSENT[image]
     assert len(decision.keep) == len(versions)

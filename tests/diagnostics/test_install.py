@@ -22,8 +22,8 @@ from tests.support.child_processes import REPOSITORY, run_python
 from tpu_kit.config.fields import ConfigError
 from tpu_kit.diagnostics import install
 from tpu_kit.diagnostics.install import REPOSITORY as ADDRESS
-from tpu_kit.diagnostics.install import Decision, Site, decide, installed, look, matrix, requirements
-from tpu_kit.hardware.compatibility import CHECKED, PAIRINGS
+from tpu_kit.diagnostics.install import Decision, Site, decide, installed, look, pairings, requirements
+from tpu_kit.hardware.compatibility import PAIRINGS
 from tpu_kit.hardware.machine import Check, Machine
 
 PINNED = """\
@@ -41,14 +41,14 @@ RIGHT = PAIR | {
     "transformers": "5.23.0", "peft": "0.21.2", "omegaconf": "2.4.0", "datasets": "5.2.0", "math-verify": "0.9.0",
     "matplotlib": "3.11.2",
 }  # fmt: skip
-LAPTOP = Site("computer without an accelerator", "", "Linux x86_64", (3, 12), RIGHT, 100.0, "", True)
+LAPTOP = Site("computer without an accelerator", "", "Linux x86_64", (3, 12), RIGHT, "", True)
 COLAB = replace(LAPTOP, place="Colab", accelerator="1 x v5e")
 WITHOUT: dict[str, str] = {}
 
 
 def test_where_all_is_right_nothing_is_done(capsys: pytest.CaptureFixture[str]) -> None:
     decision = decide(LAPTOP, pins=PINNED)
-    assert (decision.action, decision.kind, decision.commands) == ("nothing", "tpu", ())
+    assert (decision.action, decision.kind, decision.command) == ("nothing", "tpu", ())
     pair = "torch 2.9.0+cpu, torch_xla 2.9.0, libtpu 0.0.21, jax 0.7.1, jaxlib 0.7.1 pair"
     assert str(decision) == f"Nothing to do: all 11 packages are there, and {pair}"
     install.carry_out(decision)
@@ -63,13 +63,13 @@ def test_one_line_installs_all() -> None:
         "torch==2.9.0", "torch_xla==2.9.0", "libtpu==0.0.21", "jax==0.7.1", "jaxlib==0.7.1", "datasets>=4.8",
         "math-verify>=0.9", "matplotlib>=3.10", "omegaconf==2.4.0", "peft==0.21.2", "transformers==5.23.0",
     )  # fmt: skip
-    assert decision.commands == ((sys.executable, "-m", "pip", "install", "--quiet", *wanted),)
+    assert decision.command == (sys.executable, "-m", "pip", "install", "--quiet", *wanted)
     with_uv = decide(
         replace(LAPTOP, versions=WITHOUT, uv="/bin/uv", pip=False), torch_index="https://a.b/cpu", pins=PINNED
     )
-    assert with_uv.commands == (
-        ("/bin/uv", "pip", "install", "--python", sys.executable, "--quiet",
-         "--extra-index-url", "https://a.b/cpu", "--index-strategy", "unsafe-best-match", *wanted),
+    assert with_uv.command == (
+        "/bin/uv", "pip", "install", "--python", sys.executable, "--quiet",
+        "--extra-index-url", "https://a.b/cpu", "--index-strategy", "unsafe-best-match", *wanted,
     )  # fmt: skip
 
 
@@ -79,21 +79,21 @@ def test_what_pairs_is_left_alone_and_what_is_missing_is_added() -> None:
     there = {name: version for name, version in image.items() if name not in ("peft", "omegaconf")}
     decision = decide(replace(COLAB, python=(3, 13), versions=there), pins=PINNED)
     assert decision.add == ("omegaconf==2.4.0", "peft==0.21.2")
-    assert decision.commands == ((sys.executable, "-m", "pip", "install", "--quiet", *decision.add),)
+    assert decision.command == (sys.executable, "-m", "pip", "install", "--quiet", *decision.add)
     assert set(decision.keep) == {f"{name}=={version}" for name, version in there.items()}
     assert "Left as they are: 9 packages" in str(decision)
 
 
 def test_extras_are_installed_when_asked_for() -> None:
-    assert decide(LAPTOP, extras=["notebooks"], pins="papermill==2.7.0").add == ("ipykernel>=6.17", "papermill==2.7.0")
+    added = decide(LAPTOP, extras=["notebooks"], pins="papermill==2.7.0").add
+    assert added == ("ipykernel>=6.17", "nbconvert>=7.16", "papermill==2.7.0")
     assert decide(replace(LAPTOP, versions=RIGHT | {"gcsfs": "2026.1"}), extras=["gcs"]).action == "nothing"
 
 
 def test_a_folder_of_wheels_is_the_only_place_to_look(tmp_path: Path) -> None:
     (tmp_path / "tpu_kit-0.1.0-py3-none-any.whl").touch()
     decision = decide(replace(LAPTOP, versions=PAIR), source=str(tmp_path), pins=PINNED)
-    line = decision.commands[0]
-    assert line[5:8] == ("--no-index", "--find-links", str(tmp_path))
+    assert decision.command[5:8] == ("--no-index", "--find-links", str(tmp_path))
 
 
 def test_a_torch_that_is_used_alone_is_left_alone() -> None:
@@ -115,20 +115,14 @@ def test_a_torch_that_is_used_alone_is_left_alone() -> None:
 )
 def test_what_is_wrong_is_named_and_mended(name: str, version: str, why: str) -> None:
     decision = decide(replace(COLAB, versions={**RIGHT, name: version}), pins=PINNED)
-    assert (decision.action, decision.why, len(decision.commands)) == ("install", (why,), 1)
-    assert ("torchvision==0.24.0" in decision.commands[0]) == (name == "torchvision")
+    assert (decision.action, decision.why) == ("install", (why,))
+    assert ("torchvision==0.24.0" in decision.command) == (name == "torchvision")
     assert len(decision.add) == 1 and decision.keep == ()
-
-
-def test_torch_tpu_is_removed_first() -> None:
-    decision = decide(replace(COLAB, versions={**RIGHT, "torch-tpu": "0.2.0"}), pins=PINNED)
-    assert decision.why == ("torch_tpu 0.2.0 claims the TPU too, and needs another torch",)
-    assert decision.commands[0] == (sys.executable, "-m", "pip", "uninstall", "--yes", "torch_tpu")
 
 
 def test_torch_tpu_of_the_users_own_environment_stays() -> None:
     decision = decide(replace(LAPTOP, versions={"torch": "2.13.0", "torch-tpu": "0.2.0"}), hardware="tpu", pins=PINNED)
-    assert decision.action == "impossible" and decision.commands == ()
+    assert decision.action == "impossible" and decision.command == ()
     assert "torch_tpu 0.2.0 needs torch 2.11 or later, and the kit on a TPU torch_xla 2.9.0 or 2.8.0" in str(decision)
     assert "uv venv --python 3.12 ~/tpu_kit-env" in str(decision)
 
@@ -164,7 +158,7 @@ def test_what_is_installed_for(site: Site, hardware: str, kind: str) -> None:
 )
 def test_where_no_wheel_fits_the_ways_out_are_named(site: Site, hardware: str, why: str, way: str) -> None:
     decision = decide(site, hardware, pins=PINNED)
-    assert decision.action == "impossible" and decision.commands == ()
+    assert decision.action == "impossible" and decision.command == ()
     assert any(why in line for line in decision.why), decision.why
     assert way in str(decision)
     with pytest.raises(ValueError, match="cannot be installed here"):
@@ -181,21 +175,9 @@ def test_a_way_out_installs_for_a_tpu_from_where_the_kit_came_from(source: str, 
     assert f"-r {requirements('tpu')} {kit} && " in str(old)
 
 
-def test_a_full_disk_is_foreseen() -> None:
-    site = replace(LAPTOP, versions=WITHOUT, free_gib=8.0)
-    assert "warning: 8 GiB are free" in str(decide(site, pins=PINNED))
-    assert "warning" not in str(decide(site, torch_index="https://a.b/cpu", pins=PINNED))
-
-
-def test_the_matrix_marks_this_machine() -> None:
-    marked = [
-        [(row["Python"], row["libtpu"]) for row in matrix(site) if row["here"]]
-        for site in (LAPTOP, replace(LAPTOP, python=(3, 13)), replace(LAPTOP, versions=KAGGLE))
-    ]
-    assert marked == [[("3.11, 3.12", "0.0.21")], [("3.13", "0.0.21.1")], [("3.11, 3.12, 3.13", "0.0.17")]]
-    (other,) = [row for row in matrix(replace(LAPTOP, system="Darwin arm64")) if row["here"]]
-    assert other["system"] == "others" and other["libtpu"] == "no wheel"
-    assert any(CHECKED in column for column in other)
+def test_the_pairs_are_shown() -> None:
+    assert [row["torch and torch_xla"] for row in pairings()] == [one.torch for one in PAIRINGS]
+    assert pairings()[0]["libtpu"] == "0.0.21 or 0.0.21.1"
 
 
 def test_pins_come_from_the_folder_that_the_kit_came_from(tmp_path: Path) -> None:
@@ -246,7 +228,7 @@ def test_options_of_the_notebook() -> None:
 def test_a_failing_line_ends_with_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
     code = "print('Collecting torch'); print('OSError: No space left on device'); raise SystemExit(1)"
     with pytest.raises(ValueError, match=r"failed \(the disk is full: .* torch_index(.|\n)*No space left") as caught:
-        install.carry_out(Decision("install", "tpu", ("a",), commands=((sys.executable, "-c", code),)))
+        install.carry_out(Decision("install", "tpu", ("a",), command=(sys.executable, "-c", code)))
     assert str(caught.value).endswith("Collecting torch\nOSError: No space left on device")
     assert "Collecting torch" in capsys.readouterr().out
 
@@ -304,7 +286,7 @@ def test_another_index_is_where_torch_comes_from(tool: str, tmp_path: Path, monk
     site = replace(LAPTOP, versions=there, uv=uv)
     decision = decide(site, "gpu", cpu, str(tmp_path))
     if uv:  # which has no variable for it
-        decision = replace(decision, commands=((*decision.commands[0], "--target", str(tmp_path / "got")),))
+        decision = replace(decision, command=(*decision.command, "--target", str(tmp_path / "got")))
     install.carry_out(decision)
     assert (tmp_path / "got" / "torch.py").read_text() == "built = 'cpu'"
 
@@ -400,7 +382,7 @@ def test_from_nothing_in_a_bare_kernel_as_a_service_has_it(tmp_path: Path, clone
     python = fresh(tmp_path / "env")
     environment = bare_kernel(python, tmp_path / "jupyter")
     said = run_notebook(tmp_path, environment, clone)
-    assert "not installed: torch, torch_xla, libtpu" in said and "Installed in" in said
+    assert "not installed: torch, torch_xla, libtpu" in said and "Added: " in said
     assert f"They pair torch {PAIRINGS[0].torch}" in " ".join(said.split()) and "✓ They compute" in said
     assert "The kernel can stay as it is." in said
     again = run_notebook(tmp_path, environment, clone)

@@ -123,6 +123,7 @@ def test_the_report_has_versions_and_no_secret(failed: tuple[Path, int, str]) ->
     assert str(Path.home()) not in text
 
 
+@pytest.mark.slow
 @needs_xla
 def test_train_falls_back_with_one_loud_line_each(
     failed: tuple[Path, int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -85,7 +85,9 @@ def test_hundred_launches(config: TrainConfig) -> None:
 def test_donation_is_what_aborts(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Says whether the rehearsal still needs donation to be off; another torch_xla may not."""
     usual = cpu_simulation.environment
-    monkeypatch.setattr(cpu_simulation, "environment", lambda n: usual(n) | {"XLA_ENABLE_PARAM_ALIASING": "1"})
+    monkeypatch.setattr(
+        cpu_simulation, "environment", lambda *a, **k: usual(*a, **k) | {"XLA_ENABLE_PARAM_ALIASING": "1"}
+    )
     aborts = 0
     for _ in range(4):
         try:

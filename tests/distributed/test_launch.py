@@ -33,6 +33,7 @@ from tpu_kit.hardware.machine import Check, Machine
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 xla_cpu = pytest.param("xla-cpu", marks=needs_xla)
+slow_xla_cpu = pytest.param("xla-cpu", marks=[needs_xla, pytest.mark.slow])
 AT_MOST = 15.0  # seconds from a failure to its error
 MARKER = "TPU_KIT_TEST_LAUNCH"
 THREE = ["launch.num_replicas=3"]
@@ -322,7 +323,7 @@ def test_replica_that_ends_well_without_a_result(tmp_path: Path) -> None:
         launch(replica_functions.vanish_in_rank_1, config_for(tmp_path, "cpu", "launch.hang_timeout=20"))
 
 
-@pytest.mark.parametrize("device_type", [xla_cpu, "cpu"])
+@pytest.mark.parametrize("device_type", [slow_xla_cpu, "cpu"])
 def test_hang_of_all(device_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LaunchError, match=r"no sign of life for 6 s \(launch.hang_timeout\): no output, no processor"):
         launch(replica_functions.print_and_wait, config_for(tmp_path, device_type, "launch.hang_timeout=6"))
@@ -402,6 +403,7 @@ def test_a_long_step_and_a_long_compile_are_no_spinning() -> None:
     assert checks(*waited)[0] == [1] and checks(*waited[:-1]) is None
 
 
+@pytest.mark.slow
 def test_work_between_steps_is_not_judged_by_steps(tmp_path: Path) -> None:
     config = config_for(tmp_path, "cpu", "launch.hang_timeout=5")  # a busy disk may hold up the start for 3 s
     assert launch(replica_functions.compute_between_steps, config) == 5
@@ -482,7 +484,7 @@ def caller(tmp_path: Path, device_type: str, function: str) -> subprocess.Popen[
     )
 
 
-@pytest.mark.parametrize("device_type", [xla_cpu, "cpu"])
+@pytest.mark.parametrize("device_type", [slow_xla_cpu, "cpu"])
 def test_interrupt_ends_everything(device_type: str, tmp_path: Path) -> None:
     with caller(tmp_path, device_type, "finish_when_asked") as process:
         for rank in range(2):
@@ -503,7 +505,7 @@ def test_interrupt_ends_everything(device_type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device_type", "function"),
     [
-        pytest.param("xla-cpu", "print_and_wait", marks=needs_xla),
+        pytest.param("xla-cpu", "print_and_wait", marks=[needs_xla, pytest.mark.slow]),
         pytest.param("xla-cpu", "hold_the_gil", marks=needs_xla),
         ("cpu", "print_and_wait"),
     ],
@@ -567,7 +569,7 @@ def test_launch_cell_twice_in_one_kernel(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_launch_on_a_tpu_stores_no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch_xla 2.8 and 2.9 cannot load them: pytorch/xla issue 9094."""
     monkeypatch.delenv("XLA_PERSISTENT_CACHE_PATH", raising=False)
-    assert launch_module._environment(Backend("tpu", None, "")) == {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU"}
+    assert launch_module._settings(Backend("tpu", None, "")) == {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU"}
 
 
 def test_a_function_may_have_arguments_of_its_own(tmp_path: Path) -> None:

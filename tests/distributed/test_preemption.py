@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import nbclient
 import nbformat
@@ -340,7 +340,7 @@ def test_time_budget_of_a_run(tmp_path: Path) -> None:
 
 
 class Server(ThreadingHTTPServer):
-    """A metadata server as Google documents it: tags, waiting for changes, its header.
+    """A metadata server as Google documents it, with its header.
 
     Args:
         flavor: of its header; None for the server of another cloud.
@@ -348,13 +348,12 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, flavor: str | None = "Google", waits: bool = True) -> None:
+    def __init__(self, flavor: str | None = "Google") -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.flavor, self.waits = flavor, waits
+        self.flavor = flavor
         self.values = {"preempted": "FALSE", "maintenance-event": "NONE"}
         self.unavailable = 0
         self.requests: list[str] = []
-        self.changed = threading.Condition()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
@@ -371,28 +370,21 @@ class Server(ThreadingHTTPServer):
             os.environ["GCE_METADATA_HOST"] = before
 
     def set(self, key: str, value: str) -> None:
-        with self.changed:
-            self.values[key] = value
-            self.changed.notify_all()
+        self.values[key] = value
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        server, parts = self.server, urlsplit(self.path)
-        key, query = parts.path.removeprefix("/computeMetadata/v1/instance/"), parse_qs(parts.query)
+        server, key = self.server, urlsplit(self.path).path.removeprefix("/computeMetadata/v1/instance/")
         server.requests.append(self.path)
         if self.headers["Metadata-Flavor"] != "Google":
             return self._answer(403, "")
-        with server.changed:
-            if "wait_for_change" in query and server.waits:
-                seen, patience = query["last_etag"][0], float(query["timeout_sec"][0])
-                server.changed.wait_for(lambda: _tag(server.values.get(key)) != seen, patience)
-            if server.unavailable:
-                server.unavailable -= 1
-                return self._answer(503, "")
-            value = server.values.get(key)
+        if server.unavailable:
+            server.unavailable -= 1
+            return self._answer(503, "")
+        value = server.values.get(key)
         return self._answer(404, "no such key") if value is None else self._answer(200, value)
 
     def _answer(self, status: int, text: str) -> None:
@@ -400,17 +392,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             if self.server.flavor:
                 self.send_header("Metadata-Flavor", self.server.flavor)
-            self.send_header("ETag", _tag(text))
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text.encode())
 
     def log_message(self, *_: object) -> None:
         pass
-
-
-def _tag(value: str | None) -> str:
-    return f"{hash(value):x}"
 
 
 @needs_xla
@@ -425,8 +412,6 @@ def test_preempted_in_the_middle(tmp_path: Path, capsys: pytest.CaptureFixture[s
         lasts = launch(replica_functions.agreed_steps, config_for(tmp_path, "xla-cpu"))
         assert time.monotonic() - at[0] < 5
         turn.join()
-        assert any("preempted?alt=text&wait_for_change=true&timeout_sec=60&last_etag=" in r for r in server.requests)
-        assert len(server.requests) < 20  # it waits, it does not ask again and again
     assert assert_agreed(lasts, 2, r"^the cloud takes this machine back \(instance/preempted says TRUE\)$") >= 3
     err = capsys.readouterr().err
     assert err.count("(instance/preempted says TRUE): saving a checkpoint at the next step\n") == 1
@@ -442,7 +427,7 @@ def heard(server: Server, act: Callable[[], None], wait: float = 1.0) -> list[st
     """What a watch gives after the keys have been read once and something happened."""
     given: list[str] = []
     with server.as_the_cloud(), contextlib.closing(MetadataWatch(given.append)):
-        assert eventually(lambda: sum("wait_for_change" in request for request in server.requests) >= 2, 5)
+        assert eventually(lambda: len(server.requests) >= 4, 5)
         act()
         eventually(lambda: given, wait)
     return given
@@ -493,13 +478,6 @@ def test_server_that_is_not_available_for_a_moment() -> None:
         assert server.unavailable == 0
 
 
-@pytest.mark.usefixtures("quick")
-def test_server_that_does_not_wait() -> None:
-    with Server(waits=False) as server:
-        assert len(heard(server, lambda: server.set("preempted", "TRUE"), wait=5)) == 1
-        assert len(server.requests) < 200
-
-
 def test_another_cloud() -> None:
     with Server(flavor=None) as server, server.as_the_cloud():
         server.values["preempted"] = "TRUE"
@@ -521,7 +499,7 @@ def test_no_cloud(kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
             "unknown name": "metadata.invalid", "nonsense": "no:such:port",
         }  # fmt: skip
         monkeypatch.setenv("GCE_METADATA_HOST", hosts[kind])
-        monkeypatch.setattr(preemption, "_CONNECT", 0.5)
+        monkeypatch.setattr(preemption, "_TIMEOUT", 0.5)
         started = time.monotonic()
         with Notices() as notices:
             assert time.monotonic() - started < 0.3

@@ -168,10 +168,9 @@ def trained(folder: Path, config: ModelConfig = EXACT, lora: LoraConfig | None =
     return model
 
 
-@pytest.mark.parametrize("init", ["default", "pissa", "olora"])
-def test_an_adapter_is_loaded_as_it_was_trained(tmp_path: Path, init: Any) -> None:
+def test_an_adapter_is_loaded_as_it_was_trained(tmp_path: Path) -> None:
     ids = torch.arange(2, 34)[None]
-    wanted = logits_in_training(trained(tmp_path, lora=LoraConfig(r=4, init=init, rslora=True)), ids)
+    wanted = logits_in_training(trained(tmp_path, lora=LoraConfig(r=4, rslora=True)), ids)
     with torch.no_grad():
         found = load_for_generation(EXACT, tmp_path)(ids).logits
         base = load_for_generation(EXACT)(ids).logits

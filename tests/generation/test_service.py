@@ -12,7 +12,6 @@ import re
 import select
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,16 +50,7 @@ from tpu_kit.generation import service
 from tpu_kit.generation.decoder import BLOCK, choose, widths_to
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.kv_cache import cache_bytes_per_token
-from tpu_kit.generation.prompts import (
-    ENDED,
-    START,
-    Completion,
-    from_json,
-    split_reasoning,
-    stop_table,
-    to_json,
-    token_bytes,
-)  # fmt: skip
+from tpu_kit.generation.prompts import Completion, from_json, split_reasoning, to_json
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import arrange_for_few_rows, generate, load_for_generation
 from tpu_kit.hardware.chips import GIB
@@ -146,71 +136,7 @@ def test_a_sample_s_random_numbers_are_its_own() -> None:
     assert together.min() >= 0 and together.max() < 1
 
 
-# ---------------------------------------------------------------------------------------------------------- stop test
-
-
-def walk(table: torch.Tensor, ids: list[int]) -> int | None:
-    """How many tokens until the end."""
-    state = START
-    for count, token in enumerate(ids, 1):
-        state = int(table[state, token])
-        if state == ENDED:
-            return count
-    return None
-
-
-def test_stop_strings_are_found_however_tokens_cut_them() -> None:
-    texts = ["</think>", "aab", "ab\n", "\u00e9a"]
-    generator_ = torch.Generator().manual_seed(0)
-    alphabet = "</think>ab\n\u00e9 ".encode()
-    pieces = [bytes([byte]) for byte in sorted(set(alphabet))]
-    for _ in range(60):
-        length = int(torch.randint(2, 6, (1,), generator=generator_))
-        picks = torch.randint(0, len(alphabet), (length,), generator=generator_).tolist()
-        pieces.append(bytes(alphabet[pick] for pick in picks))
-    pieces += [b"", b"</thi", b"nk>", b"x</think>y"]
-    table = stop_table(pieces, [0], texts, len(pieces) + 3)
-    assert table.shape == (32, len(pieces) + 3)
-    ended = Counter()
-    for _ in range(400):
-        ids = torch.randint(1, len(pieces), (12,), generator=generator_).tolist()
-        wanted = next(
-            (
-                count
-                for count in range(1, 13)
-                if any(text.encode() in b"".join(pieces[i] for i in ids[:count]) for text in texts)
-            ),
-            None,
-        )
-        assert walk(table, ids) == wanted
-        ended[wanted is None] += 1
-    assert min(ended.values()) > 40
-    assert walk(table, [5, 0, 5]) == 2
-    assert walk(table, [len(pieces) + 1, len(pieces) + 2]) is None  # rows of the model without a token
-
-
-def test_the_bytes_of_tokens_are_their_text() -> None:
-    text = "What is 2 + 3?\n\tna\u00efve \u4f60\u597d <think>"
-    for tokenizer in (load_tokenizer(ModelConfig()), tiny_tokenizer()):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        pieces = token_bytes(tokenizer)
-        assert b"".join(pieces[id_] for id_ in ids).decode() == tokenizer.decode(ids)
-        assert pieces[tokenizer.eos_token_id] == b""
-    tokenizer = tiny_tokenizer(special=("<|im_start|>", "<|im_end|>", "</think>"))
-    close = tokenizer.convert_tokens_to_ids("</think>")
-    assert token_bytes(tokenizer)[close] == b"" and token_bytes(tokenizer, ["</think>"])[close] == b"</think>"
-
-
-def test_the_bytes_of_sentencepiece_tokens() -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {"</s>": 0, "<0x0A>": 1, "\u2581a": 2, "b": 3}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    assert token_bytes(tokenizer) == [b"", b"\n", b" a", b"b"]
+# --------------------------------------------------------------------------------------------------------- reasoning
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,11 @@ def silent_hub() -> Iterator[tuple[str, list[float]]]:
             ["plan", "model.name=acme/unheard-of"],
             "model.name=acme/unheard-of: it is no folder here and its config.json",
         ),
-        (["train", "model.name=acme/unheard-of", "max_steps=1"], "model.name=acme/unheard-of: it is no folder here"),
+        pytest.param(
+            ["train", "model.name=acme/unheard-of", "max_steps=1"],
+            "model.name=acme/unheard-of: it is no folder here",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_hub_that_does_not_answer_is_tried_once(tmp_path: Path, arguments: list[str], text: str) -> None:

@@ -79,6 +79,7 @@ def server(status: int, body: str = "", seen: list[tuple[str, str | None]] | Non
             if seen is not None:
                 seen.append((self.path, self.headers["Authorization"]))
             self.send_response(status)
+            self.send_header("Metadata-Flavor", "Google")
             if 300 <= status < 400:
                 self.send_header("Location", "/elsewhere")
             self.end_headers()
@@ -289,7 +290,7 @@ def test_metadata_absent(tmp_path: Path) -> None:
         refused = machine.check_metadata(replace(at, metadata_server=address))
     gone = machine.check_metadata(replace(at, metadata_server=address))
     assert refused.status == gone.status == "failure"
-    assert "answers 404 without the TPU's type: importing torch_xla would fail or hang" in refused.found
+    assert "does not know the TPU's type: importing torch_xla would fail or hang" in refused.found
     assert "no metadata server" in gone.found
     exports = "TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_HOST_BOUNDS=1,1,1 TPU_CHIPS_PER_HOST_BOUNDS=2,4,1 TPU_WORKER_ID=0"
     assert refused.fix == gone.fix == f"export TPU_SKIP_MDS_QUERY=1 {exports} TPU_WORKER_HOSTNAMES=localhost"
@@ -435,7 +436,7 @@ def test_replicas_do_not_inherit_what_kaggles_image_sets(tmp_path: Path, monkeyp
     for chips, replicas, inherits in ((8, None, False), (8, 8, False), (8, 1, True), (1, None, True)):
         at = fake(tmp_path / f"{chips}-{replicas}", *[V5E] * chips, environ=dict(os.environ))
         monkeypatch.setattr(launch, "Machine", lambda at=at: at)
-        environment = launch._inherited(Backend("tpu", replicas, "a test"))
+        environment = launch._environment(Backend("tpu", replicas, "a test"))
         assert ("TPU_PROCESS_ADDRESSES" in environment) == inherits and environment["ISTPUVM"] == "1"
     at = fake(tmp_path / "pod", *[V5E] * 4, environ={**os.environ, "TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2"})
     assert machine.preset_per_process(at) == []

@@ -87,15 +87,6 @@ FORMATS: dict[str, tuple[str, Callable[[int, int], Row], str]] = {
         },
         "cot (question=problem, reasoning=generated_solution, answer=expected_answer)",
     ),
-    "s1k": (
-        "rows.parquet",
-        lambda a, b: {
-            "solution": f"The sum is {a + b}.", "question": asked(a, b), "cot_type": "math",
-            "source_type": "own", "metadata": "{}", "cot": None, "thinking_trajectories": [steps(a, b)],
-            "attempt": str(a + b),
-        },
-        "cot (question=question, reasoning=thinking_trajectories, answer=attempt)",
-    ),
     "csv": (
         "rows.csv", lambda a, b: {"Question": asked(a, b), "Reasoning": steps(a, b), "Answer": a + b},
         "cot (question=Question, reasoning=Reasoning, answer=Answer)",
@@ -134,7 +125,7 @@ def test_sixty_rows_are_read_as_they_are_meant(kind: str, tmp_path: Path) -> Non
     report = prepared.report
     assert report.layout.startswith(FORMATS[kind][2])
     assert (report.rows_read, report.rows_used, report.held_out) == (60, 54, 6)
-    with_reasoning = kind in ("messages", "sharegpt", "gsm8k", "openmathinstruct", "s1k", "csv")
+    with_reasoning = kind in ("messages", "sharegpt", "gsm8k", "openmathinstruct", "csv")
     assert report.reasoning.found == (54 if with_reasoning else 0)
     assert outlook.config.optim.batch_size == min(4, len(prepared.train)), "a default batch that they do not fill"
 

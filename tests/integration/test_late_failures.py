@@ -115,16 +115,6 @@ def test_fewer_rows_than_are_to_be_answered(tmp_path: Path, capsys: pytest.Captu
     )
 
 
-@pytest.mark.parametrize("name", ["adapter", "eval.json"])
-def test_what_is_in_the_way_of_the_results(tmp_path: Path, name: str) -> None:
-    config = configured(tmp_path, "cot")
-    config.output_path.mkdir()
-    in_the_way = config.output_path / name
-    in_the_way.mkdir() if name == "eval.json" else in_the_way.touch()
-    with pytest.raises(ValueError, match=rf"{name} is in the way of what training writes there: move it away"):
-        sft.train(config)
-
-
 def test_a_tracker_that_does_not_close_fails_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Gone:
         def finish(self, exit_code: int) -> None:

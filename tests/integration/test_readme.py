@@ -16,9 +16,9 @@ import pytest
 
 from tests.support.child_processes import REPOSITORY
 from tpu_kit.cli import COMMANDS
-from tpu_kit.config.loader import load_config
+from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.config.schema import parameters
-from tpu_kit.notebook.sweep import read_sweep
+from tpu_kit.recipes.sft import TrainResult
 
 MAIN = REPOSITORY / "README.md"
 ROOMS = [
@@ -57,7 +57,6 @@ RUN_BY = {
     "python -m tpu_kit plan": "test_planner.test_the_report",
     "python -m tpu_kit pod": "test_pods.test_the_page_shows_what_the_commands_print",
     "python -m tpu_kit search": "test_tree_search.test_the_command",
-    "python -m tpu_kit sweep": "test_sweep.test_what_was_under_way_goes_on",
     "python -m tpu_kit verify": "test_verify.test_what_fails_is_told_and_stops_nothing",
     "python -m tpu_kit train": "test_end_to_end.test_the_shipped_configuration_trains_on_two_replicas",
 }
@@ -113,7 +112,7 @@ def broken_links(texts: dict[Path, str]) -> list[str]:
 
 def test_there_are_commands() -> None:
     assert len(commands(TEXTS[MAIN])) > 15
-    assert {" ".join(one.split()[:4]) for one in commands(TEXTS[MAIN])} >= {"make train", "python -m tpu_kit sweep"}
+    assert {" ".join(one.split()[:4]) for one in commands(TEXTS[MAIN])} >= {"make train", "python -m tpu_kit train"}
     assert all(commands(TEXTS[path]) for path in ROOMS)
 
 
@@ -170,11 +169,14 @@ def test_what_a_command_is_given_exists(command: str, tmp_path: Path, monkeypatc
             assert re.search(rf"(^|[\s\[]){re.escape(key)}\b", text), f"{name} does not explain {key}"
 
 
-def test_the_sweep_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("sweep.yaml").write_text(block_with("grid:"))
-    plan = read_sweep(REPOSITORY / "notebooks" / "4-train-cot-sft.ipynb", Path("sweep.yaml"))
-    assert len(plan.trials) == 4
+def test_the_loop_over_train_makes_four_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = [block for block in blocks(TEXTS[REPOSITORY / "notebooks" / "README.md"], "python") if "product" in block]
+    configs: list[TrainConfig] = []
+    ended = TrainResult("finished", "", 80, 80, {"eval_loss": 1.0}, "", None, "")
+    monkeypatch.setattr("tpu_kit.train", lambda config: configs.append(config) or ended)
+    exec(code, {})
+    assert [(one.optim.learning_rate, one.lora.r) for one in configs] == [(1e-3, 4), (1e-3, 16), (5e-3, 4), (5e-3, 16)]
+    assert len({one.run_name for one in configs}) == 4
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(REPOSITORY)))

@@ -81,22 +81,9 @@ def logits(model: Any) -> torch.Tensor:
         {"lora.r": 4, "lora.rslora": True, "lora.alpha": 7.0, "lora.dropout": 0.2},
         {"lora.r": 4, "lora.dora": True},
         {"lora.r": 2, "lora.targets": ["q_proj", "down_proj"]},
-        *({"lora.r": 4, "lora.init": init} for init in ("pissa", "olora", "orthogonal", "gaussian")),
-        {"lora.r": 4, "lora.init": "pissa", "lora.rslora": True},
-        {"lora.r": 4, "lora.init": "olora", "lora.dora": True},
+        {"lora.r": 4, "lora.init": "gaussian"},
     ],
-    ids=[
-        "plain",
-        "rslora",
-        "dora",
-        "some targets",
-        "pissa",
-        "olora",
-        "orthogonal",
-        "gaussian",
-        "pissa, rslora",
-        "olora, dora",
-    ],
+    ids=["plain", "rslora", "dora", "some targets", "gaussian"],
 )
 def test_stock_peft_loads_the_adapter_with_the_same_logits(
     folder: Path, tmp_path: Path, tokenizer: Any, lora: dict[str, Any]

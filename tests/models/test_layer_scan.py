@@ -316,7 +316,7 @@ def test_an_adapter_is_saved_as_ever() -> None:
         assert torch.equal(files[1][name], value)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 @pytest.mark.parametrize("now", [layer_functions.scanned, tiny], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize("before", [layer_functions.scanned, tiny], ids=["was-scanned", "was-unrolled"])
 def test_going_on_from_a_checkpoint(
@@ -342,7 +342,7 @@ def test_going_on_from_a_checkpoint(
     for name, value in state.to_host(ALONE).items():
         if before is now:
             assert torch.equal(value, ended[name]), name
-        elif not name.startswith("moments/") or optimizer != "adamw8bit":  # codes may differ by one
+        else:
             torch.testing.assert_close(ended[name], value, rtol=1e-4, atol=1e-6)
 
 

@@ -101,6 +101,7 @@ def write_transformers(folder: Path, version: str) -> str:
 ENSURE = "from tpu_kit.diagnostics import install\ninstall.ensure({!r})"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernel_env")
 def test_a_package_that_is_replaced_under_a_kernel_asks_for_a_new_one(
     tmp_path: Path, kernel_python: Path, monkeypatch: pytest.MonkeyPatch

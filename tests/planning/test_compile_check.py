@@ -74,8 +74,6 @@ def test_the_step_of_eight_replicas_is_one_program_that_writes_over_its_state(ei
     assert eight.aliased_bytes is not None and eight.output_bytes is not None
     assert 3 * 4 * trained <= eight.aliased_bytes < 3 * 4 * trained + 4096
     assert 0 <= eight.output_bytes - eight.aliased_bytes <= 4096
-    # The chunks of the loss are a loop: 4 x 256 tokens by 256.
-    assert 4 in eight.loop_trips.values() and None not in eight.loop_trips.values()
 
 
 @needs_libtpu
@@ -94,7 +92,6 @@ def test_its_sizes_add_up_and_fit(eight: Compiled) -> None:
     assert eight.flops is not None and 1.0 < eight.flops / least < 1.3
     assert eight.bytes_accessed is not None and eight.bytes_accessed > 5 * eight.argument_bytes
     assert eight.hbm_bytes is not None and eight.argument_bytes / 2 < eight.hbm_bytes
-    assert 0 < eight.trace_host_bytes < 3 * GIB
     assert str(eight).startswith("fits v5e:2x4: 0.0")
 
 
@@ -198,12 +195,10 @@ def test_what_is_asked_of_the_child(tiny: Path, tmp_path: Path, monkeypatch: pyt
 def test_the_key_follows_from_all_that_makes_the_program(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The replicas, the settings, the model's shape, and the code of what tracing imports, within functions too."""
+    """The replicas, the settings, the model's shape, and the code."""
     ignored = shutil.ignore_patterns("*.safetensors", "__pycache__")
     source = shutil.copytree(REPOSITORY / "tpu_kit", tmp_path / "tpu_kit", ignore=ignored)
-    monkeypatch.setattr(
-        compile_check, "_file", lambda module: source.parent.joinpath(*module.split(".")).with_suffix(".py")
-    )
+    monkeypatch.setattr(compile_check, "__file__", str(source / "planning/compile_check.py"))
     monkeypatch.setattr(compile_check, "_source", compile_check._source.__wrapped__)  # files do not change in a process
 
     def key(model: Path = tiny, replicas: int = 1, *changes: str) -> str:
@@ -211,14 +206,10 @@ def test_the_key_follows_from_all_that_makes_the_program(
 
     other = write_config(tmp_path / "other", TINY, rms_norm_eps=1e-6)
     keys = [key(), key(tiny, 2), key(tiny, 1, "lora.r=3"), key(other)]
-    # compile_check reads what the compiler says, loss is imported by step, and cpu_simulation within a function.
-    for name in ("planning/compile_check", "training/loss", "distributed/cpu_simulation"):
-        with (source / f"{name}.py").open("a") as file:
-            file.write("# changed\n")
-        keys.append(key())
-    assert len(set(keys)) == len(keys)
-    (source / "notebook/cells.py").unlink()
-    assert key() == keys[-1], "it has no part in the program"
+    with (source / "training/loss.py").open("a") as file:
+        file.write("# changed\n")
+    keys.append(key())
+    assert len(set(keys)) == len(keys) and key() == keys[-1]
 
 
 # -------------------------------------------------------------------------------------------- a process of its own

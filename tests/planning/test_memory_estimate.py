@@ -60,8 +60,6 @@ def of(folder: Path, shape: dict[str, Any], *settings: str, **changes: Any) -> M
 
 MISSED = (  # steps that the formula misses, and was not mended for; all but the last were held out
     "gemma3-1b-26 v5p:2x2x1 lora.r=0 optimizer=adafactor batch_size=4",
-    "llama-1b-16 v6e:1x1 lora.r=0 optimizer=adamw8bit batch_size=2",
-    "gemma3-1b-26 v6e:1x1 lora.r=0 optimizer=adamw8bit batch_size=2",
     "qwen3-32b-64 v5e:2x4 mesh=fsdp=8 batch_size=1 max_length=4096 mlp_tile=null",
 )
 MET = [answer for answer in ANSWERS if name_of(answer) not in MISSED]
@@ -177,32 +175,11 @@ def test_parts_sum_up(tmp_path: Path) -> None:
 
 def test_optimizers_and_the_average(tmp_path: Path) -> None:
     sizes = {name: of(tmp_path, QWEN2_500M, f"optimizer={name}").parts["optimizer"]
-             for name in ("adamw", "adamw8bit", "adafactor")}  # fmt: skip
+             for name in ("adamw", "adafactor")}  # fmt: skip
     trained = of(tmp_path, QWEN2_500M).trained
     assert sizes["adamw"] == 8 * trained
-    assert 2 * trained < sizes["adamw8bit"] < 3 * trained
     assert sizes["adafactor"] < trained
     assert of(tmp_path, QWEN2_500M, "ema_decay=0.99").parts["ema"] == pytest.approx(4 * trained, rel=1e-3)
-
-
-@pytest.mark.parametrize("settings", [("lora.r=16",), ("lora.r=0",)])
-def test_8_bit_state_is_counted_as_it_is_held(settings: tuple[str, ...], tmp_path: Path) -> None:
-    """Of a hidden size that is no multiple of a block, so that rows are filled up."""
-    torch = pytest.importorskip("torch")
-    from tpu_kit.planning.activation_memory import update_groups
-    from tpu_kit.training.optimizer import OPTIMIZERS, group
-
-    model = write_config(tmp_path / "model", SMOLLM2_135M, num_hidden_layers=4)
-    config = load_config(None, [f"model.name={model}", "optimizer=adamw8bit", *settings])
-    shape, kind = read_shape(config.model), OPTIMIZERS["adamw8bit"]
-    tensors = [tensor for one in update_groups(shape, config.lora, scanned=True) for tensor in one]
-    named = {str(place): torch.empty(one, device="meta") for place, one in enumerate(tensors)}
-    stacks = {name: [name] * 4 for name, one in named.items() if one.ndim == 3 or one.shape[0] == 4}
-    groups = group(named, stacks, kind.block)
-    held = sum(padded(tuple(moment.shape), moment.itemsize, free=True)
-               for one in groups for moment in kind.start(one).values())  # fmt: skip
-    seeds = sum(4 * one.seeds().numel() for one in groups)
-    assert estimate(config).parts["optimizer"] == pytest.approx(held + seeds, rel=1e-3)
 
 
 def test_the_largest_stack_is_written_beside_the_arguments(tmp_path: Path) -> None:
@@ -213,21 +190,6 @@ def test_the_largest_stack_is_written_beside_the_arguments(tmp_path: Path) -> No
     largest = 4 * 16 * 2048 * 8192
     assert adamw.moment == "update" and adamw.parts["update"] == 3 * largest
     assert adafactor.moment == "backward" and adamw.parts["gradients"] == 4 * adamw.trained
-
-
-def test_directions_of_8_bit_adamw_stay(tmp_path: Path) -> None:
-    """Of the embedding, updated first, there are direction and moments in rows filled up to blocks."""
-    found = of(tmp_path, RECORDED["models"]["qwen2-0.5b"], "lora.r=0", "optimizer=adamw8bit", "batch_size=1")
-    assert found.moment == "update" and found.parts["update"] == 3 * 4 * 151936 * 1024
-
-
-def test_of_a_stack_8_bit_adamw_has_one_layer_at_a_time(tmp_path: Path) -> None:
-    """It never takes more than the backward pass; the directions of all its stacks together would."""
-    shape = RECORDED["models"]["qwen2.5-1.5b"]
-    found = of(tmp_path, shape, "lora.r=0", "optimizer=adamw8bit", "batch_size=2")
-    plain = of(tmp_path, shape, "lora.r=0", "batch_size=2")
-    assert found.temporary_bytes <= plain.temporary_bytes
-    assert found.moment == "backward"
 
 
 def test_a_frozen_model_is_copied_for_a_loop_over_tiles_alone(tmp_path: Path) -> None:

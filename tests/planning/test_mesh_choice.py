@@ -16,10 +16,10 @@ from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.distributed import runtime
-from tpu_kit.hardware.chips import CHIPS, chip
+from tpu_kit.hardware.chips import chip
 from tpu_kit.hardware.slices import find_slice
 from tpu_kit.models.architecture import read_shape
-from tpu_kit.planning.cost import break_even, link_seconds, sharded_work, step_time, transfers
+from tpu_kit.planning.cost import link_seconds, sharded_work, step_time, transfers
 from tpu_kit.planning.mesh_choice import largest_models, placed
 from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.preflight import check_before_launch
@@ -137,7 +137,7 @@ def test_a_plan_shows_devices_shards_and_collectives(capsys: pytest.CaptureFixtu
     assert gate["MiB a device"] == "448.0" and "layers.*.mlp.gate_proj.base_layer.weight" in text
     kinds = [str(row["collective"]) for row in transfer_rows(found)]
     assert kinds[0] == "all-gather of weights" and "all-reduce of activations" in kinds
-    assert "collectives take" in text and "tokens a device in a pass on" in text
+    assert "collectives take" in text
     assert found.to_dict()["mesh"] == "fsdp=4,model=2" and found.to_dict()["transfers"][0]["bytes"] > 1e9
     assert mesh_lines(planned(model="Qwen/Qwen3-0.6B")) == []
 
@@ -167,17 +167,6 @@ def test_collectives_are_those_of_the_compiled_program(answer: dict[str, Any], t
     assert moved == pytest.approx(wanted, rel=0.15 if mesh.size > 64 else 0.06)
     time = step_time(done, chip(answer["topology"].partition(":")[0]), 1)
     assert 0 < time.all_reduce < max(time.compute, time.memory)
-
-
-def test_from_how_many_tokens_on_products_hide_the_collectives(tmp_path: Path) -> None:
-    model = write_config(tmp_path / "8b", LLAMA_8B)
-    mesh = resolve_mesh("fsdp=8", 8)
-    tokens = {}
-    for rank in (16, 0):
-        config = run(model, f"lora.r={rank}", "mesh=fsdp=8")
-        tokens[rank] = break_even(config, read_shape(config.model), mesh, CHIPS["v5e"])
-    assert tokens == {16: pytest.approx(580, abs=30), 0: pytest.approx(670, abs=40)}
-    assert break_even(run(model), read_shape(run(model).model), resolve_mesh("data=8", 8), CHIPS["v5e"]) is None
 
 
 # ------------------------------------------------------------------------------------------------- several slices
@@ -239,7 +228,7 @@ def test_a_shipped_configuration_compiles(name: str) -> None:
     assert "all-gather" in text and "synchronous" in text and "s predicted" in text
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_the_state_of_an_optimizer_is_counted_as_it_is_sharded(optimizer: str, tmp_path: Path) -> None:
     """Against the state that training makes on the meta device."""
     torch = pytest.importorskip("torch")
@@ -247,20 +236,18 @@ def test_the_state_of_an_optimizer_is_counted_as_it_is_sharded(optimizer: str, t
     from tpu_kit.distributed.mesh import use_mesh
     from tpu_kit.models import attention, causal_lm
     from tpu_kit.planning.trace import empty_model
-    from tpu_kit.training.step import place
+    from tpu_kit.training.step import prepare_model
 
     model = write_config(tmp_path / "qwen", QWEN2_500M, num_hidden_layers=4)
     config = run(model, "mesh=data=2,fsdp=4", f"optimizer={optimizer}", "lora.r=0", "batch_size=1", "attention=sdpa")
     mesh = resolve_mesh("data=2,fsdp=4", 8)
     with torch.device("meta"), use_mesh(mesh), attention.lowering_for_tpu():
         made = causal_lm.adapt(empty_model(config), config.lora, "bf16").train()
-        state = place(made, config, TpuRuntime(0, 1, torch.device("meta")))
+        state = prepare_model(made, config, TpuRuntime(0, 1, torch.device("meta")))
         specs = state.specs(made)
         held = sum(
             math.prod(mesh.shard_shape(mesh.fitted(specs[name], one.shape), one.shape)) * one.itemsize
             for name, one in ((f"moments.{name}", moment) for name, moment in state.moments.items())
         )
-        held += sum(math.prod(mesh.shard_shape(mesh.fitted(specs[f"seeds.{number}"], one.shape), one.shape)) * 4
-                    for number, one in state.seeds.items())  # fmt: skip
     (found,) = plan(config, [SLICE])
     assert found.parts["optimizer"] == pytest.approx(held, rel=0.03)  # tiles filled up

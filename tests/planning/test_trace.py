@@ -58,7 +58,7 @@ os._exit(0)
 
 CASES: list[list[Any]] = [
     [8], [1], [2, "batch_size=4"], [1, "learning_rate=1e-5"], [1, "ema_decay=0.9"], [1, "remat=none"],
-    [1, "gradient_accumulation=2"], [1, "lora.r=0"], [1, "optimizer=adamw8bit"], [1, "attention=sdpa"],
+    [1, "gradient_accumulation=2"], [1, "lora.r=0"], [1, "attention=sdpa"],
     [1, "remat=outputs"], [1, "remat=outputs", "attention=sdpa"], [1, "mlp_tile=null"], [1, "mlp_tile=512"],
 ]  # fmt: skip
 IN_BLOCKS: list[list[Any]] = [[1, "mlp_tile=null"], [1, "mlp_tile=null", "remat=outputs"]]
@@ -92,7 +92,7 @@ def test_in_a_block_no_layer_goes_back_before_the_one_after_it_has(traced: list[
 
 def test_traced_programs(traced: list[dict[str, Any]]) -> None:
     found = traced[: len(CASES)]
-    eight, one, two, slow, average, plain, twice, full, bits, sdpa, kept, kept_sdpa, untiled, tiled = found
+    eight, one, two, slow, average, plain, twice, full, sdpa, kept, kept_sdpa, untiled, tiled = found
 
     assert [case["all_reduces"] for case in (eight, two, one)] == [1, 1, 0]
     assert not any(case["logits"] for case in (eight, one, two, plain, twice, full)), "full logits exist"
@@ -101,7 +101,7 @@ def test_traced_programs(traced: list[dict[str, Any]]) -> None:
     assert twice["barriers"] > 2 * one["barriers"], "one pass may begin before the other has ended"
     assert set(twice["donated"]) == set(one["donated"])
     assert one["hash"] == slow["hash"] and eight["hash"] == two["hash"], "a number of the run is a constant"
-    assert len({case["hash"] for case in (eight, one, average, plain, twice, full, bits, sdpa, kept)}) == 9
+    assert len({case["hash"] for case in (eight, one, average, plain, twice, full, sdpa, kept)}) == 8
 
     # The second tile waits for all of the first: the gradient that it gives, and the sums of six adapter matrices.
     assert tiled["barriers"] == untiled["barriers"] + 1
@@ -118,7 +118,6 @@ def test_traced_programs(traced: list[dict[str, Any]]) -> None:
     assert len({tuple(name.split(".")[-4:-2]) for name in adapters}) == 7 * 2  # A and B of each linear layer
     assert set(one["donated"]) - adapters >= state
     assert set(average["donated"]) - set(one["donated"]) == {"average.0"}
-    assert {"moments.first_code.0", "moments.first_scale.0"} <= set(bits["donated"])
     names = set(one["arguments"])
     assert {"batch.input_ids", "batch.labels", "batch.position_ids", "batch.segment_ids", "control"} <= names
     assert not any("base_layer" in name for name in one["donated"]), "a frozen weight is given away"
@@ -133,7 +132,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tpu_kit.models import causal_lm as models
 from tpu_kit.config.loader import load_config
 from tpu_kit.distributed.backends import TpuRuntime
-from tpu_kit.training.step import place
+from tpu_kit.training.step import prepare_model
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.step import train_step
 
@@ -141,7 +140,7 @@ config = load_config(None, [f"model.name={sys.argv[1]}", "max_length=128", "batc
 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]), dtype=torch.bfloat16)
 model = models.adapt(model, config.lora, "bf16").train()
 replica = TpuRuntime(0, 1, torch_xla.device())  # what a TPU would be given, on the CPU
-state = place(model, config, replica)
+state = prepare_model(model, config, replica)
 replica.sync()
 whole = {name: torch.ones(2, 128, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}
 whole["segment_ids"] = torch.ones(2, 128, dtype=torch.int32)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import shutil
-from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +12,11 @@ import pytest
 
 from tests.recipes.conftest import world
 from tests.support import profile_functions
-from tests.support.compiler_models import QWEN2_500M, TINY, write_config
+from tests.support.compiler_models import TINY, write_config
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.profiling import profile as profiling
-from tpu_kit.profiling.advice import RULES
 from tpu_kit.profiling.profile import Profile, profile
 from tpu_kit.profiling.recorder import record
 from tpu_kit.profiling.timeline import Event, Trace, read_trace
@@ -66,28 +62,19 @@ def test_the_parts_of_a_step_add_up_to_it(run: Run) -> None:
     start, end = found.trace.window
     traced = (end - start) / STEPS
     assert sum(found.trace.split().values()) == pytest.approx(traced, rel=1e-6)
-    assert found.seconds == pytest.approx(min(traced, found.first.seconds)), "without the profiler's own time"
+    assert found.seconds == pytest.approx(min(traced, found.recordings[0].seconds)), "without the profiler's own time"
     assert found.share("unexplained") < 0.05 and found.split["device compute"] > 0
     assert sum(found.recordings[0].phases.values()) / STEPS == pytest.approx(traced, rel=0.3)
-    assert any("layers.1.mlp" in one.source for one in found.costs), "operations have the path of their module"
-    backward = [one for one in found.costs if "Backward" in one.name and "layers.0.self_attn" in one.source]
-    assert backward, "those of the backward pass too"
-    assert found.trace.memory, "memory over the step"
-    assert 0 < found.update < 1 and 0 <= found.per_call <= 1 and found.first.short_seconds > 0
+    assert any("Backward" in one.name for one in found.costs), "operations of the backward pass too"
 
 
-@pytest.mark.parametrize(
-    ("what", "bucket"),
-    [
-        (profile_functions.slow_input, "input wait"), (profile_functions.slow_host, "host code"),
-        (profile_functions.slow_tracing, "host tracing"), (profile_functions.slow_device, "device compute"),
-    ],
-)  # fmt: skip
-def test_a_planted_delay_lands_in_its_bucket(run: Run, what: Any, bucket: str) -> None:
-    found = run(what)
+@pytest.mark.parametrize("bucket", ["input wait", "host code", "host tracing", "device compute"])
+def test_a_planted_delay_lands_in_its_bucket(run: Run, bucket: str) -> None:
+    found = run(profile_functions.slow_everywhere)
     assert found.trace is not None
     rows = json.loads(((found.folder or Path()) / "trace.json").read_text())["traceEvents"]
-    starts = [(row["ts"] / 1e6, row["dur"] / 1e6) for row in rows if row.get("name") == profile_functions.PLANTED]
+    name = profile_functions.PLANTED + bucket
+    starts = [(row["ts"] / 1e6, row["dur"] / 1e6) for row in rows if row.get("name") == name]
     planted = [(start, start + taken) for start, taken in starts if start > found.trace.window[0]][:STEPS]
     assert len(planted) == STEPS
     for start, end in planted:
@@ -95,6 +82,7 @@ def test_a_planted_delay_lands_in_its_bucket(run: Run, what: Any, bucket: str) -
         landed = Trace(1, found.trace.events, (start, end)).split()
         assert landed[bucket] == pytest.approx(end - start, rel=0.1), landed
     assert found.trace.split()[bucket] >= 0.9 * profile_functions.DELAY
+    assert {"input wait", "host code"} <= {one.rule for one in found.advice}
 
 
 @pytest.mark.slow
@@ -102,38 +90,14 @@ def test_a_healthy_run_has_no_advice(run: Run) -> None:
     assert run(**HEALTHY).advice == []
 
 
-def test_real_runs_provoke_their_rules(run: Run) -> None:
-    def rules(*args: Any, **changes: Any) -> dict[str, str]:
-        return {one.rule: one.change for one in run(*args, **changes).advice}
-
-    assert "input_wait" in rules(profile_functions.slow_input)
-    assert rules(profile_functions.slow_host)["host_code"] == "tracking.logging_steps=100"
-    assert rules(profile_functions.slow_tracing)["host_tracing"].startswith("optim.batch_size=")
-    wasteful = rules(
-        **{"model.name": "embedded", "packing": False, "remat": "full", "max_length": 256, "save_steps": 1}
-    )
-    assert wasteful["padding"] == "data.packing=true"
-    assert wasteful["cheaper_remat"] == "optim.remat=none"
-    assert wasteful["long_rows"] == "data.max_length=128 optim.batch_size=4"
-    assert wasteful["frequent_checkpoints"].startswith("checkpoint.save_steps=")
-
-
-@pytest.mark.slow
-def test_a_long_preparation_is_advised_against(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "check_run", profile_functions.slow_preparation)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    found = profile(settings(world, tmp_path), 1)
-    assert [one.change for one in found.advice if one.rule == "preparation"] == ["data.num_proc=8"]
-
-
-def test_the_report_has_tables_pictures_and_the_trace(run: Run) -> None:
+def test_the_report_has_tables_a_picture_and_the_trace(run: Run) -> None:
     found = run()
-    text, page = str(found), (found.folder or Path()).joinpath("report.html").read_text()
-    assert f"measured over {STEPS} steps" in text and "the power of this host is not published" in text
-    for title in ("Time of a step", "Operations that cost most", "Memory of a device at its peak, by formula"):
-        assert title in text and title in page
-    assert page.count("<img alt='") == 3 and page.count("data:image/png;base64,iVBOR") == 3
-    assert "traceEvents" in json.loads((found.folder or Path()).joinpath("trace.json").read_text())
+    text, folder = str(found), found.folder or Path()
+    assert f"measured over {STEPS} steps" in text
+    assert "Time of a step" in text and "Operations that cost most" in text
+    assert folder.joinpath("profile.png").read_bytes() == found._repr_png_()
+    assert found._repr_png_().startswith(b"\x89PNG")
+    assert "traceEvents" in json.loads(folder.joinpath("trace.json").read_text())
 
 
 def test_overlapping_work_and_collectives_are_counted_once() -> None:
@@ -170,9 +134,6 @@ def test_bad_traces_are_told_in_a_line(run: Run, tmp_path: Path) -> None:
         ValueError, match=r"trace.json cannot be read .* the trace is cut short \([\d,]+ bytes; was the"
     ):
         read_trace(tmp_path, 3)
-    (tmp_path / "trace.json").write_text(json.dumps({"schemaVersion": 9, "traceEvents": []}))
-    with pytest.raises(ValueError, match="or of another version of the profiler: profile the run again"):
-        read_trace(tmp_path, 3)
     (tmp_path / "trace.json").write_text(json.dumps({"events": []}))
     with pytest.raises(ValueError, match="or of another version of the profiler: profile the run again"):
         read_trace(tmp_path, 3)
@@ -182,21 +143,6 @@ def test_a_run_that_is_over_before_the_window(world: Path, tmp_path: Path, monke
     monkeypatch.setattr(profiling, "record", profile_functions.stops)
     with pytest.raises(ValueError, match="the run was over before the window of 3 steps, which begins after 5"):
         profile(settings(world, tmp_path), 3)
-
-
-def test_a_full_disk(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 5 * 2**20))
-    with pytest.raises(ValueError, match=r"no room for a trace: .*profile has 5 MiB free, and a trace may take 1024"):
-        profile(settings(world, tmp_path), 3)
-
-
-def test_a_disk_that_fills_up_meanwhile(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "record", profile_functions.fills_the_disk)
-    with pytest.raises(
-        ValueError, match=r"the profile cannot be written to .*profile \(No space left on device\): free 1024"
-    ):
-        profile(settings(world, tmp_path), 1)
 
 
 def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +164,7 @@ def test_on_xla_the_devices_time_is_in_the_trace(run: Run) -> None:
     assert found.trace is not None and found.trace.steps >= 2
     assert found.share("unexplained") < 0.05 and found.split["exposed collectives"] > 0
     assert len(found.recordings) == 2 and found.recordings[0].counts["compiles"] == 0
-    assert found.recordings[0].counts["fallbacks"] == 0 and not found.recordings[0].reads
+    assert found.recordings[0].counts["fallbacks"] == 0
     assert {"collective", "phase"} < {one.kind for one in found.trace.events}
     (path,) = (found.folder or Path()).rglob("*.xplane.pb")
     path.write_bytes(path.read_bytes()[:-1000])
@@ -230,22 +176,16 @@ def test_on_xla_the_devices_time_is_in_the_trace(run: Run) -> None:
 @pytest.mark.slow
 def test_a_slow_replica_is_named(run: Run) -> None:
     found = run(profile_functions.slow_rank, device_type="xla-cpu", num_replicas=2)
-    (advice,) = [one for one in found.advice if one.rule == "slow_replica"]
+    (advice,) = [one for one in found.advice if one.rule == "slow replica"]
     assert advice.figure.startswith("replica 1 takes") and "doctor" in advice.change
 
 
 @needs_xla
 @pytest.mark.slow
-def test_on_xla_reads_and_compiles_are_told_with_their_cause(run: Run) -> None:
-    read = run(profile_functions.reads, device_type="xla-cpu", num_replicas=1)
-    assert [one.rule for one in read.advice if one.rule == "host_reads"]
-    assert any("profile_functions.py" in line and ".item()" in line for line in read.recordings[0].reads)
+def test_on_xla_compiles_are_told(run: Run) -> None:
     compiled = run(profile_functions.recompiles, device_type="xla-cpu", num_replicas=1)
     assert compiled.recordings[0].counts["compiles"] >= STEPS
-    assert "a constant of the program" in next(str(one) for one in compiled.advice if one.rule == "recompilation")
-    grown = run(device_type="xla-cpu", num_replicas=1, batch_growth_factor=2.0, batch_growth_steps=7)
-    assert "it takes 2 batches, and 1 before" in str(grown)
-    assert "optim.batch_growth_steps=null" in [one.change for one in grown.advice]
+    assert "recompilation" in [one.rule for one in compiled.advice]
 
 
 @needs_libtpu
@@ -260,33 +200,4 @@ def test_the_profile_of_a_tpu_that_is_not_here(tmp_path: Path) -> None:
     assert sum(one.flops for one in compiled.operations) == pytest.approx(compiled.flops, rel=0.1)
     text = str(found)
     assert "predicted from the compiled program, not measured" in text and "layers-0/mlp" in text
-    assert "Layers that cost most" in text and "Largest buffers" in text
-
-
-TPU_RUNS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
-    "healthy": ("v5e", {"batch_size": "auto"}, set()),
-    "wasteful": (
-        "v5e",
-        {"batch_size": 2, "max_length": 2048, "attention": "sdpa", "base_dtype": "fp32",
-         "loss_chunk": 64, "save_steps": 1},
-        {"dense_attention", "fp32_weights", "loss_chunks", "frequent_checkpoints"},
-    ),
-    "sharded": ("v5e:2x4", {"mesh": "fsdp=8", "batch_size": 1}, {"needless_sharding", "free_memory"}),
-    "all-reduced": (
-        "v5e:2x4", {"num_replicas": 8, "lora.r": 0, "batch_size": 1, "max_length": 128}, {"exposed_collectives"},
-    ),
-    "passes": ("v5e", {"batch_size": 1, "gradient_accumulation": 2, "max_length": 128}, {"accumulation"}),
-    "full": ("v5e", {"batch_size": 132}, {"memory_pressure"}),
-}  # fmt: skip
-
-
-@needs_libtpu
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TPU_RUNS)
-def test_compiled_programs_provoke_the_rules_of_a_tpu(name: str, tmp_path: Path) -> None:
-    chip, changes, expected = TPU_RUNS[name]
-    model = write_config(tmp_path, QWEN2_500M)
-    common = {"model.name": str(model), "max_steps": 5000, "save_steps": 500, "max_length": 1024}
-    found = profile(load_config(None, {**common, **changes}), chip=chip)
-    rules = {rule.__name__ for rule in RULES if rule(found)}
-    assert expected <= rules and (expected or not rules), f"{found}"
+    assert "Layers that cost most" in text and "the step fits v5e:1x1" in text

@@ -29,7 +29,7 @@ MESHES = ("data=8", "fsdp=8", "model=2,fsdp=4", "data=2,fsdp=2,model=2")
 
 def run(world: Path, folder: Path, mesh: str | None, **changes: Any) -> TrainConfig:
     """Eight rows an update in two passes, with all that a step has: clipping, average, packing, decay, tiles."""
-    shards = {None: 1, "model=2,fsdp=4": 4, "data=2,fsdp=2,model=2": 4, "fsdp=4": 4}.get(mesh, 8)
+    shards = {None: 1, "model=2,fsdp=4": 4, "data=2,fsdp=2,model=2": 4, "fsdp=4": 4, "fsdp=2,model=2": 2}.get(mesh, 8)
     settings = {
         "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4, "source": str(world / "rows.jsonl"),
         "max_length": 96, "eval_rows": 8, "max_steps": STEPS, "learning_rate": 1e-2, "loss_chunk": 48, "mlp_tile": 96,
@@ -60,7 +60,7 @@ def single(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[]
 
     def get() -> TrainConfig:
         if not made:
-            made.append(run(world, tmp_path_factory.mktemp("single"), None))
+            made.append(run(world, tmp_path_factory.mktemp("single"), None, device_type="cpu", scan_layers="auto"))
         return made[0]
 
     return get
@@ -81,14 +81,14 @@ def check_equal(mine: TrainConfig, reference: TrainConfig) -> None:
         assert apart <= 1e-3 * moved + 1e-7, (name, float(apart), float(moved))
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=2,model=2", pytest.param(MESHES[-1], marks=pytest.mark.slow)])
 def test_a_mesh_trains_like_one_device_and_resumes_bit_for_bit(
-    world: Path, tmp_path: Path, single: Callable[[], TrainConfig], capfd: pytest.CaptureFixture[str]
+    world: Path, tmp_path: Path, single: Callable[[], TrainConfig], capfd: pytest.CaptureFixture[str], mesh: str
 ) -> None:
-    mesh = MESHES[-1]
     whole = run(world, tmp_path / "whole", mesh)
     check_equal(whole, single())
     said = capfd.readouterr().err
-    assert "a mesh of 8 devices, data=2,fsdp=2,model=2" in said
+    assert f" devices, {mesh}" in said
     assert "GSPMD" not in said and "leaked" not in said
     lines = [json.loads(line) for line in (whole.output_path / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "train"]
@@ -160,19 +160,6 @@ def test_fused_products_whose_parts_cross_the_shards_train_like_one_device(world
         "lora.targets": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     }
     check_equal(*(run(world, tmp_path / str(name), name, **changes) for name in (MESHES[2], None)))
-
-
-@pytest.mark.slow
-def test_eight_bit_moments_are_those_of_one_device(world: Path, tmp_path: Path) -> None:
-    changes = {"lora.r": 0, "optimizer": "adamw8bit", "learning_rate": 1e-3}
-    mesh, single = (run(world, tmp_path / str(name), name, **changes) for name in ("fsdp=4", None))
-    torch.testing.assert_close(losses(mesh), losses(single), rtol=0, atol=1e-4)
-    codes, wanted = saved(mesh, 1), saved(single, 1)
-    names = [name for name in wanted if name.startswith("moments/") and "_code/" in name]
-    assert names and codes.keys() == wanted.keys()
-    for name in names:  # a gradient that is off in its last bits may be rounded to the code beside
-        apart = (codes[name].int() - wanted[name].int()).abs()
-        assert apart.max() <= 1 and apart.float().mean() < 1e-3, name
 
 
 @pytest.mark.slow

@@ -36,8 +36,8 @@ def tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def save(store: CheckpointManager, step: int) -> None:
-    texts = {"metrics.jsonl": "".join(f'{{"step": {number}}}\n' for number in range(step))}
-    store.save(step, tensors(step), {"state": {"step": step}}, {}, best=step % 3 == 0, texts=texts)
+    documents = {"state": {"step": step}, "history": list(range(step))}
+    store.save(step, tensors(step), documents, {}, best=step % 3 == 0)
     store.wait()
 
 
@@ -68,7 +68,8 @@ def check(place: Path | str, tell: Callable[[int], None]) -> None:
         complete = store.complete()
     if is_url(place):
         objects = ObjectFolder(str(place)).list()
-        known = {name for one in complete for name in one.names()}  # type: ignore[attr-defined]
+        known = {f"{one.prefix}/{name}" for one in complete for name in one.files}  # type: ignore[attr-defined]
+        known |= {one.marker for one in complete}  # type: ignore[attr-defined]
         left = {name for name in objects if name not in known and not name.startswith("owner-")}
     else:
         left = {path.name for path in Path(place).iterdir() if path.name != ".lock" and path.name[:5] != "step-"}
@@ -78,7 +79,7 @@ def check(place: Path | str, tell: Callable[[int], None]) -> None:
             read = one.tensors(name)
             assert all(torch.equal(read[key], group[key]) for key in group)
         assert one.document("state") == {"step": one.step}
-        assert one.text("metrics.jsonl").count("\n") == one.step
+        assert len(one.document("history")) == one.step
     tell(found.step if found else 0)
 
 

@@ -51,15 +51,19 @@ def write_kernel(folder: Path, python: Path) -> Path:
     return folder / "jupyter"
 
 
+def set_environment(patch: pytest.MonkeyPatch, folder: Path, python: Path) -> None:
+    """Kernels inherit this process's environment: our package from any folder, and nothing of the machine's own."""
+    clean = child_environment({"PYTHONPATH": PYTHONPATH, "JUPYTER_PATH": str(write_kernel(folder, python))})
+    for name in set(os.environ) - set(clean):
+        patch.delenv(name)
+    for name, value in clean.items():
+        patch.setenv(name, value)
+
+
 @pytest.fixture
 def kernel_env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel_python: Path) -> None:
-    """Kernels inherit this process's environment: our package from any folder, and nothing of the machine's own."""
-    found = {"PYTHONPATH": PYTHONPATH, "JUPYTER_PATH": str(write_kernel(tmp_path, kernel_python))}
-    clean = child_environment(found)
-    for name in set(os.environ) - set(clean):
-        monkeypatch.delenv(name)
-    for name, value in clean.items():
-        monkeypatch.setenv(name, value)
+    """The environment in which a test starts kernels of its own."""
+    set_environment(monkeypatch, tmp_path, kernel_python)
 
 
 @contextlib.contextmanager
@@ -75,11 +79,23 @@ def started(folder: Path) -> Iterator[tuple[KernelManager, Any]]:
     manager.shutdown_kernel(now=True)
 
 
+@pytest.fixture(scope="session")
+def _kernel(kernel_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("kernel")
+    with pytest.MonkeyPatch.context() as patch:
+        set_environment(patch, folder, kernel_python)
+        running = started(folder)
+        _, client = running.__enter__()
+    yield client
+    running.__exit__(None, None, None)
+
+
 @pytest.fixture
-def kernel(kernel_env: None, tmp_path: Path) -> Iterator[Any]:
-    """The client of a kernel."""
-    with started(tmp_path) as (_, client):
-        yield client
+def kernel(_kernel: Any) -> Any:
+    """The client of a kernel that tests share, without the cells and names of earlier ones."""
+    assert not run_cell(_kernel, "In[:] = [''] * len(In)")[1]
+    assert not run_cell(_kernel, "%reset -f")[1]
+    return _kernel
 
 
 def run_cell(client: Any, source: str, timeout: float = 60) -> tuple[str, str]:

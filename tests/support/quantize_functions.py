@@ -44,14 +44,14 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 def noted(config: TrainConfig) -> dict[str, Any]:
     """`training_functions.watched`; also notes the hash of each replica's base, and tries a layer's gradients."""
-    place = sft.place
+    place = sft.prepare_model
 
     def hashed(model: torch.nn.Module, *rest: Any) -> Any:
         note = config.output_path / f"base-{current().rank}.json"
         note.write_text(json.dumps(fingerprint(model)))
         return place(model, *rest)
 
-    sft.place = hashed
+    sft.prepare_model = hashed
     ended = watched(config)
     return ended | {"errors": _errors()}
 

@@ -8,10 +8,8 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -24,9 +22,8 @@ from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.mesh import Box
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models import layer_scan
 from tpu_kit.recipes import sft
-from tpu_kit.training import objective_choice, optimizer, step, trainer
+from tpu_kit.training import objective_choice, step, trainer
 from tpu_kit.training.objectives import Sums, SupervisedObjective
 from tpu_kit.training.optimizer import OPTIMIZERS
 from tpu_kit.training.state import TrainState, sections
@@ -70,9 +67,9 @@ def rows(count: int = 8, width: int = 16, seed: int = 0) -> dict[str, torch.Tens
     return {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": torch.ones_like(ids)}
 
 
-def control(rate: float, step: int, keep: float = 1.0) -> torch.Tensor:
+def control(rate: float, step: int, window_open: float = 1.0) -> torch.Tensor:
     """The control tensor of `train_step`."""
-    return torch.tensor([rate, keep, float(step)])
+    return torch.tensor([rate, window_open, float(step)])
 
 
 def dealt(rank: int, replicas: int, step: int) -> list[dict[str, torch.Tensor]]:
@@ -229,46 +226,6 @@ def _late_steps(rt: Runtime, optimizer: str) -> dict[str, Any]:
         applied.append(float(rt.to_host([state.applied])[0]))
     ended = torch.cat([part.flatten() for part in sections(state.to_host(rt))["parameters"].values()])
     return {"compiled": compiled, "applied": applied, "parameters": ended.tolist()}
-
-
-def stacks_in_turn(config: TrainConfig) -> dict[str, Any]:
-    """Three updates of stacked adapters, each a group of its own: layer by layer as they are, and each stack at once.
-
-    Returns:
-        Of either all tensors; of the first what each update compiled, and on XLA the rows of its fp32 blocks of 256.
-    """
-    rt = runtime.current()
-    ended, blocks, compiled = [], set(), []
-    for whole in (False, True):
-        with ExitStack() as patches:
-            patches.enter_context(mock.patch.object(optimizer, "ALONE", 100))
-            if whole:
-                patches.enter_context(mock.patch.object(optimizer.Group, "turns", lambda *_: 1))
-            model = tiny()
-            layer_scan.stack(model.get_decoder())  # type: ignore[operator]
-            optim = replace(OPTIM, optimizer=config.optim.optimizer)
-            state = TrainState(models.to_device(model, rt.local_device), rt.local_device, optim)
-            rt.sync()
-            for number in range(1, 4):
-                before = rt.counters()["compiles"] if rt.is_xla else 0
-                scalars = control(1e-2, number, float(number > 1)).to(rt.local_device)
-                train_step(
-                    model, state, [_sent(rt, rows(2, seed=number))], scalars, SupervisedObjective(optim), optim, rt
-                )
-                if rt.is_xla and not whole and number == 1:
-                    import torch_xla
-
-                    hlo = torch_xla._XLAC._get_xla_tensors_hlo([*state.parameters.values(), *state.moments.values()])
-                    blocks = {int(rows) for rows in re.findall(r"f32\[(\d+),256\]", hlo)}
-                rt.sync()
-                compiled += [] if whole or not rt.is_xla else [rt.counters()["compiles"] - before]
-            ended.append(state.to_host(rt))
-    return {"in_turn": ended[0], "at_once": ended[1], "compiled": compiled, "blocks": sorted(blocks)}
-
-
-def optimizers_on_xla(config: TrainConfig) -> dict[str, Any]:
-    """`late_steps` and `stacks_in_turn`, in one launch."""
-    return {"late": late_steps(config), "stacks": stacks_in_turn(config)}
 
 
 class WithExtraSums(SupervisedObjective):

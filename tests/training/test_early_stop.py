@@ -139,17 +139,11 @@ def test_a_run_is_not_cut_short_after_the_fact(configure: Configure) -> None:
     config = configure(max_steps=6, save_steps=2, keep=2, logging_steps=1)
     first = sft.train(config)
     before = adapter_of(first)
-    for fewer, kept in ((4, "step-00000004"), (5, None)):
-        with pytest.raises(
-            ValueError, match=rf"step-00000006 has 6 updates, and optim.max_steps={fewer} asks"
-        ) as caught:
-            sft.train(replace(config, optim=replace(config.optim, max_steps=fewer)))
-        text = str(caught.value)
-        assert "Raise optim.max_steps to 6 updates or more" in text and "checkpoint.resume=never" in text
-        assert text.endswith(f"The adapter as it was after 4 updates is in {config.checkpoints_place}/{kept}") == bool(
-            kept
-        )
-        assert adapter_of(first) == before
+    with pytest.raises(ValueError, match=r"step-00000006 has 6 updates, and optim.max_steps=4 asks") as caught:
+        sft.train(replace(config, optim=replace(config.optim, max_steps=4)))
+    text = str(caught.value)
+    assert "Raise optim.max_steps to 6 updates or more" in text and "checkpoint.resume=never" in text
+    assert adapter_of(first) == before
     by_epochs = replace(config.optim, max_steps=None, epochs=0.05)
     with pytest.raises(ValueError, match=r"optim.epochs=0.05 asks for 1: the run is past its end"):
         sft.train(replace(config, optim=by_epochs))

@@ -157,21 +157,6 @@ def test_shift_labels_keeps_what_carries_no_loss_out():
     assert shift_labels(labels, torch.ones_like(labels)).tolist() == [[11, IGNORE, 13, IGNORE]]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"chunk": 0}, "loss_chunk is 0: give the number of tokens"),
-        ({"label_smoothing": 1.0}, "label_smoothing is 1.0: give a value from 0"),
-        ({"labels": torch.zeros(3, dtype=torch.int64)}, r"they must be \(T, H\), \(V, H\) and \(T,\)"),
-    ],
-)
-def test_wrong_arguments_say_what_to_do(change, message):
-    hidden, weight, _, labels = example()
-    arguments = {"hidden": hidden, "weight": weight, "labels": labels, "chunk": 8} | change
-    with pytest.raises(ValueError, match=message):
-        chunked_nll(**arguments)
-
-
 ON_XLA = """
 import json, re
 import torch, torch_xla, torch_xla.debug.metrics as metrics
@@ -208,6 +193,7 @@ print(json.dumps({"error": error, "fallbacks": fallbacks, **counters, **found}))
 """
 
 
+@pytest.mark.slow  # quick sibling: test_sft.py, where XLA and the plain CPU agree
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_on_xla_it_is_one_loop_without_full_logits():
     found = json.loads(run_python(ON_XLA).stdout.splitlines()[-1])

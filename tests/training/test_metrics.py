@@ -12,7 +12,7 @@ import pytest
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import ConfigError, LoraConfig, TrackingConfig, TrainConfig
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.training.metrics import Tracker, check_tracking, flops_per_token, model_flops_per_token, read_metrics
+from tpu_kit.training.metrics import Tracker, check_tracking, model_flops_per_token, read_metrics
 
 
 class Clock:
@@ -64,7 +64,6 @@ def test_rates_eta_and_mfu(tmp_path: Path) -> None:
     assert second["eta_seconds"] == pytest.approx(20 * 0.5)
     assert second["seconds"] == pytest.approx(155)
     assert second["perplexity"] == pytest.approx(math.e**2)
-    assert second["host_memory_bytes"] > 10**6
     evaluation = next(r for r in read_metrics(tmp_path) if r["kind"] == "eval")
     assert (evaluation["step"], evaluation["loss"], evaluation["accuracy"]) == (10, 1.0, 0.25)
 
@@ -170,7 +169,9 @@ def test_a_package_that_is_missing_is_named() -> None:
     assert "pip install tensorboard, or tensorboard=false" in str(caught.value)
 
 
-WANDB_RUN = """
+TRACKED = """
+import sys
+from pathlib import Path
 from tpu_kit.config.loader import TrackingConfig, TrainConfig
 from tpu_kit.training.metrics import Tracker
 for start, wandb in ((0, "offline"), (1, "online")):
@@ -180,23 +181,46 @@ for start, wandb in ((0, "offline"), (1, "online")):
         for step in (2,) if start else (1, 2):
             tracker.log(step, loss=float("nan"), grad_norm=1.0, lr=0.1, tokens=step, compiles=1, epoch=0.0)
         tracker.log_eval(2, loss=1.25)
+
+print("the result", file=sys.stderr, flush=True)
+from tpu_kit.config.loader import load_config
+from tpu_kit.evaluation.evaluate import Accuracy, Evaluation, Sample, compare
+from tpu_kit.training.metrics import log_result
+config = load_config(None, {"wandb": "offline", "tensorboard": True, "wandb_adapter": True, "output_dir": "result"})
+Path("result/adapter").mkdir(parents=True)
+Path("result/adapter/adapter_model.safetensors").write_text("weights")
+base, tuned = (
+    Evaluation(Accuracy.of(n, 1), 0.5, 7.0, 0.0, 64, (Sample("1 | 1?", "2", f"says {n}", bool(n)),)) for n in (0, 1)
+)
+with Tracker(config, "result") as tracker:
+    tracker.log(3, loss=1.0, grad_norm=1.0, lr=0.1, tokens=9, compiles=1, epoch=0.0)
+metrics = {"accuracy_before": 0.0, "accuracy_after": 1.0, "eval_loss": float("nan")}
+log_result(config, 3, metrics, compare(base, tuned), "result/adapter")
 """
+KEY = "0123456789abcdef" * 2 + "01234567"
 
 
-def test_wandb_offline_and_tensorboard(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of `TRACKED`, and what it printed."""
+    folder = tmp_path_factory.mktemp("tracked")
+    # The second part says online, and WANDB_MODE=offline of the tests' environment wins.
+    done = run_python(TRACKED, env={"WANDB_API_KEY": KEY}, cwd=folder)
+    return folder, done.stdout + done.stderr
+
+
+def test_wandb_offline_and_tensorboard(tracked: tuple[Path, str]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    key = "0123456789abcdef" * 2 + "01234567"
-    # The second part says online, and WANDB_MODE=offline of the tests' environment wins.
-    done = run_python(WANDB_RUN, env={"WANDB_API_KEY": key}, cwd=tmp_path)
+    tmp_path, printed = tracked
     runs = list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
     run_id = (tmp_path / "run" / "wandb_run_id").read_text()
     assert runs
     assert {path.stem for path in runs} == {f"run-{run_id}"}  # the resumed part belongs to the same run
     assert any(b"train/grad_norm" in path.read_bytes() for path in runs)
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert key not in done.stdout + done.stderr
-    assert not any(key.encode() in content for content in written)
+    assert KEY not in printed
+    assert not any(KEY.encode() in content for content in written)
 
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
@@ -204,30 +228,12 @@ def test_wandb_offline_and_tensorboard(tmp_path: Path) -> None:
     assert events.Scalars("eval/loss")[0].value == 1.25
 
 
-RESULT = """
-from pathlib import Path
-from tpu_kit.config.loader import load_config
-from tpu_kit.evaluation.evaluate import Accuracy, Evaluation, Sample, compare
-from tpu_kit.training.metrics import Tracker, log_result
-config = load_config(None, {"wandb": "offline", "tensorboard": True, "wandb_adapter": True, "output_dir": "run"})
-Path("run/adapter").mkdir(parents=True)
-Path("run/adapter/adapter_model.safetensors").write_text("weights")
-base, tuned = (
-    Evaluation(Accuracy.of(n, 1), 0.5, 7.0, 0.0, 64, (Sample("1 | 1?", "2", f"says {n}", bool(n)),)) for n in (0, 1)
-)
-with Tracker(config, "run") as tracker:
-    tracker.log(3, loss=1.0, grad_norm=1.0, lr=0.1, tokens=9, compiles=1, epoch=0.0)
-metrics = {"accuracy_before": 0.0, "accuracy_after": 1.0, "eval_loss": float("nan")}
-log_result(config, 3, metrics, compare(base, tuned), "run/adapter")
-"""
-
-
-def test_trackers_get_the_result(tmp_path: Path) -> None:
+def test_trackers_get_the_result(tracked: tuple[Path, str]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    done = run_python(RESULT, cwd=tmp_path)
-    assert "warning" not in done.stderr
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    tmp_path, printed = tracked
+    assert "warning" not in printed.partition("the result")[2]
+    events = EventAccumulator(str(tmp_path / "result" / "tensorboard"))
     events.Reload()
     assert [e.value for e in events.Scalars("result/accuracy_after")] == [1.0]
     assert [e.step for e in events.Scalars("train/loss")] == [3]
@@ -235,7 +241,7 @@ def test_trackers_get_the_result(tmp_path: Path) -> None:
     assert rb"1 \| 1?|2|says 0|False|says 1|True" in answers.tensor_proto.string_val[0]
     assert b"lora.r" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
 
-    folder = tmp_path / "run" / "wandb"
+    folder = tmp_path / "result" / "wandb"
     assert len({path.stem for path in folder.glob("offline-run-*/run-*.wandb")}) == 1  # one run on W&B
     (table,) = folder.glob("offline-run-*/files/media/table/answers*.table.json")
     assert json.loads(table.read_text())["data"] == [["1 | 1?", "2", "says 0", "False", "says 1", "True"]]
@@ -278,7 +284,7 @@ def test_flops_agree_with_torch(lora: bool, tied: bool) -> None:
     real = counted(model, length)
     assert real <= formula <= 1.04 * real
     if not lora:
-        assert formula == flops_per_token(0, model.num_parameters() - (0 if tied else 96 * 64), 6, 128, length)
+        assert formula == 6 * (model.num_parameters() - (0 if tied else 96 * 64)) + 12 * 6 * 128 * length
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -95,7 +95,7 @@ def test_adamw_is_torchs(most: float, decay: float) -> None:
     assert norm > 1
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_large_parameters_are_updated_by_themselves_and_alike(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     optim = replace(AVERAGED, optimizer=optimizer, weight_decay=0.1)
     together = TrainState(Net(), CPU, optim)
@@ -219,7 +219,7 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_counters(poison: s
     net, optim = Net(), replace(OPTIM, ema_decay=0.9)
     state = TrainState(net, CPU, AVERAGED)
     for step in (1, 2):
-        update(state, gradients(net, step), control(0.1, step, keep=float(step > 1)), optim, tokens=3.0)
+        update(state, gradients(net, step), control(0.1, step, window_open=float(step > 1)), optim, tokens=3.0)
     before, window = contents(state), state.window.tolist()
     for step in (3, 4):
         parts = gradients(net, step)
@@ -247,7 +247,7 @@ def test_a_bad_first_step() -> None:
     state, other = TrainState(net, CPU, AVERAGED), TrainState(clean, CPU, AVERAGED)
     before = contents(state)
     parts = [torch.full_like(part, math.nan) for part in gradients(net, 1)]
-    update(state, parts, control(0.1, 1, keep=0.0), OPTIM)
+    update(state, parts, control(0.1, 1, window_open=0.0), OPTIM)
     assert_same(contents(state), before)
     for each in (state, other):
         update(each, gradients(net, 2), control(0.1, 2), OPTIM)
@@ -262,7 +262,7 @@ def test_a_loss_that_is_no_number_is_skipped_in_the_first_step_too(most: float |
     before = contents(state)
     with torch.no_grad():
         flat = torch.cat([part.reshape(-1) for part in gradients(net, 1)])
-        _update(state, [flat], torch.tensor([math.nan, 3.0]), control(0.1, 1, keep=0.0), optim)
+        _update(state, [flat], torch.tensor([math.nan, 3.0]), control(0.1, 1, window_open=0.0), optim)
     assert_same(contents(state), before)
 
 
@@ -311,9 +311,9 @@ def test_an_exploding_loss_is_skipped_and_counted() -> None:
 def test_the_report_outlives_the_next_step() -> None:
     net = Net()
     state = TrainState(net, CPU, OPTIM)
-    update(state, gradients(net, 1), control(0.1, 1, keep=0.0), OPTIM, tokens=3.0)
+    update(state, gradients(net, 1), control(0.1, 1, window_open=0.0), OPTIM, tokens=3.0)
     report, window = state.report, state.window.tolist()
-    update(state, gradients(net, 2), control(0.1, 2, keep=0.0), OPTIM, tokens=5.0)
+    update(state, gradients(net, 2), control(0.1, 2, window_open=0.0), OPTIM, tokens=5.0)
     assert report.tolist() == [*window, 2.0, 0.0] and state.window.tolist() != window
 
 
@@ -342,14 +342,14 @@ def test_a_window_sums_until_it_begins_anew() -> None:
     net = Net()
     state = TrainState(net, CPU, OPTIM)
     norms = []
-    for step, keep in ((1, 0.0), (2, 1.0), (3, 1.0)):
+    for step, window_open in ((1, 0.0), (2, 1.0), (3, 1.0)):
         parts = gradients(net, step)
         norms.append(float(torch.cat([p.reshape(-1) for p in parts]).norm()))
-        update(state, parts, control(0.1, step, keep), OPTIM, tokens=float(step))
+        update(state, parts, control(0.1, step, window_open), OPTIM, tokens=float(step))
     assert state.window.tolist() == pytest.approx([12.0, 6.0, sum(norms), 0.0, 0.0])  # a loss of 2 for each token
     update(state, [torch.full_like(part, math.nan) for part in parts], control(0.1, 4), OPTIM)
     assert state.window.tolist()[3:] == [1.0, 4.0]
-    update(state, parts, control(0.1, 5, keep=0.0), OPTIM, tokens=7.0)
+    update(state, parts, control(0.1, 5, window_open=0.0), OPTIM, tokens=7.0)
     assert state.window.tolist() == pytest.approx([14.0, 7.0, norms[-1], 0.0, 0.0])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tpu_kit.xla.hlo import Module, padded_bytes
-from tpu_kit.xla.hlo_memory import at_peak, parse_out_of_memory, where
+from tpu_kit.xla.hlo_memory import largest_buffers, parse_out_of_memory, where
 
 # As the TPU compiler prints it: a 64-bit counter is two 32-bit ones, and a loop within a loop.
 LOOPS = """HloModule step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
@@ -82,8 +82,8 @@ ENTRY %main (w: f32[8,128], v: f32[16,128]) -> (f32[8,128], f32[16,128]) {
 def test_loops_are_followed_and_collectives_counted_at_every_turn() -> None:
     module = Module(LOOPS)
     assert module.entry == "main" and len(module.computations) == 6
-    assert module.trips() == {"loop": 5, "inner": 3}
-    assert module.weights()["inner_body"] == 15
+    assert {loop.name: loop.trips for loop in module.loops} == {"loop": 5, "inner": 3}
+    assert module.runs["inner_body"] == 15
     size = 5 * 8 * 128 * 4
     assert module.collectives() == [
         {"kind": "all-reduce", "count": 5, "bytes": size, "moved": size, "synchronous": size}
@@ -158,8 +158,8 @@ def test_what_a_device_sends_to_its_host_goes_between_slices() -> None:
 
 def test_a_loop_without_a_known_end_counts_once() -> None:
     module = Module(LOOPS.replace("%nil.copy = u32[]{:T(128)} copy(%nil)", "%nil.copy = u32[]{:T(128)} rng(%nil)"))
-    assert module.trips() == {"loop": None, "inner": 3}
-    assert module.weights()["inner_body"] == 3
+    assert {loop.name: loop.trips for loop in module.loops} == {"loop": None, "inner": 3}
+    assert module.runs["inner_body"] == 3
 
 
 def test_a_part_is_a_whole_module_of_what_it_calls() -> None:
@@ -168,14 +168,13 @@ def test_a_part_is_a_whole_module_of_what_it_calls() -> None:
     assert set(part.computations) == {"body", "inner_body", "inner_condition", "adding"}
 
 
-def test_what_is_in_memory_at_the_peak() -> None:
-    total, buffers = at_peak(Module(LOOPS), ["layers.0.weight", "batch.input_ids"])
-    # In the inner loop: its two results beside the copy that is carried; that copy ends as the donated argument.
-    assert total == (64 + 8) * 128 * 4 + 512  # and the counter
-    assert [(one["kind"], one["name"], one["bytes"]) for one in buffers[:4]] == [
+def test_the_largest_buffers() -> None:
+    buffers = largest_buffers(Module(LOOPS), ["layers.0.weight", "batch.input_ids"])
+    assert [(one["kind"], one["name"], one["bytes"]) for one in buffers[:5]] == [
         ("temporary", "big", 64 * 128 * 4),
+        ("output", "new", 16 * 128 * 4),
         ("argument", "batch.input_ids", 16 * 128 * 4),
-        ("temporary", "inner.y", 8 * 128 * 4),
+        ("temporary", "w.copy", 8 * 128 * 4),
         ("argument", "layers.0.weight", 8 * 128 * 4),
     ]
     assert buffers[0]["operation"] == "model/mlp/aten__mm" and buffers[0]["shape"] == "f32[64,128]"

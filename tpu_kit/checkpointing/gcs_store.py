@@ -24,13 +24,14 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from tpu_kit.checkpointing.local_store import lock
 from tpu_kit.checkpointing.manifest import (
     CORRUPT,
     Checkpoint,
@@ -44,14 +45,13 @@ from tpu_kit.checkpointing.manifest import (
     every,
     fields_of,
     holder_name,
+    in_use,
     seal,
     unseal,
 )
+from tpu_kit.checkpointing.parts import Attempt
 from tpu_kit.hardware.chips import MIB
 from tpu_kit.storage.object_store import ObjectFolder
-
-if TYPE_CHECKING:
-    from tpu_kit.checkpointing.parts import Attempt
 
 _MARKER = re.compile(r"(step-\d{8,})/manifest\.(\d+)\.json")
 _FILE = re.compile(r"(step-\d{8,}/[0-9a-f]{12})/[^/]+")
@@ -61,17 +61,11 @@ _READ_BYTES = 16 * MIB  # of a request
 
 @dataclass(frozen=True)
 class RemoteCheckpoint(Checkpoint):
-    """A checkpoint in an object store. Its files are read into memory, block by block, and need no temporary folder.
+    """A checkpoint in an object store. Its files are read into memory, block by block, and need no temporary folder."""
 
-    Attributes:
-        objects: the folder of the run's checkpoints.
-        prefix: the prefix of its files' names.
-        marker: the name of its manifest.
-    """
-
-    objects: ObjectFolder
-    prefix: str
-    marker: str
+    objects: ObjectFolder  # the folder of the run's checkpoints
+    prefix: str  # of the names of its files
+    marker: str  # the name of its manifest
 
     @property
     def handle(self) -> str:
@@ -130,17 +124,12 @@ class RemoteCheckpoint(Checkpoint):
             raise _changed(place)
         return found
 
-    def text(self, name: str) -> str:
-        """See `Checkpoint.text`."""
+    def _text(self, name: str) -> str:
         self._check_name(name)
         content = self._read(name)
         if hashlib.md5(content).hexdigest() != self.files[name][1]:
             raise _changed(self.objects.place(f"{self.prefix}/{name}"))
         return content.decode()
-
-    def names(self) -> list[str]:
-        """Its objects in the order to delete them, the marker first: without it a checkpoint does not count."""
-        return [self.marker, *(f"{self.prefix}/{name}" for name in self.files)]
 
     def _read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         try:
@@ -156,9 +145,6 @@ def _changed(place: str) -> DamagedError:
 class BucketStore:
     """The checkpoints of a run in an object store, for the one process that writes them.
 
-    Args:
-        url: gs://bucket/.../checkpoints.
-
     Raises:
         ValueError: another process writes there, or the URL is not usable.
         OSError: the object store cannot be written to; the text says what to do.
@@ -166,22 +152,26 @@ class BucketStore:
 
     def __init__(self, url: str) -> None:
         self.objects = ObjectFolder(url)
-        self.known: list[Checkpoint] = []  # of the last scan, in case the next one fails
-        self._owner = Owner(self.objects)
-        try:
+        with contextlib.ExitStack() as held:
+            path = _lock_file(self.objects.url)
+            try:  # against processes of this machine
+                file, _ = lock(path, self.objects.url)
+            except OSError as error:
+                raise _no_temporary_folder(error) from error
+            held.callback(file.close)
+            held.callback(path.unlink, missing_ok=True)
+            self._owner = Owner(self.objects)
+            held.callback(self._owner.close)
             self._clean()
-        except BaseException:
-            self._owner.close()
-            raise
+            self._held = held.pop_all()
 
     def close(self) -> None:
         """Releases the place for another process."""
-        self._owner.close()
+        self._held.close()
 
     def scan(self) -> tuple[list[Checkpoint], list[Rejected]]:
         """See `tpu_kit.checkpointing.manager.scan`."""
-        self.known, rejected = scan_bucket(self.objects.url)
-        return self.known, rejected
+        return scan_bucket(self.objects.url)
 
     def free(self) -> int | None:
         """Bytes that can be written: an object store has no limit."""
@@ -242,13 +232,13 @@ class BucketStore:
         """Deletes a checkpoint, its marker first; if killed in between, it leaves none that looks damaged."""
         assert isinstance(checkpoint, RemoteCheckpoint)
         self._owner.update(drop=[checkpoint.marker])
-        self.objects.remove(checkpoint.names())
+        self.objects.remove([checkpoint.marker, *(f"{checkpoint.prefix}/{name}" for name in checkpoint.files)])
 
     def set_aside(self, found: Rejected) -> str:
         """Renames the marker of a checkpoint so that no scan finds it; returns its new name."""
         marker = str(found.path).removeprefix(f"{self.objects.url}/")
         aside = marker + CORRUPT
-        while aside in self.objects.list():
+        if aside in self.objects.list():
             aside = f"{marker}.{uuid.uuid4().hex[:6]}{CORRUPT}"
         self.objects.write(aside, self.objects.read(marker))
         self._owner.update(drop=[marker])
@@ -300,16 +290,13 @@ class BucketStore:
                 self.objects.remove([name])
 
 
-def write_part(url: str, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Uploads the part of a checkpoint that one of several hosts holds, then its receipt; see `parts`.
+def _lock_file(url: str) -> Path:
+    name = hashlib.blake2b(f"{socket.gethostname()} {os.getuid()} {url}".encode(), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir(), f"tpu_kit-{name}.lock")
 
-    Args:
-        url: gs://bucket/.../checkpoints.
-        step: updates done.
-        attempt: name of the attempt.
-        name: of the part.
-        tensors: the host's.
-    """
+
+def write_part(url: str, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Uploads the part `name` of one of several hosts, then its receipt; see `parts`."""
     objects, prefix = ObjectFolder(url), f"step-{step:08d}/{attempt}"
     (entry,) = _put_tensors(objects, prefix, {name: tensors}).values()
     objects.write(f"{prefix}/{name}.json", json.dumps(entry).encode())
@@ -325,11 +312,15 @@ def _put_tensors(objects: ObjectFolder, prefix: str, tensors: Tensors) -> dict[s
                 save_file(whole, path, metadata={"format": "pt"})
                 files[path.name] = {"bytes": path.stat().st_size, "md5": digest(path, "md5")}
             except (OSError, SafetensorError) as error:
-                text = f"{tempfile.gettempdir()} cannot be written to ({error}): set TMPDIR to another folder"
-                raise OSError(error_number(error), text) from error
+                raise _no_temporary_folder(error) from error
             objects.put(path, f"{prefix}/{path.name}")
             path.unlink()
     return files
+
+
+def _no_temporary_folder(error: Exception) -> OSError:
+    text = f"{tempfile.gettempdir()} cannot be written to ({error}): set TMPDIR to another folder"
+    return OSError(error_number(error), text)
 
 
 def scan_bucket(url: str) -> tuple[list[Checkpoint], list[Rejected]]:
@@ -374,34 +365,23 @@ def _remove_markers_first(objects: ObjectFolder, names: list[str]) -> None:
 class Owner:
     """The right of one process to commit checkpoints to a folder of an object store.
 
-    An object store has no locks that die with their holder. Here the object owner-<number>.json of the largest number
-    names the owner and lists the markers of the checkpoints that count. Each commit, and each process that becomes the
-    owner, creates the next number on the condition that no object has that name (if-generation-match=0), which only one
-    process can do. So a former owner can't commit any more, however late it wakes up, and nobody waits for it: a
-    machine that replaces another one goes on at once. A number that was deleted may be created again by a former owner,
-    but it is not the largest then; that is looked up after each creation.
-
-    A living process of the same machine is not deposed.
+    An object store has no locks that die with their holder. The object owner-<number>.json of the largest number names
+    the owner and lists the markers of the checkpoints that count. Each commit, and each new owner, creates the next
+    number if no object has that name (if-generation-match=0), which one process can do. So a former owner cannot commit
+    any more, and a machine that replaces another one goes on at once. A former owner may create a deleted number again,
+    but it is not the largest then; that is checked after each creation.
 
     Attributes:
         commits: the markers that count.
-
-    Raises:
-        ValueError: a process of this machine writes there; its PID is named.
-        OSError: the folder cannot be written to.
     """
 
     def __init__(self, folder: ObjectFolder) -> None:
         self.folder = folder
-        self._content: dict[str, Any] = {
-            "holder": holder_name(), **_identity(), "id": uuid.uuid4().hex, "released": False
-        }  # fmt: skip
+        self._content: dict[str, Any] = {"holder": holder_name(), "id": uuid.uuid4().hex, "released": False}
         names = folder.list()
         self._number, before = read_owner(folder, names)
         self.commits = [name for name in names if _MARKER.fullmatch(name) and counts(name, before)]
         if before and not before.get("released"):
-            if _alive(before):
-                raise self._refused(before)
             holder = before.get("holder", "another process")
             print(f"{holder} was writing to {folder.url}: this process takes it over", file=sys.stderr, flush=True)
         self.update()
@@ -437,10 +417,7 @@ class Owner:
             self.update()
 
     def _refused(self, other: dict[str, Any]) -> ValueError:
-        holder = other.get("holder", "another process")
-        return ValueError(
-            f"{self.folder.url} is being written to by {holder}: end that one first, or set another output_dir"
-        )
+        return in_use(self.folder.url, other.get("holder", "another process"))
 
 
 def read_owner(folder: ObjectFolder, names: Iterable[str]) -> tuple[int, dict[str, Any] | None]:
@@ -457,7 +434,7 @@ def read_owner(folder: ObjectFolder, names: Iterable[str]) -> tuple[int, dict[st
 
 
 def counts(marker: str, owner: dict[str, Any] | None) -> bool:
-    """Whether a marker is of a committed checkpoint; without an owner object, as an earlier tpu_kit wrote, each is."""
+    """Whether a marker is of a committed checkpoint; without an owner object, as in a copy, each is."""
     return owner is None or marker in owner["commits"]
 
 
@@ -467,30 +444,3 @@ def _owner_numbers(names: Iterable[str]) -> list[int]:
 
 def _owner_name(number: int) -> str:
     return f"owner-{number:08d}.json"
-
-
-def _identity() -> dict[str, Any]:
-    """Identifies this process; its machine is empty where there is no /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        machine = ""
-    return {"machine": machine, "pid": os.getpid(), "started": _started(os.getpid())}
-
-
-def _started(pid: int) -> str | None:
-    """When a process of this machine began, in clock ticks; None if there is none, or only its zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _alive(other: dict[str, Any]) -> bool | None:
-    """Whether a holder runs; None if it is on another machine."""
-    machine = _identity()["machine"]
-    if not machine or other.get("machine") != machine or not isinstance(other.get("pid"), int):
-        return None
-    return _started(other["pid"]) == other.get("started")

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -35,23 +35,19 @@ from tpu_kit.checkpointing.manifest import (
     Tensors,
     digest,
     holder_name,
+    in_use,
     scan_folder,
     seal,
 )
+from tpu_kit.checkpointing.parts import Attempt
 from tpu_kit.storage import atomic
 from tpu_kit.storage.atomic import OLD, PART
-
-if TYPE_CHECKING:
-    from tpu_kit.checkpointing.parts import Attempt
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}  # some network and FUSE folders
 
 
 class FolderStore:
-    """The checkpoints of a run in a folder, for the one process that writes them.
-
-    Args:
-        folder: `<output_dir>/checkpoints`; made if missing.
+    """The checkpoints of a run in a folder, which it makes if missing, for the one process that writes them.
 
     Raises:
         ValueError: another process writes there.
@@ -61,7 +57,7 @@ class FolderStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock, alone = _lock(folder / ".lock")
+        self._lock, alone = lock(folder / ".lock", folder)
         try:
             if alone:  # the writers of leftovers are dead
                 self._clean()
@@ -76,13 +72,6 @@ class FolderStore:
     def scan(self) -> tuple[list[Checkpoint], list[Rejected]]:
         """See `tpu_kit.checkpointing.manager.scan`."""
         return scan_folder(self.folder)
-
-    @property
-    def known(self) -> list[Checkpoint]:
-        """The complete ones; empty if the folder cannot be read."""
-        with contextlib.suppress(OSError, ValueError):
-            return self.scan()[0]
-        return []
 
     def free(self) -> int | None:
         """Bytes that can be written."""
@@ -121,8 +110,8 @@ class FolderStore:
         """Renames a checkpoint so that no scan finds it; returns its new name."""
         path = Path(found.path)
         aside = path.with_name(path.name + CORRUPT)
-        while aside.exists():
-            aside = aside.with_name(f"{path.name}.{time.time_ns()}{CORRUPT}")
+        if aside.exists():
+            aside = path.with_name(f"{path.name}.{time.time_ns()}{CORRUPT}")
         path.rename(aside)
         return aside.name
 
@@ -159,15 +148,7 @@ class FolderStore:
 
 
 def write_part(folder: Path, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Writes the part of a checkpoint that one of several hosts holds, then its receipt; see `parts`.
-
-    Args:
-        folder: `<output_dir>/checkpoints`, which all hosts share.
-        step: updates done.
-        attempt: name of the attempt.
-        name: of the part.
-        tensors: the host's.
-    """
+    """Writes the part `name` of one of several hosts, then its receipt, into the folder that all share; see `parts`."""
     part = _parts(folder, step, attempt)
     part.mkdir(parents=True, exist_ok=True)
     entry = _save(part / f"{name}.safetensors", tensors)
@@ -194,8 +175,12 @@ def _entry(path: Path) -> dict[str, dict[str, Any]]:
     return {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)}}
 
 
-def _lock(path: Path) -> tuple[TextIO, bool]:
-    """Locks a file until it is closed or this process dies; (file, False) if the file system has no locks."""
+def lock(path: Path, place: Path | str) -> tuple[TextIO, bool]:
+    """Locks a file until it is closed or this process dies; (file, False) if the file system has no locks.
+
+    Raises:
+        ValueError: another process holds it, and writes to the place.
+    """
     file = path.open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,9 +188,7 @@ def _lock(path: Path) -> tuple[TextIO, bool]:
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
-        raise ValueError(
-            f"{path.parent} is being written to by {holder}: end that one first, or set another output_dir"
-        ) from error
+        raise in_use(place, holder) from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             file.close()

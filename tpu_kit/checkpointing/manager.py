@@ -6,6 +6,7 @@ The checkpoints are in a folder (`local_store`) or an object store (`gcs_store`)
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import Tensor
 
+from tpu_kit.checkpointing import gcs_store, local_store
 from tpu_kit.checkpointing.gcs_store import BucketStore, scan_bucket
 from tpu_kit.checkpointing.local_store import FolderStore
 from tpu_kit.checkpointing.manifest import (
@@ -42,9 +45,9 @@ class CheckpointManager(BackgroundWriter):
 
     Args:
         place: `<output_dir>/checkpoints`, a folder (made if missing) or a URL in an object store.
-        keep: number of the newest checkpoints that are kept; the best one is kept as well.
+        keep: number of the newest checkpoints that are kept, besides the best one.
         keep_every: checkpoints whose step is a multiple of this are never deleted.
-        clock: seconds since the epoch, for the manifests; tests inject their own.
+        clock: seconds since the epoch, for the manifests.
 
     Attributes:
         rejected: the damaged checkpoints that `newest` has set aside.
@@ -65,6 +68,7 @@ class CheckpointManager(BackgroundWriter):
         self.place, self.keep, self.keep_every, self.clock = place, keep, keep_every, clock
         super().__init__()
         self.rejected: list[Rejected] = []
+        self._durable: int | None = None  # the step of the newest checkpoint that was written or verified
         self._store: FolderStore | BucketStore
         try:
             self._store = BucketStore(str(place)) if is_url(place) else FolderStore(Path(place))
@@ -104,14 +108,12 @@ class CheckpointManager(BackgroundWriter):
             except DamagedError as error:
                 self._set_aside(Rejected(checkpoint.handle, str(error)))
             else:
+                self._durable = checkpoint.step
                 return checkpoint
         return None
 
     def restart(self) -> None:
-        """Moves all checkpoints to `<place>.previous`, whose content it deletes, for a run that starts anew.
-
-        Otherwise the larger steps of the earlier run would count as the newest.
-        """
+        """Moves all checkpoints to `<place>.previous`, whose content it deletes, for a run that starts anew."""
         self.wait()
         self._store.restart()
 
@@ -130,13 +132,9 @@ class CheckpointManager(BackgroundWriter):
         documents: Mapping[str, Any],
         metrics: Mapping[str, float],
         best: bool = False,
-        texts: Mapping[str, str] | None = None,
         attempt: Attempt | None = None,
     ) -> None:
-        """Starts to write a checkpoint in a thread and returns. A checkpoint of the same step is replaced.
-
-        Waits for the previous one first, so at most one is being written. The interpreter waits at exit for a
-        checkpoint that goes to a folder; for an object store call `close`.
+        """Waits for the previous checkpoint, then starts to write one in a thread, in place of one of the same step.
 
         Args:
             step: updates done.
@@ -144,16 +142,14 @@ class CheckpointManager(BackgroundWriter):
             documents: file name without ".json" to values for `json.dumps`; may change later.
             metrics: shown in lists.
             best: whether it is the best so far: it is then kept until a better one is saved.
-            texts: file name to text, such as the log up to this step.
             attempt: of several hosts, whose parts belong to the checkpoint; see `HostParts.save`.
 
         Raises:
-            OSError: the previous one could not be written, or there is no room for this one. To make room, older ones
-                are deleted, but not the newest, the best, or those of `keep_every`.
+            OSError: the previous one could not be written, or there is no room for this one; see `make_room`.
             ValueError: another process has written there in the meantime.
         """
         self.wait()
-        written = {f"{name}.json": json.dumps(content) for name, content in documents.items()} | dict(texts or {})
+        written = {f"{name}.json": json.dumps(content) for name, content in documents.items()}
         assert MANIFEST not in written and all("/" not in name for name in (*written, *tensors)), "bad file names"
         sizes = [value.numel() * value.element_size() for group in tensors.values() for value in group.values()]
         # Headers take some 100 bytes a tensor, and each file is rounded up to the file system's block.
@@ -169,6 +165,7 @@ class CheckpointManager(BackgroundWriter):
     ) -> None:
         try:
             self._store.write(about, tensors, texts, attempt)
+            self._durable = about["step"]
             for surplus in self._surplus(self.keep):
                 self._discard(surplus)
         except (OSError, SafetensorError) as error:
@@ -195,14 +192,14 @@ class CheckpointManager(BackgroundWriter):
         _warn(f"{found.reason}; the checkpoint is set aside as {aside}")
 
     def make_room(self, step: int, needed: int) -> None:
-        """Deletes older checkpoints if the room is not enough, and if their deletion makes enough.
+        """Deletes older checkpoints, but not the newest, the best or those of `keep_every`, if that makes enough room.
 
         Args:
             step: of the checkpoint that is about to be written; the previous one is durable afterwards.
             needed: its bytes.
 
         Raises:
-            OSError: as `save`.
+            OSError: the previous one could not be written, or there is no room.
         """
         self.wait()
         free = self._store.free()
@@ -219,21 +216,51 @@ class CheckpointManager(BackgroundWriter):
     def _failure(self, step: int, error: Exception, needed: int) -> OSError:
         """Makes the error for the user from the `error` of a write."""
         code = error_number(error)
-        known = self._store.known
-        last = f"The checkpoint of step {known[-1].step} stays good" if known else "There is no earlier one"
-        begin = f"the checkpoint of step {step} could not be written to {self.place}"
+        last = f"The checkpoint of step {self._durable} stays good" if self._durable else "There is no earlier one"
+        text = f"the checkpoint of step {step} could not be written to {self.place}"
         if isinstance(self._store, BucketStore) or getattr(error, "errno", code) is None:  # not of the disk
-            return OSError(code, f"{begin}: {getattr(error, 'strerror', None) or error}. {last}")
-        try:
-            free = f"{self._store.free():,}"
-        except OSError:  # must not hide the error of the write
-            free = "an unknown number"
-        advice = "delete something there or lower checkpoint.keep, or " if code in (errno.ENOSPC, errno.EDQUOT) else ""
-        return OSError(
-            code,
-            f"{os.strerror(code)}: {begin}. It needs {needed:,} bytes, and {free} are free: {advice}set output_dir to "
-            f"another disk. {last}",
-        )
+            return OSError(code, f"{text}: {getattr(error, 'strerror', None) or error}. {last}")
+        room = "delete something there or lower checkpoint.keep, or " if code in (errno.ENOSPC, errno.EDQUOT) else ""
+        advice = f"It needs {needed:,} bytes: {room}set output_dir to another disk"
+        return OSError(code, f"{os.strerror(code)}: {text}. {advice}. {last}")
+
+
+class HostParts(BackgroundWriter):
+    """Writes, on each host of a mesh, the shards of its devices in the background; see `parts`.
+
+    Args:
+        place: `<output_dir>/checkpoints`, a folder that all hosts share or a URL in an object store.
+        host: number of this host, below `hosts`.
+        hosts: number of hosts.
+        token: the same number on all hosts of a launch, and another one in each launch.
+        make_room: takes the step and the bytes of a part, and returns once there is room for the parts of all hosts.
+    """
+
+    def __init__(
+        self, place: Path | str, host: int, hosts: int, token: int, make_room: Callable[[int, int], None]
+    ) -> None:
+        super().__init__()
+        self._make_room = make_room
+        self._place, self._host, self._hosts, self._token, self._saves = place, host, hosts, token, 0
+
+    def __enter__(self) -> HostParts:
+        return self
+
+    def save(self, step: int, tensors: Mapping[str, Tensor]) -> Attempt:
+        """Starts to write this host's part of a step, of CPU tensors; raises OSError if the previous one failed.
+
+        All hosts save the same steps. `CheckpointManager.save` commits the attempt that this returns on host 0.
+        """
+        self.wait()
+        self._make_room(step, sum(tensor.nbytes for tensor in tensors.values()))
+        self._saves += 1
+        text = f"{self._token} {step} {self._saves}"
+        name, part = hashlib.blake2b(text.encode(), digest_size=6).hexdigest(), f"training-{self._host}"
+        if is_url(self._place):
+            self._start(lambda: gcs_store.write_part(str(self._place), step, name, part, tensors))
+        else:
+            self._start(lambda: local_store.write_part(Path(self._place), step, name, part, tensors))
+        return Attempt(name, self._hosts, lambda: self._error is not None)
 
 
 def _warn(text: str) -> None:
@@ -245,7 +272,7 @@ def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], 
 
     Args:
         place: `<output_dir>/checkpoints`, a folder or a URL; may be missing.
-        verify: whether to check the content of all files, and not only their sizes. An object store tells both.
+        verify: whether to check the content of all files of a folder; an object store lists digests anyway.
 
     Returns:
         The complete ones, the smallest step first, and the damaged ones.

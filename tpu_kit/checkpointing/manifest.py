@@ -2,8 +2,7 @@
 
 The manifest holds a format number, the step, the time, metrics, and the size and digest of every file: SHA-256, or in
 an object store the MD5 that the store computes too. It is written last: a folder without a valid manifest is no
-checkpoint. Tensors are safetensors, everything else is JSON (Python's, with NaN and Infinity) or plain text: nothing is
-unpickled.
+checkpoint. Tensors are safetensors, everything else is JSON (Python's, with NaN and Infinity): nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -86,10 +85,9 @@ class Checkpoint:
 
     def document(self, name: str) -> Any:
         """The content of `<name>.json`; raises DamagedError, and ValueError if there is no such file."""
-        return json.loads(self.text(f"{name}.json"))
+        return json.loads(self._text(f"{name}.json"))
 
-    def text(self, name: str) -> str:
-        """The content of the text file `name`; raises DamagedError, and ValueError if there is no such file."""
+    def _text(self, name: str) -> str:
         self._check_file(name)
         return Path(self.path, name).read_bytes().decode()
 
@@ -122,6 +120,11 @@ class Rejected:
 def holder_name() -> str:
     """The name of this process in manifests, locks and errors."""
     return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def in_use(place: Path | str, holder: str) -> ValueError:
+    """Makes the error for a place where another process writes."""
+    return ValueError(f"{place} is being written to by {holder}: end that one first, or set another output_dir")
 
 
 def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
@@ -171,12 +174,7 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
 
 def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
-    """Reads a manifest.
-
-    Args:
-        text: made by `seal`.
-        file: its file, for errors.
-        place: the checkpoint, for errors.
+    """Reads a manifest that `seal` made; errors name its file and the checkpoint's place.
 
     Raises:
         DamagedError: its content has changed.

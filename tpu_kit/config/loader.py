@@ -95,8 +95,8 @@ def load_config(
     Before all others comes the mesh of the variables that `mesh.environment_mesh` reads.
 
     Args:
-        path: a YAML file, the name of a shipped one (`embedded-cot`), the values of a file (see `stored_values`), or
-            None for the defaults.
+        path: a YAML file, the name of a shipped one (`embedded-cot`), the values of a file (see `read_yaml`), or None
+            for the defaults.
         overrides: one or several `key=value` texts of the command line (the value in YAML; the last of a key wins), or
             a mapping.
         parameters: a notebook's parameters by leaf name, such as `{"batch_size": 2}`.
@@ -400,47 +400,6 @@ def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
 
 # -------------------------------------------------------------------------------- configurations that runs stored
 
-# A user's file with an unknown parameter is an error, because the name may be misspelled. A run's config.yaml, and the
-# config.json of a checkpoint, name every parameter of the kit that wrote them: an unknown parameter was renamed or
-# removed since, and a missing one was added since. The tables say what each means today.
-
-RENAMED: dict[str, tuple[str, str]] = {}
-"""Earlier dotted name -> (the version of tpu_kit that renamed it, its name today)."""
-
-REMOVED: dict[str, tuple[str, Any]] = {}
-"""Dotted name -> (the version of tpu_kit that removed it, the value that the kit behaves as since then)."""
-
-ADDED: dict[str, tuple[str, Any]] = {
-    "data.date": ("0.1.0", None),
-    "data.on_bad_row": ("0.1.0", "stop"),
-    "launch.meeting_timeout": ("0.1.0", 300.0),
-    "launch.mesh": ("0.1.0", None),
-    "launch.mesh_rules": ("0.1.0", None),
-    "optim.objective": ("0.1.0", "supervised"),
-    "tracking.wandb_adapter": ("0.1.0", False),
-    **{name: ("0.1.0", one.default) for name, one in parameters().items() if name.startswith("distill.")},
-}
-"""Dotted name -> (the version of tpu_kit that added it, the value for runs of earlier versions)."""
-
-
-def migrate(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Translates a stored configuration into today's parameters.
-
-    Returns:
-        Plain values of existing parameters by dotted name, and a text for each value that cannot be used.
-    """
-    known, found, notes = parameters(), {name: value for name, (_, value) in ADDED.items()}, []
-    for name, value in flatten(stored).items():
-        now = RENAMED[name][1] if name in RENAMED else name
-        if now in known:
-            found[now] = value
-        elif now not in REMOVED:
-            notes.append(f"{name}={show(value)} is ignored: this tpu_kit has no such parameter")
-        elif value != REMOVED[now][1]:
-            version, meant = REMOVED[now]
-            notes.append(f"{name}={show(value)} is ignored: tpu_kit {version} removed it, and behaves as {show(meant)}")
-    return found, notes
-
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested values by dotted name."""
@@ -451,23 +410,6 @@ def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[section] = values
     return found
-
-
-def stored_values(path: Path) -> dict[str, Any]:
-    """Returns the values of a run's config.yaml for `load_config`; prints on stderr the values that cannot be used.
-
-    Raises:
-        ConfigError: as in `read_yaml`.
-    """
-    found, notes = migrate(read_yaml(path))
-    for note in notes:
-        print(f"note: {path}: {note}", file=sys.stderr, flush=True)
-    return found
-
-
-def load_stored(path: Path) -> TrainConfig:
-    """Returns the configuration of a run's config.yaml; raises ConfigError as `load_config`."""
-    return load_config(stored_values(path))
 
 
 # Parameters that may change when a run resumes: its length, its evaluations, its machine and its order of computation.

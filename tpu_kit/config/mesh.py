@@ -1,6 +1,6 @@
 """A device mesh: named axes over which batches and weights are sharded, and how users write one.
 
-This module refuses texts that are no mesh, and sizes that are not the number of devices. `schema.conflicts` refuses
+This module refuses texts that are no mesh, and sizes that are not the number of devices. `conflicts` refuses
 settings that a mesh does not support, and `Mesh.problems` names a model axis that does not divide the heads.
 """
 

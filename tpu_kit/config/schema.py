@@ -1,33 +1,30 @@
-"""Declares every parameter of a run with its type, default, bounds and meaning, and the rules across parameters.
+"""Declares every parameter of a run with its type, default, bounds and meaning.
 
-loader.py reads the values; other modules import the sections from loader.py.
+conflicts.py has the rules across parameters. loader.py reads the values; other modules import the sections from it.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from datetime import date
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from omegaconf import OmegaConf
 
-from tpu_kit.config.choices import VERIFIERS, check_objective, check_roles, check_verifier, layer_pairs
+from tpu_kit.config.choices import VERIFIERS, check_objective, check_verifier, layer_pairs
+from tpu_kit.config.conflicts import conflicts
 from tpu_kit.config.fields import (
     ConfigError,
     ConfigField,
     escape_interpolation,
     knob,
     knobs_of,
-    near_multiples,
     nest,
     show,
 )
-from tpu_kit.config.mesh import parse_mesh, parse_rules
+from tpu_kit.config.mesh import parse_rules
 from tpu_kit.config.migration_hints import instead
 
 
@@ -61,7 +58,7 @@ class LoraConfig:
     targets: str | tuple[str, ...] = knob("all-linear", "all-linear, or the name endings of the layers to adapt.")
     rslora: bool = knob(False, "Scale by alpha / sqrt(r).")
     dora: bool = knob(False, "Train a magnitude beside the direction (DoRA).")
-    init: Literal["default", "gaussian", "olora", "pissa", "orthogonal"] = knob("default", "PEFT's initialisation.")
+    init: Literal["default", "gaussian"] = knob("default", "PEFT's initialisation.")
 
 
 @dataclass(frozen=True)
@@ -129,9 +126,7 @@ class OptimConfig:
     objective: str = knob(
         "supervised", "supervised, error-correction, error-correction-alone, or module:function.", check=check_objective
     )
-    optimizer: Literal["adamw", "adamw8bit", "adafactor"] = knob(
-        "adamw", "adamw8bit keeps AdamW's moments in 8 bits; adafactor keeps hardly any. All three run on XLA."
-    )
+    optimizer: Literal["adamw", "adafactor"] = knob("adamw", "adafactor keeps hardly any moments. Both run on XLA.")
     learning_rate: float = knob(2e-4, "The peak, after warm-up.", above=0)
     min_learning_rate_ratio: float = knob(
         0.0, "Where the schedule ends, as a share of the peak.", at_least=0, at_most=1
@@ -382,14 +377,7 @@ class TrainConfig:
 
 
 SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "lora": LoraConfig,
-    "data": DataConfig,
-    "optim": OptimConfig,
-    "distill": DistillConfig,
-    "checkpoint": CheckpointConfig,
-    "launch": LaunchConfig,
-    "tracking": TrackingConfig,
+    name: kind for name, kind in get_type_hints(TrainConfig).items() if isinstance(kind, type) and is_dataclass(kind)
 }
 
 
@@ -404,197 +392,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value
-
-
-# -------------------------------------------------------------------------------------------------- conflicts
-
-_NAMES = (
-    "model.name", "model.revision", "model.gguf_file", "model.quant_cache", "data.source", "data.eval_source",
-    "data.split", "data.eval_split", "output_dir", "tracking.wandb_project",
-)  # fmt: skip
-
-
-def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields the contradictions between parameters: the names involved, and the problem with the first of them."""
-    model, lora, data, optim, tracking = config.model, config.lora, config.data, config.optim, config.tracking
-
-    if config.run_name in (".", "..") or set(config.run_name) & set('/\\:*?"<>|') or not _is_name(config.run_name):
-        yield "run_name", "cannot name a folder; use letters, digits, dots and dashes, 200 bytes at most"
-    for name in _NAMES:
-        if config[name] is not None and not all(_is_name(part) for part in config[name].split("/") if part):
-            yield name, "is no name that a file or a folder could have; write one without line breaks or blank ends"
-    if config.remote and not re.fullmatch(r"gs://[^/]+(/.*)?", config.remote):
-        yield "output_dir", "is neither a folder nor a gs:// address; use one of them, such as gs://bucket/run"
-    if model.name == "embedded":
-        for name in _changed(config, "model", "revision", "gguf_file"):
-            yield f"{name} model.name", "has no effect on the embedded model; remove it or set model.name"
-    if model.base_dtype in ("int8", "int4"):
-        rounded = f"base weights that model.base_dtype={model.base_dtype} has rounded"
-        if lora.r == 0:
-            text = "holds weights that cannot be trained, and lora.r=0 trains all; set lora.r=16, or "
-            yield "model.base_dtype lora.r", f"{text}model.base_dtype=bf16"
-        if lora.dora:
-            yield "lora.dora model.base_dtype", f"reads {rounded}; remove it"
-        if lora.init in ("olora", "pissa"):
-            yield "lora.init model.base_dtype", f"changes {rounded}; use lora.init=default"
-    if "int4" not in (model.base_dtype, config.distill.teacher_dtype):
-        for name in _changed(config, "model", "quant_group"):
-            yield f"{name} model.base_dtype", "is of model.base_dtype=int4; remove it or set that"
-    if lora.r == 0:
-        for name in _changed(config, "lora", "dropout", "targets", "rslora", "dora", "init"):
-            yield f"{name} lora.r", "needs adapters, and lora.r=0 has none; remove it or set lora.r=16"
-    try:
-        check_roles(data.columns or {}, data.format)
-    except ValueError as error:
-        yield "data.columns data.format", str(error)
-    if data.date is not None and not _is_date(data.date):
-        yield "data.date", "is no day of the form 2025-12-31; write one, or null for the day on which the run starts"
-    if data.think_open == data.think_close:
-        yield "data.think_close data.think_open", "is data.think_open too; the two must differ"
-    if config.launch.mesh is not None:
-        yield from _mesh_conflicts(config, config.launch.mesh)
-    if tracking.wandb_adapter and tracking.wandb == "off":
-        yield "tracking.wandb_adapter tracking.wandb", "adds to a run on W&B, and tracking.wandb=off; set wandb=online"
-    if optim.scan_layers == "on" and optim.remat == "none":
-        yield "optim.scan_layers optim.remat", "needs optim.remat=full or outputs, but it is none; set one of them"
-    if optim.optimizer == "adafactor":
-        for name in _changed(config, "optim", "beta1", "beta2", "eps"):
-            yield f"{name} optim.optimizer", "is AdamW's, and optim.optimizer=adafactor has none; remove it"
-    yield from _objective_conflicts(config)
-    yield from _evaluation_conflicts(config)
-    yield from _schedule_conflicts(optim)
-    yield from _batch_conflicts(config)
-
-
-def _mesh_conflicts(config: TrainConfig, mesh: str) -> Iterator[tuple[str, str]]:
-    try:
-        sizes = {} if mesh == "auto" else parse_mesh(mesh)
-    except ValueError as error:
-        yield "launch.mesh", str(error)
-        return
-    if config.launch.num_replicas is not None:
-        yield "launch.mesh launch.num_replicas", "has its own number of devices; remove launch.num_replicas"
-    if mesh == "auto":  # then replicas remain
-        return
-    if config.launch.device_type in ("cuda", "cpu"):
-        text = f"needs XLA, and launch.device_type={config.launch.device_type}; use tpu or xla-cpu, or remove it"
-        yield "launch.mesh launch.device_type", text
-    for name in ("model.base_dtype", "distill.teacher_dtype"):
-        if config[name] == "int4" and sizes.get("model", 1) != 1:
-            text = f"splits columns that int4 keeps two in a byte; use fsdp in place of model, or {name}=int8"
-            yield f"launch.mesh {name}", text
-    if config.optim.scan_layers == "off":
-        yield "launch.mesh optim.scan_layers", "needs layers that run as a loop; remove optim.scan_layers=off"
-
-
-def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    optim, distill = config.optim, config.distill
-    own = optim.objective != "supervised"
-    if optim.objective.startswith("error-") and config.tracking.eval_generate_rows:
-        yield "tracking.eval_generate_rows optim.objective", "would answer without the head; set it to 0"
-    if optim.objective == "error-correction-alone" and not config.lora.r:
-        yield "optim.objective lora.r", "keeps the weights, and lora.r=0 saves all of them anew; set lora.r=1"
-    leaves = [name.partition(".")[2] for name in parameters() if name.startswith("distill.")]
-    if distill.teacher is None:
-        for name in _changed(config, "distill", *leaves):
-            yield f"{name} distill.teacher", "has no effect without a teacher; remove it or set distill.teacher"
-        return
-    if own:
-        yield "optim.objective distill.teacher", "is another loss than that of distill.teacher; remove one of the two"
-    weights = [f"distill.{leaf}" for leaf in leaves if leaf.endswith("_weight")]
-    if not any(config[name] for name in weights):
-        yield " ".join(weights), "and all other weights of distill are 0 too, so nothing is learned; set one above 0"
-    pairs = distill.pairs
-    if bool(pairs) != bool(distill.hidden_weight):
-        text = f"and distill.layers={distill.layers or 'null'} belong together; set both, or remove both"
-        yield "distill.hidden_weight distill.layers", text
-    if pairs and (optim.remat == "none" or optim.scan_layers == "off"):
-        text = "needs layers that run as a loop; set optim.remat=full and optim.scan_layers=auto"
-        yield "distill.layers optim.remat optim.scan_layers", text
-    if pairs and config.tracking.eval_generate_rows:
-        text = "needs layers that run as a loop, with which tracking.eval_generate_rows cannot generate; set that to 0"
-        yield "distill.layers tracking.eval_generate_rows", text
-    if distill.files is None:
-        for name in _changed(config, "distill", "top_k"):
-            yield f"{name} distill.files", "is for distill.files; remove it or set that"
-    elif not distill.logits_weight:
-        yield "distill.files distill.logits_weight", "holds logits, and distill.logits_weight=0; remove one of the two"
-    elif distill.hidden_weight or distill.embeddings_weight:
-        text = "holds logits alone; set distill.hidden_weight=0 and distill.embeddings_weight=0, or remove it"
-        yield "distill.files distill.hidden_weight distill.embeddings_weight", text
-
-
-def _changed(config: TrainConfig, section: str, *leaves: str) -> list[str]:
-    """Returns the names of the parameters whose values are not the defaults."""
-    names = [f"{section}.{leaf}" for leaf in leaves]
-    return [name for name in names if config[name] != parameters()[name].default]
-
-
-def _is_date(text: str) -> bool:
-    with suppress(ValueError):
-        return date.fromisoformat(text).isoformat() == text
-    return False
-
-
-def _is_name(text: str) -> bool:
-    """Returns whether a file or a folder can have this name, and a reader can type it."""
-    return text == text.strip() and text.isprintable() and 0 < len(text.encode()) <= 200
-
-
-def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    data, optim = config.data, config.optim
-    rows = "data.eval_rows data.eval_source data.eval_split"
-    answers = "tracking.generate_rows", "tracking.eval_generate_rows"
-    if data.eval_source is None and data.eval_split == data.split:
-        yield "data.eval_split data.split", "is the training split; name another split, or null to hold out eval_rows"
-    if data.source == "synthetic":
-        for name in ("data.eval_source", "data.eval_split", "data.eval_rows", *answers):
-            if config[name]:
-                yield f"{name} data.source", "needs text, but data.source=synthetic has random tokens; remove that"
-    if data.eval_source is None and data.eval_split is None and data.eval_rows == 0:
-        for name in ("optim.eval_steps", "optim.early_stop_patience", *answers):
-            if config[name]:
-                advice = "remove that, or set data.eval_source or data.eval_split"
-                yield f"{name} {rows}", f"needs rows to evaluate on, but data.eval_rows=0; {advice}"
-    if config.tracking.eval_generate_rows and optim.scan_layers == "on" and config.launch.mesh is None:
-        text = "generates with single layers, and optim.scan_layers=on has none; remove that"
-        yield "tracking.eval_generate_rows optim.scan_layers", text
-    if optim.early_stop_patience is not None and optim.eval_steps is None:
-        text = "counts evaluations during training, but optim.eval_steps is null; set optim.eval_steps"
-        yield "optim.early_stop_patience optim.eval_steps", text
-
-
-def _schedule_conflicts(optim: OptimConfig) -> Iterator[tuple[str, str]]:
-    if optim.max_steps is None and optim.epochs is None:
-        text = "and optim.epochs is null too, so that training would never end; set one of them"
-        yield "optim.max_steps optim.epochs", text
-    if optim.warmup_steps and optim.warmup_ratio:
-        text = f"and optim.warmup_ratio={optim.warmup_ratio:g} both set the warm-up; set one of them to 0"
-        yield "optim.warmup_steps optim.warmup_ratio", text
-    if optim.max_steps is not None and optim.warmup_steps > optim.max_steps:
-        text = f"is more than optim.max_steps={optim.max_steps}; lower it or raise optim.max_steps"
-        yield "optim.warmup_steps optim.max_steps", text
-    if optim.schedule == "constant" and optim.min_learning_rate_ratio:
-        text = "is the end of a decay, but optim.schedule=constant has none; set it to 0 or optim.schedule=cosine"
-        yield "optim.min_learning_rate_ratio optim.schedule", text
-
-
-def _batch_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    optim = config.optim
-    rows, whole, passes = optim.batch_size, optim.global_batch_size, optim.gradient_accumulation
-    if whole is not None and isinstance(rows, int) and whole % (rows * passes):
-        # Wrong for any number of replicas; batch_arithmetic checks the actual number.
-        factors = f"optim.batch_size={rows} x optim.gradient_accumulation={passes}"
-        text = f"is no multiple of {factors}; use {near_multiples(whole, rows * passes)}"
-        yield "optim.global_batch_size optim.batch_size optim.gradient_accumulation", text
-    factor = f"optim.batch_growth_factor={optim.batch_growth_factor:g}"
-    if optim.batch_growth_factor == 1:
-        for name in _changed(config, "optim", "batch_growth_steps", "batch_growth_max", "batch_growth_lr"):
-            text = f"has no effect with {factor}; remove it or set optim.batch_growth_factor=2"
-            yield f"{name} optim.batch_growth_factor", text
-    elif optim.batch_growth_steps is None:
-        text = f"but {factor} needs the updates between growths; set it"
-        yield "optim.batch_growth_steps optim.batch_growth_factor", text
-    if optim.batch_growth_max is not None and whole is not None and optim.batch_growth_max < whole:
-        text = f"is less than the optim.global_batch_size={whole} that training starts with; raise it"
-        yield "optim.batch_growth_max optim.global_batch_size", text

@@ -24,7 +24,7 @@ from datasets import config as datasets_config
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_template, freeze_date
-from tpu_kit.data.columns import detect_layout, first_values, stores_arguments
+from tpu_kit.data.columns import detect_layout, empty_columns, stores_arguments
 from tpu_kit.data.held_out import Questions, choose_questions, held_out_rows
 from tpu_kit.data.records import PROBLEM
 from tpu_kit.data.schemas import Layout, RowError, final_answer, problem, without_none
@@ -309,7 +309,7 @@ def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
 def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> Encoder:
     columns = [column for column in rows.column_names if column != PROBLEM]
     try:
-        layout = detect_layout(columns, config, first_values(rows))
+        layout = detect_layout(columns, config, [name for name in empty_columns(rows) if name in columns])
     except ValueError as error:
         headed = ".csv" in source.lower() or ".tsv" in source.lower()
         header = ". The first line of CSV names the columns, such as question,answer" if headed else ""

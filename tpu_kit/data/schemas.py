@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import math
-import re
 import unicodedata
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -30,7 +29,6 @@ from tpu_kit.data.columns import (
 _PLAIN = str.maketrans("\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}\N{LEFT DOUBLE QUOTATION MARK}"
                        "\N{RIGHT DOUBLE QUOTATION MARK}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}", "''\"\"---")  # fmt: skip
 _SHAREGPT_KEYS = {"from": "role", "value": "content"}
-_OWN_LABEL = re.compile(r"\(?([A-Z])[).:]\s*(.*)", re.DOTALL)
 
 
 class RowError(ValueError):
@@ -154,28 +152,18 @@ def _solved(
 
 
 def _options(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:
-    """Returns the options of a row by label; empty without options."""
+    """Returns the options of a row by label, from a list of texts or {"label": [...], "text": [...]}."""
     column = columns.get("options", "")
     value = row.get(column)
-    value = _parsed(value, column) if isinstance(value, str) and value.lstrip().startswith(("[", "{")) else value
     if not is_filled(value):
         return {}
-    labels: list[Any] = []
-    if isinstance(value, list) and all(isinstance(x, Mapping) for x in value):
-        value = {key: [x.get(key) for x in value] for key in ("label", "text")}
-    if isinstance(value, Mapping) and isinstance(value.get("text"), list):
-        value, labels = value["text"], list(value.get("label") or ())
-    elif isinstance(value, Mapping):
-        value = {key: text for key, text in value.items() if text is not None}
-        value, labels = list(value.values()), list(value)
-    if not isinstance(value, list) or not all(isinstance(x, str | int | float) for x in value):
+    texts, labels = value, None
+    if isinstance(value, Mapping):
+        texts, labels = value.get("text"), value.get("label")
+    if not isinstance(texts, list) or not all(isinstance(x, str | int | float) for x in texts):
         raise RowError(f"column {column!r} holds no list of options: {str(value)[:60]}")
-    texts = [str(x).strip() for x in value]
-    letters = [chr(ord("A") + i) for i in range(len(texts))]
-    own = [match for x in texts if (match := _OWN_LABEL.fullmatch(x))]
-    if [match[1] for match in own] == letters:
-        texts = [match[2] for match in own]
-    return dict(zip(map(str, labels if len(labels) == len(texts) else letters), texts, strict=True))
+    labels = labels or [chr(ord("A") + i) for i in range(len(texts))]
+    return {str(label): str(x).strip() for label, x in zip(labels, texts, strict=True)}
 
 
 def _chosen(answer: str, options: Mapping[str, str], column: str) -> str:
@@ -311,11 +299,6 @@ def without_none(value: Any, filled: bool = True) -> Any:
 def _cell(row: Mapping[str, Any], column: str) -> str:
     """Returns a cell as text; whole numbers have no decimal point."""
     value = row.get(column)
-    if column.lower() == "answers":  # SQuAD: several correct answers
-        value = value.get("text") if isinstance(value, Mapping) else value
-        value = next(iter(value), None) if isinstance(value, list) else value
-    elif column.lower() == "thinking_trajectories" and isinstance(value, list) and len(value) == 1:
-        value = value[0]
     if isinstance(value, float) and not math.isfinite(value):
         raise RowError(f"column {column!r} holds {value}, which is no answer")
     if isinstance(value, float) and value.is_integer():

@@ -19,7 +19,6 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tpu_kit.assets import embedded
 from tpu_kit.config.fields import closest
-from tpu_kit.data.records import PROBLEM, Record, keep_records, read_records
+from tpu_kit.data.records import PLACE, PROBLEM, Record, read_records, write_records
 from tpu_kit.hardware.host import ask_hub_once
 from tpu_kit.storage import atomic
 
@@ -66,7 +65,7 @@ SHOWN = 5
 _KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 _FILL = f"put files of rows into it ({', '.join(_KINDS)})"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_VERSION = 1  # increase it when records.py reads other rows from the same file
+_VERSION = 2  # increase it when records.py reads other rows from the same file
 _SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
 _HELD_OUT_SHARE = 8  # one question in eight of "rationales" belongs to the held-out split
 _ANSWER = re.compile(r"(?:Therefore,? |So |Thus,? )?the answer is:?\s*(\S.{0,60}?)\.?\s*$", re.IGNORECASE | re.DOTALL)
@@ -91,8 +90,10 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
         rows = _generated(source, split, seed)
     elif text := _text_files(source, split):
         rows = _from_text(source, split, text)
-        if PROBLEM in rows.column_names:
-            _check_problems(rows, source, split, skip)
+        problems = rows[PROBLEM][:]
+        if any(problems):
+            _check_problems(rows[PLACE][:], problems, source, skip)
+        rows = rows.remove_columns([PLACE] if any(problems) else [PLACE, PROBLEM])
     elif _kind(source):
         rows = _from_parquet(source, split)
     elif Path(source).is_dir():
@@ -117,27 +118,17 @@ def places(source: str, split: str, numbers: Sequence[int]) -> list[str]:
     text = None if source in GENERATED or not numbers else _text_files(source, split)
     if text is None:
         return [""] * len(numbers)
-    first = _span(source, split, sum(1 for _ in text.records()))[0] if "[" in split else 0
-    wanted = {first + number for number in numbers}
-    found = {
-        i: f"{Path(file).name}, {record.place}"
-        for i, (file, record) in enumerate(islice(text.records(), max(wanted) + 1))
-        if i in wanted
-    }
-    return [found[first + number] for number in numbers]
+    return _from_text(source, split, text).select(numbers)[PLACE][:]
 
 
-def _check_problems(rows: Dataset, source: str, split: str, skip: bool) -> None:
-    problems = rows[PROBLEM][:]
-    bad = [i for i, problem in enumerate(problems) if problem]
-    if not bad or (skip and len(bad) < len(rows)):
+def _check_problems(places: list[str], problems: list[str | None], source: str, skip: bool) -> None:
+    bad = [f"{place}: {problem}" for place, problem in zip(places, problems, strict=True) if problem]
+    if skip and len(bad) < len(problems):
         return
-    shown = zip(places(source, split, bad[:SHOWN]), bad[:SHOWN], strict=True)
-    text = "; ".join(f"{place}: {problems[i]}" for place, i in shown)
     more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     raise ValueError(
-        f"data source {source}: {len(bad)} of {len(rows)} rows cannot be read: {text}{more}. Correct or delete them"
-        + ("" if skip else ", or skip them with data.on_bad_row=skip")
+        f"data source {source}: {len(bad)} of {len(problems)} rows cannot be read: {'; '.join(bad[:SHOWN])}{more}. "
+        "Correct or delete them" + ("" if skip else ", or skip them with data.on_bad_row=skip")
     )
 
 
@@ -211,7 +202,7 @@ def _from_text(source: str, split: str, text: _TextFiles) -> Dataset:
     target = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit" / "rows" / f"{name}.arrow"
     if not target.exists():
         try:
-            keep_records(text.records, target)
+            write_records(text.records, target)
         except OSError as error:
             raise ValueError(f"data source {source}: its rows cannot be kept in {target.parent}: {error}") from error
     rows = Dataset.from_file(str(target))

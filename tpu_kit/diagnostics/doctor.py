@@ -2,30 +2,29 @@
 
     python -m tpu_kit doctor [--json] [config.yaml] [key=value ...]
 
-The calling process imports no torch and initialises no device: `machine` and `host` read files. The checks that need a
-device run last, in a child process through `launch`, as a training run does. Each row is printed at once.
+This process initialises no device: `machine` and `host` read files. The checks that need a device run last, in the
+processes of a launch, as a training run does. Each row is printed at once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import re
 import resource
-import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from tpu_kit.config.loader import TrainConfig, from_dict
-from tpu_kit.distributed.child_process import run_child
+from tpu_kit.config.loader import TrainConfig
 from tpu_kit.hardware import chips, host, machine
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Check, Machine
 
-_CHILD_SECONDS = 240.0
+_LAUNCH_SECONDS = 240.0
 # Width of the matrices, products in one program, and timed executions of it: a tenth of a second or more on a TPU, so
 # that starting a program (about a millisecond) does not count.
 _MATMUL = {"tpu": (8192, 16, 5), "cuda": (8192, 16, 5)}
@@ -150,45 +149,25 @@ def probe(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _probe_in_child(result_path: str, config_text: str) -> None:
-    """Launches `probe`, in the child, and writes rank 0's answer, or the error, to a JSON file."""
-    from tpu_kit.distributed.launch import LaunchError, launch
-
-    try:
-        answer = launch(probe, from_dict(json.loads(config_text)))
-    except (LaunchError, ValueError) as error:
-        answer = {"error": str(error)}
-    Path(result_path).write_text(json.dumps(answer))
-
-
-def check_device(at: Machine, config: TrainConfig, replicas: int, seconds: float = _CHILD_SECONDS) -> Iterator[Check]:
+def check_device(at: Machine, config: TrainConfig, replicas: int, seconds: float = _LAUNCH_SECONDS) -> Iterator[Check]:
     """Launches `probe` as a training run, and judges its measurements.
 
     Args:
-        at: the machine; its environment is the child's, and its chip has the peak to compare with.
+        at: the machine, whose chip has the peak to compare with.
         config: its `launch` section chooses the device and the replicas.
         replicas: the least number of replicas; more are right if the TPU has several hosts.
-        seconds: time limit of the child and of all that it starts.
+        seconds: time limit of the launch.
     """
+    from tpu_kit.distributed.launch import LaunchError, launch
+
     name, start = "Replicas run", time.monotonic()
     config = replace(config, launch=replace(config.launch, hang_timeout=min(config.launch.hang_timeout, seconds / 2)))
-    code = "import sys; from tpu_kit.diagnostics.doctor import _probe_in_child; _probe_in_child(*sys.argv[1:])"
     retry = "python -m tpu_kit doctor device_type=xla-cpu num_replicas=2 tells whether it is the software or the TPU"
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        try:
-            done = run_child(["-c", code, str(result), json.dumps(config.to_dict())], at.environ, seconds=seconds)
-        except TimeoutError as error:
-            yield Check(name, "failure", f"{error}: a replica hangs", retry)
-            return
-        if not result.exists():
-            fix = "num_replicas=1, or a host with more memory" if done.status == -signal.SIGKILL else retry
-            yield Check(name, "failure", f"the child ended with {done.how}: {done.last_lines(1).strip()[:300]}", fix)
-            return
-        measured = json.loads(result.read_text())
-    if "error" in measured:
-        lines = [line for line in measured["error"].splitlines() if line.strip()]
-        yield Check(name, "failure", lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}", retry)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            measured = launch(probe, config, seconds)
+    except (LaunchError, ValueError) as error:
+        yield Check(name, "failure", brief(error), retry)
         return
     text = f"{measured['replicas']} on {measured['device_type']}, started and done in {time.monotonic() - start:.0f} s"
     if measured["replicas"] < replicas:
@@ -200,19 +179,25 @@ def check_device(at: Machine, config: TrainConfig, replicas: int, seconds: float
     yield from judge(measured, next(iter(at.tpus()), None))
 
 
+def brief(error: Exception) -> str:
+    """Returns the first line of an error's text, and its last line that names an error, or else its last line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    named = [line for line in lines[1:] if re.match(r"[\w.]+(Error|Exception)\b|Fatal Python error", line)]
+    return " ".join([lines[0], *(named or lines[1:])[-1:]])[:400]
+
+
 def judge(measured: Mapping[str, Any], tpu: str | None) -> Iterator[Check]:
     """Turns the measurements of `probe` into rows; `tpu` is the name of the machine's chip."""
     replicas = measured["replicas"]
     expected = replicas * (replicas + 1) / 2
     peak = _peak(measured["device"] or tpu) if measured["device_type"] in ("cuda", "tpu") else None
     limit = measured["limit"]
-    cores: tuple[Mapping[str, float | None], ...] = tuple(
-        {
-            "core": rank, "all-reduce": total, "TFLOP/s": flops / 1e12, "of the peak": peak and flops / peak,
-            "GiB in use": limit and used / GIB, "GiB in all": limit and limit / GIB,
-        }
+    cores = tuple(
+        {"core": rank, "all-reduce": total, "TFLOP/s": flops / 1e12}
+        | ({"of the peak": f"{flops / peak:.0%}"} if peak else {})
+        | ({"GiB in use": used / GIB, "GiB in all": limit / GIB} if limit else {})
         for rank, (total, flops, used) in enumerate(measured["cores"])
-    )  # fmt: skip
+    )
     total = f"sum of 1..{replicas} is {measured['total']:g}"
     if measured["total"] == expected:
         yield Check("All-reduce", "ok", total, cores=cores)

@@ -1,18 +1,7 @@
 """Installs the kit's packages with one command of pip or uv, and checks that their versions match.
 
-It needs nothing but Python.
-
-    from tpu_kit.diagnostics import install
-    install.ensure(kit_source)
-
-Every notebook begins with this; it prints one line if nothing is missing. Notebook 1 shows the parts:
-
-    decision = install.decide(install.look())
-    print(decision)
-    install.carry_out(decision)
-    install.show_checks(install.check(decision))
-
-The result of `decide` depends only on a `Site` and the requirements file.
+Every notebook calls `ensure`; notebook 1 shows its parts: `look`, `decide`, `carry_out`, `check`. This module needs
+nothing but Python.
 """
 
 from __future__ import annotations
@@ -27,8 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions, requires
 from pathlib import Path
@@ -36,9 +24,7 @@ from typing import Any, Literal
 
 from tpu_kit.config.fields import ConfigError
 from tpu_kit.distributed.child_process import run_child
-from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.compatibility import (
-    CHECKED,
     PACKAGES,
     PAIRINGS,
     PYTHONS,
@@ -58,7 +44,6 @@ Kind = Literal["tpu", "gpu"]
 """The packages to install: torch with torch_xla, libtpu and jax, for a TPU or its simulation; or torch alone."""
 
 _LINUX = "Linux x86_64"
-_GIB_NEEDED = 14  # while pip unpacks torch with CUDA's libraries
 _OPTIONS = ("kit_source", "hardware", "extras", "torch_index", "restart")
 # A kernel that loaded one of these before the installation keeps the old version.
 _LOADED = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "transformers", "peft", "datasets", "tpu_kit")
@@ -80,7 +65,6 @@ class Site:
         system: operating system and processor, such as "Linux x86_64".
         python: major and minor version.
         versions: of all installed packages, by normalised name.
-        free_gib: free space in the packages' folder.
         uv: path of uv; empty if there is none.
         pip: whether this Python has pip.
     """
@@ -90,7 +74,6 @@ class Site:
     system: str
     python: tuple[int, int]
     versions: Mapping[str, str]
-    free_gib: float
     uv: str = ""
     pip: bool = True
 
@@ -111,7 +94,6 @@ class Site:
             {"what": "accelerator", "found": self.accelerator or "none: the CPU rehearses the TPU's path"},
             {"what": "system", "found": self.system},
             {"what": "Python", "found": ".".join(map(str, self.python))},
-            {"what": "room for packages", "found": f"{self.free_gib:.0f} GiB"},
             *({"what": name, "found": version or "not installed"} for name, version in have.items()),
             {"what": "tpu_kit", "found": str(Path(__file__).parents[1])},
         ]
@@ -140,31 +122,20 @@ def look(at: Machine | None = None) -> Site:
         place = "TPU VM" if tpus else "GPU machine" if gpu else "computer without an accelerator"
     return Site(
         place, accelerator, f"{platform.system()} {platform.machine()}", at.python, installed(),
-        shutil.disk_usage(sys.prefix).free / GIB, shutil.which("uv") or "",
-        importlib.util.find_spec("pip") is not None,
+        shutil.which("uv") or "", importlib.util.find_spec("pip") is not None,
     )  # fmt: skip
 
 
-def matrix(site: Site) -> list[dict[str, str]]:
-    """The wheels for each system and Python, as rows; the row of this machine is marked."""
-    lines: list[tuple[str, tuple[tuple[int, int], ...], str, str, str]] = []
-    for pairing in PAIRINGS:
-        runs = "TPU, its compiler, the rehearsal on a CPU; GPU"
-        picks = {python: pairing.libtpu_for(python) for python in PYTHONS}
-        for driver in pairing.libtpu:
-            fit = tuple(python for python, pick in picks.items() if pick == driver)
-            lines.append((_LINUX, fit, pairing.torch, driver, runs))
-    lines.append(("others", PYTHONS, "no wheel", "no wheel", "GPU or CPU, by torch alone: no TPU, no rehearsal"))
-    have = find_pairing(site.version) or PAIRINGS[0]
-    found = []
-    for system, pythons, xla, driver, runs in lines:
-        here = site.python in pythons and (site.system == _LINUX) == (system == _LINUX)
-        mine = here and (system == "others" or xla == have.torch)
-        found.append(
-            {"here": "→" if mine else "", "system": system, "Python": ", ".join(map(_dotted, pythons)),
-             "torch and torch_xla": xla, "libtpu": driver, f"what runs (wheels looked up {CHECKED})": runs}
-        )  # fmt: skip
-    return found
+def pairings() -> list[dict[str, str]]:
+    """Returns the versions that pair, as rows of a table; the first row is installed where nothing is there."""
+    pythons = f"{_dotted(PYTHONS[0])} to {_dotted(PYTHONS[-1])}"
+    return [
+        {
+            "torch and torch_xla": pairing.torch, "libtpu": " or ".join(pairing.libtpu),
+            "jax and jaxlib": " or ".join(pairing.jax), "Python": pythons, "system": _LINUX,
+        }
+        for pairing in PAIRINGS
+    ]  # fmt: skip
 
 
 def _dotted(python: tuple[int, int]) -> str:
@@ -184,7 +155,7 @@ class Decision:
         why: one line for each problem.
         add: the requirements to install.
         keep: "name==version" of packages that must not be replaced; empty if one must be.
-        commands: one command of pip or uv; a command that removes a package may come before it.
+        command: of pip or uv; empty unless the action is "install".
         ways_out: what the user can do if it is impossible.
     """
 
@@ -193,20 +164,18 @@ class Decision:
     why: tuple[str, ...]
     add: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
-    commands: tuple[tuple[str, ...], ...] = ()
+    command: tuple[str, ...] = ()
     ways_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.action == "nothing":
             return "Nothing to do: " + "; ".join(self.why)
+        why = [f"  - {line}" for line in self.why]
         if self.action == "install":
             kept = [f"Left as they are: {len(self.keep)} packages"] if self.keep else []
-            return "\n".join(["To install, because:", *_list(self.why), *kept, *map(shlex.join, self.commands)])
-        return "\n".join(["It cannot be installed here:", *_list(self.why), "Ways out:", *_list(self.ways_out)])
-
-
-def _list(lines: Sequence[str]) -> list[str]:
-    return [f"  - {line}" for line in lines]
+            return "\n".join(["To install, because:", *why, *kept, shlex.join(self.command)])
+        ways = [f"  - {line}" for line in self.ways_out]
+        return "\n".join(["It cannot be installed here:", *why, "Ways out:", *ways])
 
 
 def decide(
@@ -257,10 +226,6 @@ def decide(
             add[name] = tested.get(normal(name), bounds)
     absent = [name for name in add if site.version(name) is None]
     wrong = [f"not installed: {', '.join(absent)}"] * bool(absent) + wrong
-    remove: list[str] = []
-    if kind == "tpu" and (other := site.version("torch_tpu")):
-        wrong.append(f"torch_tpu {other} claims the TPU too, and needs another torch")
-        remove = ["torch_tpu"]
     if not wrong:
         pair = ", ".join(f"{name} {site.version(name)}" for name in (PACKAGES if kind == "tpu" else ("torch",)))
         return Decision("nothing", kind, (f"all {len(names)} packages are there, and {pair} pair",))
@@ -268,22 +233,17 @@ def decide(
         why = "this Python has no pip, and there is no uv: run `python -m ensurepip`, or install uv, and look again"
         return Decision("impossible", kind, (why,), ways_out=(why,))
     tool = [site.uv, "pip"] if site.uv else [sys.executable, "-m", "pip"]
-    of_this = ["--python", sys.executable] if site.uv else []
-    line = [*tool, "install", *of_this, "--quiet"]
+    line = [*tool, "install", *(["--python", sys.executable] if site.uv else []), "--quiet"]
     if wheels := wheel_folder(source):
         line += ["--no-index", "--find-links", wheels]
     if torch_index and "torch" in add:
         line += ["--extra-index-url", torch_index, *(["--index-strategy", "unsafe-best-match"] if site.uv else [])]
-    elif "torch" in absent and site.free_gib < _GIB_NEEDED:
-        wrong.append(
-            f"warning: {site.free_gib:.0f} GiB are free, and torch's default wheels bring CUDA: up to "
-            f"{_GIB_NEEDED} GiB while they are unpacked. Without a GPU set torch_index to an index without CUDA"
-        )
     wanted = tuple(f"{name}{bounds}" for name, bounds in add.items())
-    quiet = [] if site.uv else ["--yes"]
-    first = [(*tool, "uninstall", *of_this, *quiet, *remove)] if remove else []
-    keep = _all_of(site) if len(absent) == len(add) and not remove else ()
-    return Decision("install", kind, tuple(wrong), wanted, keep, (*first, (*line, *wanted)))
+    keep: tuple[str, ...] = ()
+    if len(absent) == len(add):  # without versions that pip cannot read
+        readable = [(name, one) for name, one in sorted(site.versions.items()) if re.fullmatch(r"\d[\w.+!-]*", one)]
+        keep = tuple(f"{name}=={one}" for name, one in readable)
+    return Decision("install", kind, tuple(wrong), wanted, keep, (*line, *wanted))
 
 
 def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
@@ -301,14 +261,13 @@ def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
         against.append(f"Python {_dotted(site.python)}: the kit needs 3.11 to 3.13")
     if kind != "gpu" and not on_linux:
         against.append(f"{site.system}: torch_xla has wheels for {_LINUX} alone; hardware='gpu' installs torch alone")
-    # The session of a service ends soon: there `decide` removes torch_tpu.
-    if kind == "tpu" and (other := site.version("torch_tpu")) and site.place not in ("Colab", "Kaggle"):
+    if kind == "tpu" and (other := site.version("torch_tpu")):
         against.append(beside_torch_tpu(other))
     return kind, against
 
 
 def requirements(kind: Kind, source: str = "") -> Path:
-    """The file with the tested versions, from the folder that the kit is installed from, or from the kit."""
+    """Returns the file with the tested versions, from the folder that the kit is installed from, or from the kit."""
     name = f"requirements-{kind}.txt"
     beside = Path(source).expanduser() / name
     return beside if source and beside.is_file() else Path(__file__).parents[1] / name
@@ -318,11 +277,6 @@ def wheel_folder(source: str) -> str:
     """The folder, if `source` is one with wheels, such as a Kaggle dataset; else empty."""
     folder = Path(source).expanduser()
     return str(folder) if source and folder.is_dir() and any(folder.glob("*.whl")) else ""
-
-
-def _all_of(site: Site) -> tuple[str, ...]:
-    """The installed packages as constraints, without versions that pip cannot read."""
-    return tuple(f"{name}=={one}" for name, one in sorted(site.versions.items()) if re.fullmatch(r"\d[\w.+!-]*", one))
 
 
 def _needed(extras: Sequence[str]) -> dict[str, str]:
@@ -356,42 +310,33 @@ def _pins(text: str) -> dict[str, str]:
 
 
 def _within(version: str, bounds: str) -> bool:
-    return all(_meets(version, part) for part in bounds.split(",") if part)
+    have = _numbers(bare(version))
+    tests: dict[str, Callable[[list[int]], bool]] = {
+        "==": have.__eq__, "!=": have.__ne__, ">=": have.__ge__, "<=": have.__le__, "<": have.__lt__, ">": have.__gt__,
+    }  # fmt: skip
+    return all(tests[sign](_numbers(bound)) for sign, bound in re.findall(r"([=<>!]+)([^,]+)", bounds))
 
 
-def _meets(version: str, specifier: str) -> bool:
-    match = re.fullmatch(r"\s*(==|>=|<=|!=|<|>)\s*([\w.]+)\s*", specifier)
-    assert match is not None, specifier
-    sign, wanted = match.groups()
-    if sign in ("==", "!="):
-        return (bare(version) == wanted) == (sign == "==")
-    have, want = ([int(number) for number in re.findall(r"\d+", text)] for text in (bare(version), wanted))
-    return {">=": have >= want, "<=": have <= want, "<": have < want, ">": have > want}[sign]
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
-    ways = []
-    if site.place == "Colab":
-        ways.append("Runtime > Change runtime type > Runtime version: one with Python 3.11 to 3.13; then run all again")
-    if site.place == "Kaggle":
-        ways.append("Settings > Environment: one with Python 3.11 to 3.13; then run all again")
-    if site.system == _LINUX:
-        local = Path(source).expanduser()
-        kit = str(local) if source and local.exists() else "tpu_kit" if source == "index" else f"git+{REPOSITORY}"
-        file = requirements(kind, source)
-        ways.append(
-            f"an environment of its own: {environment_line(str(file), kit)} && "
-            "~/tpu_kit-env/bin/python -m ipykernel install --user --name tpu_kit"
-        )
-        one_kernel = site.place in ("Colab", "Kaggle")
-        ways.append(
-            "in it, as this service has one kernel only: !~/tpu_kit-env/bin/python -m tpu_kit train embedded-cot"
-            if one_kernel
-            else "then choose the kernel tpu_kit for the notebooks (Kernel > Change Kernel)"
-        )
-    else:
-        ways.append("hardware='gpu' here, for torch alone; or a Linux machine, Colab or Kaggle for TPU")
-    return tuple(ways)
+    if site.system != _LINUX:
+        return ("hardware='gpu' here, for torch alone; or a Linux machine, Colab or Kaggle for TPU",)
+    service = {
+        "Colab": ("Runtime > Change runtime type > Runtime version: one with Python 3.11 to 3.13; then run all again",),
+        "Kaggle": ("Settings > Environment: one with Python 3.11 to 3.13; then run all again",),
+    }.get(site.place, ())
+    local = Path(source).expanduser()
+    kit = str(local) if source and local.exists() else "tpu_kit" if source == "index" else f"git+{REPOSITORY}"
+    own = environment_line(str(requirements(kind, source)), kit)
+    python = "~/tpu_kit-env/bin/python"
+    return (
+        *service,
+        f"an environment of its own: {own} && {python} -m ipykernel install --user --name tpu_kit",
+        f"then choose the kernel tpu_kit, or run there: {python} -m tpu_kit train embedded-cot",
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- installing it
@@ -405,16 +350,8 @@ def options(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = parameters(namespace)
     check_names(given, _OPTIONS)
-    problems = []
     if given.get("hardware", "auto") not in ("auto", "tpu", "gpu"):
-        problems.append(f"hardware={given['hardware']!r}: there are auto, tpu and gpu")
-    problems += [
-        f"{name}={given[name]!r} must be a text"
-        for name in ("kit_source", "extras", "torch_index")
-        if not isinstance(given.get(name, ""), str)
-    ]
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError([f"hardware={given['hardware']!r}: there are auto, tpu and gpu"])
     return given
 
 
@@ -425,7 +362,7 @@ def ensure(kit_source: str = "git") -> None:
         kit_source: where the kit came from, as in the parameters of the notebooks.
 
     Raises:
-        ValueError: it is impossible here, a command failed, or a loaded package was replaced, so that the kernel must
+        ValueError: it is impossible here, the command failed, or a loaded package was replaced, so that the kernel must
             be restarted.
     """
     decision = decide(look(), source=kit_source)
@@ -438,41 +375,32 @@ def ensure(kit_source: str = "git") -> None:
 
 
 def carry_out(decision: Decision) -> None:
-    """Runs the commands; prints their output, and which packages were kept, replaced and added.
+    """Runs the command; prints its output, and which packages were kept, replaced and added.
 
     Raises:
-        ValueError: it is impossible, or a command failed, with the end of its output.
+        ValueError: it is impossible, or the command failed, with the end of its output.
     """
     if decision.action == "impossible":
         raise ValueError(str(decision))
     if decision.action == "nothing":
         print("Nothing was to be done.")
         return
-    before, start = installed(), time.monotonic()
+    before = installed()
     with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="tpu_kit-keep-") as keep:
         keep.write("\n".join(decision.keep))
         keep.flush()
         # As constraints: if a package conflicts with an installed one, pip fails and replaces nothing.
-        environment = {**os.environ, "PIP_CONSTRAINT": keep.name, "UV_CONSTRAINT": keep.name}
-        for command in decision.commands:
-            _run(command, environment if decision.keep else dict(os.environ))
+        kept = {"PIP_CONSTRAINT": keep.name, "UV_CONSTRAINT": keep.name} if decision.keep else {}
+        _run(decision.command, {**os.environ, **kept})
     after = installed()
     added = [f"{name} {version}" for name, version in after.items() if name not in before]
     replaced = [f"{name} {before[name]} -> {now}" for name, now in after.items() if before.get(name, now) != now]
-    same = [name for name in before if after.get(name) == before[name]]
-    left = [f"{name} {before[normal(name)]}" for name in PACKAGES if normal(name) in same]
-    print(f"Installed in {time.monotonic() - start:.0f} s.")
     print("Added:", ", ".join(added) or "nothing")
     print("Replaced:", ", ".join(replaced) or "nothing")
-    print("Left as they were:", ", ".join([*left, f"{len(same) - len(left)} others"]))
+    print("Left as they were:", sum(after.get(name) == version for name, version in before.items()), "packages")
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Runs one command and prints its output.
-
-    Raises:
-        ValueError: it failed, with the end of its output.
-    """
     print("$", shlex.join(command), flush=True)
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -517,15 +445,14 @@ def check(decision: Decision) -> list[Check]:
     names = {"tpu": "torch torch_xla libtpu jax", "gpu": "torch"}[decision.kind]
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "USE_TORCH_XLA": "1"}
     done = run_child(["-c", _CHILD, f"{names} transformers peft datasets omegaconf tpu_kit"], environment)
-    lines = done.output.splitlines() or ['{"found": {}, "error": ""}']
-    answer = json.loads(lines[-1])
+    answer = json.loads((done.output.splitlines() or ['{"found": {}, "error": ""}'])[-1])
     error = answer["error"] or (f"the process ended with {done.how}" if done.status else "")
-    found, fix = answer["found"], "run this notebook again from the top"
+    found = answer["found"]
     pair = " ".join(f"{name} {found[name]}".strip() for name in names.split() if name in found) or "nothing"
     if error:
-        pairing = "undefined symbol" in error
-        text = f"{pair} loaded, then {error[:300]}"
-        return [Check("They pair", "failure", f"{text}{': torch and torch_xla do not pair' if pairing else ''}", fix)]
+        cause = ": torch and torch_xla do not pair" if "undefined symbol" in error else ""
+        text = f"{pair} loaded, then {error[:300]}{cause}"
+        return [Check("They pair", "failure", text, "run this notebook again from the top")]
     rows = [Check("They pair", "ok", f"{pair} load together")]
     if "sum" in found:
         status: Literal["ok", "failure"] = "ok" if found["sum"] == 6 else "failure"

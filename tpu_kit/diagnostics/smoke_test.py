@@ -27,7 +27,7 @@ from tpu_kit.models.loading import read_config
 from tpu_kit.planning.trace import empty_model
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
-from tpu_kit.training.step import place, train_step
+from tpu_kit.training.step import prepare_model, train_step
 from tpu_kit.xla.pallas import SplashSettings
 
 LENGTH = 2048
@@ -171,7 +171,7 @@ def _ready(
     model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
 ) -> tuple[TrainState, list[dict[str, torch.Tensor]], torch.Tensor]:
     """The arguments of `train_step`, on the device."""
-    state = place(model, config, rt)
+    state = prepare_model(model, config, rt)
     sent, rest = rt.place_batch([batch, {"control": torch.tensor([1e-4, 1.0, 1.0])}])
     rt.sync()
     rt.barrier()

@@ -1,12 +1,8 @@
 """Compares a device's results with the CPU's, measures its speed and memory, and runs a small training as a smoke test.
 
-    from tpu_kit.diagnostics.verify import rehearse, verify
-    for check in [*verify(config), *rehearse(config)]:
-        print(check)
-
 Each check of `verify` is a launch with a time limit: a failure, a hang or a crash does not stop the others. The results
 go to verify-report.json, which the user can attach to an issue, and to this machine's calibration, which `plan` and
-`train` use. `rehearse` trains the embedded model, saves, resumes and generates.
+`train` use.
 """
 
 from __future__ import annotations
@@ -257,9 +253,7 @@ class _FirstContact:
             status, found = "skipped", f"not measured: {reason}"
         except Exception as failure:  # of any kind: the next checks must still run
             error = f"{str(failure) or type(failure).__name__}\n\nIts last output:\n{said.getvalue()[-4000:]}"
-            # The last line of the traceback that names an error: JAX writes a remark below it.
-            named = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", getattr(failure, "traceback", ""), re.MULTILINE)
-            found = " ".join([(str(failure) or type(failure).__name__).splitlines()[0], *named[-1:]])
+            found = doctor.brief(failure)
         advice = "; ".join(filter(None, [action, f"attach {Path(self.known.report).name} to an issue"]))
         return Record(
             name, status, found[:400], advice if status == failed else "",
@@ -333,9 +327,8 @@ def _write_report(path: Path, backend: runtime.Backend, known: Calibration, reco
         "backend": str(backend), "calibration": asdict(known),
         "checks": [
             {
-                "name": one.name, "passed": None if one.status == "skipped" else one.status == "ok", "found": one.found,
-                "figures": one.figures, "tolerance": one.tolerance, "seconds": one.seconds, "error": one.error,
-                "next_action": one.fix,
+                "passed": None if one.status == "skipped" else one.status == "ok", "next_action": one.fix,
+                **{key: getattr(one, key) for key in ("name", "found", "figures", "tolerance", "seconds", "error")},
             }
             for one in records
         ],
@@ -406,11 +399,9 @@ def rehearse(config: TrainConfig) -> Iterator[Check]:
             )
             yield Check("Generation", "ok", f"{len(reply.tokens)} tokens with the adapter, in {seconds:.0f} s in all")
         except (RuntimeError, ValueError, OSError) as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-            text = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
             where = f"device_type={config.launch.device_type}"
             fix = f"python -m tpu_kit train embedded-cot max_steps={_FIRST} {where} shows all of it"
-            yield Check("Rehearsal", "failure", text[:400], fix)
+            yield Check("Rehearsal", "failure", doctor.brief(error), fix)
 
 
 def _quietly(run: Callable[[], T]) -> tuple[float, str, T]:

@@ -9,12 +9,10 @@ replicas have traced, rank 0 compiles and starts, then the others find the progr
 
 **No buffer is donated** (`environment` turns torch_xla's parameter aliasing off). A thread that frees a donated buffer
 blocks until the execution that took the buffer has ended. Threads do free such buffers early, and block while they hold
-what the last replica needs to start; then the collective never completes and XLA ends the process ("Expected 4 threads
-to join the rendezvous, but only 3 of them arrived"). Native stack traces showed two such threads: a worker of
-torch_xla's pool that had taken the last replica's work from the queue and blocked destroying its previous task
-(`XLAGraphExecutor::Async`, which owns the inputs); and Python, dropping the token of the last all-reduce with the GIL
-held. With donation 8 of 9 launches of 50 steps aborted on two busy cores, without it none
-(tests/distributed/test_cpu_simulation.py runs 5, and 100 as the slow test).
+what the last replica needs to start: a worker of torch_xla's pool that destroys its previous task
+(`XLAGraphExecutor::Async`, which owns the inputs), or Python with the GIL, dropping the token of the last all-reduce.
+Then the collective never completes and XLA ends the process ("Expected 4 threads to join the rendezvous, but only 3 of
+them arrived"). On two busy cores, 8 of 9 launches of 50 steps aborted with donation and none without it.
 """
 
 from __future__ import annotations
@@ -71,12 +69,17 @@ class MeetingError(RuntimeError):
     """The replicas can take no more steps together: one failed, or did not reach the step."""
 
 
-def environment(replicas: int) -> dict[str, str]:
-    """The variables that a process of `replicas` XLA:CPU replicas must start with."""
-    settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(replicas)}
-    if replicas > 1:
+def environment(devices: int, replicas: bool = True) -> dict[str, str]:
+    """The variables that a process of XLA:CPU must start with.
+
+    Args:
+        devices: their number.
+        replicas: whether each is a replica; else they are a mesh.
+    """
+    settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+    if replicas and devices > 1:
         # Two threads a replica: one starts programs, the other moves data.
-        settings |= {"XLA_THREAD_POOL_SIZE": str(2 * replicas), "XLA_ENABLE_PARAM_ALIASING": "0"}
+        settings |= {"XLA_THREAD_POOL_SIZE": str(2 * devices), "XLA_ENABLE_PARAM_ALIASING": "0"}
     return settings
 
 

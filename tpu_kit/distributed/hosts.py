@@ -20,7 +20,6 @@ from typing import TextIO
 from tpu_kit.hardware.machine import Machine
 
 PORT = 29477  # of host 0, where the hosts meet; libtpu uses 8471 to 8479, and Megascale 8080
-_METADATA = "/computeMetadata/v1/instance/attributes/"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 
 
@@ -82,9 +81,10 @@ def find_hosts(at: Machine | None = None) -> Hosts:
         return _hosts(at, environ.get("SKYPILOT_NODE_RANK", ""), names, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")
     if at.tpus() and not environ.get("TPU_SKIP_MDS_QUERY"):
         with contextlib.suppress(OSError, http.client.HTTPException, IndexError):
-            ends = _attribute(at, "worker-network-endpoints").split(",")  # name:id:address, each
-            names = ",".join(end.split(":")[2] for end in ends)
-            return _hosts(at, _attribute(at, "agent-worker-number"), names, "agent-worker-number", "the metadata")
+            ends, number = map(at.metadata, ("attributes/worker-network-endpoints", "attributes/agent-worker-number"))
+            if ends and number:
+                names = ",".join(end.split(":")[2] for end in ends.split(","))  # name:id:address, each
+                return _hosts(at, number, names, "agent-worker-number", "the metadata")
     return ONE
 
 
@@ -111,8 +111,7 @@ def _of_slices(at: Machine) -> Hosts:
 
 
 def _hosts(at: Machine, index: str, names: str, index_from: str, names_from: str) -> Hosts:
-    found = tuple(name.strip() for name in names.split(",") if name.strip())
-    if not found:
+    if not (found := tuple(name.strip() for name in names.split(",") if name.strip())):
         raise ValueError(f"{index_from}={index}, but {names_from} names no hosts: set it to all hosts, host 0 first")
     number = _number(index, index_from, len(found))
     if len(found) == 1:
@@ -131,15 +130,6 @@ def _number(text: str, name: str, below: int) -> int:
     return int(text)
 
 
-def _attribute(at: Machine, name: str) -> str:
-    with contextlib.closing(http.client.HTTPConnection(at.metadata_server, timeout=2)) as connection:
-        connection.request("GET", _METADATA + name, headers={"Metadata-Flavor": "Google"})
-        answer = connection.getresponse()
-        if answer.status != http.client.OK or answer.getheader("Metadata-Flavor") != "Google":
-            raise http.client.HTTPException(f"{name}: {answer.status}")
-        return answer.read(65536).decode()
-
-
 def interface(hosts: Hosts) -> str:
     """Returns the network interface through which this host reaches the others.
 
@@ -149,12 +139,11 @@ def interface(hosts: Hosts) -> str:
     Raises:
         OSError: host 0 cannot be reached, or is not IPv4.
     """
-    first, port = hosts.address
-    found = _interface_to((first, port))
-    for other in hosts.names[1:] if hosts.index == 0 else ():
-        if found == "lo":
-            with contextlib.suppress(OSError):  # names that only the other hosts' network knows
-                found = _interface_to((other, port))
+    found = _interface_to(hosts.address)
+    for other in hosts.names[1:] if hosts.index == 0 and found == "lo" else ():
+        with contextlib.suppress(OSError):  # names that only the other hosts' network knows
+            if (found := _interface_to((other, hosts.address[1]))) != "lo":
+                break
     return found
 
 

@@ -10,10 +10,8 @@
 If the calling process ends for any reason, the launcher and all replicas end. One CPU replica runs in the calling
 process: there is no device to keep free. preemption.py stops a launch early, after the training loop has saved.
 
-This module runs in the calling process: it starts the launcher, prints its text, and decides from its end whether the
-launch succeeded. Every replica is connected to it (worker.py lists the messages), and the launcher reports each process
-that dies. To see whether the replicas still work, this module reads /proc, because a replica that holds the GIL in a
-long compile cannot answer, and the steps that they start, because a replica can also compute for ever.
+Replicas send messages (see worker.py), and the launcher reports each process that dies. A launch hangs if no process
+uses the processor, by /proc (a replica in a long compile cannot answer), or if one starts no step for too long.
 """
 
 from __future__ import annotations
@@ -32,8 +30,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import cache
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -63,47 +63,21 @@ _CONSEQUENCE = (
     r"MeetingError|Connection (closed|reset|refused)( by peer)?|remote process exited|ncclRemoteError|Broken pipe"
     r"|DistStoreError|DistNetworkError|Socket Timeout|failed to recv"
 )
+
 # A cell that calls the device, not one that only imports the library.
 _TOUCHES = r"xla_device\(|torch_xla\.(device|devices|real_devices|sync|launch)\(|\b(xm|xr|xmp)\.\w+\(|\.to\(.xla"
 
-# Errors of torch_xla and libtpu that do not name their cause: a pattern of the text, and what to do.
-_KNOWN = (
-    (
-        r"module 'torch' has no attribute 'xla'",
-        "torch.utils.checkpoint does not work on XLA: set optim.remat=full, or in your own function call "
-        "torch_xla.utils.checkpoint.checkpoint, without which XLA removes the recomputation",
-    ),
-    (
-        r"undefined symbol|cannot import name '_XLAC'|No module named '_XLAC'",
-        "torch and torch_xla do not match: `python -m tpu_kit doctor` names both and the command that fixes it",
-    ),
-    (
-        r"Runtime is already initialized|Cannot replicate if number of devices",
-        "the device was touched before the launch: do not call torch_xla.device() in a cell, and restart the kernel",
-    ),
-    (
-        r"(libtpu|TPU)[^\n]{0,40} already in use|resource busy|/dev/(accel|vfio)[^\n]{0,60}(not permitted|denied)",
-        "another process holds the TPU, or it is not this user's: `python -m tpu_kit doctor` names its PID and the fix",
-    ),
-    (
-        r"`?fused=True`? requires|FusedAdam",
-        "XLA has no fused optimizer: use fused=False, or leave the optimizer to optim.optimizer=adamw",
-    ),
-    (
-        r"metadata\.google\.internal|169\.254\.169\.254|Failed to get TPU metadata",
-        "torch_xla asks Google Cloud's metadata server for the TPU's type and gets no answer: `python -m tpu_kit "
-        "doctor` prints the variables to set; without a TPU use device_type=xla-cpu",
-    ),
-    (
-        r"attempted to access the data pointer on an invalid python storage",
-        "a tensor on the device cannot be saved: move it to the CPU first",
-    ),
-)
+
+@cache
+def _known_errors() -> list[dict[str, str]]:
+    errors: list[dict[str, str]] = tomllib.loads(Path(__file__).with_name("known_errors.toml").read_text())["error"]
+    return errors
 
 
 def advice(text: str) -> str:
     """Says what to do about an error or traceback, one line for each known cause; empty where none is known."""
-    return "\n".join(f"-> {what}" for pattern, what in _KNOWN if re.search(pattern, text, re.IGNORECASE))
+    known = [error["advice"] for error in _known_errors() if re.search(error["pattern"], text, re.IGNORECASE)]
+    return "\n".join(f"-> {what}" for what in known)
 
 
 class LaunchError(RuntimeError):
@@ -122,18 +96,19 @@ class LaunchError(RuntimeError):
     @property
     def is_consequence(self) -> bool:
         """Whether a replica failed because another one, perhaps of another host, no longer answered."""
-        return re.search(_CONSEQUENCE, self.traceback.rstrip().rpartition("\n")[2]) is not None
+        return _lost_a_peer(self.traceback)
+
+
+def _lost_a_peer(traceback: str) -> bool:
+    return re.search(_CONSEQUENCE, traceback.rstrip().rpartition("\n")[2]) is not None
 
 
 class Steps:
-    """Judges by the steps that replicas start whether one computes for ever.
+    """Finds replicas that compute for ever, by the steps that they start.
 
-    The time between two steps is limited, unless `PreemptionGuard.pause` suspends that. The limit applies once the
-    first step is over, so that the duration of a step with its compilation is known; in the first step it applies once
-    another replica has waited for `hang_timeout`.
-
-    Args:
-        hang_timeout: seconds; the limit is 3 times as much, or 10 times the longest step so far if that is more.
+    The time between two steps is limited to 3 times `hang_timeout`, seconds, or to 10 times the longest step so far if
+    that is more. The limit applies once the first step, which compiles, is over, or once another replica has waited for
+    `hang_timeout` in it; not while `PreemptionGuard.pause` suspends it.
     """
 
     def __init__(self, hang_timeout: float) -> None:
@@ -143,15 +118,12 @@ class Steps:
         self._computed: dict[int, float] = {}
 
     def check(self, steps: Mapping[int, int], computing: Collection[int], now: float) -> tuple[list[int], str] | None:
-        """Finds replicas that compute for ever.
+        """Returns the ranks that compute for ever and the text of the error; None where there are none.
 
         Args:
             steps: `StopFlag.steps`.
             computing: the ranks whose processes have used the processor since the last call.
             now: seconds, monotonic.
-
-        Returns:
-            The ranks that compute for ever, and the text of the error; None where there are none.
         """
         reached = min(steps.values(), default=0)
         if reached != self._reached:
@@ -174,14 +146,7 @@ class Steps:
 
 
 class Supervisor:
-    """The calling process's side of one launch.
-
-    Args:
-        backend: where it runs.
-        hang_timeout: seconds without output or processor time after which the launch is ended.
-        time_limit: seconds after which the launch is ended in any case; None for no limit.
-        meeting: of several hosts.
-    """
+    """The calling process's side of one launch; the arguments are those of `launch`."""
 
     def __init__(
         self, backend: Backend, hang_timeout: float, time_limit: float | None = None, meeting: Meeting | None = None
@@ -196,21 +161,21 @@ class Supervisor:
         self._stderr = ""  # the last 16,384 characters
 
     def run(self, payload: bytes, notices: Notices) -> Any:
-        """Starts the launcher and waits until all processes have ended.
+        """Starts the launcher, waits until all processes have ended, and returns this host's first result.
 
         Args:
             payload: function and config, pickled.
             notices: of the launch's early end; a function that handles preemption then ends by itself.
 
-        Returns:
-            The result of this host's first replica.
-
         Raises:
-            LaunchError: a replica failed, died or hung.
-            HostError: another host failed, hangs or is lost.
-            KeyboardInterrupt, SystemExit: see `Notices`; after all processes have ended.
+            LaunchError, HostError, KeyboardInterrupt, SystemExit: as `launch`.
         """
-        with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder, self._listen(folder) as (address, key):
+        key = secrets.token_bytes(32)
+        with (
+            tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder,
+            Listener(f"{folder}/messages", family="AF_UNIX", authkey=key, backlog=256) as listener,
+        ):
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
             path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
             settings = {
                 "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1",
@@ -219,7 +184,7 @@ class Supervisor:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tpu_kit.distributed.worker"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                env={**_inherited(self._backend), **_environment(self._backend), **settings},
+                env=_environment(self._backend) | settings,
             )  # fmt: skip
             streams: list[threading.Thread] = []
             try:
@@ -227,9 +192,8 @@ class Supervisor:
                 streams.append(self._stream(process.stderr, sys.stderr))
                 assert process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):  # it has died; `_result` reports how
-                    pickle.dump(
-                        (address, key, notices.flag.path, self._backend, self._hang_timeout, payload), process.stdin
-                    )
+                    task = f"{folder}/messages", key, notices.flag.path, self._backend, self._hang_timeout, payload
+                    pickle.dump(task, process.stdin)
                     process.stdin.flush()
                 return self._result(process, notices.flag)
             finally:
@@ -238,13 +202,6 @@ class Supervisor:
                 _end(process, signal.SIGTERM if asked else signal.SIGKILL)
                 for stream in streams:
                     stream.join(5)
-
-    @contextlib.contextmanager
-    def _listen(self, folder: str) -> Iterator[tuple[str, bytes]]:
-        address, key = f"{folder}/messages", secrets.token_bytes(32)
-        with Listener(address, family="AF_UNIX", authkey=key, backlog=256) as listener:
-            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-            yield address, key
 
     def _accept(self, listener: Listener) -> None:
         while True:
@@ -371,7 +328,7 @@ class Supervisor:
     def _is_consequence(self, rank: int, kind: str, value: Any) -> bool:
         if kind == "ended":  # by the launcher, because another replica failed
             return value[1] == -signal.SIGTERM
-        return rank == LAUNCHER or re.search(_CONSEQUENCE, value.rstrip().rpartition("\n")[2]) is not None
+        return rank == LAUNCHER or _lost_a_peer(value)
 
     def _end_of(self, pid: int, status: int) -> str:
         ranks = [rank for rank, process in self._pids.items() if process == pid]
@@ -447,34 +404,30 @@ def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
             process.stdin.close()
 
 
-def _inherited(backend: Backend) -> dict[str, str]:
-    """This process's environment, without the variables that would give several TPU processes the same chip."""
+def _environment(backend: Backend) -> dict[str, str]:
+    """Variables of the launcher and the replicas, without those that would give several TPU processes one chip."""
     several = backend.device_type == "tpu" and backend.num_replicas != 1 and backend.mesh is None
     left_out = preset_per_process(Machine()) if several else []
-    return {name: value for name, value in os.environ.items() if name not in left_out}
+    return {name: value for name, value in os.environ.items() if name not in left_out} | _settings(backend)
 
 
-def _environment(backend: Backend) -> dict[str, str]:
-    # For each program of a mesh, XLA warns that its partitioner, GSPMD, will be replaced by Shardy.
-    logs = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")} if backend.mesh else {}
+def _settings(backend: Backend) -> dict[str, str]:
     if backend.device_type == "xla-cpu":
         from tpu_kit.distributed import cpu_simulation
 
-        if backend.mesh is not None:
-            return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(backend.mesh.size), **logs}
-        assert backend.num_replicas is not None
-        return {"USE_TORCH_XLA": "1", **cpu_simulation.environment(backend.num_replicas)}
-    if backend.device_type == "tpu":
+        count = backend.mesh.size if backend.mesh else backend.num_replicas or 1
+        settings = cpu_simulation.environment(count, replicas=backend.mesh is None)
+    elif backend.device_type == "tpu":
         # No XLA_PERSISTENT_CACHE_PATH: torch_xla 2.8 and 2.9 store programs that they cannot load (pytorch/xla#9094).
-        return {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "TPU", **logs, **_interface(backend)}
-    return {"USE_TORCH_XLA": "0", **_interface(backend)}
-
-
-def _interface(backend: Backend) -> dict[str, str]:
-    """The network interface of the process groups, where several hosts have one and the user has set none."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if backend.hosts.count > 1 else ()
-    missing = [name for name in names if name not in os.environ]
-    return dict.fromkeys(missing, interface(backend.hosts) if missing else "")
+        settings = {"PJRT_DEVICE": "TPU"}
+    else:
+        settings = {}
+    if backend.mesh:  # for each program XLA warns that its partitioner, GSPMD, will be replaced by Shardy
+        settings["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
+    if backend.hosts.count > 1:  # the network interface of process groups, unless the user has set one
+        names = [n for n in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if n not in os.environ]
+        settings |= dict.fromkeys(names, interface(backend.hosts) if names else "")
+    return settings | {"USE_TORCH_XLA": str(int("PJRT_DEVICE" in settings))}
 
 
 _announced: tuple[Any, str] | None = None
@@ -491,7 +444,7 @@ def _announce(text: str) -> None:
     said = getattr(get_ipython(), "execution_count", None), text
     if said != _announced:
         print(text, flush=True)  # a notebook shows stderr as if it were an error
-        _announced = said
+    _announced = said
 
 
 def launch(
@@ -578,8 +531,7 @@ def _check_host(backend: Backend, config: TrainConfig) -> None:
     memory = check_memory(at, config, processes)
     if memory.status == "failure":
         raise ValueError(f"not enough host memory to start {processes} replicas: {memory.found}. Use {memory.fix}")
-    disk = check_disk(at, config)
-    if disk.status == "failure":
+    if (disk := check_disk(at, config)).status == "failure":
         raise ValueError(f"not enough disk: {disk.found}. Set {disk.fix}")
     if backend.device_type == "tpu":
         for check in (check_process(at), check_holder(at)):

@@ -8,9 +8,8 @@ a time budget                                      while guard.should_run(step):
 
 A replica records the step that it is about to start and reads whether there is a limit: it sends no message and does
 not read the device. To stop the replicas, the calling process forbids new steps for a moment, takes the largest step
-that any replica has started as the limit, and lets them continue. All replicas run that step and none starts a later
-one, so no collective waits for a replica that has stopped, even if one replica is far ahead. Several hosts do the same
-together: each forbids new steps when it hears of a notice, and the limit is the largest step of all hosts.
+that any replica has started as the limit, and lets them continue: all replicas run that step and none a later one, so
+no collective waits for a replica that has stopped. Several hosts take the largest step of all hosts.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ import os
 import queue
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from tpu_kit.hardware.machine import Machine
 
 if TYPE_CHECKING:
     from tpu_kit.distributed.meeting import Meeting
@@ -47,8 +47,6 @@ _DECIDING = -1
 # A replica that read no limit has written its step before; that write is visible to all processes long before this.
 _SETTLE = 0.05  # seconds
 
-_ADDRESS = "169.254.169.254"  # metadata.google.internal, without a name lookup
-_HEADER, _GOOGLE = "Metadata-Flavor", "Google"
 # Keys below computeMetadata/v1/instance/, the values that end a run, and where cloud.google.com documents them. TPU
 # VMs, also those of queued resources, are Compute Engine machines and have no key of their own for this.
 _ENDS = {
@@ -59,19 +57,15 @@ _ENDS = {
     # (compute/docs/metadata/getting-live-migration-notice, compute/docs/gpus/gpu-host-maintenance).
     "maintenance-event": r"(TERMINATE_ON_HOST_MAINTENANCE)",
     # The maintenance begins; PENDING is days ahead (tpu/docs/view-maintenance-notifications).
-    "upcoming-maintenance": r'"maintenance_?status"\s*:\s*"(ONGOING)"',
+    "upcoming-maintenance?alt=json": r'"maintenance_?status"\s*:\s*"(ONGOING)"',
 }
-_CONNECT = 3.0  # seconds in which the server, which is on the same host, must answer
+_TIMEOUT = 3.0  # seconds in which the server, which is on the same host, must answer
 _TRIES = 3  # to find it
-_HANG = 60  # seconds after which the server answers a request that waits for a change
-_PAUSE = 3.0  # seconds until the next try where the server is not available, as happens during maintenance
-_FAILURES = (OSError, http.client.HTTPException, ValueError)
+_PAUSE = 1.0  # seconds until it is asked again
 
 
 class StopFlag:
-    """What the replicas of one host and the calling process tell each other about stopping, in shared memory.
-
-    Replicas call `may_start`, `pause`, `leave` and `ask`; the calling process calls the others.
+    """The shared memory of a host's replicas, which call `may_start`, `pause`, `leave`, `ask`, and the calling process.
 
     Args:
         path: a file that `StopFlag.create` made.
@@ -187,13 +181,7 @@ class PreemptionGuard:
             save()  # inside, so that a signal does not end the process while it saves
 
     Inside the guard the first SIGINT or SIGTERM is a notice; outside it a signal ends the launch. Without a launch
-    every step may start.
-
-    Args:
-        rt: this replica's runtime.
-
-    Attributes:
-        reason: why to stop; None until `should_run` has returned False.
+    every step may start. `reason` is None until `should_run` has returned False.
     """
 
     def __init__(self, rt: Runtime) -> None:
@@ -220,17 +208,12 @@ class PreemptionGuard:
         self._flag.leave(self._rank)
 
     def pause(self) -> None:
-        """Records that this replica's next work is not a step, such as an evaluation, until it asks for a step again.
-
-        Meanwhile the launch is not judged by its steps; see `launch.Supervisor`.
-        """
+        """Records that this replica's next work, such as an evaluation, is no step; `launch.Steps` then judges none."""
         if self._flag is not None:
             self._flag.pause(self._rank)
 
     def should_run(self, step: int) -> bool:
         """Whether this replica may start a step; for the same step all replicas get the same answer.
-
-        The call takes less than a microsecond and never waits for another replica.
 
         Args:
             step: 1 or more, larger at each call; every replica asks for the same steps.
@@ -274,92 +257,43 @@ def sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class _Answer(NamedTuple):
-    status: int
-    value: str
-    etag: str
-
-
 class MetadataWatch:
-    """Waits in threads, until `close`, for the metadata server of Google Cloud to announce the machine's end.
+    """Asks in a thread, until `close`, whether the metadata server of Google Cloud announces the machine's end.
 
     Maintenance that was announced before the run began does not end it: a run that is started again in the hour before
     a GPU machine stops would end at once, again and again. Without such a server nothing happens.
 
-    GCE_METADATA_HOST (host, or host:port) is the server's address, as for Google's own libraries.
-
     Args:
-        give: called, from such a thread, with the reason why the machine ends.
+        give: called, from the thread, with the reason why the machine ends.
     """
 
     def __init__(self, give: Callable[[str], None]) -> None:
         self._give = give
-        self._host = os.environ.get("GCE_METADATA_HOST") or _ADDRESS
         self._closed = threading.Event()
-        self._connections: set[http.client.HTTPConnection] = set()
-        self._start(self._find)
+        threading.Thread(target=self._watch, name="tpu_kit metadata", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the thread."""
         self._closed.set()
-        for connection in list(self._connections):
-            with contextlib.suppress(OSError, AttributeError):  # not connected yet, or no longer
-                connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def _start(self, work: Callable[..., None], *arguments: str) -> None:
-        threading.Thread(target=work, args=arguments, name="tpu_kit metadata", daemon=True).start()
-
-    def _find(self) -> None:
-        for _ in range(_TRIES):
-            with contextlib.suppress(*_FAILURES):
-                if self._get("preempted") is not None:
-                    for key in _ENDS:
-                        self._start(self._follow, key)
-                return  # also if another server answers: another cloud's, or a router's
-            if self._closed.wait(1):
-                return
-
-    def _follow(self, key: str) -> None:
-        etag = ""  # of the last value
-        announced: bool | None = None  # whether that value ends the run
-        while not self._closed.is_set():
-            asked = time.monotonic()
+    def _watch(self) -> None:
+        server, failures, found = Machine(), 0, False
+        announced = {"preempted": False}  # by key: whether its last value ends the run
+        while not self._closed.is_set() and (found or failures < _TRIES):
             try:
-                answer = self._get(key, etag)
-            except _FAILURES:
-                answer = None
-            if answer is None or answer.status != http.client.OK:  # no value yet, or none for a moment
-                self._closed.wait(_PAUSE)
-                continue
-            found, before = re.search(_ENDS[key], answer.value, re.IGNORECASE), announced
-            announced = found is not None
-            if found and (before is False or (before is None and key == "preempted")):
-                self._give(f"the cloud takes this machine back (instance/{key} says {found[1]})")
-                return
-            if etag and time.monotonic() - asked < 0.5:  # a server that does not wait for a change
-                self._closed.wait(_PAUSE)
-            etag = answer.etag or "0"
-
-    def _get(self, key: str, etag: str = "") -> _Answer | None:
-        """Gets a key's value; with a tag only once it has changed, or after `_HANG`. None: not Google's server."""
-        path = f"/computeMetadata/v1/instance/{key}?alt={'json' if key == 'upcoming-maintenance' else 'text'}"
-        if etag:
-            path += f"&wait_for_change=true&timeout_sec={_HANG}&last_etag={etag}"
-        connection = http.client.HTTPConnection(self._host, timeout=_CONNECT)
-        self._connections.add(connection)
-        try:
-            connection.connect()
-            if etag:
-                connection.sock.settimeout(_HANG + 10)
-            connection.request("GET", path, headers={_HEADER: _GOOGLE})
-            answer = connection.getresponse()
-            if answer.getheader(_HEADER) != _GOOGLE:
-                return None
-            text = answer.read(65536).decode(errors="replace")
-            return _Answer(answer.status, text, answer.getheader("ETag", ""))
-        finally:
-            self._connections.discard(connection)
-            connection.close()
+                for key, pattern in _ENDS.items():
+                    value = server.metadata(key, _TIMEOUT)
+                    found = True
+                    if value is None:
+                        continue
+                    if (end := re.search(pattern, value, re.IGNORECASE)) and announced.get(key) is False:
+                        name = key.partition("?")[0]
+                        self._give(f"the cloud takes this machine back (instance/{name} says {end[1]})")
+                        return
+                    announced[key] = end is not None
+            except (OSError, http.client.HTTPException, ValueError):
+                failures += 1
+            self._closed.wait(_PAUSE)
 
 
 class Notices:
@@ -379,6 +313,7 @@ class Notices:
     """
 
     flag: StopFlag
+    _stack: contextlib.ExitStack
 
     def __init__(self, budget: float | None = None, meeting: Meeting | None = None) -> None:
         self.at_once, self._meeting = False, meeting
@@ -386,30 +321,24 @@ class Notices:
         self._signalled, self._closed = False, threading.Event()
         self._notices: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a signal's handler may put into it
         self._before: dict[int, Any] = {}
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Notices:
-        try:
-            self._open()
-        except BaseException:
-            self._stack.close()
-            raise
+        with contextlib.ExitStack() as stack:
+            self.flag = stack.enter_context(StopFlag.create())
+            thread = threading.Thread(target=self._serve, name="tpu_kit notices", daemon=True)
+            thread.start()
+            stack.callback(thread.join, 5)
+            stack.callback(self._notices.put, None)
+            stack.enter_context(contextlib.closing(MetadataWatch(self._notices.put)))
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    before = signal.getsignal(number)
+                    if before not in (None, signal.SIG_IGN):  # None: not Python's, and could not be restored
+                        self._before[number] = before
+                        stack.callback(signal.signal, number, before)
+                        signal.signal(number, self._on_signal)
+            self._stack = stack.pop_all()
         return self
-
-    def _open(self) -> None:
-        self.flag = self._stack.enter_context(StopFlag.create())
-        thread = threading.Thread(target=self._serve, name="tpu_kit notices", daemon=True)
-        thread.start()
-        self._stack.callback(thread.join, 5)
-        self._stack.callback(self._notices.put, None)
-        self._stack.enter_context(contextlib.closing(MetadataWatch(self._notices.put)))
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before = signal.getsignal(number)
-                if before not in (None, signal.SIG_IGN):  # None: not Python's, and could not be restored
-                    self._before[number] = before
-                    self._stack.callback(signal.signal, number, before)
-                    signal.signal(number, self._on_signal)
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()

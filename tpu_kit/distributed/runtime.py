@@ -1,12 +1,12 @@
 """Chooses the backend, states the memory of each replica, and defines the interface of a replica.
 
-`detect` and `device_memory_budget` look at the machine from the calling process and initialise no device. In a replica,
-`current()` is what the training step talks to: its rank, its device, running the lazy graph, the one collective, and
-reading the device. The classes that implement it are in `backends`.
+`detect` and `device_memory_budget` run in the calling process and initialise no device. In a replica, `current()` is
+its runtime; `backends` has the classes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 import threading
@@ -36,11 +36,9 @@ REHEARSAL_REPLICAS = 4  # of xla-cpu, where neither the config nor the environme
 GPU_FREE = 0.3
 """Share of a GPU's memory that a choice of the batch leaves free: the formula is made for a TPU's compiler, and a GPU
 also holds a context, libraries and the gaps of its allocator. Not measured."""
-HOST_FREE = 0.5
-"""The same for host memory, which other processes use too."""
+HOST_FREE = 0.5  # the same for host memory, which other processes use too
 MOST_ROWS = 8
-"""The most rows of a pass that `batch_size=auto` takes on a CPU, where more are not faster, or a GPU of unknown speed.
-"""
+"""Most rows that `batch_size=auto` takes on a CPU, where more are not faster, or on a GPU of unknown speed."""
 _PJRT: dict[str, DeviceType] = {"TPU": "tpu", "CPU": "xla-cpu"}
 _local = threading.local()  # the replicas of XLA:CPU are threads of one process
 
@@ -69,14 +67,13 @@ class Backend:
         return self.hosts.index * (self.num_replicas or 1)
 
     def __str__(self) -> str:
+        each = f"{self.hosts.count} hosts" if self.hosts.count > 1 else ""
         if self.mesh is not None:
-            several = f" on {self.hosts.count} hosts" if self.hosts.count > 1 else ""
-            size = f"a mesh of {self.mesh.size} devices{several}"
-            return f"device_type={self.device_type}, {size}, {self.mesh}: {self.reason}"
-        count = "all devices" if self.num_replicas is None else f"{self.num_replicas} replica(s)"
-        if self.hosts.count > 1:
-            count += f" on each of {self.hosts.count} hosts"
-        return f"device_type={self.device_type}, {count}: {self.reason}"
+            what = f"a mesh of {self.mesh.size} devices{each and f' on {each}'}, {self.mesh}"
+        else:
+            count = "all devices" if self.num_replicas is None else f"{self.num_replicas} replica(s)"
+            what = f"{count}{each and f' on each of {each}'}"
+        return f"device_type={self.device_type}, {what}: {self.reason}"
 
 
 def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts: Hosts = ONE) -> Backend:
@@ -110,10 +107,11 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
             f"device_type={device_type} on {hosts.count} hosts ({hosts.source}): torch_xla connects no hosts on the "
             "CPU; several hosts train with tpu, cuda or cpu"
         )
-    if launch.mesh not in (None, "auto"):  # "auto" is chosen by `planning.preflight`, and means replicas elsewhere
-        return Backend(device_type, 1, reason, _mesh(device_type, launch, at, hosts), hosts)
-    if hosts.count > 1 and device_type == "tpu":
-        return Backend(device_type, 1, reason, _mesh(device_type, replace(launch, mesh="data=-1"), at, hosts), hosts)
+    mesh = None if launch.mesh == "auto" else launch.mesh  # `planning.preflight` chooses it; replicas elsewhere
+    if mesh is None and hosts.count > 1 and device_type == "tpu":
+        mesh = "data=-1"
+    if mesh is not None:
+        return Backend(device_type, 1, reason, _mesh(mesh, device_type, launch, at, hosts), hosts)
     return Backend(device_type, _replicas(device_type, launch.num_replicas, at), reason, hosts=hosts)
 
 
@@ -183,10 +181,8 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
     return asked
 
 
-def _mesh(device_type: str, launch: LaunchConfig, at: Machine, hosts: Hosts) -> Mesh:
-    """Reads launch.mesh for the devices of all hosts, which are alike; on XLA:CPU there are as many as it says."""
-    text, rules = launch.mesh, launch.mesh_rules
-    assert text is not None
+def _mesh(text: str, device_type: str, launch: LaunchConfig, at: Machine, hosts: Hosts) -> Mesh:
+    """Reads a mesh for the devices of all hosts, which are alike; on XLA:CPU there are as many as it says."""
     if device_type not in ("tpu", "xla-cpu"):
         raise ValueError(
             f"launch.mesh={text} needs XLA, and the launch runs on {device_type}. Use launch.device_type=tpu or "
@@ -195,10 +191,8 @@ def _mesh(device_type: str, launch: LaunchConfig, at: Machine, hosts: Hosts) -> 
     if device_type == "tpu":
         found = at.tpus()
         devices = len(found) * chips.chip(found[0]).devices_per_chip if found else len(at.nodes())
-        return resolve_mesh(text, devices * hosts.count, rules)
-    count = mesh_size(text) or _replicas(device_type, None, at)
-    assert count is not None
-    return resolve_mesh(text, count, rules)
+        return resolve_mesh(text, devices * hosts.count, launch.mesh_rules)
+    return resolve_mesh(text, mesh_size(text) or _replicas(device_type, None, at) or 1, launch.mesh_rules)
 
 
 def _gpus() -> int:
@@ -279,7 +273,8 @@ def device_memory_budget(config: TrainConfig, at: Machine | None = None, hosts: 
         devices = backend.mesh.size if backend.mesh else backend.num_replicas or len(found) * kind.devices_per_chip
         several = f"{hosts.slices}x{kind.slice_name(devices // hosts.slices // kind.devices_per_chip)}"
         where = find_slice(found[0] if hosts.slices == 1 else several, devices)
-        where = where.sharded(backend.mesh) if backend.mesh else where
+        if backend.mesh:
+            where = where.sharded(backend.mesh)
         return MemoryBudget(where.name, "tpu", where.replicas, where.limit, where=where)
     if backend.mesh is not None:
         return None
@@ -306,12 +301,9 @@ def _gpu_budget(replicas: int, at: Machine) -> MemoryBudget | None:
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
     where = None
-    try:
-        kind = chips.chip(name)
-        if kind.bf16_flops is not None:
+    with contextlib.suppress(ValueError):  # no chip that the kit knows
+        if (kind := chips.chip(name)).bf16_flops is not None:
             where = TargetSlice(kind, name, replicas, replicas, None, size, GPU_FREE)
-    except ValueError:  # no chip that the kit knows
-        pass
     return MemoryBudget(name, "cuda", replicas, size, GPU_FREE, where)
 
 

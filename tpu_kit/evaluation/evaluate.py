@@ -279,7 +279,11 @@ def compare(base: Evaluation, tuned: Evaluation, seen_in_training: int = 0, know
 
 
 def evaluate_adapter(
-    config: TrainConfig, adapter_dir: str | Path, verifier: str | Verifier | None = None, replace: bool = False
+    config: TrainConfig,
+    adapter_dir: str | Path,
+    verifier: str | Verifier | None = None,
+    replace: bool = False,
+    prepared: Prepared | None = None,
 ) -> Comparison:
     """Compares the base and the tuned model on the held-out rows, and writes the comparison beside the adapter.
 
@@ -292,6 +296,7 @@ def evaluate_adapter(
         adapter_dir: the output of training, a folder or gs://bucket/run/adapter; eval.json goes beside it.
         verifier: as in `evaluate`.
         replace: replace an eval.json of more rows too, because the adapter is new.
+        prepared: the data of the adapter's run; None prepares the rows of `config`.
 
     Raises:
         ValueError: the adapter was trained on other base weights; or as in `evaluate` and `prepare`.
@@ -301,9 +306,12 @@ def evaluate_adapter(
         config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
     url = str(adapter_dir).rstrip("/").rpartition("/")[0]
     run = url if is_url(adapter_dir) else Path(adapter_dir).absolute().parent
-    with at_hand(run, QUESTIONS) as beside:
-        questions = Questions.read(beside)
-    rows, prompts, seen = held_out(config, questions)
+    if prepared is not None:
+        questions, (rows, prompts, seen) = prepared.questions, _first_rows(config, prepared)
+    else:
+        with at_hand(run, QUESTIONS) as beside:
+            questions = Questions.read(beside)
+        rows, prompts, seen = held_out(config, questions)
     with at_hand(adapter_dir) as folder, without_head(folder) as plain:
         base = evaluate(config, rows, prompts, verifier=verifier)
         tuned = evaluate(config, rows, prompts, folder, verifier)
@@ -410,6 +418,10 @@ def held_out(config: TrainConfig, run: Questions | None = None) -> tuple[list[di
             text = f"the run of the adapter did not know {new} of these {len(now)} questions, and {gone} of the "
             text += f"{len(before)} that it held out are not among them: the source has changed since, or is another"
             print(f"note: {text}", file=sys.stderr, flush=True)
+    return _first_rows(config, prepared)
+
+
+def _first_rows(config: TrainConfig, prepared: Prepared) -> tuple[list[dict[str, Any]], list[str], int]:
     count = config.tracking.generate_rows or None
     seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
     return prepared.eval_rows[:count], prepared.eval_prompts[:count], seen
@@ -495,9 +507,9 @@ def _examples(tokenizer: Any, rows: Sequence[Mapping[str, Any]], data: DataConfi
 
 def _layouts(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Layout]:
     """Returns the layout of each row; nothing for rows that hold questions alone."""
-    values = {name: [row.get(name) for row in rows if is_filled(row.get(name))] for name in rows[0]}
+    empty = [name for name in rows[0] if not any(is_filled(row.get(name)) for row in rows)]
     try:
-        layout = detect_layout(list(rows[0]), data, values)
+        layout = detect_layout(list(rows[0]), data, empty)
         if layout.format != "cot":
             return [layout] * len(rows)
     except ValueError:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tpu_kit.config.loader import TrainConfig, from_dict, load_stored
+from tpu_kit.config.loader import TrainConfig, from_dict, load_config, read_yaml
 from tpu_kit.data.chat_encoding import freeze_date
 from tpu_kit.data.held_out import UNKNOWN
 from tpu_kit.evaluation.evaluate import Accuracy
@@ -158,7 +158,7 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
 def _read_config(folder: Path) -> TrainConfig:
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} has no config.yaml: give the folder that a run wrote (its output_dir)")
-    return load_stored(folder / "config.yaml")
+    return load_config(read_yaml(folder / "config.yaml"))
 
 
 def _load(config: TrainConfig, folder: Path, adapter: Path, part: Path, options: ExportOptions) -> formats.Work:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation import kv_cache
 from tpu_kit.generation.kv_cache import Buffers, Held, Recorder, Slots
-from tpu_kit.generation.prompts import ENDED, START
 from tpu_kit.generation.sampling import Kind
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
@@ -163,9 +162,10 @@ class Decoder:
         rt: the replica.
         block: decode steps between two reads of the device.
         slots: the length of the cache on XLA.
+        stops: ids of the tokens that end a row.
     """
 
-    def __init__(self, model: torch.nn.Module, rt: Runtime, block: int, slots: int) -> None:
+    def __init__(self, model: torch.nn.Module, rt: Runtime, block: int, slots: int, stops: Iterable[int] = ()) -> None:
         self._model, self._rt, self.block, self._slots = model, rt, block, slots
         self._causal = models.base_model(model)
         # The matrix products of a trained model may have another dtype than its weights; see causal_lm.py.
@@ -176,6 +176,9 @@ class Decoder:
         self._first_logits: torch.Tensor | None = None
         self.element_bytes = self._dtype.itemsize
         self.vocabulary = int(self._causal.get_output_embeddings().weight.shape[0])
+        ends = torch.zeros(self.vocabulary, dtype=torch.int64)
+        ends[[token for token in stops if token < self.vocabulary]] = 1
+        (self._ends,) = self.send([ends])
         kv_cache.register()
 
     @contextlib.contextmanager
@@ -278,7 +281,6 @@ class Decoder:
         ended: Sequence[bool],
         uniforms: torch.Tensor,
         knobs: torch.Tensor,
-        table: torch.Tensor,
         occurred: torch.Tensor | None,
     ) -> State:
         """Sends the inputs of the decode steps.
@@ -289,16 +291,15 @@ class Decoder:
             ended: whether each row is padding.
             uniforms: (steps, rows), from `Sampling.uniforms`.
             knobs: from `Sampling.knobs`.
-            table: from `prompts.stop_table`, flat, on the device.
             occurred: (rows, V) fp32 for the repetition penalty.
         """
         width = batch.ids.shape[1]
         lengths, last = (tensor.repeat_interleave(samples) for tensor in (batch.lengths, batch.last))
-        state = torch.tensor([ENDED if one else START for one in ended])
-        carried = [last, state, torch.zeros(1, dtype=torch.int64)] + ([] if occurred is None else [occurred])
+        flags = torch.tensor(ended, dtype=torch.int64)
+        carried = [last, flags, torch.zeros(1, dtype=torch.int64)] + ([] if occurred is None else [occurred])
         sent = self.send([*carried, lengths, torch.tensor([width]), uniforms, knobs])
         logits, self._first_logits = self._first_logits, None
-        return State(width, 0, sent[: len(carried)], [*sent[len(carried) :], table], batch.full, logits)
+        return State(width, 0, sent[: len(carried)], [*sent[len(carried) :], self._ends], batch.full, logits)
 
     def decode(self, kind: Kind, state: State, cache: Buffers, steps: int) -> torch.Tensor:
         """Runs a block of steps.
@@ -314,7 +315,7 @@ class Decoder:
             *state.carried, output = self._step(kind, state.carried, state.constant, cache, state)
             state.done += 1
             found.append(output)
-            if self._rt.device_type == "cpu" and bool((state.carried[1] == ENDED).all()):
+            if self._rt.device_type == "cpu" and bool(state.carried[1].all()):
                 break
         return torch.stack(found, 1).cpu()
 
@@ -352,14 +353,14 @@ class Decoder:
 
         Args:
             kind: of the sampling.
-            carried: the last tokens (B,) int64, states of the stop test (B,) int64, the number of this step (1,) int64
+            carried: the last tokens (B,) int64, whether rows have ended (B,) int64, the number of this step (1,) int64
                 and, with a repetition penalty, the tokens that occurred (B, V) fp32.
-            constant: lengths (B,), width (1,), uniforms (T, B), knobs (5,), stop table (states * V,).
+            constant: lengths (B,), width (1,), uniforms (T, B), knobs (5,), whether each token ends a row (V,) int64.
             cache: changed, unless the logits of this step are known.
             at: the `State` whose numbers the host may use; None in a program for all lengths.
         """
-        token, state, step, *occurred = carried
-        lengths, width, uniforms, knobs, table = constant
+        token, ended, step, *occurred = carried
+        lengths, width, uniforms, knobs, ends = constant
         seen = [occurred[0].scatter(1, token[:, None], 1.0)] if occurred else []
         if at is not None and at.logits is not None:
             logits, at.logits = at.logits, None
@@ -379,10 +380,9 @@ class Decoder:
             logits = output.logits[:, -1].float()
         uniform = uniforms.index_select(0, step)[0]
         choice = choose(logits, uniform, knobs, kind, *seen)
-        alive = state != ENDED
-        after = table.index_select(0, state * self.vocabulary + choice.token).to(torch.int64)
-        told = torch.where(alive, choice.token, torch.full_like(token, -1))
-        return [choice.token, after, step + 1, *seen, torch.stack([told.float(), choice.logprob * alive])]
+        open_ = ended == 0
+        output = torch.stack([torch.where(open_, choice.token, -1).float(), choice.logprob * open_])
+        return [choice.token, torch.maximum(ended, ends.index_select(0, choice.token)), step + 1, *seen, output]
 
     # --------------------------------------------------------------------------------------------------------- score
 

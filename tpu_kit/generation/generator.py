@@ -21,7 +21,7 @@ from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.decoder import BLOCK, Batch, Decoder, filled, fitting, widths_to
 from tpu_kit.generation.kv_cache import Held, cache_bytes_per_token
-from tpu_kit.generation.prompts import ENDED, Completion, Prompt, PromptCodec, Row
+from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, Row
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
@@ -48,7 +48,7 @@ class Generator:
 
     Args:
         model: a causal language model of transformers or PEFT, on the runtime's device.
-        tokenizer: its fast tokenizer.
+        tokenizer: of the model.
         rt: the replica; by default the current one.
         max_prompt: limit of the tokens of a prompt.
         max_new_tokens: limit of `Sampling.max_new_tokens`; with max_prompt it gives the length of the cache on XLA.
@@ -61,8 +61,7 @@ class Generator:
         read: tokens of all prefilled prompts; prompts from the cache do not count.
 
     Raises:
-        ValueError: a size is below 1, the tokenizer is not a fast one, or the model's architecture does not work with
-            the key/value cache.
+        ValueError: a size is below 1, or the model's architecture does not work with the key/value cache.
     """
 
     def __init__(
@@ -92,10 +91,9 @@ class Generator:
         if self._widths[-1] < max_prompt - 1:
             raise ValueError(f"widths={self._widths}: the last must be max_prompt={max_prompt} or more")
         self._steps = -(-max_new_tokens // block) * block
-        self._decoder = Decoder(model, self._rt, block, self._widths[-1] + self._steps)
+        self._decoder = Decoder(model, self._rt, block, self._widths[-1] + self._steps, self._texts.stops)
         self.read = 0
         self._held: Held | None = None
-        self._tables: dict[int, torch.Tensor] = {}
 
     def generate(
         self,
@@ -164,7 +162,7 @@ class Generator:
         told = ""
         for (row,) in self._batch([ids], [0], 1, 1, sampling, self._width(len(ids) - 1)):
             text = self._texts.text(row.tokens, sampling)
-            if row.state != ENDED and len(row.tokens) < sampling.max_new_tokens:
+            if not row.ended and len(row.tokens) < sampling.max_new_tokens:
                 text = self._texts.settled(text, sampling)
             if len(text) > len(told):
                 yield text[len(told) :]
@@ -303,10 +301,9 @@ class Generator:
             for rows in self._batch(ids, mine, n, size, sampling, width, world, hold):
                 if progress:
                     most = sampling.max_new_tokens
-                    progress(len(found) + sum(row.state == ENDED or len(row.tokens) == most for row in rows))
+                    progress(len(found) + sum(row.ended or len(row.tokens) == most for row in rows))
             for place, row in enumerate(rows):
-                ended = row.state == ENDED
-                found[mine[place // n], place % n] = self._texts.completion(row, ended, sampling)
+                found[mine[place // n], place % n] = self._texts.completion(row, sampling)
         return found
 
     def _replica(self, share: bool) -> tuple[int, int]:
@@ -336,9 +333,6 @@ class Generator:
         ids, lengths = filled([prompt[:-1] for prompt in prompts], width, size)
         last = torch.tensor([prompt[-1] for prompt in prompts] + [0] * (size - len(prompts)))
         batch = Batch(ids, lengths, last)
-        table = self._texts.table(sampling)
-        if id(table) not in self._tables:  # `PromptCodec` keeps the tables themselves
-            (self._tables[id(table)],) = self._decoder.send([table.flatten()])
         rows = [Row(self._texts.opens_reasoning(prompt)) for prompt in prompts for _ in range(n)]
         fillers = size * n - len(rows)
         block = self._decoder.block
@@ -355,15 +349,17 @@ class Generator:
             held = None
             state = self._decoder.begin(
                 batch, n, [False] * len(rows) + [True] * fillers, sampling.uniforms(self._steps, streams),
-                sampling.knobs(self._decoder.vocabulary), self._tables[id(table)],
+                sampling.knobs(self._decoder.vocabulary),
                 self._occurred(prompts, n, fillers) if sampling.repetition_penalty != 1 else None,
             )  # fmt: skip
-            look_up, going, most = table.numpy(), True, sampling.max_new_tokens
+            going, most = True, sampling.max_new_tokens
+            # A CPU computes no step in vain: only the host finds a stop string.
+            together = 1 if sampling.stops_at_text and self._rt.device_type == "cpu" else block
             while going and state.done < steps:
-                output = self._decoder.decode(sampling.kind, state, cache, min(block, most - state.done))
-                for place, row in enumerate(rows):
-                    _extend(row, output[:, :, place], look_up, most)
-                going = any(row.state != ENDED and len(row.tokens) < most for row in rows)
+                tokens, logprobs = self._decoder.decode(sampling.kind, state, cache, min(together, most - state.done))
+                for row, said, chances in zip(rows, tokens.T.long().tolist(), logprobs.T.tolist(), strict=False):
+                    self._texts.extend(row, said, chances, sampling)
+                going = any(not row.ended and len(row.tokens) < most for row in rows)
                 if self._in_step(world):
                     going = self._any(going)
                 yield rows
@@ -384,14 +380,3 @@ class Generator:
         for place, prompt in enumerate(prompts):
             found[place, prompt] = 1.0
         return torch.cat([found.repeat_interleave(n, 0), torch.zeros(fillers, self._decoder.vocabulary)])
-
-
-def _extend(row: Row, output: torch.Tensor, table: Any, most: int) -> None:
-    """Adds the tokens of a block to a row, up to the end of its reply."""
-    tokens, logprobs = output.tolist()
-    for token, logprob in zip(tokens, logprobs, strict=True):
-        if row.state == ENDED or len(row.tokens) == most:
-            return
-        row.tokens.append(int(token))
-        row.logprob += logprob
-        row.state = int(table[row.state, int(token)])

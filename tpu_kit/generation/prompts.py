@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
-
-import numpy as np
-import torch
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.chat_encoding import Encoder, default_stop, plain_prompt
 from tpu_kit.data.columns import Layout
 from tpu_kit.generation.sampling import Sampling
-
-START, ENDED = 0, 1  # states of the stop test (`stop_table`); no transition leaves ENDED
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """A plain text, the messages of a chat, or token ids."""
@@ -50,48 +44,50 @@ class Row:
     Attributes:
         opened: whether the prompt ended with the opening tag of the reasoning.
         tokens: generated so far.
-        state: of the stop test.
-        logprob: sum of the tokens' log-probabilities.
+        logprobs: of the tokens.
+        ended: whether the last token ended the reply.
     """
 
     opened: bool
     tokens: list[int] = field(default_factory=list)
-    state: int = START
-    logprob: float = 0.0
+    logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
 
 
 class PromptCodec:
     """Encodes prompts and decodes replies with a tokenizer.
 
     Args:
-        tokenizer: a fast tokenizer.
-        causal: its model of transformers.
+        tokenizer: of the model.
+        causal: a model of transformers.
         data: the tags of the reasoning, and the system prompt.
     """
 
     def __init__(self, tokenizer: Any, causal: Any, data: DataConfig) -> None:
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError("the tokenizer is not a fast one, so the bytes of its tokens are not known")
         self._tokenizer, self._data = tokenizer, data
         self._tags = (data.think_open, data.think_close)
         self.stops = stop_ids(causal, tokenizer)
         added = tokenizer.added_tokens_decoder
         special = {id_ for id_, token in added.items() if token.special and token.content not in self._tags}
         self._dropped = special | self.stops
-        self._rows = int(causal.get_output_embeddings().weight.shape[0])
-        self._tables: dict[tuple[str, ...], torch.Tensor] = {}
 
-    @cached_property
-    def _pieces(self) -> list[bytes]:
-        return token_bytes(self._tokenizer, self._tags)[: self._rows]
-
-    def table(self, sampling: Sampling) -> torch.Tensor:
-        """Returns the table of the stop test, (states, V) int32; made once for each set of stop strings."""
-        texts = (*sampling.stop, *([self._data.think_close] if sampling.stop_after_reasoning else []))
-        if texts not in self._tables:
-            ids = [id_ for id_ in self.stops if id_ < self._rows]
-            self._tables[texts] = stop_table(self._pieces if texts else [], ids, texts, self._rows)
-        return self._tables[texts]
+    def extend(self, row: Row, tokens: Iterable[int], logprobs: Iterable[float], sampling: Sampling) -> None:
+        """Adds the tokens of a block to a reply, up to the one that ends it or completes a stop string."""
+        if row.ended:
+            return
+        before = len(row.tokens)
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if row.ended or len(row.tokens) == sampling.max_new_tokens:
+                break
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.ended = token in self.stops
+        if not sampling.stops_at_text or self._stop_in(self._decode(row.tokens), sampling) is None:
+            return
+        lengths = range(before + 1, len(row.tokens) + 1)
+        end = next(n for n in lengths if self._stop_in(self._decode(row.tokens[:n]), sampling) is not None)
+        del row.tokens[end:], row.logprobs[end:]
+        row.ended = True
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt; the tokenizer's template renders a chat.
@@ -134,13 +130,21 @@ class PromptCodec:
 
     def text(self, tokens: Iterable[int], sampling: Sampling) -> str:
         """Decodes tokens without special ones, up to the first stop string."""
-        said = [token for token in tokens if token not in self._dropped]
-        text: str = self._tokenizer.decode(said, clean_up_tokenization_spaces=False)
-        found = [place for stop in sampling.stop if (place := text.find(stop)) >= 0]
+        text = self._decode(tokens)
+        return text[: self._stop_in(text, sampling)]
+
+    def _decode(self, tokens: Iterable[int]) -> str:
+        kept = [token for token in tokens if token not in self._dropped]
+        text: str = self._tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+        return text
+
+    def _stop_in(self, text: str, sampling: Sampling) -> int | None:
+        """Returns where a stop string ends a text; None if there is none."""
+        ends = [start for stop in sampling.stop if (start := text.find(stop)) >= 0]
         close = self._data.think_close
         if sampling.stop_after_reasoning and close in text:
-            found.append(text.find(close) + len(close))
-        return text[: min(found)] if found else text
+            ends.append(text.find(close) + len(close))
+        return min(ends, default=None)
 
     def settled(self, text: str, sampling: Sampling) -> str:
         """Returns the beginning of an unfinished text that later tokens cannot change."""
@@ -151,11 +155,13 @@ class PromptCodec:
         )
         return text[: len(text) - held]
 
-    def completion(self, row: Row, ended: bool, sampling: Sampling) -> Completion:
+    def completion(self, row: Row, sampling: Sampling) -> Completion:
         """Makes the completion of a finished reply."""
         text = self.text(row.tokens, sampling)
         reasoning, answer = split_reasoning(text, self._data, row.opened)
-        return Completion(text, reasoning, answer, tuple(row.tokens), "stop" if ended else "length", row.logprob)
+        return Completion(
+            text, reasoning, answer, tuple(row.tokens), "stop" if row.ended else "length", sum(row.logprobs)
+        )
 
 
 def split_reasoning(text: str, data: DataConfig, opened: bool = False) -> tuple[str | None, str]:
@@ -202,82 +208,3 @@ def stop_ids(causal: Any, tokenizer: Any) -> set[int]:
     if stop:
         ids.add(tokenizer.convert_tokens_to_ids(stop))
     return ids - {None}
-
-
-# --------------------------------------------------------------------------------------------------------- stop test
-
-
-def stop_table(pieces: Sequence[bytes], ids: Iterable[int], texts: Iterable[str], rows: int) -> torch.Tensor:
-    """Builds the table of the stop test, with which one look-up for each token finds the end of a reply.
-
-    The states are those of an automaton over bytes (Aho and Corasick, CACM 18, 1975) that searches for all stop strings
-    at once. For each state and token the table has the state after the bytes of the token, so that it finds a stop
-    string however the tokens divide it.
-
-    Args:
-        pieces: the bytes of every token.
-        ids: tokens that end a reply.
-        texts: stop strings.
-        rows: of the model's output embedding; rows without a token end nothing.
-
-    Returns:
-        (states, rows) int32: the next state. The number of states is a power of two, 8 or more, so that most sets of
-        stop strings share a program.
-    """
-    follow = _automaton([text.encode() for text in texts])
-    states = follow.shape[0]
-    padded = max(8, 1 << (states - 1).bit_length())
-    lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
-    order = np.argsort(-lengths, kind="stable").tolist()  # the longest first
-    longest = max(map(len, pieces), default=0)
-    text = np.zeros((len(pieces), longest), dtype=np.uint8)
-    for row, token in enumerate(order):
-        text[row, : lengths[token]] = np.frombuffer(pieces[token], dtype=np.uint8)
-    now = np.repeat(np.arange(states, dtype=np.int32)[:, None], len(pieces), axis=1)
-    if states > 2:
-        for place in range(longest):
-            active = int(np.searchsorted(-lengths[order], -place))  # tokens longer than `place`
-            now[:, :active] = follow[now[:, :active], text[:active, place]]
-    table = np.full((padded, rows), START, dtype=np.int32)
-    table[:states, order] = now
-    table[:, list(ids)] = ENDED
-    table[ENDED] = ENDED
-    return torch.from_numpy(table)
-
-
-def _automaton(texts: list[bytes]) -> np.ndarray:
-    """Returns (states, 256) int32: the next state for each byte. A state is the longest suffix that begins a stop."""
-    prefixes = dict.fromkeys(text[:end] for text in texts for end in range(1, len(text) + 1))
-    states = {b"": START} | {prefix: number for number, prefix in enumerate(prefixes, ENDED + 1)}
-    follow = np.full((len(states) + 1, 256), START, dtype=np.int32)
-    follow[ENDED] = ENDED
-    for prefix, state in states.items():
-        for byte in set(b"".join(texts)):
-            read = prefix + bytes([byte])
-            longest = next(states[read[start:]] for start in range(len(read) + 1) if read[start:] in states)
-            follow[state, byte] = ENDED if read.endswith(tuple(texts)) else longest
-    return follow
-
-
-def token_bytes(tokenizer: Any, kept: Iterable[str] = ()) -> list[bytes]:
-    """Returns the bytes that each token of a fast tokenizer adds to a text: none for special tokens not in `kept`."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
-    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
-    by_bytes, kept = '"ByteLevel"' in decoder, set(kept)
-    added = tokenizer.added_tokens_decoder
-    pieces = []
-    for id_, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))):
-        if token is None:
-            piece = b""
-        elif id_ in added:
-            piece = b"" if added[id_].special and token not in kept else token.encode()
-        elif by_bytes:
-            piece = bytes(alphabet[character] for character in token if character in alphabet)
-        elif len(token) == 6 and token.startswith("<0x"):
-            piece = bytes.fromhex(token[3:5])
-        else:
-            piece = token.replace("\u2581", " ").encode()
-        pieces.append(piece)
-    return pieces

@@ -57,6 +57,11 @@ class Sampling:
             raise ValueError("sampling: " + "; ".join(wrong))
 
     @property
+    def stops_at_text(self) -> bool:
+        """Whether a text ends a reply, and not only a token."""
+        return bool(self.stop) or self.stop_after_reasoning
+
+    @property
     def kind(self) -> Kind:
         """The program that `decoder.choose` needs."""
         if self.temperature == 0:

@@ -70,7 +70,7 @@ class Thought:
         return [step.text for step in self.chain[1:]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SearchResult:
     """The result of a search.
 
@@ -103,7 +103,7 @@ class SearchResult:
         figures = {"tokens": self.tokens, "nodes": self.nodes, "stopped": self.stopped, "read": self.read}
         return {"answer": self.answer, **figures, "tree": plain(self.root)}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         path = {id(step) for step in self.best.chain}
         lines = [self.root.text]
 

@@ -53,9 +53,6 @@ class Pairing:
 PYTHONS: tuple[Python, ...] = ((3, 11), (3, 12), (3, 13))
 """transformers 5 needs 3.11; torch_xla has no wheel for 3.14."""
 
-CHECKED = "2026-11-22"
-"""When the wheels were looked up."""
-
 PAIRINGS: tuple[Pairing, ...] = (
     # torch_xla's last release. Its extras pin libtpu 0.0.21 and jax 0.7.1. Colab's TPU image of 2026-08-19 has libtpu
     # 0.0.21.1 and jax 0.7.2 (tests/images/colab-tpu.txt); both were run with it.

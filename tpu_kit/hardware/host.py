@@ -63,13 +63,12 @@ def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
 def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
     """Peak bytes of host memory of a replica's base weights while they are loaded; None if not known.
 
-    Trained weights are in fp32. For int8 and int4 each weight is rounded as it is read (`quantized`), so the host never
-    holds all saved weights; beside the result it holds one stack, while layers are stacked (`layer_scan`). A GGUF file,
-    or a model that another tool has quantised, becomes bf16 before that.
+    Trained weights are in fp32. int8 and int4 weights are rounded as they are read (`quantized`): the host holds the
+    result and one stack (`layer_scan`). A GGUF file, or a model that another tool has quantised, becomes bf16 first.
 
     Args:
         config: the run.
-        sharded: over the devices of a mesh, whose memory is not the host's. The weights stay mapped from files, and the
+        sharded: over the devices of a mesh, whose memory is not the host's: the weights stay mapped from files, and the
             host holds the shards of one stack (`partition.to_mesh`).
     """
     saved, _ = model_bytes(config)
@@ -77,9 +76,13 @@ def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
     dtype = model.base_dtype if config.lora.r else "fp32"
     if saved is None or model.gguf_file:
         return saved if saved is None or dtype != "fp32" else 2 * saved
-    found = _count(folder) if folder.is_dir() else None
-    named_in_fp32 = model.base_dtype == "fp32" and not folder.is_dir()
-    matrices, others, stack = found or _guess(saved / (4 if named_in_fp32 else 2))
+    if found := _count(folder) if folder.is_dir() else None:
+        matrices, others, stack = found
+    else:
+        named_in_fp32 = model.base_dtype == "fp32" and not folder.is_dir()
+        numbers = saved / (4 if named_in_fp32 else 2)
+        matrices, others = (1 - _KEPT) * numbers, _KEPT * numbers
+        stack = _STACK * matrices
     if _is_quantized(folder):
         return (matrices + others) * (4 if dtype == "fp32" else 2)
     if dtype in ("fp32", "bf16"):
@@ -87,12 +90,6 @@ def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
     each = 1 if dtype == "int8" else 0.5 + 4 / model.quant_group
     held = stack if sharded and model.quant_cache is not None else matrices + stack
     return held * each + others * 2
-
-
-def _guess(numbers: float) -> tuple[float, float, float]:
-    """Estimates `_count` from the number of weights."""
-    matrices = (1 - _KEPT) * numbers
-    return matrices, _KEPT * numbers, _STACK * matrices
 
 
 def _count(folder: Path) -> tuple[float, float, float] | None:
@@ -168,8 +165,9 @@ def check_disk(at: Machine, config: TrainConfig) -> Check:
     size, local = model_bytes(config)
     kept = 0 if config.remote else config.checkpoint.keep  # an object store has them
     trained = 0 if config.lora.r else (kept + 1) * 5 * (size or 0)
-    trained -= min(trained, _held(config.output_path / "checkpoints"))
-    cache = Path(at.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    held = sum(file.stat().st_size for file in (config.output_path / "checkpoints").rglob("*") if file.is_file())
+    trained -= min(trained, held)
+    cache = _hub_home(at)
     local = local or (cache / "hub" / f"models--{config.model.name.replace('/', '--')}" / "snapshots").is_dir()
     wanted = [(config.output_path, trained, GIB, "output_dir=/larger/disk/run")]
     wanted += [] if local else [(cache, size or 0, 0 if size else GIB, "export HF_HOME=/larger/disk/huggingface")]
@@ -184,9 +182,8 @@ def check_disk(at: Machine, config: TrainConfig) -> Check:
     return Check("Disk", status, "; ".join(texts), " && ".join(fixes))
 
 
-def _held(folder: Path) -> int:
-    """Bytes of the files in a folder: the checkpoints of a run that goes on."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+def _hub_home(at: Machine) -> Path:
+    return Path(at.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
 
 
 _SOURCES = ("model.name", "data.source", "data.eval_source")
@@ -243,11 +240,7 @@ def _answered(ask: Callable[[], int], seconds: float) -> tuple[int | None, str]:
 
 
 def _head(url: str, token: str | None = None, seconds: float = _ASKING) -> tuple[int | None, str]:
-    """Requests a page's headers, through a proxy if one is set; redirects do not get the token.
-
-    Returns:
-        The status, or None and the reason.
-    """
+    """Requests a page's headers, through a proxy if one is set; redirects do not get the token. As `_answered`."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def ask() -> int:
@@ -303,14 +296,14 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def check_hub(at: Machine, config: TrainConfig) -> Check:
     """Checks that the Hugging Face hub answers and gives this user the model; the token is never shown."""
     name, environ, model = "Hugging Face hub", at.environ, config.model.name
-    home = Path(environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
-    token_file = Path(environ.get("HF_TOKEN_PATH") or home / "token")
+    token_file = Path(environ.get("HF_TOKEN_PATH") or _hub_home(at) / "token")
     token = environ.get("HF_TOKEN")
     with contextlib.suppress(OSError):
         token = token or token_file.read_text().strip()
     text = f"token in {'HF_TOKEN' if environ.get('HF_TOKEN') else token_file}" if token else "no token"
-    given = [config[source] for source in _SOURCES if config[source] and source not in _missing(config)]
-    away = [s for s in given if s not in ("embedded", "rationales") and "://" not in s and not _is_local(s)]
+    given = [config[name] for name in _SOURCES if config[name] and not _is_path(name, config[name])]
+    here = ("embedded", "rationales")
+    away = [s for s in given if s not in here and "://" not in s and "*" not in s and not Path(s).exists()]
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if environ.get(variable, "").upper() in _TRUE:
             return Check(name, "skipped", f"offline by {variable}; {text}")
@@ -328,10 +321,6 @@ def check_hub(at: Machine, config: TrainConfig) -> Check:
     if status >= 400 and page:
         return Check(name, "warning", f"{endpoint} answers {status} for {model}", "model.name, model.revision")
     return Check(name, "ok", f"{endpoint} answers; {text}")
-
-
-def _is_local(source: str) -> bool:
-    return source.startswith((".", "/", "~")) or "*" in source or Path(source).exists()
 
 
 def check_wandb(at: Machine, config: TrainConfig) -> Check:

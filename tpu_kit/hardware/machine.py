@@ -43,7 +43,6 @@ MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "s
 # As in torch_xla._internal.tpu and tpu-info.
 _GOOGLE = "0x1ae0"
 _PCI = {"0x005e": "v4", "0x0063": "v5e", "0x0062": "v5p", "0x006f": "v6e", "0x0076": "v7x"}
-_METADATA = "/computeMetadata/v1/instance/attributes/tpu-env"  # the key that torch_xla reads
 
 # Each process of a launch gets its own values of these; see `preset_per_process`.
 PER_PROCESS = (
@@ -60,7 +59,7 @@ class Check:
     status: Status
     found: str
     fix: str = ""
-    cores: tuple[Mapping[str, float | None], ...] = field(default=(), compare=False, repr=False)
+    cores: tuple[Mapping[str, object], ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         fix = f"\n{'':>21}-> {self.fix}" if self.fix else ""
@@ -76,15 +75,15 @@ class Machine:
         environ: environment variables.
         version: returns the version of an installed package, or None.
         python: major and minor version of the interpreter.
-        metadata_server: host and port of the cloud's metadata server. An address, because the lookup of a name can take
-            long outside the cloud.
+        metadata_server: host and port of Google Cloud's metadata server; GCE_METADATA_HOST names another one, as for
+            Google's libraries. An address, because the lookup of a name can take long outside the cloud.
     """
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     version: Callable[[str], str | None] = installed_version
     python: tuple[int, int] = (sys.version_info[0], sys.version_info[1])
-    metadata_server: str = "169.254.169.254:80"
+    metadata_server: str = field(default_factory=lambda: os.environ.get("GCE_METADATA_HOST") or "169.254.169.254")
 
     def read(self, path: str) -> str:
         """Text of a file below `root`, stripped; empty where it cannot be read."""
@@ -92,6 +91,19 @@ class Machine:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
             return ""
+
+    def metadata(self, key: str, timeout: float = 2.0) -> str | None:
+        """Asks the metadata server for a key below computeMetadata/v1/instance/; None if the key has no value now.
+
+        Raises:
+            OSError, http.client.HTTPException: no server of Google Cloud answers within `timeout` seconds.
+        """
+        with contextlib.closing(http.client.HTTPConnection(self.metadata_server, timeout=timeout)) as connection:
+            connection.request("GET", f"/computeMetadata/v1/instance/{key}", headers={"Metadata-Flavor": "Google"})
+            answer = connection.getresponse()
+            if answer.getheader("Metadata-Flavor") != "Google":
+                raise http.client.HTTPException(f"{self.metadata_server} is not Google Cloud's")
+            return answer.read(65536).decode(errors="replace") if answer.status == http.client.OK else None
 
     def tpus(self) -> list[str]:
         """Chips on the PCI bus, such as ["v5e", "v5e"]; they are not opened."""
@@ -251,13 +263,10 @@ def check_metadata(machine: Machine) -> Check:
             return Check("TPU metadata", "ok", f"from the environment: {kind}")
         return Check("TPU metadata", "failure", "TPU_SKIP_MDS_QUERY is set, TPU_ACCELERATOR_TYPE is not", fix)
     try:
-        with contextlib.closing(http.client.HTTPConnection(machine.metadata_server, timeout=1)) as connection:
-            connection.request("GET", _METADATA, headers={"Metadata-Flavor": "Google"})
-            answer = connection.getresponse()
-            kind_line = re.search(r"ACCELERATOR_TYPE:\s*'?([\w-]+)", answer.read(65536).decode(errors="replace"))
-        if answer.status == 200 and kind_line:
-            return Check("TPU metadata", "ok", f"the metadata server says {kind_line[1]}")
-        problem = f"the metadata server answers {answer.status} without the TPU's type"
+        text = machine.metadata("attributes/tpu-env", timeout=1)  # the key that torch_xla reads
+        if found_type := re.search(r"ACCELERATOR_TYPE:\s*'?([\w-]+)", text or ""):
+            return Check("TPU metadata", "ok", f"the metadata server says {found_type[1]}")
+        problem = "the metadata server does not know the TPU's type"
     except (OSError, http.client.HTTPException) as error:
         problem = f"no metadata server ({error or type(error).__name__})"
     return Check("TPU metadata", "failure", f"{problem}: importing torch_xla would fail or hang", fix)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -135,10 +134,6 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             adapted = get_peft_model(model, settings, autocast_adapter_dtype=True)
-        if lora.init in ("olora", "pissa"):
-            # These subtract the initial adapters from the base weights; `adapter_tensors` needs them.
-            start = {name: value.detach().clone() for name, value in trainable_parameters(adapted).items()}
-            adapted._tpu_kit_start = start  # type: ignore[assignment]  # mypy expects a tensor or a module
     adapted._tpu_kit_compute_dtype = _DTYPES[base_dtype]  # type: ignore[assignment]  # mypy expects a tensor or a module
     return adapted
 
@@ -493,9 +488,6 @@ def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor])
 
     That function drops all names that are not in the model, and a model with stacks has no names of single layers.
 
-    PiSSA and OLoRA subtract their initial B0 A0 from the base weights. The original base then needs B A - B0 A0, which
-    is an adapter of twice the rank: [B, -B0] [A; A0], as PEFT's `path_initial_model_for_weight_conversion` makes it.
-
     Args:
         model: the `PeftModel`.
         trained: CPU tensors by the names of `trainable_parameters` of the model without stacks.
@@ -504,12 +496,6 @@ def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor])
     for name, value in _own(trained).items():
         name = name.replace(".default", "")
         tensors[name.removesuffix(".weight") if "lora_magnitude_vector" in name else name] = value
-    for name, start in getattr(model, "_tpu_kit_start", {}).items():
-        name = name.replace(".default", "")
-        if "lora_A" in name:
-            tensors[name] = torch.cat([tensors[name], start], dim=0)
-        elif "lora_B" in name:
-            tensors[name] = torch.cat([tensors[name], -start], dim=1)
     return {name: value.contiguous() for name, value in tensors.items()}
 
 
@@ -521,9 +507,6 @@ def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
         from tpu_kit.assets.embedded import model_dir
 
         settings["base_model_name_or_path"] = str(model_dir())
-    if hasattr(model, "_tpu_kit_start"):  # twice the rank at the same scale, for the original base
-        settings["lora_alpha"] *= math.sqrt(2) if settings["use_rslora"] else 2
-        settings |= {"r": 2 * settings["r"], "init_lora_weights": True}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 

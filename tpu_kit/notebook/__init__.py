@@ -1,5 +1,5 @@
 """Functions for the cells of notebooks, and runs of notebooks without a browser.
 
-Offers `cells`, `runner` and `sweep`.
+Offers `cells` and `runner`.
 Must not compute results; other folders do.
 """

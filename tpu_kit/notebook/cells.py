@@ -23,8 +23,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config import schema
-from tpu_kit.config.fields import closest
-from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config, stored_values
+from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config, read_yaml
 from tpu_kit.distributed.progress import ANSWERING_FILE, NO_BAR
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Check
@@ -37,18 +36,16 @@ from tpu_kit.notebook.kernel import (
     picture,
     show,
     show_table,
-    table,
 )
 from tpu_kit.notebook.kernel import show_checks as show_checks
+from tpu_kit.planning import tables
 from tpu_kit.storage.output_location import fetch_run, find_place
 from tpu_kit.training.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
     from tpu_kit.data.prepare import DataReport, Prepared
-    from tpu_kit.generation.tree_search import SearchResult
     from tpu_kit.planning.planner import Plan, Setting
     from tpu_kit.recipes.sft import TrainResult
 
@@ -58,8 +55,7 @@ _SECRETS: Mapping[str, Callable[[str], str]] = {
 }
 _WIDTH = 40  # characters of the bar
 
-MOST_BARS, MOST_PARTS = 12, 6
-_PART_COLOURS = ("#6b7280", "#2563eb", "#60a5fa", "#0d9488", "#a3e635", "#f59e0b", "#d6d3d1")
+MOST_BARS = 12
 
 # A kernel must not touch the TPU, which torch-tpu, where it is installed, opens when torch is imported.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -94,21 +90,12 @@ def config(
     Raises:
         ConfigError: all problems at once: unknown names (with the nearest known ones) and values that do not fit.
     """
-    given = {name: value for name, value in parameters(namespace).items() if name not in also}
-    try:
-        found = load_config(path, parameters=given)
-    except ConfigError as error:
-        known = {name: near[0] for name in given if (near := closest(name, also, 0.8))}
-        problems = [
-            f"{name}: this notebook has no such parameter; did you mean {known[name]}?" if name in known else problem
-            for problem in error.problems
-            for name in [problem.partition(":")[0]]
-        ]
-        raise ConfigError(problems) from None
+    values = {name: value for name, value in parameters(namespace).items() if name not in also}
+    loaded = load_config(path, parameters=values)
     # Here, so that the notebook looks for the run's files where `train` will put them.
-    place = find_place(found)
-    why = {} if place.output_dir == found.output_dir else {"output_dir": place.reason}
-    return replace(found, output_dir=place.output_dir, sources={**found.sources, **why})
+    output = find_place(loaded)
+    why = {} if output.output_dir == loaded.output_dir else {"output_dir": output.reason}
+    return replace(loaded, output_dir=output.output_dir, sources={**loaded.sources, **why})
 
 
 def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> TrainConfig:
@@ -122,21 +109,16 @@ def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> Trai
         ConfigError: there is no such run (the text names the runs there), or as in `config`.
     """
     names = ("run_name", "output_dir")
-    given = {name: value for name, value in parameters(namespace).items() if name in names}
-    wanted = load_config(parameters=given)
-    place = find_place(wanted)
-    fetch_run(place, wanted.run_name)
-    folder = replace(wanted, output_dir=place.output_dir).output_path
+    run = load_config(parameters={name: value for name, value in parameters(namespace).items() if name in names})
+    output = find_place(run)
+    fetch_run(output, run.run_name)
+    folder = replace(run, output_dir=output.output_dir).output_path
     if not (folder / "config.yaml").is_file():
         others = ", ".join(sorted(path.parent.name for path in folder.parent.glob("*/config.yaml"))) or "none yet"
-        raise ConfigError(
-            [
-                f"run_name: there is no run in {folder}: run 4-train-cot-sft.ipynb first, mount the Drive that has it "
-                "(Colab), add the output that has it as an input (Kaggle), or set output_dir to it. Runs beside it: "
-                f"{others}"
-            ]
-        )
-    return config(namespace, stored_values(folder / "config.yaml"), also)
+        where = "mount the Drive that has it (Colab), add the output that has it as an input (Kaggle)"
+        advice = f"run 4-train-cot-sft.ipynb first, {where}, or set output_dir to it"
+        raise ConfigError([f"run_name: there is no run in {folder}: {advice}. Runs beside it: {others}"])
+    return config(namespace, read_yaml(folder / "config.yaml"), also)
 
 
 def secrets(*names: str) -> dict[str, str]:
@@ -170,16 +152,8 @@ def _find_secret(name: str) -> str:
 
 
 def show_cores(checks: Iterable[Check]) -> None:
-    """Shows the doctor's measurements of each core, without the quantities that this device does not report."""
-    cores = [core for check in checks for core in check.cores]
-    measured = [name for name in (cores[0] if cores else {}) if any(core[name] is not None for core in cores)]
-    show_table([{name: _figure(name, core[name]) for name in measured} for core in cores])
-
-
-def _figure(name: str, value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.0%}" if name == "of the peak" else f"{value:.3g}"
+    """Shows the doctor's measurements of each core."""
+    show_table([core for check in checks for core in check.cores])
 
 
 def show_verdict(checks: Sequence[Check]) -> None:
@@ -257,7 +231,7 @@ def show_lengths(report: DataReport, max_length: int) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 2.5), layout="constrained")
-    axes, fill = figure.subplots(1, 2, width_ratios=(3, 1))
+    axes = figure.add_subplot()
     # Each bar covers the same whole number of tokens: otherwise some bars are empty.
     step = max(1, math.ceil((max(report.lengths) - min(report.lengths) + 1) / 40))
     axes.hist(report.lengths, bins=range(min(report.lengths), max(report.lengths) + step + 1, step))
@@ -265,9 +239,6 @@ def show_lengths(report: DataReport, max_length: int) -> None:
     axes.set(xlabel="tokens in an example", ylabel="examples")
     axes.legend()
     alone = sum(min(length, max_length) for length in report.lengths) / (len(report.lengths) * max_length)
-    bars = fill.barh(["one a row", "as trained"], [100 * alone, 100 * report.fill], color=["tab:gray", "tab:blue"])
-    fill.bar_label(bars, fmt="%.0f %%", padding=2)
-    fill.set(xlabel="of each row is used", xlim=(0, 130))
     longer = sum(length > max_length for length in report.lengths)
     text = f"{len(report.lengths)} examples, longest {max(report.lengths)} tokens, {longer} over {max_length}; "
     show(picture(figure, f"{text}rows {report.fill:.0%} full, {alone:.0%} with one example in each"))
@@ -288,11 +259,11 @@ def show_answers(output_dir: str | Path, rows: int = 4) -> None:
     show_comparison(json.loads(path.read_text()), rows)
 
 
-def show_comparison(found: Mapping[str, Any], rows: int = 4) -> None:
+def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
     """Shows base and tuned model side by side: the shares with their intervals, then single questions."""
     from tpu_kit.data.held_out import UNKNOWN
 
-    shares = [(name, found[name], found[name]["accuracy"]) for name in ("base", "tuned")]
+    models = [(name, comparison[name], comparison[name]["accuracy"]) for name in ("base", "tuned")]
     show_table(
         [
             {
@@ -303,13 +274,13 @@ def show_comparison(found: Mapping[str, Any], rows: int = 4) -> None:
                 "tokens per answer": figures["mean_tokens"],
             }
             | ({"perplexity": figures["perplexity"]} if figures.get("perplexity") else {})
-            for name, figures, accuracy in shares
+            for name, figures, accuracy in models
         ]
     )
-    seen = f"{found['seen_in_training']} rows were left out: their questions are in the training data too."
-    for text in [seen] * bool(found["seen_in_training"]) + [UNKNOWN] * (not found["training_data_known"]):
+    seen = f"{comparison['seen_in_training']} rows were left out: their questions are in the training data too."
+    for text in [seen] * bool(comparison["seen_in_training"]) + [UNKNOWN] * (not comparison["training_data_known"]):
         show({"text/html": f"<p>{text}</p>", "text/plain": text})
-    samples = sorted(found["samples"], key=lambda sample: sample["base"]["correct"] == sample["tuned"]["correct"])
+    samples = sorted(comparison["samples"], key=lambda sample: sample["base"]["correct"] == sample["tuned"]["correct"])
     verdicts = {True: "correct", False: "wrong", None: "not judged"}
     show_table(
         [
@@ -318,11 +289,6 @@ def show_comparison(found: Mapping[str, Any], rows: int = 4) -> None:
             for sample in samples[:rows]
         ]
     )
-
-
-def show_tree(found: SearchResult) -> None:
-    """Shows the tree of a search, with the best chain in bold (in plain text: with a star)."""
-    show({"text/html": found._repr_html_(), "text/plain": str(found)})
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -425,14 +391,17 @@ def _figures(records: list[dict[str, Any]]) -> dict[str, str]:
     train = [record for record in records if record["kind"] == "train"]
     if not train:
         return {}
-    # The first window includes the compilation.
-    last, warm = train[-1], train[1:] or train
-    rates = [rate for record in warm if (rate := record.get("tokens_per_second_per_chip")) is not None]
-    shares = [share for record in warm if (share := record.get("mfu")) is not None]
-    found = {"resumed from": f"step {last['resumed_from']}"} if last.get("resumed_from") else {}
-    found |= {"compiled programs": str(last.get("compiles", "unknown"))}
-    found |= {"tokens/s/chip": f"{median(rates):,.0f}"} if rates else {}
-    return found | ({"MFU": f"{median(shares):.1%}"} if shares else {})  # the peak of a CPU is not known
+    last, warm = train[-1], train[1:] or train  # the first record includes the compilation
+    rates, shares = (
+        [record[name] for record in warm if record.get(name) is not None]
+        for name in ("tokens_per_second_per_chip", "mfu")
+    )
+    return {
+        **({"resumed from": f"step {last['resumed_from']}"} if last.get("resumed_from") else {}),
+        "compiled programs": str(last.get("compiles", "unknown")),
+        **({"tokens/s/chip": f"{median(rates):,.0f}"} if rates else {}),
+        **({"MFU": f"{median(shares):.1%}"} if shares else {}),  # the peak of a CPU is not known
+    }
 
 
 def _progress(output_dir: str | Path, started: bool, answering: bool = False) -> Bundle:
@@ -447,13 +416,13 @@ def _progress(output_dir: str | Path, started: bool, answering: bool = False) ->
     if answering:
         with contextlib.suppress(OSError, ValueError):  # it was removed meanwhile: all questions are answered
             now = json.loads((Path(output_dir) / ANSWERING_FILE).read_text())
-            share = now["answered"] / now["asked"]
-            bar += f"\n{_bar(share)} {now['answered']} of {now['asked']} answers, {now['model']}"
+            bar += (
+                f"\n{_bar(now['answered'] / now['asked'])} {now['answered']} of {now['asked']} answers, {now['model']}"
+            )
     figures = _figures(records)
-    saved = sorted(Path(output_dir).glob("checkpoints/step-*/manifest.json"))
-    if saved:
+    if saved := sorted(Path(output_dir).glob("checkpoints/step-*/manifest.json")):
         figures["newest checkpoint"] = str(saved[-1].parent)
-    shown = table([{"what": name, "value": value} for name, value in figures.items()])["text/html"]
+    shown = tables.to_html([{"what": name, "value": value} for name, value in figures.items()])
     plain = "; ".join(f"{name} {value}" for name, value in figures.items())
     drawn = f"<pre style='font-family:monospace;color:#15803d'>{html.escape(bar)}</pre>"
     return {"text/html": f"{drawn}{shown}", "text/plain": f"{bar}; {plain}"}
@@ -524,51 +493,35 @@ def show_mesh(plan: Plan) -> None:
 
 
 def show_settings(plan: Plan) -> None:
-    """Shows a bar of stacked memory parts for every setting against the limit of the device, and marks the pick."""
-    settings = sorted(plan.settings, key=lambda one: -one.peak)
-    over = [one for one in settings if one.peak > plan.where.limit]
-    # Of the settings over the limit only the two smallest are shown.
-    shown = [one for one in settings if one not in over[:-2]][-MOST_BARS:]
-    shown.sort(key=lambda one: (one.config.optim.remat, one.time.seconds), reverse=True)
+    """Shows a bar of the peak memory of every setting against the limit of the device, and marks the pick."""
     fitting = sum(one.peak <= plan.where.limit * (1 - plan.free) for one in plan.settings)
     text = f"{fitting} of {len(plan.settings)} settings fit {plan.where.name}, {plan.free:.0%} of its memory kept free"
-    show(picture(_bars(plan, shown), text))
+    show(picture(_bars(plan), text))
 
 
-def _bars(plan: Plan, settings: Sequence[Setting]) -> Figure:
+def _bars(plan: Plan) -> Figure:
     from matplotlib.figure import Figure
 
-    from tpu_kit.models.architecture import read_shape
-    from tpu_kit.planning.memory_estimate import estimate_on
-
-    shape = read_shape(plan.config.model)
-    found = [dict(estimate_on(one.config, shape, plan.where).parts) for one in settings]
+    # Of the settings over the limit only the two smallest are shown.
+    settings = sorted(plan.settings, key=lambda one: -one.peak)
+    over = [one for one in settings if one.peak > plan.where.limit]
+    settings = [one for one in settings if one not in over[:-2]][-MOST_BARS:]
+    settings.sort(key=lambda one: (one.config.optim.remat, one.time.seconds), reverse=True)
+    limit, mark = plan.where.limit / GIB, "the pick" if plan.fits else "the nearest"
     figure = Figure(figsize=(10, 1.7 + 0.36 * max(3, len(settings))), layout="constrained")
     axes = figure.add_subplot()
-    parts = _largest_parts(found)
-    ends = parts.cumsum(axis=1)
-    for colour, (name, sizes) in zip(_PART_COLOURS, parts.items(), strict=False):
-        axes.barh(range(len(settings)), sizes, left=ends[name] - sizes, label=name, color=colour, height=0.72)
-    limit = plan.where.limit / GIB
-    axes.axvline(limit, color="black", zorder=3, label=f"limit {limit:.2f} GiB")
-    axes.axvline(
-        limit * (1 - plan.free), color="black", linestyle=":", zorder=3, label=f"less {plan.free:.0%} kept free"
+    bars = axes.barh(range(len(settings)), [one.peak / GIB for one in settings], height=0.72)
+    axes.set_yticks(range(len(settings)), [_label(one) for one in settings])
+    rates = [batch_arithmetic(one.config, one.replicas).tokens_per_update / one.time.seconds for one in settings]
+    picked = [f": {mark}" if one.config == plan.config else "" for one in settings]
+    texts = zip(settings, rates, picked, strict=True)
+    axes.bar_label(
+        bars, [f"{one.peak / GIB:.1f} GiB, {rate:,.0f} tokens/s{pick}" for one, rate, pick in texts], padding=3
     )
-    wide, mark = 1.5 * limit, "the pick" if plan.fits else "the nearest"
-    for row, (one, end) in enumerate(zip(settings, ends.iloc[:, -1], strict=True)):
-        rate = batch_arithmetic(one.config, one.replicas).tokens_per_update / one.time.seconds
-        text = f"{end:.1f} GiB, {rate:,.0f} tokens/s"
-        picked = one.config == plan.config
-        beyond = end > 0.75 * wide  # no space for the text beside the bar
-        axes.text(
-            0.99 * wide if beyond else end + 0.008 * wide, row, f"{text}: {mark}" if picked else text, fontsize=8,
-            va="center", ha="right" if beyond else "left", fontweight="bold" if picked else "normal",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0}, zorder=4,
-        )  # fmt: skip
-    axes.set(xlim=(0, wide), xlabel="GiB of one device, by formula", title=f"Settings on {plan.where.name}")
-    axes.set_yticks(range(len(settings)), [_label(one) for one in settings], fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    axes.axvline(limit, color="black", label=f"limit {limit:.2f} GiB")
+    axes.axvline(limit * (1 - plan.free), color="black", linestyle=":", label=f"less {plan.free:.0%} kept free")
+    axes.set(xlim=(0, 1.5 * limit), xlabel="GiB of one device, by formula", title=f"Settings on {plan.where.name}")
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
@@ -577,13 +530,3 @@ def _label(one: Setting) -> str:
     rows = f"{batch.batch_size} row{'s' if batch.batch_size > 1 else ''}"
     passes = f"{batch.gradient_accumulation} pass{'es' if batch.gradient_accumulation > 1 else ''}"
     return f"{rows}, {passes}, remat={one.config.optim.remat}"
-
-
-def _largest_parts(found: Sequence[Mapping[str, int]]) -> pd.DataFrame:
-    """Returns GiB by setting and part: base weights, the other parts by their largest size, and the rest as one."""
-    import pandas as pd
-
-    sizes = pd.DataFrame(found).fillna(0) / GIB
-    names = sorted(sizes, key=lambda name: (name != "base_weights", -sizes[name].max()))[:MOST_PARTS]
-    shown = sizes[names].rename(columns=lambda name: name.replace("_", " "))
-    return shown.assign(**{"the rest": sizes.drop(columns=names).sum(axis=1)})

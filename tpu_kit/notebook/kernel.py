@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import base64
-import html
 import inspect
 import io
 import re
@@ -145,12 +144,7 @@ def show(bundle: Bundle) -> None:
 
 def show_table(rows: tables.Rows) -> None:
     """Shows rows as a table with one column per key of the first row; plain text shows a line break as a slash."""
-    show(table(rows))
-
-
-def table(rows: tables.Rows) -> Bundle:
-    """Returns the table of `show_table`."""
-    return {"text/html": tables.to_html(rows), "text/plain": tables.to_text(rows)}
+    show({"text/html": tables.to_html(rows), "text/plain": tables.to_text(rows)})
 
 
 def picture(figure: Figure, text: str) -> Bundle:
@@ -178,10 +172,12 @@ def show_checks(checks: Iterable[Check]) -> list[Check]:
 
 
 def _checks(rows: Sequence[Check]) -> Bundle:
-    body = ""
-    for row in rows:
-        mark = f"<b style='color:{COLOURS[row.status]}'>{MARKS[row.status]}</b>"
-        fix = f"<br>→ <code>{html.escape(row.fix)}</code>" if row.fix else ""
-        cells = (mark, html.escape(row.name), html.escape(row.found) + fix)
-        body += "<tr>" + "".join(f"<td style='{tables.CELL}'>{cell}</td>" for cell in cells) + "</tr>"
-    return {"text/html": f"<table>{body}</table>", "text/plain": "\n".join(map(str, rows)) or "looking ..."}
+    shown = [
+        {
+            "": tables.Html(f"<b style='color:{COLOURS[row.status]}'>{MARKS[row.status]}</b>"),
+            "check": row.name,
+            "result": row.found + (f"\n→ {row.fix}" if row.fix else ""),
+        }
+        for row in rows
+    ]
+    return {"text/html": tables.to_html(shown), "text/plain": "\n".join(map(str, rows)) or "looking ..."}

@@ -4,18 +4,12 @@
 
 Letters: T = B S tokens (batch size, length) in a pass, H hidden size, I intermediate size, V vocabulary, L layers, n
 and m query and key-value heads of size d (padded: D), P trained parameters, c bytes of the compute dtype. The lifetimes
-were read from the buffers that `compile_check.compile_step` lists, and from libtpu's own allocations (libtpu 0.0.21);
-tests/recorded_memory.json has the compiler's figures.
+were read from libtpu 0.0.21; tests/recorded_memory.json has the compiler's figures, to which the constants are fitted.
 
-The compiler reports more temporaries than a step needs. Let "heap" be the most bytes that are alive at one moment, and
-"seen" the most that the compiler counts as alive. It does not count a buffer that a loop receives and changes (the
-saved inputs of layers, gradients) before the iteration that writes it, nor after the loop. It reports temporaries =
-heap + fragmentation, with fragmentation = heap - seen, so temporaries = 2 heap - seen. Two observations confirm this.
-For Qwen2.5-0.5B, 4 rows of 1024, the text of a failed allocation has a heap of 328.8 MiB, of which 187.1 are seen (168
-are saved inputs), and "fragmentation 141.8M"; the report would be 470.6. For full fine-tuning of SmolLM2-360M, 8 rows,
-XLA's buffer assignment (`debug_options.xla_dump_to`) has the place and the lifetime of each buffer: the heap is 3266.4
-MiB, 2060 are seen, and 4472.3 are reported. So the true peak is lower. The planner decides by the reported figure
-whether a step fits, so this module predicts that figure.
+The compiler reports more temporaries than a step needs, and the planner decides by the reported figure whether a step
+fits, so this module predicts that. Let "heap" be the most bytes that are alive at one moment, and "seen" the most that
+the compiler counts as alive. It does not count a buffer that a loop receives and changes (saved inputs of layers,
+gradients) before the iteration that writes it, nor after the loop. It reports heap + fragmentation = 2 heap - seen.
 """
 
 from __future__ import annotations
@@ -30,24 +24,20 @@ from tpu_kit.hardware.chips import Chip
 from tpu_kit.models.architecture import ALONE, CORRECTION, FEW_TILES, Shape, read_shape
 
 LANES, ROWS, VECTOR = 128, 8, 1024
-BLOCK = 256  # numbers that share a scale in an 8-bit optimizer; see `optimizer`
 VECTOR_MEMORY = 112 * 2**20
 """Bytes of the tiles of the MLP, and of the inputs and outputs of the attention kernels, that are in the chip's vector
 memory instead of HBM, if the chip is not given: v5e and v6e have 128 MiB."""
 SPLASH_BLOCK = 1024  # tokens; half as many for heads of more than 128
 HOLES, HOLES_SHARE = 10 * 2**20, 0.012
-"""Unused bytes of a heap, between the small stacks of a layer, for each layer of a block: 2 to 14 MiB in most programs,
-80 for Gemma 3 in int4, whose block has six; at most this share of a small heap."""
+"""Unused bytes of a heap, between the small stacks of a layer, for each layer of a block; at most this share."""
 FLAT_HEAP = 1.075
-"""The report for an unrolled program over the buffers alive at its peak: 1.05 to 1.075 in four programs."""
+"""The report for an unrolled program over the buffers alive at its peak."""
 STATES, WHOLE_STATES = 5, 7
 """Arrays of (T, H) of a layer in HBM during its backward pass: its input, the output of attention, the states between
-its halves, the incoming gradient, and about one more that is normed or cut into tiles (4 to 6 in SmolLM2, Llama,
-Mistral; the others are in the vector memory). In full fine-tuning three of them are in fp32. Each layer of a block
-beyond the first adds one: its input, cut out of the stack (Gemma 2, 3)."""
+its halves, the incoming gradient, and about one more that is normed or cut into tiles. In full fine-tuning three are in
+fp32. Each layer of a block beyond the first adds one: its input, cut out of the stack."""
 LEFT_BY_TILES = 0.5
-"""Arrays of (t, I) that each tile of an unrolled MLP but the last leaves in HBM for its adapters' gradients, computed
-after the last tile: with four tiles four (SmolLM2-360M), three (Llama-3.2-1B) or two (SmolLM2-1.7B)."""
+"""Arrays of (t, I) that each tile of an unrolled MLP but the last leaves in HBM for its adapters' gradients."""
 
 
 def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
@@ -168,27 +158,19 @@ def corrects(config: TrainConfig) -> bool:
     return config.optim.objective.startswith("error-correction")
 
 
-def group_bytes(group: Sequence[tuple[int, ...]], block: int = 1) -> int:
+def group_bytes(group: Sequence[tuple[int, ...]]) -> int:
     """Bytes of the fp32 tensor of a group of `update_groups`: a large one in its own shape, or a vector of small ones.
 
     Args:
         group: shapes of its tensors.
-        block: numbers in a block of the optimizer, to which the rows of a vector are padded.
     """
     if len(group) == 1 and math.prod(group[0]) >= ALONE:
         return padded(group[0], 4, free=True)
-    return padded((sum(blocks(one, block) for one in group) * block,), 4)
-
-
-def blocks(tensor: Sequence[int], block: int) -> int:
-    """Number of blocks of a trained tensor: each row, or column if it is longer, begins one (`optimizer.Slot`)."""
-    turned = len(tensor) > 1 and tensor[-1] < LANES <= tensor[-2]
-    width = tensor[-2] if turned else tensor[-1]
-    return math.prod(tensor) // width * -(-width // block)
+    return padded((sum(map(math.prod, group)),), 4)
 
 
 def rematerialized(config: TrainConfig, shape: Shape) -> str:
-    """`optim.remat` as it works on a TPU, where unrolled layers cannot keep "outputs" (`step.place`)."""
+    """`optim.remat` as it works on a TPU, where unrolled layers cannot keep "outputs" (`step.prepare_model`)."""
     loops = config.optim.scan_layers != "auto" or shape.known.scans  # "off" stands for other devices (`seen_on`)
     return "full" if config.optim.remat == "outputs" and not loops else config.optim.remat
 
@@ -292,7 +274,7 @@ class PeakActivationModel:
 
     def group_bytes(self, group: Sequence[tuple[int, ...]]) -> int:
         """Bytes of the fp32 tensor in which a group is updated."""
-        return group_bytes(group, BLOCK if self.config.optim.optimizer == "adamw8bit" else 1)
+        return group_bytes(group)
 
     # -------------------------------------------------------------------------------------------------------- arrays
 
@@ -417,21 +399,11 @@ class PeakActivationModel:
         """The moments of the update: bytes of the remaining gradients, and of its results.
 
         The results are those of the largest stack before they are copied into the arguments, with AdamW also both
-        moments; an embedding is updated in place. 8-bit AdamW holds the direction and both moments of a tensor in fp32,
-        padded to blocks; of a stack, which it updates in a loop, those of one layer. Directions outside a loop stay
-        until the last one is known (an embedding's, if its rows are padded).
+        moments; an embedding is updated in place.
         """
         large, optimizer = [group for group in self.groups if len(group) == 1], self.config.optim.optimizer
         largest = max((self.group_bytes(group) for group in large if len(group[0]) == 3), default=0)
         yield self.gradients(), largest * (3.0 if optimizer == "adamw" else 1.0)
-        left, given = 4.0 * sum(math.prod(tensor) for (tensor,) in large), 0.0
-        for (tensor,) in large if optimizer == "adamw8bit" else []:
-            filled = 4.0 * BLOCK * blocks(tensor, BLOCK)
-            left -= 4.0 * math.prod(tensor)
-            turns = tensor[0] if len(tensor) == 3 else 1
-            yield left, given + 3 * filled / turns
-            if turns == 1 and (len(tensor) == 3 or filled > 4 * math.prod(tensor)):
-                given += filled
 
     def gradients(self) -> float:
         """Gradients in fp32, 4 P."""
@@ -575,8 +547,7 @@ class PeakActivationModel:
         """Number of vectors at the update for the small tensors, beside the gradients in their own shapes.
 
         One is reduced and clipped. AdamW's direction is computed where it is used; Adafactor's is made matrix by matrix
-        and then flattened, two more; the average needs the new parameters flattened, one more. (With the gradients the
-        compiler reports 2.0 for Llama-3.2-1B, and 4.8 for SmolLM2-135M with Adafactor and an average.)
+        and then flattened, two more; the average needs the new parameters flattened, one more.
         """
         optim = self.config.optim
         return 1 + (2 if optim.optimizer == "adafactor" else 0) + (1 if optim.ema_decay else 0)

@@ -1,25 +1,18 @@
 """Compiles the training step with the real TPU compiler, on any machine, to tell exactly whether it fits.
 
-    from tpu_kit.planning.compile_check import compile_step
-    compiled = compile_step(config, "v5e", num_replicas=8)
-    print(compiled, compiled.total_bytes, compiled.fits)
-
 libtpu has a compile-only client, reached through jaxlib, that compiles for a TPU that is not there. The step is traced
-without weights and compiled in a child process, `python -m tpu_kit.planning.compile_check`: the caller's process must
-not import torch_xla, and a compile can only be stopped by ending its process. The child process opens no chip and takes
-no lock, so it may run at the same time as a training run. The compiler's answers are kept on disk.
+without weights and compiled in a child process, because the caller must not import torch_xla, and a compile can only be
+stopped by ending its process. The child opens no chip and takes no lock, so it may run beside a training run. The
+compiler's answers are kept on disk.
 """
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import ctypes
 import hashlib
 import importlib.util
 import json
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -46,7 +39,7 @@ Effort = Literal["full", "low"]
 
 @dataclass(frozen=True)
 class Buffer:
-    """One of the largest buffers at the peak.
+    """One of the largest buffers of a step.
 
     Attributes:
         bytes: its size in HBM, tiles filled up.
@@ -130,19 +123,17 @@ class Compiled:
         temporary_bytes: buffers that live only during the step, at its peak.
         code_bytes: the program.
         total_bytes: arguments + (outputs - aliased) + temporaries + code; if the step did not compile, what the
-            compiler's error says (to 1 %, unaliased outputs not counted).
-        flops: floating point operations of a step on one device, loop bodies counted at every trip. Kernels report
-            theirs; splash attention, which reports none, is counted by formula (`hlo.splash_flops`).
-        bytes_accessed: bytes that its instructions read and write in any memory, loops counted likewise.
-        hbm_bytes: the part of them that is read from or written to HBM (`hlo.hbm_bytes`).
+            compiler's error says, without outputs.
+        flops: floating point operations of a step on one device, each trip of a loop counted; of splash attention,
+            which reports none, by formula (`hlo.splash_flops`).
+        bytes_accessed: bytes that its instructions read and write in any memory.
+        hbm_bytes: the part of them that is read from or written to HBM.
         collectives: by kind.
-        largest_buffers: the largest buffers alive at the peak, in order.
+        largest_buffers: the largest buffers of the program, in order; not all need be alive at once.
         operations: what each operation of the model costs.
-        loop_trips: number of trips of each loop, by its name; None where it is not known (counted as one).
         out_of_memory: the compiler's error, if the step does not fit.
-        trace_seconds: time to trace the step; from the cache, the time of the first trace.
-        trace_host_bytes: peak memory of the process while tracing.
-        compile_seconds: time to compile it, likewise.
+        trace_seconds: time to trace the step.
+        compile_seconds: time to compile it.
         libtpu: version of the compiler.
         program: a hash of the program.
         cached: whether nothing was compiled, because the answer was on disk.
@@ -168,10 +159,8 @@ class Compiled:
     collectives: tuple[Collective, ...] = ()
     largest_buffers: tuple[Buffer, ...] = ()
     operations: tuple[Operation, ...] = ()
-    loop_trips: Mapping[str, int | None]
     out_of_memory: str | None = None
     trace_seconds: float
-    trace_host_bytes: int
     compile_seconds: float
     libtpu: str
     program: str
@@ -184,11 +173,8 @@ class Compiled:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Compiled:
         """Reads what `to_dict` returned."""
-        lists = {
-            "collectives": tuple(Collective(**one) for one in values["collectives"]),
-            "largest_buffers": tuple(Buffer(**one) for one in values["largest_buffers"]),
-            "operations": tuple(Operation(**one) for one in values.get("operations", ())),
-        }
+        kinds: dict[str, type] = {"collectives": Collective, "largest_buffers": Buffer, "operations": Operation}
+        lists = {name: tuple(kind(**one) for one in values.get(name, ())) for name, kind in kinds.items()}
         return Compiled(**{**values, **lists})
 
     def __str__(self) -> str:
@@ -233,6 +219,7 @@ def compile_step(
     progress: bool = True,
     cache_dir: Path | None = None,
     time_limit: float | None = None,
+    generation: Mapping[str, Any] | None = None,
 ) -> Compiled:
     """Compiles the training step of `config` for a TPU. Not fitting is a result, not an error.
 
@@ -245,6 +232,7 @@ def compile_step(
         progress: whether to print each phase with its time to stderr.
         cache_dir: folder of the answers; ~/.cache/tpu_kit/compiled by default.
         time_limit: seconds after which the compile is ended.
+        generation: the values of `trace.GenerationProgram` to compile that instead of the step.
 
     Returns:
         The compiler's figures. An interrupt (Ctrl-C) ends the compile: nothing continues in the background.
@@ -255,53 +243,6 @@ def compile_step(
             adapters or the batch do not allow it.
         RuntimeError: the process that compiles died, or the time limit was exceeded.
     """
-    return _compile_for(config, chip, None, num_replicas, effort, progress, cache_dir, time_limit)
-
-
-def compile_generation(
-    config: TrainConfig,
-    chip: str,
-    part: Literal["prefill", "decode"],
-    rows: int,
-    width: int,
-    slots: int,
-    *,
-    num_devices: int = 1,
-    progress: bool = True,
-    cache_dir: Path | None = None,
-) -> Compiled:
-    """Compiles a program of generation for one device, or for `config.launch.mesh` of `num_devices`.
-
-    Args:
-        config: the model, its adapters and the mesh.
-        chip: as in `compile_step`.
-        part: "prefill", or "decode" for `decoder.BLOCK` steps, each of one token for all rows.
-        rows: prompts of a batch.
-        width: tokens to which they are padded.
-        slots: length of the key/value cache.
-        num_devices: of the mesh.
-        progress: as in `compile_step`.
-        cache_dir: as in `compile_step`.
-
-    Raises:
-        CompilerUnavailable: as `compile_step`.
-        ValueError: as `compile_step`.
-        RuntimeError: as `compile_step`.
-    """
-    wanted = {"part": part, "rows": rows, "width": width, "slots": slots}
-    return _compile_for(config, chip, wanted, num_devices, "full", progress, cache_dir, None)
-
-
-def _compile_for(
-    config: TrainConfig,
-    chip: str,
-    generation: dict[str, Any] | None,
-    num_replicas: int,
-    effort: Effort,
-    progress: bool,
-    cache_dir: Path | None,
-    time_limit: float | None,
-) -> Compiled:
     kind, topology = find_topology(chip, num_replicas)
     config = with_shipped_shape(config, cache_dir)
     launch = config.launch
@@ -318,7 +259,7 @@ def _compile_for(
         return known
     request = {
         "config": config.to_dict(), "num_replicas": num_replicas, "topology": asdict(topology), "effort": effort,
-        "suffix": suffix, "known": str(folder), "parent": os.getpid(), "generation": generation,
+        "suffix": suffix, "known": str(folder), "parent": os.getpid(), "generation": generation and dict(generation),
     }  # fmt: skip
     answer = _in_child(request, progress, time_limit)
     if "known" in answer and (known := _read(Path(answer["known"]))) is not None:
@@ -352,33 +293,28 @@ def _compiled(
     answer: Mapping[str, Any], kind: Chip, topology: Topology, plan: BatchPlan, effort: Effort, libtpu: str
 ) -> Compiled:
     assert kind.usable_hbm_bytes is not None
-    about: dict[str, Any] = {
+    values: dict[str, Any] = {
         "chip": kind.name, "topology": str(topology), "num_replicas": plan.num_replicas, "effort": effort,
         "batch_size": plan.batch_size, "gradient_accumulation": plan.gradient_accumulation, "libtpu": libtpu,
         "limit_bytes": kind.usable_hbm_bytes,
-        **{name: answer[name] for name in ("program", "trace_seconds", "trace_host_bytes", "compile_seconds")},
+        **{name: answer[name] for name in ("program", "trace_seconds", "compile_seconds")},
     }  # fmt: skip
-    memory = answer.get("out_of_memory")
-    if memory is not None:
+    if (memory := answer.get("out_of_memory")) is not None:
         # Some errors leave the arguments out.
-        found, argument = memory["largest_buffers"], answer["argument_bytes"]
-        return Compiled(
-            **about, fits=False, total_bytes=memory["used_bytes"] + (0 if memory["argument_bytes"] else argument),
-            argument_bytes=memory["argument_bytes"] or argument, loop_trips={},
-            largest_buffers=tuple(Buffer(**one) for one in found),
-            out_of_memory=answer["out_of_memory_text"],
-        )  # fmt: skip
-    parts = [f"{name}_bytes" for name in ("argument", "output", "aliased", "temporary", "code")]
-    argument, output, aliased, temporary, code = (answer[name] for name in parts)
-    total = argument + output - aliased + temporary + code
-    return Compiled(
-        **about, fits=total <= kind.usable_hbm_bytes, total_bytes=total, flops=answer["flops"],
-        bytes_accessed=answer["bytes_accessed"], hbm_bytes=answer["hbm_bytes"], loop_trips=answer["loop_trips"],
-        collectives=tuple(Collective(**one) for one in answer["collectives"]),
-        largest_buffers=tuple(Buffer(**one) for one in answer["largest_buffers"]),
-        operations=tuple(Operation(**one) for one in answer["operations"]),
-        **{name: answer[name] for name in parts},
-    )  # fmt: skip
+        argument = memory["argument_bytes"] or answer["argument_bytes"]
+        total = memory["used_bytes"] + (0 if memory["argument_bytes"] else argument)
+        values |= {
+            "fits": False, "total_bytes": total, "argument_bytes": argument,
+            "largest_buffers": memory["largest_buffers"], "out_of_memory": answer["out_of_memory_text"],
+        }  # fmt: skip
+    else:
+        parts = [f"{name}_bytes" for name in ("argument", "output", "aliased", "temporary", "code")]
+        argument, output, aliased, temporary, code = (answer[name] for name in parts)
+        total = argument + output - aliased + temporary + code
+        names = (*parts, "flops", "bytes_accessed", "hbm_bytes", "collectives", "largest_buffers", "operations")
+        values |= {"fits": total <= kind.usable_hbm_bytes, "total_bytes": total}
+        values |= {name: answer[name] for name in names}
+    return Compiled.from_dict(values)
 
 
 def check_available() -> str:
@@ -421,14 +357,9 @@ def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None)
             )  # fmt: skip
         except TimeoutError:
             raise RuntimeError(f"the compile was not done after the time limit of {time_limit:g} s") from None
-        result, operations = Path(folder, "result.json"), Path(folder, "operations")
+        result = Path(folder, "result.json")
         if not result.is_file():
-            if done.status not in (-signal.SIGSEGV, -signal.SIGABRT):
-                raise RuntimeError(f"the process that compiles ended with {done.how}:\n{done.errors[-4000:]}")
-            if request.get("operations"):
-                raise RuntimeError(f"model.name={request['config']['model']['name']}: {done.crash(operations)}")
-            # Once more: to record the operations would hide their source lines.
-            return _in_child(request | {"operations": True}, progress, time_limit)
+            raise RuntimeError(f"the process that compiles ended with {done.how}:\n{done.errors[-4000:]}")
         answer: dict[str, Any] = json.loads(result.read_text())
     if "error" in answer:
         raise ValueError(answer["error"])
@@ -444,11 +375,7 @@ def main() -> None:
     if os.getppid() != request["parent"]:
         sys.exit(1)
     try:
-        from tpu_kit.xla.program import recording_operations
-
-        folder = Path(request["folder"])
-        with recording_operations(folder / "operations") if request.get("operations") else contextlib.nullcontext():
-            answer = _compile(request, lambda phase: print(phase, file=phases))
+        answer = _compile(request, lambda phase: print(phase, file=phases))
     except ValueError as error:
         answer = {"error": str(error)}
     Path(request["folder"], "result.json").write_text(json.dumps(answer))
@@ -470,7 +397,6 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
     traced = {
         "program": fingerprint(program),
         "trace_seconds": time.monotonic() - start,
-        "trace_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     known = Path(request["known"], f"{traced['program']}-{request['suffix']}.json")
     if known.is_file():
@@ -482,7 +408,7 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
 # -------------------------------------------------------------------------------------------------------- the cache
 
 
-def _request_key(config: TrainConfig, num_replicas: int, generation: dict[str, Any] | None) -> str:
+def _request_key(config: TrainConfig, num_replicas: int, generation: Mapping[str, Any] | None) -> str:
     """Hashes everything that determines the program: the run, the model's configuration, the code, and the versions."""
     values = config.to_dict()
     shape = {name: values[name] for name in ("model", "lora", "optim", "distill")}
@@ -490,8 +416,7 @@ def _request_key(config: TrainConfig, num_replicas: int, generation: dict[str, A
     shape |= {"max_length": config.data.max_length, "mesh": mesh, "generation": generation}
     parts = [
         json.dumps(shape, sort_keys=True), *map(_model_config, _models(config)), str(num_replicas),
-        _source(*_READERS, *_imported("tpu_kit.planning.trace")),
-        *(version(name) for name in _VERSIONS),
+        _source(), *(version(name) for name in _VERSIONS),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
@@ -522,31 +447,10 @@ def _model_config(model: ModelConfig) -> str:
 
 @cache
 def _source(*modules: str) -> str:
-    """Hashes the code of modules of this package: changed code may trace another program, or read another answer."""
-    digest = hashlib.sha256()
-    for name in modules:
-        digest.update(_file(name).read_bytes())
-    return digest.hexdigest()
-
-
-@cache
-def _imported(module: str) -> tuple[str, ...]:
-    """Finds a module and all modules of this package that it imports, within functions too."""
-    found: set[str] = set()
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
-        if name in found or not _file(name).is_file():
-            continue
-        found.add(name)
-        for node in ast.walk(ast.parse(_file(name).read_bytes())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tpu_kit"):
-                waiting += [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
-    return tuple(sorted(found))
-
-
-def _file(module: str) -> Path:
-    return Path(__file__).parents[2].joinpath(*module.split(".")).with_suffix(".py")
+    """Hashes the code of modules, or of the package: changed code may trace another program, or read another answer."""
+    package = Path(__file__).parents[1]
+    paths = [package.joinpath(*name.split(".")[1:]).with_suffix(".py") for name in modules]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths or sorted(package.rglob("*.py")))).hexdigest()
 
 
 def _read(path: Path) -> Compiled | None:

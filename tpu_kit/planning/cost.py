@@ -1,9 +1,7 @@
 """Estimates how long a step and a run take, what the run costs, and how often to save on spot machines.
 
-The time of a step is a roofline: its floating point operations and its HBM traffic, against the chip's peaks. Nothing
-here was timed on a TPU. The counts agree with the compiler's (tests/planning/test_planner.py); the efficiencies are
-named assumptions, good enough to rank settings and for the order of magnitude. Where the compiler was run, its counts
-replace those of the formula. Prices, and the free slices of notebook services, are in `chips`.
+The time of a step is a roofline: its floating point operations and its HBM traffic, against the chip's peaks at
+assumed efficiencies. The counts were fitted to the compiler's, nothing was timed on a TPU.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from tpu_kit.planning.activation_memory import corrects, rematerialized, teacher
 from tpu_kit.planning.mesh_memory import model_tensors, per_device
 
 MXU_EFFICIENCY = 0.6
-"""Share of the peak FLOP/s that matrix products reach: an assumption; published trainings of dense models on TPU report
-40 to 65 % of the peak for a whole step."""
+"""Share of the peak FLOP/s that matrix products reach: an assumption."""
 HBM_EFFICIENCY = 0.8
 """Share of the peak bandwidth that streaming reaches: an assumption."""
 ICI_EFFICIENCY = 0.7
@@ -38,26 +35,21 @@ ICI_EFFICIENCY = 0.7
 DCN_EFFICIENCY = 0.7
 """Share of the data center network's bandwidth that an all-reduce between slices reaches: an assumption."""
 TRAFFIC = 25.0
-"""HBM traffic of a layer's activations in a step, over the bytes of the inputs and outputs of its linear layers: they
-are read and written in the forward pass, the recomputation and the backward pass, and by norms, rotary angles, adapters
-and casts. The compiler's counts: 24.5 (Qwen2.5-0.5B, 16 x 1024), 27.5 (Llama-3.1-8B, 2 x 2048), 30.1 (Gemma 2 2B), 31.6
-(Phi-3 mini), 19.9 (Qwen2.5-1.5B), 20.5 (Qwen3-0.6B, adapters on two targets), 26.1 (Qwen2.5-0.5B with remat=none)."""
+"""HBM traffic of a layer's activations in a step, over the bytes of the inputs and outputs of its linear layers; the
+compiler counts 20 to 32."""
 SCORES_TRAFFIC = 22.0
-"""The same for sdpa's scores, over one array of (B, n, S, S): 22 (Qwen2.5-0.5B, 4 x 1024)."""
+"""The same for sdpa's scores, over one array of (B, n, S, S)."""
 UPDATE_TRAFFIC = 15.0
-"""Passes over the trained parameters in fp32, for the update and their gradients: 14.9 (Llama-3.2-1B, all weights),
-12.9 (Gemma 3 1B, all weights)."""
+"""Passes over the trained parameters in fp32, for the update and their gradients; the compiler counts 13 to 15."""
 WEIGHT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
-"""Bytes read per base weight: int8 becomes bf16 only at the product; it lowers the whole traffic of four layers of
-Qwen2.5-0.5B at 128 tokens by 4.7 bytes a weight."""
+"""Bytes read per base weight: int8 becomes bf16 only at the product."""
 HOST_SECONDS = 0.004
 """Time of a step on the host, in which the device waits: an assumption."""
 GATHERS = 2
 """Times that a pass gathers a layer's weights on a mesh: in the forward pass, and in the backward pass, whose
-recomputation uses the same ones. So in all compiled programs."""
+recomputation uses the same ones."""
 SYNCHRONOUS_GATHERS = 0.1
-"""Share of the gathered weights that the compiler does not overlap with computation: 0.004 to 0.19, and up to 0.46 with
-a model axis."""
+"""Share of the gathered weights that the compiler does not overlap with computation: 0.004 to 0.46."""
 GATHERED_TRAFFIC = 3.0
 """HBM traffic of gathered weights beside the products' reads, over their bytes: they are written and copied."""
 MODEL_REDUCES = 10
@@ -269,20 +261,6 @@ def link_seconds(transfers: Iterable[Transfer], chip: Chip, *, synchronous: bool
     )
 
 
-def break_even(config: TrainConfig, shape: Shape, mesh: Mesh, chip: Chip) -> float | None:
-    """Tokens of a device in a pass from which on products take longer than the collectives of weights and gradients.
-
-    Both run at their peaks: all FLOP/s of the chip, and all of its interconnect in one direction. None where no weights
-    are gathered, or a peak is not known.
-    """
-    if mesh.fsdp == 1 or not chip.ici_bandwidth or not chip.bf16_flops:
-        return None
-    seconds = sum(one.bytes for one in weight_transfers(config, shape, 1, mesh)) / (chip.ici_bandwidth / 2)
-    length = config.data.max_length
-    one = BatchPlan(1, 1, mesh.batch_shards, mesh.batch_shards, mesh.batch_shards * length)
-    return seconds * chip.bf16_flops / work(config, per_device(shape, mesh), one).flops * length
-
-
 def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, seen: float) -> Work:
     """The work of a model that is not trained: its logits, with a third of the traffic of forward and backward."""
     weights = sum(linear.inputs * linear.outputs for linear in shape.linears)
@@ -324,15 +302,11 @@ def predict_time(config: TrainConfig, shape: Shape, where: TargetSlice) -> StepT
     return step_time(done, where.chip, where.replicas, where.calibration.time)
 
 
-def host_rate(dtype: str = "fp32") -> float:
-    """Measures the FLOP/s of a matrix product on this CPU, in a tenth of a second; training reaches less.
-
-    Args:
-        dtype: as `model.base_dtype`; integers are products of bf16.
-    """
+def host_rate() -> float:
+    """Measures the FLOP/s of an fp32 matrix product on this CPU, in a tenth of a second; training reaches less."""
     import torch
 
-    factor = torch.ones(512, 512, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
+    factor = torch.ones(512, 512)
     factor @ factor
     count, start = 0, time.perf_counter()
     while (seconds := time.perf_counter() - start) < 0.1:

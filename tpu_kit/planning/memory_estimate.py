@@ -25,9 +25,7 @@ from tpu_kit.hardware.chips import CHIPS, GIB, Chip
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import FEW_TILES, Shape, read_shape
 from tpu_kit.planning.activation_memory import (
-    BLOCK,
     PeakActivationModel,
-    blocks,
     corrects,
     group_bytes,
     padded,
@@ -39,26 +37,20 @@ from tpu_kit.planning.activation_memory import (
 from tpu_kit.planning.mesh_memory import MESH_CODE, MeshActivationModel
 
 LOOP_CODE = 26 * 2**20
-"""Code of a program of loops for each layer in it (one, or those of a block) and each pass: 20 to 31 MiB on v5e, v5p,
-v6e, 23 for each of 2 or 4 passes, 26 for each of Gemma 2's two layers; 7 MiB for a model of 0.8 M parameters."""
+"""Code of a program of loops for each layer in it (one, or those of a block) and each pass: 20 to 31 MiB."""
 TILE_CODE = 10 * 2**20
-"""Code of each tile of an MLP beyond two, where tiles are no loop (`tiles`): 27 to 32 MiB in all for two (Mistral,
-Qwen2.5, SmolLM2), 37 to 52 for four (Mistral, Llama, Qwen2.5, SmolLM2). Where a norm follows some of it is computed
-twice: with two 32 (Gemma 3) and 43 (Gemma 2) for each layer."""
+"""Code of each tile of an MLP beyond two, where tiles are no loop; where a norm follows, some is computed twice."""
 INT4_CODE = 14 * 2**20
-"""Code for each layer in a loop beyond that, where weights are unpacked from int4: 13 (Gemma 3), 16 (Phi-3)."""
-UPDATE_CODE = 2.8 * 2**20
-"""Code of each tensor's update by 8-bit AdamW, which rounds at random: 2.7 (Qwen2, 7 tensors), 2.9 (SmolLM2, 9)."""
+"""Code for each layer in a loop beyond that, where weights are unpacked from int4."""
 SMALLEST_CODE = 7 * 2**20
 """Code beside the layers' of an unrolled program; and of a program of loops of next to nothing."""
 FLAT_CODE = {"full": 22 * 2**20, "none": 16 * 2**20, "whole": 21 * 2**20}
-"""Code of each unrolled layer: 22 MiB with remat=full (Qwen2.5-0.5B, 4 and 24 layers), 14 to 17 with none (the same, 4;
-SmolLM2-360M, 4 and 12), 21 with none in full fine-tuning (SmolLM2-135M, 4)."""
+"""Code of each unrolled layer: with remat=full, with none, and with none in full fine-tuning."""
 RESERVE = 0.08
 """Share of a device's usable memory that a pick by formula leaves free: more than the largest underestimate for the
 steps that were compiled (tests/recorded_memory.json)."""
 PASSES_RESERVE = 0.10
-"""The same with gradient accumulation; two such steps were compiled, and the formula was 2 % too low at most."""
+"""The same with gradient accumulation, with which few steps were compiled."""
 _RANKS = 4096
 
 
@@ -152,9 +144,8 @@ class _Step:
 
         Base weights as `activation_memory.stored_tensors`; with lora.r=0 they are trained, in fp32. Adapters, moments
         and the average are fp32, in the layout of the groups of parameters (see `optimizer`): AdamW has 8 bytes a
-        parameter; 8-bit AdamW 2, and for each block of 256 in a row two scales and a seed of 4; Adafactor a number for
-        each row and column. An error-correction head has AdamW's 12 bytes a parameter at most. A batch is three int64
-        and one int32 array of (B, S) for each pass.
+        parameter, Adafactor a number for each row and column. An error-correction head has AdamW's 12 bytes a parameter
+        at most. A batch is three int64 and one int32 array of (B, S) for each pass.
         """
         if isinstance(self.alive, MeshActivationModel):
             return self.alive.arguments()
@@ -179,10 +170,6 @@ class _Step:
             return 2 * sum(map(group_bytes, groups))
         found = 0
         for group in groups:
-            if kind == "adamw8bit":
-                count = sum(blocks(tensor, BLOCK) for tensor in group)
-                found += 2 * (padded((count, BLOCK), 1) + padded((count, 1), 4, free=True)) + padded((count,), 4)
-                continue
             # A stack of the layers' vectors has two axes, but is no matrix.
             matrices = [one for one in group if len(one) == 3 or one[0] == self.shape.vocabulary]
             rows = sum(math.prod(one[:-1]) for one in matrices)
@@ -202,9 +189,8 @@ class _Step:
         tiles = self.alive.tiles + (self.alive.tiled and self.shape.norm_follows)  # the first products twice
         more = max(0, tiles - 2) if self.alive.tiles <= FEW_TILES else 0
         layer = LOOP_CODE + TILE_CODE * more + INT4_CODE * (self.config.model.base_dtype == "int4")
-        update = UPDATE_CODE * len(self.alive.groups) if self.config.optim.optimizer == "adamw8bit" else 0
         collectives = MESH_CODE if isinstance(self.alive, MeshActivationModel) else 0
-        return layer * sum(period for period, _ in self.shape.runs()) * passes + int(update) + collectives
+        return layer * sum(period for period, _ in self.shape.runs()) * passes + collectives
 
     def memory(self) -> Memory:
         """The estimate."""
@@ -309,7 +295,7 @@ def advise(config: TrainConfig, shape: Shape, where: TargetSlice, limit: float, 
     """
 
     def peak(changed: TrainConfig) -> int:
-        return estimate(changed, num_replicas=where.replicas, shape=shape, chip=where.chip, mesh=where.mesh).total_bytes
+        return estimate_on(changed, shape, where).total_bytes
 
     def within(section: str, name: str, value: Any) -> bool:
         return peak(_with(config, f"{section}.{name}", value)) <= limit
@@ -390,7 +376,7 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
     if model.base_dtype == "fp32":
         yield "model.base_dtype", "bf16", "base weights and products in bf16"
     if optim.optimizer == "adamw":
-        yield "optim.optimizer", "adamw8bit", "moments in 8 bits"
+        yield "optim.optimizer", "adafactor", "hardly any moments"
     if optim.ema_decay:
         yield "optim.ema_decay", 0.0, "no average of the weights"
     if not lora.r:

@@ -20,11 +20,11 @@ _UNSET = (None, "auto")
 def placed(
     config: TrainConfig, shape: Shape, where: TargetSlice, *, one_row: bool = False
 ) -> tuple[TrainConfig, TargetSlice, str]:
-    """The run and the slice with the mesh that the run has, or that is chosen for it, and why.
+    """Returns the run and the slice with the run's mesh, or with one that is chosen for it, and why.
 
-    If the user has set neither launch.mesh nor launch.num_replicas, or launch.mesh=auto, it is data parallel by
-    replicas where the run fits one device, else the mesh with the fewest fsdp devices that holds it; all of them where
-    none does. On several hosts it is a mesh in any case, and its data axis spreads over the slices.
+    If the user has set neither launch.mesh nor launch.num_replicas, or launch.mesh=auto, that is replicas where the run
+    fits one device, else the mesh with the fewest fsdp devices that holds it, or all of them. On several hosts it is a
+    mesh in any case, whose data axis spreads over the slices.
 
     Args:
         config: the run.
@@ -174,20 +174,22 @@ def compile_answering(
     Args:
         config: the run.
         where: the slice.
-        rows: see `Answering`.
-        width: likewise.
-        slots: likewise.
+        rows: prompts of a batch.
+        width: tokens to which they are padded.
+        slots: length of the key/value cache.
 
     Raises:
         CompilerUnavailable: the compiler cannot run here.
     """
     from tpu_kit.generation.decoder import BLOCK  # loads torch
-    from tpu_kit.planning.compile_check import compile_generation
+    from tpu_kit.planning.compile_check import compile_step
 
     assert where.topology is not None
-    chip, count = where.topology, where.devices
-    fill, decode = (compile_generation(config, chip, part, rows, width, slots, num_devices=count)
-                    for part in ("prefill", "decode"))  # fmt: skip
+    sizes = {"rows": rows, "width": width, "slots": slots}
+    fill, decode = (
+        compile_step(config, where.topology, num_replicas=where.devices, generation={"part": part, **sizes})
+        for part in ("prefill", "decode")
+    )
     seconds = None
     if decode.flops is not None and decode.hbm_bytes is not None:
         moved = tuple(replace(one.transfer, synchronous=1.0) for one in decode.collectives)  # products wait for them

@@ -17,9 +17,7 @@ from tpu_kit.hardware.chips import Chip
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import FIRST, ROW, Placed, Tensor, place, spec_of
 from tpu_kit.planning.activation_memory import (
-    BLOCK,
     PeakActivationModel,
-    blocks,
     corrects,
     padded,
     teacher_shape,
@@ -133,7 +131,7 @@ class MeshActivationModel(PeakActivationModel):
         lora, optim = self.config.lora, self.config.optim
         every = list(zip(self.tensors, self.shards, strict=True))
         state = sum(map(self.group_bytes, self.groups))
-        moments = {"adamw": 2 * state, "adamw8bit": self._coded(), "adafactor": self._factored()}[optim.optimizer]
+        moments = 2 * state if optim.optimizer == "adamw" else self._factored()
         rows = sum(padded((self.rows, self.length), one) for one in (8, 8, 8, 4))
         adapters = sum(padded(part, 4, free=True) for one, part in every if lora.r and one.trained)
         return {
@@ -151,21 +149,6 @@ class MeshActivationModel(PeakActivationModel):
         tensors = model_tensors(shape, replace(self.config, model=model, lora=LoraConfig()))
         pairs = zip(tensors, shards(tensors, self.mesh, shape.tied), strict=True)
         return sum(padded(part, one.size, free=True) for one, part in pairs if not one.trained)
-
-    def _coded(self) -> int:
-        """The blocks of 8-bit AdamW: two codes, two scales and a seed for each, sharded over the axes of the matrix."""
-        found = 0
-        for one, part in zip(self.tensors, self.shards, strict=True):
-            if one.name in self.matrices:
-                layers = one.shape[0] if one.stacked else 1
-                held, pieces = blocks(one.shape, BLOCK) // layers, math.prod(one.shape) // math.prod(part)
-                held = held // pieces if held % pieces == 0 else held
-                codes, scales = padded((layers, held, BLOCK), 1), padded((layers, held, 1), 4, free=True)
-                found += 2 * (codes + scales) + padded((layers, held), 4)
-        if self.vectors:
-            held = sum(blocks(part, BLOCK) for part in self.vectors)
-            found += 2 * (padded((held, BLOCK), 1) + padded((held, 1), 4, free=True)) + padded((held,), 4)
-        return found
 
     def _factored(self) -> int:
         """Adafactor's numbers of rows and columns, which each device holds whole."""
@@ -213,15 +196,9 @@ class MeshActivationModel(PeakActivationModel):
         return 0.0
 
     def updates(self) -> Iterator[tuple[float, float]]:
-        """The moments of the update: bytes of the gradients, and of its results before they are copied.
-
-        8-bit AdamW holds a direction and both moments in fp32, of a stack for one layer at a time.
-        """
-        kind = self.config.optim.optimizer
-        stacked = {one.name for one in self.tensors if one.stacked}
-        sizes = [math.prod(part) // (part[0] if kind == "adamw8bit" and name in stacked else 1)
-                 for name, part in self.matrices.items()]  # fmt: skip
-        yield self.gradients(), 4.0 * max(sizes, default=0) * (1.0 if kind == "adafactor" else 3.0)
+        """The moments of the update: bytes of the gradients, and of its results before they are copied."""
+        largest = 4.0 * max(map(math.prod, self.matrices.values()), default=0)
+        yield self.gradients(), largest * (1.0 if self.config.optim.optimizer == "adafactor" else 3.0)
 
     def loss(self) -> tuple[float, float]:
         """The loss: logits of one chunk, in parts of the vocabulary, and the hidden states of all tokens of a chunk."""

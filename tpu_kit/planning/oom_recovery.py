@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from tpu_kit.checkpointing.manager import scan
-from tpu_kit.config.loader import ANEW, BatchPlan, OptimConfig, TrainConfig, batch_arithmetic, changes, migrate, plain
+from tpu_kit.config.loader import ANEW, BatchPlan, TrainConfig, batch_arithmetic, changes, flatten, plain
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.planning.cost import predict_time
@@ -103,41 +103,34 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
     config, room, memory = outlook.config, outlook.room, outlook.memory
     replicas = room.replicas if room else config.launch.num_replicas or 1
     candidates = list(_candidates(config, batch_arithmetic(config, replicas)))
-    if room is None or memory is None or outlook.shape is None:
-        if not candidates:
-            return {}, ""
+    if not candidates:
+        return {}, ""
+    if room is None or memory is None or (shape := outlook.shape) is None:
         return _changes(config, candidates[0]), "Its memory cannot be predicted here"
     factor = max(1.0, used / memory.total_bytes) if used else 1.0
     bound = room.limit * (1 - outlook.free) / factor
     if not used:
         bound = min(bound, SMALLER * memory.total_bytes)
-    found: list[tuple[float, int, TrainConfig]] = []
-    for place, one in enumerate(candidates):
-        seen = room.seen(one)
-        peak = estimate_in(one, outlook.shape, room).total_bytes
-        order = float(place)
-        if room.where is not None:
-            order = predict_time(seen, outlook.shape, room.where).seconds
-        found.append((order, peak, one))
-    if not found:
-        return {}, ""
-    fitting = [one for one in found if one[1] <= bound]
-    if fitting:
-        _, peak, best = min(fitting, key=lambda one: one[0])
-    elif room.where is None:  # the formula is made for TPUs, and cannot rank
-        _, peak, best = found[0]
+    peaks = [estimate_in(one, shape, room).total_bytes for one in candidates]
+    fitting = [number for number, peak in enumerate(peaks) if peak <= bound]
+    if (where := room.where) is None:  # the formula is made for TPUs, and cannot rank
+        best = next(iter(fitting), 0)
+    elif fitting:
+        best = min(fitting, key=lambda number: predict_time(room.seen(candidates[number]), shape, where).seconds)
     else:
-        _, peak, best = min(found, key=lambda one: one[1])
-    why = f"Predicted is {peak * factor / GIB:.2f} of {room.limit / GIB:.2f} GiB; before it was "
+        best = peaks.index(min(peaks))
+    why = f"Predicted is {peaks[best] * factor / GIB:.2f} of {room.limit / GIB:.2f} GiB; before it was "
     why += f"{memory.total_bytes / GIB:.2f}" + (f", and {used / GIB:.2f} were wanted" if used else "")
-    return _changes(config, best), why if fitting else f"It may still be too much. {why}"
+    return _changes(config, candidates[best]), why if fitting else f"It may still be too much. {why}"
 
 
 def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:
     """Settings of the same training that take less memory, in the order of least harm."""
     optim = replace(config.optim, global_batch_size=batch.global_batch_size, gradient_accumulation=1)
     each = batch.global_batch_size // batch.num_replicas
-    smaller = [n for n in range(batch.batch_size - 1, 0, -1) if each % n == 0 and _grows_alike(optim, batch)]
+    # Batch growth rounds the number of passes down, so that other passes may make other updates.
+    most = 0 if optim.batch_growth_steps is not None else batch.batch_size - 1
+    smaller = [n for n in range(most, 0, -1) if each % n == 0]
     remats: list[Literal["none", "outputs", "full"]] = ["none", "outputs", "full"]
     for remat in remats[remats.index(optim.remat) :]:
         for rows in smaller if remat == config.optim.remat else [batch.batch_size, *smaller]:
@@ -146,13 +139,6 @@ def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:
     if (chunk, tile) != (optim.loss_chunk, optim.mlp_tile):
         rows = (smaller or [batch.batch_size])[-1]
         yield replace(config, optim=replace(optim, batch_size=rows, remat="full", loss_chunk=chunk, mlp_tile=tile))
-
-
-def _grows_alike(optim: OptimConfig, batch: BatchPlan) -> bool:
-    """Whether later updates keep their rows in smaller passes: batch growth rounds the number of passes down."""
-    most = optim.batch_growth_max or 0
-    exact = optim.batch_growth_factor.is_integer() and most % (batch.batch_size * batch.num_replicas) == 0
-    return optim.batch_growth_steps is None or exact
 
 
 def _changes(config: TrainConfig, best: TrainConfig) -> dict[str, Any]:
@@ -164,7 +150,7 @@ def _saved(config: TrainConfig) -> int | None:
     """The step of the checkpoint that the run resumes from; None if it has saved nothing yet."""
     try:
         found = scan(config.checkpoints_place)[0]
-        stored = migrate(found[-1].document("config"))[0] if found else {}
+        stored = flatten(found[-1].document("config")) if found else {}
     except (OSError, ValueError):  # an object store does not answer, or a file is damaged: the run raises it too
         return None
     return found[-1].step if found and not changes(stored, plain(config))[1] else None

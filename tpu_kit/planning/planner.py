@@ -1,13 +1,8 @@
 """Plans a run for TPUs: which settings fit a chip, which are fastest, how long the run takes and what it costs.
 
-    from tpu_kit.planning.planner import plan
-    for found in plan(config, ["v5e", "v6e"]):
-        print(found)
-
-`memory_estimate.estimate` and `cost` compute memory and time by formula. A batch size or remat that the user set is
-kept. For those that the user left open, the planner selects the setting with the most tokens per second among those
-that leave a reserve of memory. With `exact`, the TPU compiler compiles the selected setting, and another one if that
-does not fit.
+A batch size or remat that the user set is kept. For those that the user left open, the planner selects the setting with
+the most tokens per second among those that leave a reserve of memory, by formula. With `exact`, the TPU compiler
+compiles the selected setting, and a smaller one if that does not fit.
 """
 
 from __future__ import annotations
@@ -27,13 +22,12 @@ from tpu_kit.hardware.chips import MIB
 from tpu_kit.hardware.slices import TargetSlice, find_slice
 from tpu_kit.models.architecture import Shape, UnknownFamilyError, read_shape
 from tpu_kit.models.sharding_rules import Placed
-from tpu_kit.planning.compile_check import Compiled, Effort
+from tpu_kit.planning.compile_check import Compiled
 from tpu_kit.planning.cost import (
     StepTime,
     TimePlan,
     Transfer,
     Work,
-    break_even,
     predict_time,
     sharded_work,
     step_time,
@@ -193,7 +187,6 @@ class Plan:
             there is a mesh or none.
         tensors: where each of the model's tensors lies on the mesh; empty without one.
         transfers: the collectives of a step on the mesh.
-        break_even: tokens of a device from which on its products take longer than the collectives of weights.
     """
 
     where: TargetSlice
@@ -215,7 +208,6 @@ class Plan:
     note: str = ""
     tensors: tuple[Placed, ...] = ()
     transfers: tuple[Transfer, ...] = ()
-    break_even: float | None = None
 
     @property
     def free(self) -> float:
@@ -313,43 +305,10 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
     if exact:
         best = verified(best, shape, rows or Rows(None))
     if not best.fits:
-        limit = where.limit * (1 - max(where.free, reserve(config)))
-
-        def fits(one: TrainConfig) -> bool:
-            return estimate_on(one, shape, where).total_bytes <= limit
-
-        check_passes(config, where.name, where.replicas, fits)
-        raise ValueError(f"not one row fits {where.name}: {best.advice}")
+        passes = batch_arithmetic(best.config, where.replicas).gradient_accumulation
+        several = f" in each of the {passes:,} passes of an update" if passes > 1 else ""
+        raise ValueError(f"not one row{several} fits {where.name}: {best.advice}")
     return best
-
-
-def check_passes(config: TrainConfig, name: str, replicas: int, fits: Callable[[TrainConfig], bool]) -> None:
-    """Refuses a run if one row fits, but not the passes of an update: each pass adds token ids and code.
-
-    Args:
-        config: the run.
-        name: of the device.
-        replicas: number of replicas.
-        fits: whether a run fits the device.
-
-    Raises:
-        ValueError: the passes do not fit; with the most that fit.
-    """
-    optim = config.optim
-
-    def passes_fit(count: int) -> bool:
-        changed = replace(optim, batch_size=1, global_batch_size=None, gradient_accumulation=count)
-        return fits(replace(config, optim=changed))
-
-    passes = batch_arithmetic(replace(config, optim=replace(optim, batch_size=1)), replicas).gradient_accumulation
-    most = largest(passes_fit, passes)
-    if 0 < most < passes:
-        by_rows = optim.global_batch_size is not None
-        advice = f"optim.global_batch_size={most * replicas}" if by_rows else f"optim.gradient_accumulation={most}"
-        raise ValueError(
-            f"optim.batch_size=auto: one row fits {name}, but not the {passes:,} passes of an update; set {advice} or "
-            "less"
-        )
 
 
 # ------------------------------------------------------------------------------------------------------ by the formula
@@ -446,7 +405,6 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows
     return Plan(
         tensors=tuple(table(shape, picked.config, mesh)) if mesh else (),
         transfers=tuple(transfers(picked.config, shape, batch, mesh, where.slices)) if mesh else (),
-        break_even=break_even(picked.config, shape, mesh, where.chip) if mesh else None,
         where=where, config=picked.config, settings=tuple(settings), fits=bool(fitting), peak_bytes=memory.total_bytes,
         parts=dict(memory.parts), source="formula", time=picked.time, checkpoint_bytes=held,
         run=time_plan(where.chip, where.chips, where.name, picked.time.seconds, updates, held),
@@ -460,42 +418,30 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows
 def verified(found: Plan, shape: Shape, rows: Rows) -> Plan:
     """Compiles the pick; if it does not fit, finds the next smaller setting that does.
 
-    Mostly this is one compile at full effort. Otherwise the smaller settings are bisected at low effort, and the result
-    is compiled at full effort.
+    Mostly this is one compile, as the formula is near the compiler.
     """
     from tpu_kit.planning.compile_check import CompilerUnavailable
 
     limit = found.where.limit * (1 - EXACT_RESERVE)
     try:
-        compiled = _compile(found.config, found.where, "full")
-        if compiled.total_bytes > limit:
-            below = sorted((one for one in found.settings if one.peak < found.peak_bytes), key=lambda one: one.peak)
-            for one in reversed(below[: _largest_exact(below, found.where, limit)]):
-                again = _compile(one.config, found.where, "full")
-                if again.total_bytes <= limit:
-                    found, compiled = replace(found, config=one.config), again
-                    break
+        compiled = _compile(found.config, found.where)
+        below = sorted((one for one in found.settings if one.peak < found.peak_bytes), key=lambda one: -one.peak)
+        for one in below if compiled.total_bytes > limit else []:
+            again = _compile(one.config, found.where)
+            if again.total_bytes <= limit:
+                found, compiled = replace(found, config=one.config), again
+                break
     except CompilerUnavailable as error:
         note = f"by formula, as the compiler cannot run: {error}"
         return replace(found, note="; ".join(filter(None, [found.note, note])))
     return _with(found, compiled, shape, rows)
 
 
-def _largest_exact(settings: Sequence[Setting], where: TargetSlice, limit: float) -> int:
-    """Bisects for the number of settings, smallest first, that fit by the compiler at low effort."""
-    low, high = 0, len(settings) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = _compile(settings[middle - 1].config, where, "low").total_bytes <= limit
-        low, high = (middle, high) if fits else (low, middle)
-    return low
-
-
 def with_largest_batch(found: Plan) -> Plan:
     """Sets `advice.largest_batch` to the largest batch that was compiled and fits.
 
     It compiles the formula's largest batch, then the batch at which the line through that and the pick meets the limit,
-    both at full effort: near the limit a few per cent decide.
+    as near the limit a few per cent decide.
     """
     picked, where, config = found.config.optim.batch_size, found.where, found.config
     if found.compiled is None or found.advice is None:
@@ -507,7 +453,7 @@ def with_largest_batch(found: Plan) -> Plan:
         if guess < 1 or guess in totals:
             break
         optim = replace(config.optim, batch_size=guess, global_batch_size=None)
-        totals[guess] = _compile(replace(config, optim=optim), where, "full").total_bytes
+        totals[guess] = _compile(replace(config, optim=optim), where).total_bytes
         each = max(1.0, (totals[guess] - totals[picked]) / (guess - picked))
         guess = min(picked + int((limit - totals[picked]) // each), MOST_TOKENS // config.data.max_length)
     most = max((rows for rows, total in totals.items() if total <= limit), default=0)
@@ -521,7 +467,7 @@ def by_compiler_alone(config: TrainConfig, where: TargetSlice, rows: Rows) -> Pl
         CompilerUnavailable: the compiler cannot run here.
     """
     config, notes = where.calibration.apply(config)
-    compiled = _compile(config, where, "full")
+    compiled = _compile(config, where)
     found = Plan(where, config, (), False, 0, {}, "compiler", None, None, None, None, note="; ".join(notes))
     return _with_answering(_with(found, compiled, None, rows))
 
@@ -537,12 +483,12 @@ def _with_answering(found: Plan) -> Plan:
         return replace(found, note="; ".join(filter(None, [found.note, note])))
 
 
-def _compile(config: TrainConfig, where: TargetSlice, effort: Effort) -> Compiled:
+def _compile(config: TrainConfig, where: TargetSlice) -> Compiled:
     from tpu_kit.planning.compile_check import CompilerUnavailable, compile_step
 
     if where.topology is None:
         raise CompilerUnavailable(f"the compiler has no topology for {where.name}")
-    return compile_step(config, where.topology, num_replicas=where.devices, effort=effort)
+    return compile_step(config, where.topology, num_replicas=where.devices)
 
 
 def _with(found: Plan, compiled: Compiled, shape: Shape | None, rows: Rows) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tpu_kit.checkpointing.manager import scan
-from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, migrate
+from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.data.batching import too_few_rows
 from tpu_kit.distributed.hosts import ONE, Hosts
@@ -19,7 +19,7 @@ from tpu_kit.models.architecture import Shape, read_shape
 from tpu_kit.planning.cost import StepTime, host_rate, predict_time, work
 from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
 from tpu_kit.planning.mesh_choice import check_mesh, placed
-from tpu_kit.planning.planner import LEAST_UPDATES, Rows, best_batch, check_passes, count_rows
+from tpu_kit.planning.planner import LEAST_UPDATES, Rows, best_batch
 
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
 """Weights that one core of a server's CPU rounds in a second (measured: 584e6 and 49e6, groups of 128)."""
@@ -196,16 +196,12 @@ def _rounding(config: TrainConfig, shape: Shape | None) -> list[str]:
 
 def _compiled(config: TrainConfig, room: MemoryBudget | None) -> str:
     """Describes the TPU compiler's result for a batch size that the user gave."""
-    if room is None or room.device_type != "tpu" or room.where is None or room.where.topology is None:
-        return "not by the TPU compiler: it compiles only for TPUs, and not for all of them"
-    return _by_compiler(config, room.where.topology, room.where.devices)
-
-
-def _by_compiler(config: TrainConfig, topology: str, devices: int) -> str:
     from tpu_kit.planning.compile_check import CompilerUnavailable, compile_step
 
+    if room is None or room.device_type != "tpu" or room.where is None or room.where.topology is None:
+        return "not by the TPU compiler: it compiles only for TPUs, and not for all of them"
     try:
-        return f"by the compiler, it {compile_step(config, topology, num_replicas=devices)}"
+        return f"by the compiler, it {compile_step(config, room.where.topology, num_replicas=room.where.devices)}"
     except CompilerUnavailable as error:
         return f"by formula, as the compiler cannot run: {error}"
 
@@ -242,7 +238,7 @@ def _settle_batch(
             config = replace(config, optim=replace(optim, batch_size=rows))
             return config, f"optim.batch_size={rows}, as in the run that this one resumes"
         config = replace(config, optim=optim)
-    known = Rows(None) if optim.global_batch_size else count_rows(config) if count is None else Rows(count)
+    known = Rows(count)
     if room.where is not None:
         found = best_batch(room.seen(config), room.where, exact, known)
         assert isinstance(found.config.optim.batch_size, int)
@@ -264,7 +260,7 @@ def _before(config: TrainConfig) -> tuple[int, int] | None:
         return None
     if not found:
         return None
-    rows = migrate(found[-1].document("config"))[0]["optim.batch_size"]
+    rows = found[-1].document("config")["optim"]["batch_size"]
     return (rows, found[-1].document("state")["global_batch_size"]) if isinstance(rows, int) else None
 
 
@@ -286,16 +282,14 @@ def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Row
             most = min(most, known.count // (LEAST_UPDATES * room.replicas * optim.gradient_accumulation))
         choices = [n for n in (1, 2, 4, 8) if n <= max(1, most)]
 
-    def fits(one: TrainConfig) -> bool:
-        return estimate_in(one, shape, room).total_bytes <= limit
-
-    fitting = [rows for rows in choices if fits(replace(config, optim=replace(optim, batch_size=rows)))]
+    runs = {rows: replace(config, optim=replace(optim, batch_size=rows)) for rows in choices}
+    fitting = [rows for rows, one in runs.items() if estimate_in(one, shape, room).total_bytes <= limit]
     if not fitting:
-        check_passes(config, room.name, room.replicas, fits)
+        passes = batch_arithmetic(runs[1], room.replicas).gradient_accumulation
         raise ValueError(
-            f"optim.batch_size=auto: not one row of data.max_length={config.data.max_length} fits "
-            f"{room.limit / GIB:.2f} GiB for each of {room.replicas} replicas on {room.name}; use fewer replicas, "
-            "shorter rows or a smaller model, or give a number"
+            f"optim.batch_size=auto: not one row of data.max_length={config.data.max_length} in each of {passes:,} "
+            f"passes fits {room.limit / GIB:.2f} GiB for each of {room.replicas} replicas on {room.name}; use fewer "
+            "replicas or passes, shorter rows or a smaller model, or give a number"
         )
     return fitting[-1]
 

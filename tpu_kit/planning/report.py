@@ -123,12 +123,6 @@ def mesh_lines(one: Plan) -> list[str]:
             f"collectives take {links:.2f} s of the links and computation {busy:.2f} s; {one.time.all_reduce:.2f} s of "
             f"them are not hidden, {share:.0%} of a step"
         )
-    if one.break_even is not None:
-        tokens = batch_arithmetic(one.config, one.where.replicas).batch_size * one.config.data.max_length
-        lines.append(
-            f"from {one.break_even:,.0f} tokens a device in a pass on, products take longer than the collectives of "
-            f"weights at the peaks of both; here are {tokens:,}"
-        )
     return lines
 
 

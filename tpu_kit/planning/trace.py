@@ -2,11 +2,7 @@
 
 The model is built from its config.json on PyTorch's "meta" device and prepared by the functions that training uses.
 Then every tensor is replaced by a placeholder of torch_xla, which has a shape and no bytes, and `step.train_step` runs
-once. So tracing an 8B model takes little more memory than Python and its libraries.
-
-It needs a process of its own, with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDUCE=1: see `compile_check`. Operations that
-torch_xla lowers differently for a TPU are lowered for the CPU here; in the step these are only the kernels, which
-`attention.lowering_for_tpu` lowers for the TPU.
+once. It needs a process of its own, with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDUCE=1: see `compile_check`.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from tpu_kit.models.partition import is_tied, spec_of
 from tpu_kit.models.quantization import Scheme, replace_layers
 from tpu_kit.training.objective_choice import objective_of
 from tpu_kit.training.state import TrainState
-from tpu_kit.training.step import place, train_step
+from tpu_kit.training.step import prepare_model, train_step
 from tpu_kit.xla import program
 from tpu_kit.xla.program import Program, is_input, lower, name_operations, placeholder, tensor_number
 
@@ -66,7 +62,7 @@ def _trace(config: TrainConfig, num_replicas: int, shards: int) -> Program:
         objective.attach(model, lambda one: empty_model(replace(config, model=one)))
         with attention.lowering_for_tpu():
             replica = TpuRuntime(0, num_replicas, torch.device("meta"))
-            state = place(model, config, replica, extra_sums=len(objective.extra))
+            state = prepare_model(model, config, replica, extra_sums=len(objective.extra))
     replica = TpuRuntime(0, num_replicas, program.device())
     inputs = fill(model, state)
     name_operations(model)
@@ -144,10 +140,9 @@ def _trace_generation(config: TrainConfig, wanted: GenerationProgram) -> Program
             decoder.prefill(batch, 1, BLOCK)
         else:
             sampling = Sampling(wanted.slots - wanted.width, temperature=0.7, top_p=0.9)
-            (table,) = decoder.send([torch.zeros(8 * decoder.vocabulary, dtype=torch.int32)])
             uniforms = torch.zeros(sampling.max_new_tokens, wanted.rows)
             ended = [False] * wanted.rows
-            state = decoder.begin(batch, 1, ended, uniforms, sampling.knobs(decoder.vocabulary), table, None)
+            state = decoder.begin(batch, 1, ended, uniforms, sampling.knobs(decoder.vocabulary), None)
             decoder.decode(sampling.kind, state, cache, BLOCK)
             outputs = [*replica.read, *state.carried]
         return lower([*outputs, *buffers], replaced, numbers, specs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -36,28 +37,12 @@ class Offer:
 
     runtime: str
     label: str
-    zones: tuple[str, ...]
+    zones: list[str]
 
 
 OFFERS = {
-    "v4": Offer("tpu-ubuntu2204-base", "tpu-v4-podslice", ("us-central2-b",)),
-    "v5e": Offer(
-        "v2-alpha-tpuv5-lite", "tpu-v5-lite-podslice",
-        ("us-central1-a", "us-east1-b", "us-east1-c", "us-east4-b", "us-east5-a", "us-east5-b", "us-east5-c",
-         "us-south1-a", "us-south1-b", "us-west1-c", "us-west4-a", "us-west4-b", "asia-east1-a", "asia-east1-b",
-         "asia-east1-c", "asia-northeast1-b", "asia-southeast1-b", "europe-north1-a", "europe-north1-c",
-         "europe-west1-b", "europe-west1-c", "europe-west3-c", "europe-west4-a", "europe-west4-b",
-         "northamerica-northeast1-b", "southamerica-west1-b", "southamerica-west1-c")),
-    "v5p": Offer(
-        "v2-alpha-tpuv5", "tpu-v5p-slice",
-        ("us-central1-a", "us-east1-d", "us-east5-a", "us-east5-b", "us-east5-c", "us-south1-a", "us-south1-b",
-         "us-south1-c", "europe-west1-b", "europe-west1-d", "europe-west4-b")),
-    "v6e": Offer(
-        "v2-alpha-tpuv6e", "tpu-v6e-slice",
-        ("us-central1-a", "us-central1-b", "us-central1-c", "us-east1-d", "us-east4-a", "us-east5-a", "us-east5-b",
-         "us-east5-c", "us-south1-a", "us-south1-ai1b", "us-south1-c", "us-west1-c", "asia-northeast1-b",
-         "asia-south1-b", "asia-south1-c", "asia-southeast1-b", "europe-west4-a", "southamerica-west1-a")),
-}  # fmt: skip
+    name: Offer(**offer) for name, offer in json.loads(Path(__file__).with_name("offers.json").read_text()).items()
+}
 """By chip: those that the TPU compiler was asked about and that have slices of several hosts today."""
 
 
@@ -143,11 +128,6 @@ def check_job(
 
 
 def _chip_and_topology(slice_name: str) -> tuple[Chip, Topology]:
-    """Finds the chip and the topology of a slice.
-
-    Raises:
-        ValueError: of `chips.parse_accelerator_type`; or Google Cloud's names or the topology are not known.
-    """
     chip, chips = parse_accelerator_type(slice_name)
     if chip.name not in OFFERS:
         raise ValueError(f"{slice_name}: files are written for {', '.join(OFFERS)}")

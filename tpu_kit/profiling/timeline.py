@@ -11,9 +11,8 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,8 @@ from tpu_kit.distributed.child_process import run_child
 
 PHASES = ("input", "step", "dispatch", "host")
 """In the order of a step: waiting for the batch, sending it and tracing, starting the program, logging."""
-PREFIX, MODULE = "tpu_kit/", "tpu_kit module "
-"""Of the names of phases and of modules in a trace."""
+PREFIX = "tpu_kit/"
+"""Of the names of phases in a trace."""
 BUCKETS = ("device compute", "exposed collectives", "input wait", "host tracing", "host code", "unexplained")
 _BUCKET = {
     "input": "input wait", "step": "host tracing", "dispatch": "host tracing", "host": "host code",
@@ -48,8 +47,6 @@ class Event:
         end: until when.
         device: name of the device; empty for the host.
         source: file and line, or the scope in the model; empty where the trace has none.
-        flops: as the profiler counts them; 0 where it does not.
-        bytes: likewise.
         step: of a phase.
     """
 
@@ -59,8 +56,6 @@ class Event:
     end: float
     device: str = ""
     source: str = ""
-    flops: float = 0.0
-    bytes: float = 0.0
     step: int = 0
 
 
@@ -72,13 +67,11 @@ class Trace:
         steps: number of steps.
         events: of these steps, in order.
         window: from the beginning of the first step to the end of the last.
-        memory: (seconds, bytes of the device that are allocated), where the trace has them.
     """
 
     steps: int
     events: Sequence[Event]
     window: Span
-    memory: Sequence[tuple[float, int]] = field(default=(), repr=False)
 
     def split(self, seconds: float = 0.0) -> dict[str, float]:
         """Returns the seconds of a step in each of `BUCKETS`.
@@ -116,15 +109,6 @@ class Trace:
         phases = [one for one in self.events if one.kind == "phase"]
         return phases[0].start, next(one.end for one in phases if one.name == PHASES[-1])
 
-    def update(self) -> float:
-        """Returns the share of a step's tracing after its last operation of a backward pass; 0 if there is none."""
-        backward, found = [one for one in self.events if "Backward" in one.name], []
-        for phase in self.events:
-            mine = [one for one in backward if phase.start < one.start < phase.end] if phase.name == "step" else []
-            if mine:
-                found.append((phase.end - mine[-1].end) / (phase.end - phase.start))
-        return median(found) if found else 0.0
-
 
 def read_trace(folder: Path, steps: int) -> Trace:
     """Reads the trace in a folder of `recorder.record`.
@@ -140,9 +124,8 @@ def read_trace(folder: Path, steps: int) -> Trace:
     if not planes and not plain.is_file():
         raise ValueError(f"there is no trace in {folder}: profile the run again")
     path = planes[-1] if planes else plain
-    memory: list[tuple[float, int]] = []
     try:
-        events = _in_child(path) if planes else list(_chrome(path, memory))
+        events = _in_child(path) if planes else list(_chrome(path))
     except (ValueError, KeyError, TypeError, OSError) as error:
         size = path.stat().st_size
         raise ValueError(
@@ -161,7 +144,7 @@ def read_trace(folder: Path, steps: int) -> Trace:
     inside = [one for one in phases if whole[0] <= one.step <= whole[-1]]
     window = (inside[0].start, max(one.end for one in inside))
     kept = [one for one in events if one.end > window[0] and one.start < window[1]]
-    return Trace(len(whole), kept, window, [one for one in memory if window[0] <= one[0] <= window[1]])
+    return Trace(len(whole), kept, window)
 
 
 def _in_child(path: Path) -> list[Event]:
@@ -189,45 +172,28 @@ def _xplane(path: Path) -> Iterator[Event]:
                 elif (on_tpu or "hlo_op" in stats) and not _NO_WORK.match(name := one.name.lstrip("%")):
                     device = plane.name if on_tpu else f"/device:{stats.get('device_ordinal', 'CPU')}"
                     source = str(stats.get("tf_op") or stats.get("source") or "")
-                    flops, moved = float(stats.get("flops") or 0), float(stats.get("bytes_accessed") or 0)
-                    yield Event(name.partition(" = ")[0], _kind(name), *span, device, source, flops, moved)
+                    yield Event(name.partition(" = ")[0], _kind(name), *span, device, source)
 
 
-def _chrome(path: Path, memory: list[tuple[float, int]]) -> Iterator[Event]:
+def _chrome(path: Path) -> Iterator[Event]:
     """Reads Chrome's JSON; on a CPU, the operations that the main thread runs are the device's."""
-    found = json.loads(path.read_bytes())
-    rows = found["traceEvents"]
-    if found.get("schemaVersion", 1) != 1:
-        raise ValueError(f"schema {found['schemaVersion']}")
+    rows = json.loads(path.read_bytes())["traceEvents"]
     on_gpu = any(row.get("cat") == "kernel" for row in rows)
     work = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op",)
     ends: dict[Any, float] = defaultdict(float)
     steps: dict[str, int] = defaultdict(int)
-    open_modules: dict[Any, list[tuple[float, str]]] = defaultdict(list)
-    scopes: dict[Any, str] = {}  # of the operations of the forward pass, by the numbers that join them to others
     for row in sorted(rows, key=lambda row: (row.get("ts", 0.0), -row.get("dur", 0.0))):
-        kind, name, thread, given = row.get("cat"), row.get("name", ""), row.get("tid"), row.get("args", {})
+        kind, name, thread = row.get("cat"), row.get("name", ""), row.get("tid")
         start = float(row.get("ts", 0.0)) / 1e6
         end = start + float(row.get("dur", 0.0)) / 1e6
         if kind == "user_annotation" and name.startswith(PREFIX):
             phase = name.removeprefix(PREFIX)
             steps[phase] += 1
             yield Event(phase, "phase", start, end, step=steps[phase])
-        elif kind == "user_annotation" and name.startswith(MODULE):
-            open_modules[thread].append((end, name.removeprefix(MODULE)))
-        elif name == "[memory]" and given.get("Device Type", 0) == (1 if on_gpu else 0):
-            memory.append((start, int(given["Total Allocated"])))
-        elif kind in ("cpu_op", *work):
-            inside = open_modules[thread]
-            while inside and inside[-1][0] < end:
-                inside.pop()
-            joins = ("Sequence number", given.get("Sequence number")), ("External id", given.get("External id"))
-            scope = inside[-1][1] if inside else next((scopes[one] for one in joins if one in scopes), "")
-            scopes |= dict.fromkeys((one for one in joins if one[1] is not None), scope)
-            if kind in work and end > ends[thread]:  # without the operations that an operation calls
-                ends[thread] = end
-                name = name.removeprefix("autograd::engine::evaluate_function: ")
-                yield Event(name, _kind(name), start, end, f"/device:{given.get('device', 'CPU')}", scope)
+        elif kind in work and end > ends[thread]:  # without the operations that an operation calls
+            ends[thread] = end
+            name = name.removeprefix("autograd::engine::evaluate_function: ")
+            yield Event(name, _kind(name), start, end, f"/device:{row.get('args', {}).get('device', 'CPU')}")
 
 
 def _kind(name: str) -> str:

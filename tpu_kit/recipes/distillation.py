@@ -1,7 +1,6 @@
-"""Distillation: fine-tuning in which the model learns from a teacher; the same on all backends.
+"""Distillation: the run of `sft.train` with the loss of `training.distillation`.
 
-It is the run of `sft.train` with the loss of `training.distillation`. With `distill.files`, the teacher's top logits
-are computed first, in a launch of their own.
+With `distill.files`, the teacher's top logits are computed first, in a launch of their own.
 """
 
 from __future__ import annotations
@@ -30,12 +29,7 @@ _loading = threading.Lock()  # replicas of XLA:CPU are threads, and transformers
 
 
 def distill(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:
-    """Trains a model with a teacher, as `sft.train` trains one without.
-
-    Args:
-        config: the run, with `distill.teacher`.
-        dataset: as in `sft.train`.
-        exact: likewise.
+    """Trains a model with `distill.teacher`; the arguments are those of `sft.train`.
 
     Raises:
         ConfigError: there is no teacher.
@@ -47,17 +41,9 @@ def distill(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *
 
 
 def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
-    """Writes a student with some layers of a model: evenly spaced, the first and the last among them.
+    """Replaces a folder by a student with some layers of a model, evenly spaced, the first and the last among them.
 
     This is the initialisation of DistilBERT (Sanh et al., arXiv:1910.01108); such a student needs `lora.r=0`.
-
-    Args:
-        model: the larger model.
-        folder: replaced by the student, with the model's tokenizer.
-        layers: of the student, 1 or more.
-
-    Returns:
-        The folder.
 
     Raises:
         ValueError: the model has not more layers; or as `load_base`.

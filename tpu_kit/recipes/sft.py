@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from datasets import Dataset, DatasetDict
 
-from tpu_kit.checkpointing.manager import CheckpointManager
-from tpu_kit.checkpointing.parts import HostParts
+from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic, plain
 from tpu_kit.data.batching import batch_line, updates
 from tpu_kit.data.prepare import Prepared, prepare, prepare_once
@@ -45,7 +44,7 @@ from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
 from tpu_kit.storage import atomic
 from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir, upload_results
-from tpu_kit.training.metrics import check_tracking, log_result
+from tpu_kit.training.metrics import check_tracking, log_result, peak_memory
 from tpu_kit.training.objective_choice import objective_of
 from tpu_kit.training.resume import (
     check_resume,
@@ -55,7 +54,7 @@ from tpu_kit.training.resume import (
     training_tensors,
     versions,
 )
-from tpu_kit.training.step import place
+from tpu_kit.training.step import prepare_model
 from tpu_kit.training.teacher_files import read_columns
 from tpu_kit.training.trainer import Status, Trainer
 
@@ -72,11 +71,10 @@ class TrainResult:
     Attributes:
         status: "finished"; "stopped" (early stopping); "preempted": run it again to continue.
         reason: of the early stop or the preemption; empty otherwise.
-        step: updates done.
-        total_steps: updates of the whole run.
+        step: updates done, of `total_steps`.
         metrics: see `fine_tune`.
-        adapter_dir: the trained weights: an adapter for PEFT, or a whole model where lora.r=0; empty after a
-            preemption, and on hosts other than host 0.
+        adapter_dir: an adapter for PEFT, or a whole model where lora.r=0; empty after a preemption, and on hosts other
+            than host 0.
         checkpoint_dir: the newest checkpoint; None if there is none.
         output_dir: the run's folder.
         again: `TrainConfig.again`.
@@ -125,9 +123,7 @@ def train(
 ) -> TrainResult:
     """Fine-tunes a model on all devices, and returns when the result is on disk.
 
-    Before the launch it prints the estimated memory (`preflight.Preflight`). With `tracking.generate_rows` the base and
-    the tuned model also answer held-out rows; eval.json has their accuracy. On several hosts each calls this function;
-    host 0 answers, saves and uploads the result.
+    On several hosts each calls this function; host 0 answers held-out rows, saves and uploads the result.
 
     Args:
         config: the run.
@@ -204,7 +200,7 @@ def _train(
     if config.tracking.generate_rows and result.status != "preempted":
         try:
             with sigterm_raises():
-                compared = evaluate_adapter(config, result.adapter_dir, replace=True)
+                compared = evaluate_adapter(config, result.adapter_dir, replace=True, prepared=prepared)
             print(compared, flush=True)
             metrics = {"accuracy_before": compared.base.accuracy.share, "accuracy_after": compared.tuned.accuracy.share}
             if compared.base.perplexity is not None and compared.tuned.perplexity is not None:
@@ -223,11 +219,6 @@ def _train(
 
 def check_run(config: TrainConfig, exact: bool = False, hosts: Hosts = ONE) -> tuple[Prepared, Preflight]:
     """Prepares the data and the batch in this process, so that errors appear before the launch.
-
-    Args:
-        config: the run.
-        exact: as in `train`.
-        hosts: of the run.
 
     Raises:
         ValueError: the data cannot be used, do not fill one update, or have no answers although the run generates; or
@@ -288,13 +279,12 @@ def fine_tune(config: TrainConfig) -> TrainResult | None:
 
     Its metrics: loss (of the last window) and eval_loss (of the weights in adapter_dir), nats per loss token;
     eval_accuracy with tracking.eval_generate_rows; eval_step, the step of both; train_seconds of all launches, with
-    evaluations and checkpoints; skipped_updates; compiles on XLA; and peak memory (`metrics.MemoryMonitor.read`).
+    evaluations and checkpoints; skipped_updates; compiles on XLA; and `metrics.peak_memory`.
     """
     with trainer(config) as (loop, agreement, tokenizer):
         status = loop.run(agreement)
-        peaks = loop.peaks.end()
         reason = loop.evaluations.reason if status == "stopped" else agreement.reason or ""
-        result = _finish(loop, status, reason, tokenizer, peaks) if loop.rt.local_rank == 0 else None
+        result = _finish(loop, status, reason, tokenizer) if loop.rt.local_rank == 0 else None
         if loop.rt.num_hosts > 1:
             loop.rt.barrier()  # a host that ends early could make its engine stop host 0, which saves
         return result
@@ -323,14 +313,14 @@ def trainer(config: TrainConfig) -> Iterator[tuple[Trainer, PreemptionGuard, Any
             saved = training_tensors(found)
         objective = objective_of(config)
         prepared.train.columns = read_columns(config, prepared)
-        state = place(model, config, rt, saved, len(objective.extra))
+        state = prepare_model(model, config, rt, saved, len(objective.extra))
         rt.sync()
         rt.barrier()
 
         predicted = predicted_bytes(config, rt)
         loop = Trainer(config, rt, model, objective, state, prepared, plan, checkpoints, predicted, parts)
-        if found and saved:
-            loop.resume(found, saved)
+        if found:
+            loop.resume(found)
         if rt.rank == 0:
             # After all checks: a refused run must not replace the file of an earlier one.
             atomic.write_text(config.output_path / "config.yaml", config.to_yaml())
@@ -358,22 +348,17 @@ def digest(report: str) -> str:
 
 
 def _check_same(config: TrainConfig, rt: Runtime, step: int, model: torch.nn.Module) -> None:
-    """Checks that all hosts continue from the same checkpoint, or begin with the same weights."""
+    """Checks that all hosts continue from the same checkpoint and begin with the same weights."""
     table = torch.zeros(rt.world_size, 3)
     table[rt.rank] = torch.tensor([step, *_weights_digest(model)])
     rt.all_reduce([table])
-    steps, digests = table[:, 0].tolist(), table[:, 1:].tolist()
-    if len(set(steps)) > 1:
+    rows = [tuple(map(int, row)) for row in table.tolist()]
+    if len(set(rows)) > 1:
+        shown = ", ".join(f"step {step}, {high:06x}{low:06x}" for step, high, low in rows)
         raise ValueError(
-            f"the hosts do not see the same checkpoints in {config.checkpoints_place}: the newest is of step "
-            f"{', '.join(f'{one:.0f}' for one in steps)} (by rank; 0: none). Set output_dir to an object "
-            "store (gs://bucket/run), or to a folder that all hosts share"
-        )
-    if any(one != digests[0] for one in digests):
-        shown = ", ".join(f"{int(high):06x}{int(low):06x}" for high, low in digests)
-        raise ValueError(
-            f"the hosts do not begin with the same weights of model.name={config.model.name}: their digests are "
-            f"{shown} (by rank). Give all hosts the same files, packages and kind of processor"
+            f"the hosts do not begin with the same weights of model.name={config.model.name} and checkpoint in "
+            f"{config.checkpoints_place}: they have {shown} (by rank; 0: no checkpoint). Set output_dir to an object "
+            "store (gs://bucket/run) or a folder that all share, and give all the same files, packages and processor"
         )
 
 
@@ -399,7 +384,7 @@ def _parts(config: TrainConfig, rt: Runtime, checkpoints: CheckpointManager | No
     return HostParts(config.checkpoints_place, rt.rank, rt.num_hosts, int(token), make_room)
 
 
-def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any, peaks: dict[str, float]) -> TrainResult:
+def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any) -> TrainResult:
     """Waits until the last checkpoint is durable, and saves the adapter of a run that has ended, on rank 0 alone."""
     folder, adapter, metrics, again = loop.config.output_path, "", loop.results(), loop.config.again
     if loop.parts is not None:
@@ -411,7 +396,8 @@ def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any, peaks: d
     if status != "preempted":
         adapter = str(folder / "adapter")
         models.save_adapter(folder / "adapter", loop.model, loop.weights(), loop.config, tokenizer)
-    metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"} | peaks
+    metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"}
+    metrics |= peak_memory(loop.rt, loop.predicted_bytes)
     complete = loop.checkpoints.complete()
     checkpoint = str(complete[-1].path) if complete else None
     return TrainResult(status, reason, loop.step, loop.total, metrics, adapter, checkpoint, str(folder), again)

@@ -19,8 +19,8 @@ _CANNOT_SYNC = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}  # folders of some FU
 def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Iterator[Path]:
     """Yields a path beside `path` for a new file or folder, and renames that to `path` when the block ends.
 
-    If the block raises, `path` is unchanged. The leftovers of a killed process are removed by the next writer, or stay
-    hidden if the place is shared.
+    If the block raises, `path` is unchanged. The next writer removes the leftovers of a killed process, but not where
+    the place is shared.
 
     Args:
         path: the file or folder to make or replace; its parent must exist once the block ends.

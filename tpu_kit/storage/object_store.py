@@ -1,8 +1,7 @@
 """Reads and writes files in an object store by URL (gs://bucket/folder).
 
-gs:// uses gcsfs; other schemes use their own fsspec package and are not tested. gcsfs finds the credentials:
-Application Default Credentials, or the machine's service account on Google Cloud. gcsfs repeats failed requests;
-`ObjectFolder.put` also repeats a failed upload once.
+gs:// uses gcsfs, which finds the credentials and repeats failed requests; other schemes use their own fsspec package
+and are not tested.
 """
 
 from __future__ import annotations
@@ -46,13 +45,7 @@ class ObjectFolder:
     """The objects whose names begin with a URL; names are relative to it. Folders need not be made or removed.
 
     All methods raise OSError with a text that says what to do. `read` and `get` raise FileNotFoundError if the object
-    does not exist.
-
-    Args:
-        url: gs://bucket/folder; without a trailing slash.
-
-    Raises:
-        ValueError: the package for this scheme is missing, or the URL names no bucket.
+    does not exist. ValueError says that the package for a scheme is missing, or that a URL names no bucket.
     """
 
     def __init__(self, url: str) -> None:
@@ -111,17 +104,12 @@ class ObjectFolder:
         }
 
     def create(self, name: str, content: bytes) -> None:
-        """Makes an object; of several writers one succeeds.
-
-        Raises:
-            FileExistsError: it exists with another content. The same content is ours: an answer was lost, and gcsfs
-                has sent the request again.
-        """
+        """Makes an object; of several writers one succeeds, and the others raise FileExistsError."""
         try:
             with self._explained():
                 self._files.pipe_file(f"{self._root}/{name}", content, mode="create")
         except FileExistsError:
-            if self.read(name) != content:
+            if self.read(name) != content:  # else an answer was lost, and gcsfs has sent the request again
                 raise
 
     def write(self, name: str, content: bytes) -> None:
@@ -132,22 +120,17 @@ class ObjectFolder:
     def put(self, file: Path, name: str) -> None:
         """Uploads a file. A broken upload leaves no object, and is tried once more."""
         options = {"chunksize": PART_BYTES} if self.url.startswith(("gs://", "gcs://")) else {}
-        try:
-            with self._explained():
-                self._files.put_file(str(file), f"{self._root}/{name}", **options)
-        except (OSError, AttributeError) as error:
-            # gcsfs 2026.2.0, which Colab's fsspec asks for, reads a missing attribute after a broken upload.
-            if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENOENT):
-                raise
-            with self._explained():
-                self._files.put_file(str(file), f"{self._root}/{name}", **options)
+        for last in (False, True):
+            try:
+                with self._explained():
+                    return self._files.put_file(str(file), f"{self._root}/{name}", **options)
+            except (OSError, AttributeError) as error:
+                # gcsfs 2026.2.0, which Colab's fsspec asks for, reads a missing attribute after a broken upload.
+                if last or getattr(error, "errno", None) in (errno.EACCES, errno.ENOENT):
+                    raise
 
     def get(self, name: str, file: Path) -> None:
-        """Downloads an object; the file appears only when it is complete.
-
-        Raises:
-            OSError: the object is missing or cannot be read, or the disk has no room for it.
-        """
+        """Downloads an object; the file appears only when it is complete."""
         try:
             with atomic.replacing(file, shared=True) as part, self._explained(name):
                 self._files.get_file(f"{self._root}/{name}", str(part))
@@ -184,9 +167,8 @@ class ObjectFolder:
         origin, kind = type(error).__module__.split(".")[0], type(error).__name__
         status = str(getattr(error, "code", None) or "")
         if isinstance(error, FileNotFoundError):
-            command = f"gcloud storage buckets create {self.bucket}"
-            text = f"there is no bucket {self.bucket}: make it ({command}), or check its name"
-            return OSError(errno.ENOENT, text)
+            make = f"make it (gcloud storage buckets create {self.bucket}), or check its name"
+            return OSError(errno.ENOENT, f"there is no bucket {self.bucket}: {make}")
         if status == "401" or (origin == "google" and kind != "TransportError"):
             text = (
                 f"{self.bucket} wants credentials, and none that it takes were found: run `gcloud auth "
@@ -208,11 +190,7 @@ class ObjectFolder:
 
 
 def upload(folder: Path, url: str) -> None:
-    """Copies all files of a folder and its subfolders to an object store; other objects there stay.
-
-    Raises:
-        OSError: the object store cannot be written to.
-    """
+    """Copies all files of a folder and its subfolders to an object store; other objects there stay."""
     target = ObjectFolder(url)
     for path in sorted(folder.rglob("*")):
         if path.is_file():

@@ -21,13 +21,7 @@ _BUCKET = "output_dir=gs://your-bucket/run"
 
 @dataclass(frozen=True)
 class Place:
-    """The place where a run writes.
-
-    Attributes:
-        output_dir: a folder, or an address that begins with gs://.
-        reason: why it was chosen.
-        warning: what may delete it early, and what to do; empty if nothing does.
-    """
+    """A folder or gs:// URL where a run writes, why it was chosen, and what may delete it early."""
 
     output_dir: str
     reason: str
@@ -35,12 +29,7 @@ class Place:
 
 
 def find_place(config: TrainConfig, at: Machine | None = None) -> Place:
-    """Chooses the place, or checks a given `output_dir`.
-
-    Args:
-        config: the run.
-        at: the machine; this one by default.
-    """
+    """Chooses the place, or checks a given `output_dir`, on a machine (this one by default)."""
     at = at or Machine()
     given = config.output_dir
     if given is not None and "://" in given:
@@ -85,15 +74,7 @@ def _on_kaggle(given: str | None, run_name: str, at: Machine) -> Place:
 
 
 def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
-    """Copies a run from the inputs of a Kaggle notebook to where the run writes, if nothing is there.
-
-    The output of a notebook's version, added as an input, is below /kaggle/input, which is read-only.
-
-    Args:
-        place: where the run writes.
-        run_name: the run.
-        at: the machine; this one by default.
-    """
+    """Copies a run from a Kaggle notebook's inputs to the place where the run writes, if nothing is there."""
     at = at or Machine()
     target = Path(place.output_dir)
     if "KAGGLE_KERNEL_RUN_TYPE" not in at.environ or "://" in place.output_dir or target.exists():
@@ -120,11 +101,7 @@ def resolve_output_dir(config: TrainConfig, at: Machine | None = None) -> TrainC
 
 
 def make_output_folder(config: TrainConfig) -> Path:
-    """Makes the run's folder.
-
-    Raises:
-        ValueError: it cannot be written to, or a file is in the way of the results.
-    """
+    """Makes the run's folder; raises ValueError if it cannot be written to."""
     folder = config.output_path
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,19 +110,11 @@ def make_output_folder(config: TrainConfig) -> Path:
         raise ValueError(
             f"output_dir={folder} cannot be written to ({error.strerror}): set output_dir to a folder that can"
         ) from error
-    for name in ("adapter", "eval.json"):  # written at the end of training
-        there = folder / name
-        if there.exists() and there.is_dir() != (name == "adapter"):
-            raise ValueError(f"{there} is in the way of what training writes there: move it away, or set output_dir")
     return folder
 
 
 def upload_results(config: TrainConfig, adapter_dir: str) -> None:
-    """Uploads the local files of a run to its object store, which has the checkpoints already.
-
-    Raises:
-        ValueError: the object store does not take them.
-    """
+    """Uploads the local files of a run to its object store, which has the checkpoints already; raises ValueError."""
     assert config.remote is not None
     try:
         if adapter_dir:

@@ -1,10 +1,7 @@
 """Distillation: the loss of a model that learns from a frozen teacher.
 
-The divergences are those of Agarwal et al., "On-Policy Distillation of Language Models" (arXiv:2306.13649), summed over
-the tokens with labels. Hinton's factor temperature**2 is left out; `distill.logits_weight` can have it.
-
-The teacher runs in the step's program, without gradients, or its top logits come with the batch. The logits of both
-exist for one chunk of tokens at a time (`loss.chunked`).
+The divergences are those of Agarwal et al. (arXiv:2306.13649), summed over the tokens with labels, without Hinton's
+factor temperature**2. The teacher runs in the step's program, or its top logits come with the batch.
 """
 
 from __future__ import annotations
@@ -31,9 +28,6 @@ class DistillationObjective(Objective):
     """The weighted sum of divergence, labels, hidden states and embeddings, for each token with a label.
 
     In evaluation it is the negative log-likelihood of the labels, so that its loss compares with that of other runs.
-
-    Args:
-        config: the run, with a teacher.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -213,7 +207,7 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, kind: str) -> torch.Ten
 
 
 def check_teacher(config: TrainConfig) -> None:
-    """Checks before the launch that teacher and model fit each other: vocabulary, layers, logits and length.
+    """Checks before the launch that teacher and model fit each other: vocabulary, layers and length.
 
     Raises:
         ValueError: they do not, or the teacher cannot be read.
@@ -227,11 +221,10 @@ def check_teacher(config: TrainConfig) -> None:
         text = str(error).replace("model.name", "distill.teacher").replace("model.trust", "distill.teacher_trust")
         raise ValueError(text) from error
     if differ := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
-        token = differ[0]
         raise ValueError(
             f"{name} has another tokenizer than model.name={config.model.name}: {len(differ):,} of {len(own):,} and "
-            f"{len(other):,} tokens differ, such as {token!r}, which is {_number(other, token)} there and "
-            f"{_number(own, token)} here. Their logits are not comparable: choose a teacher of the same family"
+            f"{len(other):,} tokens differ, such as {differ[0]!r}. Their logits are not comparable: choose a teacher "
+            "of the same family"
         )
     for one, found, place, key in (
         (config.model, read_config(config.model), 0, "model.name"),
@@ -245,18 +238,9 @@ def check_teacher(config: TrainConfig) -> None:
                 f"distill.layers={config.distill.layers}: {key}={one.name} has {text.num_hidden_layers} layers, and no "
                 f"layer {', '.join(map(str, wrong))}; name layers from 1 to {text.num_hidden_layers}"
             )
-        if config.distill.files and config.distill.top_k > text.vocab_size:
-            raise ValueError(
-                f"distill.top_k={config.distill.top_k}: {key}={one.name} has {text.vocab_size} logits; set "
-                f"distill.top_k to {text.vocab_size} or less"
-            )
         positions = getattr(text, "max_position_embeddings", None)
         if place and positions is not None and config.data.max_length > positions:
             raise ValueError(
                 f"data.max_length={config.data.max_length} is longer than the {positions} positions of {name}; set it "
                 f"to {positions} or less"
             )
-
-
-def _number(vocabulary: Mapping[str, int], token: str) -> str:
-    return str(vocabulary[token]) if token in vocabulary else "missing"

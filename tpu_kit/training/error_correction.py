@@ -1,16 +1,12 @@
 """Error correction: the loss of a head on the last hidden states, trained beside the adapters or alone.
 
-The residual of a token is what the model's own prediction lacks: r = -dL/dh, for the negative log-likelihood L of the
-label and the last hidden state h. For a plain output layer with rows e_v it is e_label - sum_v p_v e_v: the label's
-embedding minus the expected one. A step along r lowers L the fastest, so r is the target of the next learner in
-gradient boosting (Friedman, 2001, The Annals of Statistics 29(5)), which is what the head is. The difference
-e_label - h would not do: most of it is h, which the head reads anyway.
+The residual of a token is r = -dL/dh, for the negative log-likelihood L of the label and the last hidden state h: for
+a plain output layer with rows e_v it is e_label - sum_v p_v e_v. It is the target of the next learner in gradient
+boosting (Friedman, 2001, The Annals of Statistics 29(5)), which the head is. Its density is estimated in a fixed random
+projection, scaled by the root mean square of the embeddings; a trained projection would shrink r to raise its density.
 
-The density of r is estimated in a random projection to D dimensions, scaled by the root mean square of the embeddings.
-The projection is fixed, because a trained one would shrink r to raise its density.
-
-The head reads h without a gradient to the model. So the adapters learn what they learn without a head (only the
-clipping of gradients is common), and an evaluation without the head measures what the head is worth.
+The head reads h without a gradient to the model, so the adapters learn as without a head (only the clipping of
+gradients is common), and an evaluation without the head measures what the head is worth.
 """
 
 from __future__ import annotations
@@ -31,10 +27,7 @@ from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
 class ErrorCorrectionObjective(Objective):
     """The negative log-likelihoods of the labels without and with the head, and that of the residual per dimension.
 
-    In evaluation it is the likelihood with the head.
-
-    Args:
-        config: with optim.objective=error-correction; or error-correction-alone, where the adapters stay as they are.
+    In evaluation it is the likelihood with the head. With error-correction-alone the adapters stay as they are.
     """
 
     extra = ("nll", "nll_corrected", "nll_residual")

@@ -1,6 +1,6 @@
 """Metrics of a run, written to JSONL always and to Weights & Biases and TensorBoard on request; one progress bar.
 
-`RecompileMonitor` warns about recompilation and host reads, and `MemoryMonitor` measures peak memory.
+`RecompileMonitor` warns about recompilation and host reads, and `peak_memory` measures memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import math
 import os
 import resource
-import shutil
 import sys
 import time
 import uuid
@@ -18,11 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_kit.config.loader import ConfigError, TrainConfig
-from tpu_kit.config.schema import parameters
+from tpu_kit.config.loader import ConfigError, TrainConfig, plain
 from tpu_kit.distributed.progress import open_bar
 from tpu_kit.hardware import chips
-from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.host import check_wandb
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.storage import atomic
@@ -32,8 +29,6 @@ if TYPE_CHECKING:
     from tpu_kit.evaluation.evaluate import Comparison
 
 METRICS_FILE = "metrics.jsonl"
-MEMORY_TOLERANCE = 0.05
-"""Relative difference between measured and predicted peak memory above which `MemoryMonitor` warns."""
 _WANDB_ID = "wandb_run_id"  # in a run's folder, for `log_result`; a resumed run has it from the checkpoint
 _WINDOWS = 3  # consecutive logs with a cause before its warning: a first evaluation compiles, and a checkpoint reads
 
@@ -45,13 +40,7 @@ class RecompileMonitor:
         self._seen: dict[str, int] = {}
 
     def notice(self, before: Mapping[str, int], now: Mapping[str, int], steps: int) -> Iterator[str]:
-        """Yields the warnings to print after a log.
-
-        Args:
-            before: `Runtime.counters` before its first step.
-            now: the counters after its last step.
-            steps: number of steps between them.
-        """
+        """Yields the warnings to print after a log, from `Runtime.counters` before and after its steps."""
         grown = {name: now[name] - before.get(name, 0) for name in now}
         if self._again("compiles", grown.get("compiles", 0) > 0):
             yield (
@@ -72,107 +61,34 @@ class RecompileMonitor:
         return self._seen[cause] == _WINDOWS
 
 
-class MemoryMonitor:
-    """Measures peak memory of all devices and of the host.
-
-    Each replica writes its figures into a small file when it logs, and rank 0 reads the files, so that no device and no
-    replica waits for another.
+def peak_memory(rt: Runtime, predicted: int | None = None) -> dict[str, float]:
+    """Measures the peak memory of this process and of its device.
 
     Args:
-        config: the run.
         rt: the replica's runtime.
         predicted: predicted bytes of a device; None without a prediction.
+
+    Returns:
+        host_peak_bytes; where the device counts memory also device_peak_bytes and, with a prediction,
+        predicted_peak_bytes and device_peak_difference (measured / predicted - 1).
     """
-
-    def __init__(self, config: TrainConfig, rt: Runtime, predicted: int | None = None) -> None:
-        self._rt, self._folder, self._predicted = rt, config.output_path / ".memory", predicted
-        self._warned = False
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # Each replica removes its own file of an earlier launch, as another replica may have written already.
-        (self._folder / f"{rt.rank}.json").unlink(missing_ok=True)
-
-    def note(self) -> None:
-        """Writes the peaks of this replica."""
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        figures = {"pid": os.getpid(), "host": host, "device": self._rt.memory()[0]}
-        atomic.write_text(self._folder / f"{self._rt.rank}.json", json.dumps(figures))
-
-    def read(self) -> dict[str, float]:
-        """Reads the peaks of all replicas, and warns once on a TPU whose peak differs from the prediction.
-
-        Returns:
-            host_peak_bytes; where devices count memory also device_N_peak_bytes of each, device_peak_bytes (the
-            largest), device_imbalance (1 - smallest / largest) and, with a prediction, predicted_peak_bytes and
-            device_peak_difference (largest / predicted - 1).
-        """
-        paths = [self._folder / f"{rank}.json" for rank in range(self._rt.world_size)]
-        noted = {rank: json.loads(path.read_text()) for rank, path in enumerate(paths) if path.is_file()}
-        host = {one["pid"]: one["host"] for one in noted.values()}  # replicas may be threads of one process
-        values: dict[str, float] = {"host_peak_bytes": sum(host.values())}
-        devices = {rank: one["device"] for rank, one in noted.items() if one["device"] is not None}
-        if not devices:
-            return values
-        most = max(devices.values())
-        values |= {f"device_{rank}_peak_bytes": size for rank, size in devices.items()}
-        values |= {"device_peak_bytes": most, "device_imbalance": 1 - min(devices.values()) / most if most else 0.0}
-        if self._predicted:
-            difference = most / self._predicted - 1
-            values |= {"predicted_peak_bytes": self._predicted, "device_peak_difference": difference}
-            # The formula is for TPUs; a GPU always differs from it.
-            if not self._warned and self._rt.device_type == "tpu" and abs(difference) > MEMORY_TOLERANCE:
-                self._warned = True
-                text = f"more than {MEMORY_TOLERANCE:.0%} off the prediction: {describe_memory(values)}"
-                print(f"warning: {text}", file=sys.stderr, flush=True)
-        return values
-
-    def end(self) -> dict[str, float]:
-        """Waits for all replicas; rank 0 prints and returns their last figures."""
-        self.note()
-        self._rt.barrier()
-        if self._rt.rank:
-            return {}
-        values = self.read()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        print(describe_memory(values), flush=True)
-        return values
-
-
-def describe_memory(values: dict[str, float]) -> str:
-    """Formats the figures of `MemoryMonitor.read`."""
-    host = f"host memory      {values['host_peak_bytes'] / GIB:.2f} GiB at most"
-    if "device_peak_bytes" not in values:
-        return host
-    text = f"device memory    {values['device_peak_bytes'] / GIB:.2f} GiB at most"
-    if "predicted_peak_bytes" in values:
-        predicted = values["predicted_peak_bytes"] / GIB
-        text += f", {values['device_peak_difference']:+.1%} against the {predicted:.2f} predicted"
-    return f"{text}; the least of a device is {values['device_imbalance']:.1%} lower\n{host}"
-
-
-def flops_per_token(frozen: int, trainable: int, num_layers: int, attention_width: int, sequence_length: int) -> int:
-    """Computes the model FLOPs of one token in training, forward and backward, for MFU.
-
-    A matrix multiplication costs 2 FLOPs per parameter and token forward, 2 for the gradient of its input and 2 for the
-    gradient of its weight (Kaplan et al. 2020, section 2.1: 6N in all). A frozen weight has no gradient, so it costs 4.
-    Attention (scores, weighted sum) costs 4 * layers * width * length forward and twice that backward, over the whole
-    row, without a discount for the causal half (Chowdhery et al. 2022, PaLM, appendix B: 12LHQT)::
-
-        4 * frozen + 6 * trainable + 12 * num_layers * attention_width * sequence_length
-
-    Recomputation of rematerialization does not count. Quantised weights count as the numbers that they encode.
-
-    Args:
-        frozen: parameters without a gradient, without embedding tables that are only looked up.
-        trainable: parameters with a gradient: the adapters, or the whole model in full fine-tuning.
-        num_layers: decoder layers.
-        attention_width: heads * head dimension.
-        sequence_length: tokens in a row.
-    """
-    return 4 * frozen + 6 * trainable + 12 * num_layers * attention_width * sequence_length
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    values: dict[str, float] = {"host_peak_bytes": host}
+    device = rt.memory()[0]
+    if device is not None:
+        values["device_peak_bytes"] = device
+        if predicted:
+            values |= {"predicted_peak_bytes": predicted, "device_peak_difference": device / predicted - 1}
+    return values
 
 
 def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
-    """Computes `flops_per_token` of a transformers or PEFT model, from its decoder and its output head.
+    """Computes the FLOPs of one token in training, forward and backward, for MFU, of a transformers or PEFT model.
+
+    A matrix multiplication costs 2 FLOPs per parameter and token forward, 2 for the gradient of its input and, if it is
+    trained, 2 for that of its weight (Kaplan et al. 2020, section 2.1). Attention costs 4 * layers * width * length
+    forward and twice that backward, over the whole row (Chowdhery et al. 2022, PaLM, appendix B). Recomputation does
+    not count. Quantised weights count as the numbers that they encode.
 
     Returns None for a mixture of experts, which uses only a part of its parameters for each token.
     """
@@ -191,7 +107,7 @@ def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
         counts[parameter.requires_grad] += parameter.numel()
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return flops_per_token(counts[False], counts[True], config.num_hidden_layers, width, sequence_length)
+    return 4 * counts[False] + 6 * counts[True] + 12 * config.num_hidden_layers * width * sequence_length
 
 
 def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
@@ -296,11 +212,11 @@ class Tracker:
             renames an earlier one to metrics.previous.jsonl.
         resume_tokens: tokens trained on until `resume_step`, without padding.
         total_steps: the last step of the run, for the bar and the ETA.
-        flops_per_token: from `model_flops_per_token`; None omits MFU.
-        chip_name: a name for `chips.chip`; None, or a chip without a known peak, omits MFU.
+        flops_per_token: for MFU; see `model_flops_per_token`.
+        chip_name: a name for `chips.chip`, for MFU.
         num_chips: chips of the run on all hosts.
         wandb_id: of the W&B run that a resumed run continues.
-        clock: monotonic clock, seconds; tests inject their own.
+        clock: monotonic clock, seconds.
 
     Attributes:
         history: all records so far.
@@ -364,20 +280,7 @@ class Tracker:
         """Moves the bar to `step`, without a device read."""
         self._bar.update(step - self._bar.n)
 
-    def log(
-        self,
-        step: int,
-        *,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        tokens: int,
-        compiles: int,
-        epoch: float,
-        device_bytes: int | None = None,
-        ahead: float = 0.0,
-        **extra: float | None,
-    ) -> dict[str, Any]:
+    def log(self, step: int, *, loss: float, tokens: int, ahead: float = 0.0, **values: float | None) -> dict[str, Any]:
         """Writes one training record and returns it.
 
         Rates are over the window since the previous record; the first window includes compilation.
@@ -385,15 +288,10 @@ class Tracker:
         Args:
             step: optimizer updates done.
             loss: mean NLL per loss-carrying token of the window, nats.
-            grad_norm: norm of the gradient before clipping.
-            lr: learning rate of the last update.
             tokens: tokens trained on since the start of the run on all replicas, resumed parts included, padding
-                excluded; for tokens per second and MFU.
-            compiles: programs compiled by this process so far.
-            epoch: passes over the data, a fraction.
-            device_bytes: memory in use on the device of rank 0.
+                excluded.
             ahead: seconds of work on later steps until now, which count for the next record.
-            extra: further numbers.
+            values: further numbers of the record.
         """
         now, steps = self._clock() - ahead, step - self._window_step
         assert steps > 0, f"step {step} was logged after step {self._window_step}"
@@ -411,34 +309,25 @@ class Tracker:
         self._window_start, self._window_step, self._window_tokens = now, step, tokens
         self._untimed, self._first_window = 0.0, False
         record: dict[str, Any] = {
-            **{"epoch": epoch, "loss": loss, "perplexity": _perplexity(loss), "lr": lr, "grad_norm": grad_norm},
+            "loss": loss,
+            "perplexity": _perplexity(loss),
             "tokens": tokens,
             "tokens_per_second": rate,
             "tokens_per_second_per_chip": rate / self._num_chips,
             "mfu": mfu,
             "step_seconds": seconds / steps,
-            "compiles": compiles,
-            "device_memory_bytes": device_bytes,
-            "host_memory_bytes": _host_bytes(),
             "eta_seconds": eta,
             "total_steps": self._total_steps,
             "resumed_from": self._resumed_from,
-            **extra,
+            **values,
         }
-        self._bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.2e}, {rate:,.0f} tok/s", refresh=False)
+        self._bar.set_postfix_str(f"loss {loss:.4f}, lr {values['lr']:.2e}, {rate:,.0f} tok/s", refresh=False)
         self.tick(step)
         return self._write("train", step, record)
 
-    def log_eval(self, step: int, *, loss: float, accuracy: float | None = None, **extra: float) -> dict[str, Any]:
-        """Writes one evaluation record and returns it.
-
-        Args:
-            step: optimizer updates done.
-            loss: mean NLL per loss-carrying token of the held-out rows, nats.
-            accuracy: share of correct answers, 0..1.
-            extra: further numbers.
-        """
-        return self._write("eval", step, {"loss": loss, "perplexity": _perplexity(loss), "accuracy": accuracy, **extra})
+    def log_eval(self, step: int, *, loss: float, accuracy: float | None = None) -> dict[str, Any]:
+        """Writes one evaluation record, the held-out loss in nats and the share of correct answers; returns it."""
+        return self._write("eval", step, {"loss": loss, "perplexity": _perplexity(loss), "accuracy": accuracy})
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
@@ -523,15 +412,7 @@ _COLUMNS = ("question", "expected", "base", "base correct", "tuned", "tuned corr
 def log_result(
     config: TrainConfig, step: int, metrics: Mapping[str, float], compared: Comparison | None, adapter_dir: str
 ) -> None:
-    """Adds the result of a run to the trackers: figures, answers of both models and, on request, the adapter.
-
-    Args:
-        config: the run; its parameters become TensorBoard's hyperparameters.
-        step: updates done.
-        metrics: of `TrainResult`.
-        compared: the base and the tuned model on held-out rows, if they answered any.
-        adapter_dir: the folder that `tracking.wandb_adapter` uploads to W&B.
-    """
+    """Adds the result of a run to the trackers: figures, answers of both models and, on request, the adapter."""
     figures = {f"result/{name}": value for name, value in metrics.items() if math.isfinite(value)}
     rows: list[tuple[str, ...]] = []
     for sample in compared.to_dict()["samples"] if compared else []:
@@ -544,9 +425,8 @@ def log_result(
                 safe = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
                 lines = [_COLUMNS, ("---",) * len(_COLUMNS), *safe]
                 board.add_text("answers", "\n".join(map("|".join, lines)), step)
-            plain = {name: config[name] for name in parameters()}
-            plain = {name: one if isinstance(one, int | float) else str(one) for name, one in plain.items()}
-            board.add_hparams(plain, figures, run_name=".", global_step=step)
+            values = {name: one if isinstance(one, int | float) else str(one) for name, one in plain(config).items()}
+            board.add_hparams(values, figures, run_name=".", global_step=step)
     if config.tracking.wandb != "off":
         import wandb
 
@@ -565,12 +445,3 @@ def log_result(
 
 def _perplexity(loss: float) -> float:
     return math.inf if loss > 709 else math.exp(loss)  # above, a double overflows
-
-
-def _host_bytes() -> int | None:
-    """Returns the resident memory of this process, bytes; None on a system without /proc."""
-    try:
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return None
-    return resident_pages * os.sysconf("SC_PAGE_SIZE")

@@ -28,11 +28,8 @@ class FunctionObjective(Objective):
 def objective_of(config: TrainConfig) -> Objective:
     """Returns the objective of a run.
 
-    `optim.objective` names a function (model, batch) -> Sums, or a subclass of `Objective`, which is called with the
-    configuration.
-
-    Raises:
-        ValueError: it cannot be imported, or takes other arguments.
+    `optim.objective` may name a function (model, batch) -> Sums, or a subclass of `Objective`, which is called with the
+    configuration. Raises ValueError if it cannot be imported, or takes other arguments.
     """
     name = config.optim.objective
     if config.distill.teacher is not None:

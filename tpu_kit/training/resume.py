@@ -13,11 +13,10 @@ import torch
 
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError, Keep, every
-from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, migrate, plain
+from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, flatten, plain
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import device_memory_budget
 from tpu_kit.models import base_identity
-from tpu_kit.training.optimizer import OPTIMIZERS
 from tpu_kit.training.state import joined, sections
 
 Tensors = dict[str, torch.Tensor]
@@ -27,7 +26,7 @@ def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Che
     """Returns the checkpoint to continue from, or None to start a new run.
 
     Args:
-        config: the run, with `checkpoint.resume`.
+        config: the run.
         owned: the manager in the process that writes checkpoints, which moves damaged and unwanted ones aside; None in
             the other processes, which call this function later.
 
@@ -38,49 +37,45 @@ def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Che
         if owned is not None:
             owned.restart()
         return None
-    place = config.checkpoints_place
-    found = owned.newest() if owned is not None else next(reversed(scan(place)[0]), None)
+    found = owned.newest() if owned is not None else _newest(config)
     if found is None and config.checkpoint.resume == "must":
         raise ValueError(
-            f"checkpoint.resume=must, but {place} has no complete checkpoint: check output_dir, or set "
-            "checkpoint.resume=auto to start anew where there is none"
+            f"checkpoint.resume=must, but {config.checkpoints_place} has no complete checkpoint: check output_dir, or "
+            "set checkpoint.resume=auto to start anew where there is none"
         )
     return found
 
 
-def keep_run(config: TrainConfig, today: str) -> TrainConfig:
-    """Sets what the run began with where it continues from a checkpoint: the hub's commit, `data.eval_rows`, `date`.
+def _newest(config: TrainConfig) -> Checkpoint | None:
+    """Returns the newest complete checkpoint of a run that may resume."""
+    if config.checkpoint.resume == "never":
+        return None
+    return next(reversed(scan(config.checkpoints_place)[0]), None)
 
-    A new run begins with the commit that the hub has now, and with today's date. Given rows and dates are kept.
+
+def keep_run(config: TrainConfig, today: str) -> TrainConfig:
+    """Sets the hub's commit, `data.eval_rows` and `data.date` to those that a resumed run began with.
+
+    A new run begins with the commit that the hub has now, and with today's date.
     """
-    found, base = None, None
-    before: dict[str, Any] = {"data.date": None}
-    if config.checkpoint.resume != "never":
-        with contextlib.suppress(OSError, DamagedError):  # the run itself reports it
-            found = next(reversed(scan(config.checkpoints_place)[0]), None)
-            base = _base(found) if found else None
-            before |= migrate(found.document("config"))[0] if found else {}
+    base: base_identity.Identity | None = None
+    before: dict[str, Any] = {}
+    with contextlib.suppress(OSError, DamagedError):  # the run itself reports it
+        if found := _newest(config):
+            base, before = _base(found), flatten(found.document("config"))
     rows = before.get("data.eval_rows") if config.data.eval_rows is None else config.data.eval_rows
-    data = replace(config.data, eval_rows=rows, date=config.data.date or (before["data.date"] if found else today))
+    data = replace(config.data, eval_rows=rows, date=config.data.date or (before["data.date"] if before else today))
     return replace(config, data=data, model=base_identity.pin(config.model, base))
 
 
 def refuse_early(config: TrainConfig, hosts: Hosts = ONE) -> None:
-    """Refuses a run whose configuration differs from its checkpoint's, before the run writes anything.
-
-    `check_resume` also compares the data, and reports unreadable checkpoints.
-
-    Raises:
-        ValueError: see `check_resume`.
-    """
-    if config.checkpoint.resume == "never":
-        return
+    """Raises ValueError as `check_resume`, before the run writes anything; does not compare the data."""
     try:
-        found = scan(config.checkpoints_place)[0]
-        if not found:
+        found = _newest(config)
+        if found is None:
             return
-        state = found[-1].document("state")
-        problems = [*_other_parameters(found[-1].document("config"), config), *_other_base(found[-1], config)]
+        state = found.document("state")
+        problems = [*_other_parameters(found.document("config"), config), *_other_base(found, config)]
     except (OSError, DamagedError):
         return
     if problems:
@@ -88,7 +83,7 @@ def refuse_early(config: TrainConfig, hosts: Hosts = ONE) -> None:
             room = device_memory_budget(config, hosts=hosts)
             if room is not None:
                 problems += _other_rows(state, batch_arithmetic(config, room.replicas).global_batch_size)
-        _refuse(found[-1], problems)
+        _refuse(found, problems)
 
 
 def check_resume(
@@ -96,13 +91,7 @@ def check_resume(
 ) -> None:
     """Checks that the run may continue from the checkpoint; prints harmless differences.
 
-    Args:
-        found: the checkpoint.
-        config: the run.
-        global_batch: its rows per update.
-        fingerprint: of its data.
-        total: its updates.
-        quiet: print nothing.
+    The run has `global_batch` rows per update, data with this fingerprint, and `total` updates.
 
     Raises:
         ValueError: the run differs from the checkpoint's (the text names all differences), or ends before it.
@@ -115,48 +104,37 @@ def check_resume(
     if found.step > total:
         raise ValueError(_too_short(found, config, total))
     if not quiet:
-        (before, notes), now = migrate(stored), plain(config)
+        before, now = flatten(stored), plain(config)
         differ = "".join(f"; {name} is {now[name]!r}, was {before[name]!r}" for name in changes(before, now)[0])
         print(f"resumed          from step {found.step}, {found.path}{differ}", file=sys.stdout, flush=True)
-        if _base(found) is None:
-            notes = [*notes, "it does not say with which base weights the run began; they are not compared"]
-        for note in notes:
-            print(f"note: {found.path}: {note}", file=sys.stderr, flush=True)
 
 
 def training_tensors(found: Checkpoint, keep: Keep = every) -> dict[str, torch.Tensor]:
     """Reads training.safetensors, or the parts of several hosts, as the tensors of `TrainState.to_host`.
 
-    Args:
-        found: the checkpoint.
-        keep: whole sections to read.
-
-    Raises:
-        DamagedError: see `Checkpoint.tensors`.
+    Whole sections may be left out by `keep`. Raises DamagedError as `Checkpoint.tensors`.
     """
     if parts := [name.removesuffix(".safetensors") for name in found.files if name.startswith("training-")]:
         layout = found.document("layout")
         layout["shapes"] = {name: shape for name, shape in layout["shapes"].items() if keep(name)}
-        optimizer = migrate(found.document("config"))[0]["optim.optimizer"]
-        return joined((found.tensors(part, keep) for part in parts), layout, OPTIMIZERS[optimizer])
+        return joined((found.tensors(part, keep) for part in parts), layout)
     return found.tensors("training", keep)
 
 
 def weights_of(step: int, config: TrainConfig) -> Tensors:
-    """Reads the trained weights of a step from its checkpoint: the average where there is one.
-
-    Raises:
-        ValueError: there is no checkpoint of this step.
-    """
+    """Reads the trained weights of a step, or their average, from its checkpoint; raises ValueError without one."""
     found = next((one for one in scan(config.checkpoints_place)[0] if one.step == step), None)
     if found is None:
-        raise ValueError(f"{config.checkpoints_place} has lost the checkpoint of step {step}, whose weights are wanted")
+        raise ValueError(
+            f"{config.checkpoints_place} has lost the checkpoint of step {step}, whose weights are the result: put it "
+            "back, or set optim.eval_steps=null for the last weights, and run this again"
+        )
     section = "average" if config.optim.ema_decay else "parameters"
     return sections(training_tensors(found, lambda name: name.startswith(f"{section}/")))[section]
 
 
 def _other_parameters(stored: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    before, now = migrate(stored)[0], plain(config)
+    before, now = flatten(stored), plain(config)
     return [f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]]
 
 
@@ -185,13 +163,10 @@ def _refuse(found: Checkpoint, problems: list[str]) -> None:
 def _too_short(found: Checkpoint, config: TrainConfig, total: int) -> str:
     """Explains that a checkpoint has more updates than the run."""
     name = "optim.max_steps" if config.optim.max_steps is not None else "optim.epochs"
-    text = (
+    return (
         f"{found.path} has {found.step} updates, and {name}={config[name]} asks for {total}: the run is past its end. "
-        f"Raise {name} to {found.step} updates or more, or train a shorter run anew: another output_dir, or "
-        "checkpoint.resume=never (which moves the old checkpoints aside)"
+        f"Raise {name} to {found.step} updates or more, or train a shorter run anew: {ANEW}"
     )
-    kept = next((one for one in scan(config.checkpoints_place)[0] if one.step == total), None)
-    return text if kept is None else f"{text}. The adapter as it was after {total} updates is in {kept.path}"
 
 
 def versions() -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""The state of training: parameters, the optimizer's moments, their average and the sums for the log.
-
-On the device it has one tensor for each group of parameters; in a checkpoint one for each parameter of each layer.
-"""
+"""The state of training: parameters, the optimizer's moments, their average and the sums for the log."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import partition
 from tpu_kit.models.layer_scan import restacked, stacked_names, stacked_prefixes, unstacked
-from tpu_kit.training.optimizer import OPTIMIZERS, Group, Moments, Optimizer, Slot, group
+from tpu_kit.training.optimizer import OPTIMIZERS, Group, Moments, Slot, group_parameters, join_moments, split_moments
 from tpu_kit.xla.sharding import constrain
 
 SCALARS = ("applied", "usual", "streak", "window")
@@ -37,17 +34,15 @@ class TrainState:
 
     Attributes:
         parameters: the trained parameters by name, fp32.
-        stacks: for each parameter that is a stack of layers' parameters, the names of its slices; see
-            `layer_scan.stacked_names`.
+        stacks: as `layer_scan.stacked_names` returns them.
         optimizer: from `optimizer.OPTIMIZERS`.
         groups: the groups in which parameters are updated.
-        moments: of the optimizer, by name and number of the group; see `optimizer.Optimizer`.
-        seeds: by number of the group, constant, for an optimizer that draws random numbers; see `optimizer.Slot.seeds`.
+        moments: of the optimizer, by key and number of the group; see `optimizer.Moments`.
         average: exponential moving average of the parameters, by number of the group, or None.
         applied: () number of applied updates, skipped ones excluded.
         usual: () running mean of the loss per token, to detect an exploding loss.
         streak: () consecutive skipped updates.
-        window: (5 + N,) sums since `keep` was 0: those of `WINDOW`, then the N extra sums of the objective.
+        window: (5 + N,) sums since `window_open` was 0: those of `WINDOW`, then the N extra sums of the objective.
         report: (7 + N,) copy of window, usual and streak for the host. Each step makes a new tensor, so that the host
             can read the old one while the next step runs.
     """
@@ -60,34 +55,20 @@ class TrainState:
         saved: Mapping[str, torch.Tensor] | None = None,
         extra_sums: int = 0,
     ) -> None:
-        """Creates a new state, or restores one; `restore` sets the model's own parameters.
-
-        Args:
-            model: the model, with trained parameters in fp32.
-            device: of the state.
-            optim: the optimizer and the decay of the average.
-            saved: tensors of `to_host` to continue from.
-            extra_sums: number of extra sums of the objective.
-        """
+        """Creates a new state, or restores one from tensors of `to_host`; `restore` sets the model's own parameters."""
         self.parameters = models.trainable_parameters(model)
         wrong = [name for name, parameter in self.parameters.items() if parameter.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
         self.stacks, self.tied = stacked_names(model), current_mesh() is not None and partition.is_tied(model)
         self.optimizer = OPTIMIZERS[optim.optimizer]
-        self.groups = group(self.parameters, self.stacks, self.optimizer.block)
+        self.groups = group_parameters(self.parameters, self.stacks)
         # Zeros made on XLA would be constants of the first program, and the second step would compile again.
         zeros = {name: torch.zeros(len(WINDOW) + extra_sums if name == "window" else ()) for name in SCALARS}
         before = None if saved is None else sections(saved)
         self.moments: Moments = {
-            f"{name}.{number}": partition.move(moment, device, self.spec(one, moment))
-            for number, one in enumerate(self.groups)
-            for name, moment in self._start(one, before).items()
-        }
-        coded = enumerate(self.groups) if self.optimizer.block > 1 else ()
-        self.seeds = {
-            str(number): partition.move(seeds, device, self.spec(one, seeds))
-            for number, one in coded
-            for seeds in [one.seeds()]
+            f"{name}.{number}": partition.move(moment, device, self.spec(group, moment), copy=saved is not None)
+            for number, group in enumerate(self.groups)
+            for name, moment in self._start(group, before).items()
         }
         start = zeros if saved is None else saved
         self.applied, self.usual, self.streak, self.window = (partition.move(start[name], device) for name in zeros)
@@ -97,19 +78,16 @@ class TrainState:
             now: Mapping[str, torch.Tensor] = self.parameters
             if before is not None and "average" in before:
                 now = {name: restacked(self.stacks, before["average"], name) for name in self.parameters}
-            parts = [(one, one.join(now).detach()) for one in self.groups]
-            copies = [partition.move(part, device, self.spec(one, part), copy=True) for one, part in parts]
+            parts = [(group, group.join(now).detach()) for group in self.groups]
+            copies = [partition.move(part, device, self.spec(group, part), copy=True) for group, part in parts]
             self.average = dict(enumerate(copies))
 
-    def _start(self, one: Group, saved: Mapping[str, Mapping[str, torch.Tensor]] | None) -> Moments:
+    def _start(self, group: Group, saved: Mapping[str, Mapping[str, torch.Tensor]] | None) -> Moments:
         """Returns a group's moments on the host: zeros, or the saved ones."""
+        zeros = self.optimizer.start(group)
         if saved is None:
-            return self.optimizer.start(one)
-        own = {
-            name: {kind: restacked(self.stacks, saved[f"moments/{kind}"], name) for kind in self.optimizer.parts(slot)}
-            for name, slot in one.slots.items()
-        }
-        return self.optimizer.join(own, one)
+            return zeros
+        return join_moments(zeros, group, lambda kind, name: restacked(self.stacks, saved[f"moments/{kind}"], name))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the state on the device, by section and name; moments and the average by group."""
@@ -123,46 +101,39 @@ class TrainState:
 
         Returns:
             For each unstacked parameter of each layer "parameters/NAME", "average/NAME" if there is an average, and
-            "moments/KIND/NAME" (`Optimizer.parts` defines KIND and its shape); and applied, usual, streak and window.
+            "moments/KIND/NAME"; and applied, usual, streak and window.
         """
         tensors = self.tensors()
         values = dict(zip(tensors, runtime.to_host(list(tensors.values())), strict=True))
-        return stored(values, self.groups, self.optimizer)
+        return stored(values, self.groups)
 
     def part(self, runtime: Runtime) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Copies the shards that this host saves to the CPU.
 
         Returns:
-            The shards, by the name in `tensors` and the box, such as "parameters/NAME@0:4,8:16"; and the layout that
-            `joined` needs to put those of all hosts together, of values for JSON.
+            The shards, by the name in `tensors` and the box, such as "parameters/NAME@0:4,8:16"; and the layout for
+            `joined`, of values for JSON.
         """
         tensors = self.tensors()
         shards = {
-            f"{name}@{','.join(f'{one.start}:{one.stop}' for one in box)}": piece
+            f"{name}@{','.join(f'{part.start}:{part.stop}' for part in box)}": piece
             for name, pieces in zip(tensors, runtime.pieces(list(tensors.values())), strict=True)
             for box, piece in pieces
         }
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        groups = [[one.alone, {name: asdict(slot) for name, slot in one.slots.items()}] for one in self.groups]
+        groups = [[group.alone, {name: asdict(slot) for name, slot in group.slots.items()}] for group in self.groups]
         return shards, {"shapes": shapes, "groups": groups}
 
-    def spec(self, one: Group, tensor: torch.Tensor) -> Spec:
-        """How a group's tensor is sharded on a mesh: as its parameter, if it is one of all layers or of one.
-
-        Blocks of 8-bit moments are sharded over the axes of their parameter. All else is not sharded.
-        """
-        name = next(iter(one.slots))
-        if one.alone and tensor.ndim == len(one.shape) and tensor.shape[one.stacked :] == one.shape[one.stacked :]:
+    def spec(self, group: Group, tensor: torch.Tensor) -> Spec:
+        """How a group's tensor is sharded on a mesh: as its parameter, if it has its shape; else it is not sharded."""
+        name = next(iter(group.slots))
+        if group.alone and tensor.shape == group.shape:
             return partition.spec_of(name, self.parameters[name], name in self.stacks, self.tied)
-        if one.alone and self.optimizer.block > 1:
-            spec = partition.spec_of(name, self.parameters[name], name in self.stacks, self.tied)
-            axes = [axis for part in spec for axis in ((part,) if isinstance(part, str) else part or ())]
-            return (None, tuple(axes), *[None] * (tensor.ndim - 2))
         return (None,) * tensor.ndim
 
-    def pinned(self, one: Group, tensor: torch.Tensor) -> torch.Tensor:
+    def pinned(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
         """Shards a gradient or a new value of a group as its parameter; the compiler would choose another sharding."""
-        return constrain(tensor, self.spec(one, tensor))
+        return constrain(tensor, self.spec(group, tensor))
 
     def specs(self, model: torch.nn.Module) -> dict[str, Spec]:
         """How all tensors of the model and of this state are sharded: by name in the model, or "moments.first.0"."""
@@ -171,19 +142,19 @@ class TrainState:
             name: partition.spec_of(name, tensor, name.startswith(stacks), self.tied)
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
-        for number, one in enumerate(self.groups):
+        for number, group in enumerate(self.groups):
             for name, moment in of_group(self.moments, number).items():
-                found[f"moments.{name}.{number}"] = self.spec(one, moment)
-            if self.seeds:
-                found[f"seeds.{number}"] = self.spec(one, self.seeds[str(number)])
+                found[f"moments.{name}.{number}"] = self.spec(group, moment)
             if self.average is not None:
-                found[f"average.{number}"] = self.spec(one, self.average[number])
+                found[f"average.{number}"] = self.spec(group, self.average[number])
         return found
 
     def named(self, joined: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Splits one tensor for each group into tensors by name, in the parameters' shapes."""
         return {
-            name: part for one, each in zip(self.groups, joined, strict=True) for name, part in one.split(each).items()
+            name: part
+            for group, each in zip(self.groups, joined, strict=True)
+            for name, part in group.split(each).items()
         }
 
     @contextmanager
@@ -202,33 +173,23 @@ class TrainState:
                 parameter.data = current[name]
 
 
-def stored(
-    values: Mapping[str, torch.Tensor], groups: Sequence[Group], optimizer: Optimizer
-) -> dict[str, torch.Tensor]:
+def stored(values: Mapping[str, torch.Tensor], groups: Sequence[Group]) -> dict[str, torch.Tensor]:
     """Makes what `TrainState.to_host` returns of CPU copies of `TrainState.tensors`, or of some sections of them."""
     given, found = sections(values), {name: values[name] for name in SCALARS if name in values}
     kept = {name: given[name] for name in ("parameters",) if name in given}
-    for number, one in enumerate(groups):
+    for number, group in enumerate(groups):
         if "average" in given:
-            kept.setdefault("average", {}).update(one.split(given["average"][str(number)]))
-        moments = optimizer.split(of_group(given["moments"], number), one) if "moments" in given else {}
-        for name, kinds in moments.items():
-            for kind, tensor in kinds.items():
-                kept.setdefault(f"moments/{kind}", {})[name] = tensor
-    stacks = {name: list(slot.names) for one in groups for name, slot in one.slots.items() if slot.stacked}
+            kept.setdefault("average", {}).update(group.split(given["average"][str(number)]))
+        for kind, moments in split_moments(of_group(given.get("moments", {}), number), group).items():
+            kept.setdefault(f"moments/{kind}", {}).update(moments)
+    stacks = {name: list(slot.names) for group in groups for name, slot in group.slots.items() if slot.stacked}
     for section, named in kept.items():
         found |= {f"{section}/{name}": tensor for name, tensor in unstacked(stacks, named).items()}
     return found
 
 
-def joined(
-    parts: Iterable[Mapping[str, torch.Tensor]], layout: Mapping[str, Any], optimizer: Optimizer
-) -> dict[str, torch.Tensor]:
-    """Puts the shards of all hosts together, as `TrainState.part` returns them, to what `TrainState.to_host` returns.
-
-    Raises:
-        ValueError: shards are missing.
-    """
+def joined(parts: Iterable[Mapping[str, torch.Tensor]], layout: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Makes what `TrainState.to_host` returns of the shards of all hosts; raises ValueError if some are missing."""
     shapes, whole, filled = layout["shapes"], dict[str, torch.Tensor](), Counter[str]()
     for part in parts:
         for key, piece in part.items():
@@ -244,7 +205,7 @@ def joined(
         Group({name: Slot(**{**slot, "shape": torch.Size(slot["shape"])}) for name, slot in slots.items()}, alone)
         for alone, slots in layout["groups"]
     ]
-    return stored(whole, groups, optimizer)
+    return stored(whole, groups)
 
 
 def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -257,16 +218,12 @@ def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
 
 
 def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Gives a model on the CPU the parameters that `TrainState.to_host` returned, its layers stacked or not.
-
-    Raises:
-        ValueError: their names or shapes differ from the model's.
-    """
+    """Sets the parameters of a model on the CPU to those of `TrainState.to_host`; raises ValueError if they differ."""
     parameters, stacks, there = models.trainable_parameters(model), stacked_names(model), sections(saved)["parameters"]
-    wanted = {name: one.shape for name, one in unstacked(stacks, parameters).items()}
-    found = {name: one.shape for name, one in there.items()}
+    wanted = {name: tensor.shape for name, tensor in unstacked(stacks, parameters).items()}
+    found = {name: tensor.shape for name, tensor in there.items()}
     if differ := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
-        shapes = [tuple(one[differ[0]]) if differ[0] in one else "none" for one in (found, wanted)]
+        shapes = [tuple(named[differ[0]]) if differ[0] in named else "none" for named in (found, wanted)]
         raise ValueError(
             f"the checkpoint's weights do not fit this model: {len(differ)} of {len(wanted)} differ, such as "
             f"{differ[0]}: {shapes[0]} there, {shapes[1]} now. Use the model of the run, and the versions of "
@@ -281,5 +238,5 @@ def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
 
 
 def of_group(moments: Moments, number: int) -> Moments:
-    """Returns the moments of one group, by name without the group's number."""
-    return {name.partition(".")[0]: moment for name, moment in moments.items() if name.endswith(f".{number}")}
+    """Returns the moments of one group, by key without the group's number."""
+    return {name.rpartition(".")[0]: moment for name, moment in moments.items() if name.endswith(f".{number}")}

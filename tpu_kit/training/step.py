@@ -1,16 +1,14 @@
 """The training step (forward, loss, backward, one all-reduce, clipping, update, average) and the evaluation step.
 
-On XLA each is one program. The host reads nothing in it. Numbers that change between steps are inputs of the program,
-not constants: a tensor holds learning rate and step, and the optimizer counts on the device. All backends use these
-functions, and the planner compiles them. `_update` computes the factor that clips the gradients, and `_updated` applies
-it.
+On XLA each is one program, in which the host reads nothing. Numbers that change between steps are its inputs: a tensor
+holds learning rate and step, and the optimizer counts on the device. The planner compiles these functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 
 import torch
 
@@ -20,26 +18,23 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_scan import scan_layers
 from tpu_kit.training.objectives import Objective
-from tpu_kit.training.optimizer import Group, Optimizer
 from tpu_kit.training.state import TrainState, of_group, restore
-from tpu_kit.xla.scan import after, rewrite
+from tpu_kit.xla.scan import after
 
 _LOSS_DECAY = 0.9  # of the running mean of the loss: about ten updates
 
 
-def place(
+def prepare_model(
     model: torch.nn.Module,
     config: TrainConfig,
     rt: Runtime,
     saved: dict[str, torch.Tensor] | None = None,
     extra_sums: int = 0,
 ) -> TrainState:
-    """Prepares a loaded model for `train_step` (attention, layer loop, remat, device) and creates its state.
-
-    On CUDA, torch.compile compiles the decoder layers one by one: they are alike, so it compiles once.
+    """Prepares a loaded model in place for `train_step` (attention, layer loop, remat, device) and creates its state.
 
     Args:
-        model: as `causal_lm.load_model` returns it; changed in place.
+        model: as `causal_lm.load_model` returns it.
         config: the run.
         rt: the replica.
         saved: tensors of `TrainState.to_host` to continue from.
@@ -57,7 +52,7 @@ def place(
         scan_layers(teacher.get_decoder(), replace(config.optim, remat="full"), rt.device_type)
     models.to_device(model, rt.local_device)
     if rt.device_type == "cuda" and config.launch.torch_compile and unrolled is not None:
-        for layer in model.get_decoder().layers:  # type: ignore[operator]  # of transformers
+        for layer in model.get_decoder().layers:  # type: ignore[operator]  # they are alike, so it compiles once
             layer.compile(dynamic=False)
     return TrainState(model, rt.local_device, config.optim, saved, extra_sums)
 
@@ -75,8 +70,7 @@ def train_step(
 
     The summed gradients are divided by the objective's weight over all replicas and passes, so the update does not
     depend on how rows are split over them. If the loss or the gradient norm is not finite, or the loss has risen by
-    more than `max_loss_rise`, all replicas skip the update and change only the counters. Weight decay applies to
-    matrices, decoupled from the gradient (Loshchilov and Hutter, arXiv:1711.05101).
+    more than `max_loss_rise`, all replicas skip the update and change only the counters. Matrices alone decay.
 
     Args:
         model: the replica's model, in training mode.
@@ -84,7 +78,7 @@ def train_step(
         batches: tensors as the objective takes them.
         control: (3,) fp32: learning rate; 0.0 to begin a new window of sums, else 1.0; number of the step.
         objective: the loss.
-        optim: optimizer, weight decay, clipping and limit of the loss.
+        optim: weight decay, clipping and limit of the loss.
         runtime: the replica.
     """
     totals = torch.zeros(2 + len(objective.extra), device=control.device)
@@ -97,7 +91,9 @@ def train_step(
         found.loss.backward()
         totals = totals + torch.stack([found.loss.detach(), found.weight, *found.extra])
     with torch.no_grad():
-        gradients = [state.pinned(one, one.join(_take_gradients(state.parameters, one.slots))) for one in state.groups]
+        gradients = [
+            state.pinned(group, group.join(_take_gradients(state.parameters, group.slots))) for group in state.groups
+        ]
         runtime.reduce_gradients(gradients, totals)
         _update(state, gradients, totals, control, optim)
 
@@ -114,7 +110,7 @@ def _take_gradients(parameters: Mapping[str, torch.nn.Parameter], names: Iterabl
 def _update(
     state: TrainState, gradients: list[torch.Tensor], totals: torch.Tensor, control: torch.Tensor, optim: OptimConfig
 ) -> None:
-    rate, keep, step = control.unbind()
+    rate, window_open, step = control.unbind()
     tokens = torch.where(totals[1] > 0, totals[1], torch.ones_like(totals[1]))
     norm = torch.sqrt(reduce(torch.add, [(gradient / tokens).square().sum() for gradient in gradients]))
     loss = totals[0] / tokens
@@ -126,57 +122,32 @@ def _update(
         scale = (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
     applied = state.applied + good
-    constants = [tokens, scale, applied, rate, good.to(torch.float32)]
-    for number, (one, gradient) in enumerate(zip(state.groups, gradients, strict=True)):
-        turns = one.turns(state.optimizer.block)
-        part = one.part(turns) if turns > 1 else one
-        parameters = [state.parameters[name] for name in one.slots]
+    decay = torch.where(good, rate * optim.weight_decay, torch.zeros_like(rate))
+    for number, (group, gradient) in enumerate(zip(state.groups, gradients, strict=True)):
         moments = of_group(state.moments, number)
-        seeds = [state.seeds[str(number)]] if state.seeds else []
-        rewrite(
-            partial(_updated, state.optimizer, part, list(moments), optim, partial(state.pinned, one)),
-            [*parameters, *moments.values()], [gradient, *seeds], constants, turns,
-        )  # fmt: skip
+        direction, news = state.optimizer.direction(gradient / tokens * scale, moments, applied, optim, group)
+        changes = group.split(torch.where(good, rate * direction, torch.zeros_like(direction)))
+        for name, slot in group.slots.items():
+            parameter = state.parameters[name]
+            decayed = parameter * (1.0 - decay) if optim.weight_decay and slot.matrix else parameter
+            parameter.copy_(state.pinned(group, decayed - changes[name]))
+        for name, moment in moments.items():
+            moment.copy_(state.pinned(group, torch.where(good, news[name], moment)))
     usual = torch.where(state.applied == 0, loss, torch.lerp(loss, state.usual, _LOSS_DECAY))
     state.usual.copy_(torch.where(good, usual, state.usual))
     state.streak.copy_(torch.where(good, torch.zeros_like(rate), state.streak + 1))
     state.applied.copy_(applied)
     if state.average is not None:
-        for number, one in enumerate(state.groups):
-            state.average[number].lerp_(one.join(state.parameters).detach(), good * (1.0 - optim.ema_decay))
+        for number, group in enumerate(state.groups):
+            state.average[number].lerp_(group.join(state.parameters).detach(), good * (1.0 - optim.ema_decay))
 
-    sums = state.window * keep
+    sums = state.window * window_open
     bad = torch.where((sums[4] == 0) & ~good, step, sums[4])
     zero = torch.zeros_like(norm)
     added = [torch.where(good, value, zero) for value in (totals[0], totals[1], norm)]
-    extra = [one + torch.where(good, value, zero) for one, value in zip(sums[5:], totals[2:], strict=True)]
+    extra = [total + torch.where(good, value, zero) for total, value in zip(sums[5:], totals[2:], strict=True)]
     state.window.copy_(torch.stack([*(sums[:3] + torch.stack(added)).unbind(), sums[3] + ~good, bad, *extra]))
     state.report = torch.cat([state.window, torch.stack([state.usual, state.streak])])
-
-
-def _updated(
-    kind: Optimizer,
-    group: Group,
-    names: Sequence[str],
-    optim: OptimConfig,
-    pinned: Callable[[torch.Tensor], torch.Tensor],
-    before: Sequence[torch.Tensor],
-    given: Sequence[torch.Tensor],
-    constants: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    """Returns the new parameters and moments of a group from those in `before`; `names` are of the moments."""
-    tokens, scale, applied, rate, good = constants
-    gradient, seeds = given[0] / tokens * scale, next(iter(given[1:]), None)
-    parameters, old = before[: len(group.slots)], dict(zip(names, before[len(group.slots) :], strict=True))
-    direction, news = kind.direction(gradient, old, applied, optim, group, seeds)
-    change = torch.where(good > 0, rate * direction, torch.zeros_like(direction))
-    decay = torch.where(good > 0, rate * optim.weight_decay, torch.zeros_like(rate))
-    found = []
-    for (name, slot), parameter in zip(group.slots.items(), parameters, strict=True):
-        kept = parameter * (1.0 - decay) if optim.weight_decay and slot.matrix else parameter
-        found.append(kept - group.split(change)[name])
-    found += [torch.where(good > 0, news[name], moment) for name, moment in old.items()]
-    return [pinned(new) for new in found]
 
 
 def eval_step(

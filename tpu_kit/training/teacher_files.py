@@ -1,8 +1,8 @@
 """Files with a teacher's top logits of all training rows, for distillation without the teacher in memory.
 
 For each token of a packed row: the ids of the k likeliest tokens, their log-probabilities at the run's temperature, and
-that of all other tokens together. A file has a block of rows. Its header has a digest of its tensors and describes the
-teacher, the data and the settings, so a folder needs no index: what is missing is computed, what is complete is not.
+that of all other tokens together. A file has a block of rows, and a digest of its tensors in its header. The files of a
+teacher, data and settings have a folder of their own, so none of another run is taken for theirs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.activation_checkpointing import tiles_of
-from tpu_kit.models.loading import locate, read_config
+from tpu_kit.models.base_identity import fingerprint, identify
+from tpu_kit.models.loading import read_config
 from tpu_kit.storage import atomic
 from tpu_kit.training.distillation import top_log_probabilities
 from tpu_kit.training.loss import Likelihood, head_outputs
@@ -41,15 +42,13 @@ class TeacherFiles:
     """The files of a run.
 
     Attributes:
-        folder: where they are.
-        about: teacher, data and settings; files with another are refused.
+        folder: where they are, below `distill.files`.
         rows: packed rows of the training data.
         length: tokens of a row.
         k: logits of a token.
     """
 
     folder: Path
-    about: dict[str, Any]
     rows: int
     length: int
     k: int
@@ -58,12 +57,14 @@ class TeacherFiles:
     def of(cls, config: TrainConfig, prepared: Prepared) -> TeacherFiles:
         """Returns the files of a run with `distill.files`."""
         distill = config.distill
-        assert distill.files is not None
+        assert distill.files is not None and config.teacher is not None
         about = {
-            "teacher": teacher_hash(config), "teacher_dtype": distill.teacher_dtype,
+            "teacher": fingerprint(identify(config.teacher)), "teacher_dtype": distill.teacher_dtype,
             "data": prepared.train.fingerprint(), "top_k": distill.top_k, "temperature": distill.temperature,
         }  # fmt: skip
-        return cls(Path(distill.files).expanduser(), about, len(prepared.train), config.data.max_length, distill.top_k)
+        key = hashlib.blake2b(json.dumps(about).encode(), digest_size=6).hexdigest()
+        folder = Path(distill.files).expanduser() / key
+        return cls(folder, len(prepared.train), config.data.max_length, distill.top_k)
 
     @property
     def row_bytes(self) -> int:
@@ -89,54 +90,16 @@ class TeacherFiles:
         return np.arange(number * self.block, min(self.rows, (number + 1) * self.block))
 
     def missing(self) -> list[int]:
-        """Returns the numbers of files that are not there.
+        """Returns the numbers of files that are not there, or are damaged."""
+        return [number for number in range(self.count) if not self._is_complete(number)]
 
-        Raises:
-            ValueError: a file is damaged, or of another teacher, data or setting.
-        """
-        others = [path.name for path in self.folder.glob("logits-*.safetensors") if path not in self._paths()]
-        if others:
-            self._refuse(others[0], "the number of rows or their length is another")
-        return [number for number in range(self.count) if not self._complete(number)]
-
-    def _paths(self) -> set[Path]:
-        return {self.path(number) for number in range(self.count)}
-
-    def _complete(self, number: int) -> bool:
-        path = self.path(number)
-        if not path.is_file():
-            return False
+    def _is_complete(self, number: int) -> bool:
         try:
-            with safe_open(path, "pt") as file:
-                header = file.metadata() or {}
+            with safe_open(self.path(number), "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  the file is no mapping
-        except (SafetensorError, OSError, ValueError) as error:
-            self._damaged(path, str(error))
-        about = json.loads(header.get("about", "{}"))
-        if differ := [name for name, value in self.about.items() if about.get(name) != value]:
-            name = differ[0]
-            self._refuse(path.name, f"{name} is {about.get(name)} there, and {self.about[name]} now")
-        if header.get("digest") != _digest(tensors):
-            self._damaged(path, "its content is not what was written")
-        return True
-
-    def _damaged(self, path: Path, text: str) -> None:
-        raise ValueError(
-            f"distill.files={self.folder}: {path.name} is damaged ({text.splitlines()[0][:200]}); delete this file and "
-            "run `distill` again, which computes it anew"
-        )
-
-    def _refuse(self, name: str, text: str) -> None:
-        raise ValueError(
-            f"distill.files={self.folder}: {name} is of another run: {text}. Name another folder, or set "
-            "back what differs"
-        )
-
-    def write(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Writes a file; a file that is there is complete."""
-        header = {"about": json.dumps(self.about), "digest": _digest(tensors)}
-        with atomic.replacing(self.path(number)) as part:
-            save_file(tensors, part, metadata=header)
+                return bool((file.metadata() or {}).get("digest") == _digest(tensors))
+        except (SafetensorError, OSError):
+            return False
 
     def columns(self) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
         """Returns the functions of `PackedDataset.columns`."""
@@ -159,31 +122,20 @@ class TeacherFiles:
 
 
 def read_columns(config: TrainConfig, prepared: Prepared) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
-    """Returns the columns that a run's files add to its batches; none without files.
-
-    Raises:
-        ValueError: files are missing.
-    """
+    """Returns the columns that a run's files add to its batches; raises ValueError if files are missing."""
     if config.distill.files is None:
         return {}
     files = TeacherFiles.of(config, prepared)
-    if absent := [path.name for path in sorted(files._paths()) if not path.is_file()]:
+    if absent := [path for path in map(files.path, range(files.count)) if not path.is_file()]:
         raise ValueError(
-            f"distill.files={files.folder} lacks {len(absent)} of {files.count} files, such as {absent[0]}; run "
-            "`distill`, which computes them"
+            f"distill.files={config.distill.files} lacks {len(absent)} of {files.count} files, such as {absent[0]}; "
+            "run `distill`, which computes them"
         )
     return files.columns()
 
 
 def compute_files(config: TrainConfig, rt: Runtime, prepared: Prepared, teacher: Any) -> None:
-    """Computes the missing files; replica r of N takes every N-th of them.
-
-    Args:
-        config: the run.
-        rt: the replica.
-        prepared: its data.
-        teacher: on the replica's device, ready to run.
-    """
+    """Computes the missing files by a teacher on the replica's device; replica r of N takes every N-th of them."""
     files = TeacherFiles.of(config, prepared)
     assert isinstance(config.optim.batch_size, int)
     at_once = config.optim.batch_size * rt.data_size // rt.world_size
@@ -199,7 +151,9 @@ def compute_files(config: TrainConfig, rt: Runtime, prepared: Prepared, teacher:
             rt.sync()
             found.append([one[: len(taken)] for one in rt.to_host(top)])
         ids, log_p = (torch.cat(parts).contiguous() for parts in zip(*found, strict=True))
-        files.write(number, {"top_ids": ids, "top_log_p": log_p})
+        tensors = {"top_ids": ids, "top_log_p": log_p}
+        with atomic.replacing(files.path(number)) as part:
+            save_file(tensors, part, metadata={"digest": _digest(tensors)})
         print(f"teacher files    {number + 1} of {files.count} written", flush=True)
 
 
@@ -235,11 +189,7 @@ def _digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def announce(files: TeacherFiles) -> list[int]:
-    """Prints the size of the files before they are computed; returns the numbers of those that are missing.
-
-    Raises:
-        ValueError: they do not fit on the disk, or as `TeacherFiles.missing`.
-    """
+    """Prints the size of the files, returns the missing numbers; raises ValueError if they do not fit on the disk."""
     files.folder.mkdir(parents=True, exist_ok=True)
     absent = files.missing()
     rows = sum(len(files.rows_of(number)) for number in absent)
@@ -251,22 +201,3 @@ def announce(files: TeacherFiles) -> list[int]:
         )
     print(f"teacher files    {text}" if absent else f"teacher files    complete in {files.folder}", flush=True)
     return absent
-
-
-@cache
-def _file_digest(path: Path, size: int, changed: int) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def teacher_hash(config: TrainConfig) -> str:
-    """Returns a hash of the teacher: of the content of its folder's weights, or its commit on the hub."""
-    model = config.teacher
-    assert model is not None
-    folder = Path(locate(model))
-    if not folder.is_dir():
-        return str(getattr(read_config(model), "_commit_hash", None) or model.name)
-    kinds = (".json", ".safetensors", ".bin")
-    stats = {path: path.stat() for path in sorted(folder.iterdir()) if path.suffix in kinds}
-    parts = [(path.name, _file_digest(path, stat.st_size, stat.st_mtime_ns)) for path, stat in stats.items()]
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
 """The training loop of one replica: batches, steps, logs, evaluations and checkpoints.
 
-On XLA a step is one program. The loop sends the batch, traces the step, starts it with torch_xla.sync() and continues.
-It reads the device only to log, to evaluate and to save, and it reads a log while the next step runs.
+The loop sends a batch, traces the step, dispatches it and continues. It reads the device only to log, to evaluate and
+to save, and it reads a log while the next step runs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from tpu_kit.checkpointing.manager import CheckpointManager
+from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.checkpointing.manifest import Checkpoint
-from tpu_kit.checkpointing.parts import HostParts
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.data.batching import Update, deal, eval_batches, learning_rate, prefetch, rows_of, updates
 from tpu_kit.data.prepare import Prepared
@@ -31,7 +30,7 @@ from tpu_kit.evaluation.evaluate import count_correct
 from tpu_kit.hardware.host import chip_name, chips_of
 from tpu_kit.models.causal_lm import base_document, result_files
 from tpu_kit.models.layer_scan import unstacked
-from tpu_kit.training.metrics import Evaluations, MemoryMonitor, RecompileMonitor, Tracker, model_flops_per_token
+from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, model_flops_per_token, peak_memory
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.resume import versions, weights_of
 from tpu_kit.training.state import TrainState, sections
@@ -63,10 +62,7 @@ class Trainer:
         step: updates done.
         metrics: the newest loss, nats per loss token.
         skipped: number of skipped updates.
-        best: CPU tensors of the weights of the best evaluation, by the names of unstacked parameters; None where the
-            last weights are the result, or where each host holds a part of them: the best are in their checkpoint then.
         evaluations: of the held-out rows.
-        peaks: the measured memory.
         mark: called with the name of a phase and the step where the phase begins; a profile sets it.
     """
 
@@ -86,12 +82,11 @@ class Trainer:
         self.config, self.rt, self.model = config, rt, model
         self.objective, self.state = objective, state
         self.prepared, self.plan, self.checkpoints, self.parts = prepared, plan, checkpoints, parts
-        self.peaks = MemoryMonitor(config, rt, predicted_bytes)
-        self.mark: Callable[[str, int], None] = _ignore
+        self.predicted_bytes = predicted_bytes
+        self.mark: Callable[[str, int], None] = lambda phase, step: None
         self.total = sum(1 for _ in self._updates())
         self.step, self.skipped = 0, 0
         self.metrics: dict[str, float] = {}
-        self.best: Tensors | None = None
         self._logged = 0  # the step of the last log
         self._rows, self._tokens = 0, 0  # trained on; the tokens without padding
         self._seconds = 0.0  # of `run` until the last checkpoint, earlier launches included
@@ -124,12 +119,8 @@ class Trainer:
         if self._tracker is not None:
             self._tracker.close(failed=error is not None)
 
-    def resume(self, found: Checkpoint, saved: Tensors) -> None:
+    def resume(self, found: Checkpoint) -> None:
         """Continues from a checkpoint whose tensors the state already has.
-
-        Args:
-            found: the checkpoint.
-            saved: its tensors, as `TrainState.to_host` returns them.
 
         Raises:
             ValueError: its updates took other rows, so this run would omit or repeat rows.
@@ -151,29 +142,18 @@ class Trainer:
         self.metrics = {name: math.nan if value is None else value for name, value in logged.items()}
         self._history, self._wandb_id = found.document("history"), state.get("wandb_id")
         self.evaluations = Evaluations(self.config.optim.early_stop_patience, self._history or ())
-        self.best = sections(saved).get("best")
-        if self.parts is not None or self.config.optim.eval_steps is None or self.rt.rank:
-            return
-        if self.best is None and self.evaluations.best_step == found.step:
-            self.best = self._trained()  # saved at the end of a run without optim.eval_steps
-        elif self.best is None and "layout.json" in found.files and self.evaluations.best_step:
-            self.best = weights_of(self.evaluations.best_step, self.config)
 
     def run(self, agreement: PreemptionGuard) -> Status:
         """Makes the remaining updates; between two logs the host only traces and dispatches steps.
 
-        Args:
-            agreement: checked before each step; after a stop signal the run saves and returns "preempted".
-
-        Returns:
-            How the run ended; "stopped" without a step where the resumed run had stopped early.
+        After a stop signal, for which it asks `agreement` before each step, the run saves and returns "preempted".
         """
         if self.evaluations.stopped:
             return "stopped"
         config, rt, optim = self.config, self.rt, self.config.optim
         self.model.train()
         window = list(islice(self._updates(), self._logged, self.step))
-        keep, before, self._started = float(bool(window)), rt.counters(), time.monotonic()
+        window_open, before, self._started = float(bool(window)), rt.counters(), time.monotonic()
         status: Status = "finished"
         self.mark("input", self.step + 1)
         for update, tokens, tensors in prefetch(self._batches()):
@@ -183,13 +163,13 @@ class Trainer:
             step = self.step = update.step
             self.mark("step", step)
             rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
-            *batches, control = rt.place_batch([*tensors, {"control": torch.tensor([rate, keep, float(step)])}])
+            *batches, control = rt.place_batch([*tensors, {"control": torch.tensor([rate, window_open, float(step)])}])
             seed_dropout(rt, config, step)
             train_step(self.model, self.state, batches, control["control"], self.objective, optim, rt)
             self.mark("dispatch", step)
             rt.sync()
             self.mark("host", step)
-            keep = 1.0
+            window_open = 1.0
             window.append(update)
             self._rows, self._tokens = self._rows + update.rows, self._tokens + tokens
             if self._tracker is not None:
@@ -200,7 +180,7 @@ class Trainer:
                 self._pending = _PendingLog(
                     window, self.state.report, rate, before, now, self._tokens, time.monotonic()
                 )
-                keep, before, window = 0.0, now, []
+                window_open, before, window = 0.0, now, []
             evaluates, saves = self._evaluates(step), self._saves(step)
             if evaluates or saves:
                 agreement.pause()
@@ -243,11 +223,7 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------------------- logs
 
     def _log(self) -> None:
-        """Reads the sums of a pending log from the device and writes the log.
-
-        Raises:
-            ValueError: updates were skipped and optim.on_nan is "stop", or too many were skipped in a row.
-        """
+        """Reads the sums of a pending log from the device and writes the log."""
         if self._pending is None:
             return
         pending, self._pending, asked = self._pending, None, time.monotonic()
@@ -264,9 +240,7 @@ class Trainer:
         for name in ("host_syncs", "fallbacks"):
             if name in pending.now:
                 extra[f"{name}_per_step"] = (pending.now[name] - pending.before[name]) / steps
-        self.peaks.note()
         if self._tracker is not None:
-            used, limit = self.rt.memory()
             self._tracker.log(
                 last.step,
                 loss=self.metrics["loss"],
@@ -275,13 +249,11 @@ class Trainer:
                 tokens=pending.tokens,
                 compiles=pending.now.get("compiles", 0),
                 epoch=last.epoch + (last.first_row + last.rows) / len(self.prepared.train),
-                device_bytes=used,
-                device_limit_bytes=limit,
                 ahead=max(0.0, ahead),
                 skipped=skipped,
                 rows_per_update=last.rows,
                 **extra,
-                **self.peaks.read(),
+                **peak_memory(self.rt, self.predicted_bytes),
             )
         if self.rt.rank == 0:
             for text in self._slowness.notice(pending.before, pending.now, steps):
@@ -290,7 +262,7 @@ class Trainer:
             self._report_skipped(pending.window, int(skipped), int(bad), usual, streak)
 
     def _report_skipped(self, window: list[Update], skipped: int, bad: int, usual: float, streak: float) -> None:
-        """Warns about skipped updates, or raises because of them."""
+        """Warns about skipped updates; raises ValueError with optim.on_nan=stop, or after too many in a row."""
         optim = self.config.optim
         update = next(update for update in window if update.step == bad)
         data = self.prepared.train
@@ -325,7 +297,7 @@ class Trainer:
         return step == self.total or (every is not None and step % every == 0)
 
     def _evaluate(self, step: int) -> None:
-        """Evaluates the held-out rows, and copies the weights to the host where they are the best."""
+        """Evaluates the held-out rows."""
         self.model.eval()
         loss = self._held_out_loss()
         accuracy = self._held_out_accuracy() if self.config.tracking.eval_generate_rows else None
@@ -333,9 +305,6 @@ class Trainer:
         if self._tracker is not None:
             self._tracker.log_eval(step, loss=loss, accuracy=accuracy)
         self.evaluations.add(step, loss, accuracy)
-        keeps_best = self.parts is None and (self.config.optim.eval_steps is not None or self.best is not None)
-        if self.evaluations.best_step == step and keeps_best and self.rt.rank == 0:
-            self.best = self._trained()
 
     def _held_out_loss(self) -> float:
         """Returns the mean loss of all held-out rows, of the average where there is one; all replicas take part."""
@@ -343,8 +312,8 @@ class Trainer:
         rt = self.rt
         sums = rt.place_batch([{"sums": torch.zeros(2)}])[0]["sums"]
         for batch in eval_batches(self.prepared.eval, rt.data_shards, rt.data_size, self.plan.batch_size):
-            # The parts of the average must be freed before the cut. Otherwise they are outputs of the first program and
-            # inputs of the next, which is then compiled as another program.
+            # The parts of the average must be freed before the cut: as outputs of the first program and inputs of the
+            # next they would compile another program.
             with self.state.averaged():
                 eval_step(self.model, rt.place_batch([batch.tensors])[0], sums, self.objective, rt)
             rt.sync()
@@ -366,20 +335,20 @@ class Trainer:
 
     def results(self) -> dict[str, float]:
         """Returns the metrics of the resulting weights."""
-        chosen = self.best is not None or (self.parts is not None and self.config.optim.eval_steps is not None)
-        evaluation = self.evaluations.figures(self.evaluations.best_step if chosen else None)
+        evaluation = self.evaluations.figures(self._chosen_step)
         metrics = {**self.metrics, **evaluation, "train_seconds": self._seconds}
         return metrics | {"skipped_updates": float(self.skipped)}
 
+    @property
+    def _chosen_step(self) -> int | None:
+        """The step of the best evaluation, whose weights are the result; None where the last weights are."""
+        return (self.evaluations.best_step or None) if self.config.optim.eval_steps is not None else None
+
     def weights(self) -> Tensors:
         """Returns the resulting weights on the CPU; for rank 0, once the last checkpoint is durable."""
-        if self.parts is not None:
-            best = self.evaluations.best_step if self.config.optim.eval_steps is not None else 0
-            return weights_of(best or self.step, self.config)
-        return self._trained() if self.best is None else self.best
-
-    def _trained(self) -> Tensors:
-        """Returns the present weights on the CPU, unstacked: the average where there is one."""
+        chosen = self._chosen_step or self.step
+        if self.parts is not None or chosen != self.step:
+            return weights_of(chosen, self.config)
         if self.state.average is not None:
             named = self.state.named(self.rt.to_host(list(self.state.average.values())))
         else:
@@ -440,7 +409,7 @@ class Trainer:
         if attempt is None:
             stored = sections(tensors)
             files, documents = result_files(self.model, stored.get("average", stored["parameters"]), self.config)
-            files["training"] = tensors | {f"best/{name}": tensor for name, tensor in (self.best or {}).items()}
+            files["training"] = tensors
         documents |= {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
         documents |= base_document(self.model)
         evaluated = self.evaluations.figures(self.step)
@@ -451,16 +420,9 @@ class Trainer:
 
 
 def seed_dropout(rt: Runtime, config: TrainConfig, step: int) -> None:
-    """Seeds dropout, of adapters and of the model itself, so that a resumed run draws the same numbers.
-
-    All processes of a mesh run one program, and draw the same.
-    """
-    rank = rt.rank if current_mesh() is None else 0
+    """Seeds dropout, of adapters and of the model itself, so that a resumed run draws the same numbers."""
+    rank = rt.rank if current_mesh() is None else 0  # all processes of a mesh run one program
     rt.seed(int(np.random.SeedSequence([config.optim.seed, rank, step]).generate_state(1)[0]))
-
-
-def _ignore(phase: str, step: int) -> None:
-    pass
 
 
 def _ratio(sums: torch.Tensor) -> float:

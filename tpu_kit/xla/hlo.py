@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 MOST_TRIPS = 1_000_000
 """Limit for counting the trips of a loop, far above those of a training step."""
@@ -59,12 +59,31 @@ class Instruction:
         return found + (re.findall(r"%?([\w.\-]+)", branches[1]) if branches else [])
 
 
+@dataclass(frozen=True)
+class Loop:
+    """A while loop of a program.
+
+    Attributes:
+        name: of its instruction.
+        body: the computation that it repeats.
+        caller: the computation that contains it.
+        trips: how often the body runs; None where the text does not determine it.
+    """
+
+    name: str
+    body: str
+    caller: str
+    trips: int | None
+
+
 class Module:
     """A compiled program.
 
     Attributes:
         computations: the instructions of each computation by its name, in execution order.
         entry: name of the computation that is the program.
+        runs: how often each computation outside of fusions runs in a step; a loop of unknown trips counts as one trip.
+        loops: the while loops.
     """
 
     def __init__(self, text: str) -> None:
@@ -83,17 +102,15 @@ class Module:
             elif lines:
                 lines.append(line)
         assert self.entry, "no ENTRY in the compiled text"
+        self.runs, self.loops = self._walk()
 
     def root(self, computation: str) -> Instruction:
         """Returns the result of a computation."""
         return next(one for one in reversed(self.computations[computation]) if one.root)
 
-    def by_name(self, computation: str) -> dict[str, Instruction]:
-        """Returns the instructions of a computation by name."""
-        return self._by_name[computation]
-
     @cached_property
-    def _by_name(self) -> dict[str, dict[str, Instruction]]:
+    def by_name(self) -> dict[str, dict[str, Instruction]]:
+        """The instructions of each computation by name."""
         return {name: {one.name: one for one in inside} for name, inside in self.computations.items()}
 
     def part(self, computation: str) -> str:
@@ -109,7 +126,7 @@ class Module:
 
     def alone(self, computation: str, one: Instruction) -> str:
         """Returns the text of a module whose program is one instruction of a computation."""
-        names, given = self.by_name(computation), dict.fromkeys(one.operands)
+        names, given = self.by_name[computation], dict.fromkeys(one.operands)
         parameters = [f"  %{name} = {names[name].shape} parameter({number})" for number, name in enumerate(given)]
         called = [self.part(name).replace("ENTRY ", "") for name in one.called]
         others = "\n\n".join(text.partition("\n\n")[2] for text in called)
@@ -118,32 +135,26 @@ class Module:
         line = f"  ROOT %{one.name} = {one.shape} {one.opcode}({operands}){rest}"
         return "\n".join(["HloModule alone\n", others, "ENTRY %alone {", *parameters, line, "}\n"])
 
-    def loops(self, computation: str) -> Iterator[tuple[Instruction, str, str]]:
-        """Yields the while loops of a computation and of those it calls: (loop, its body, the computation it is in)."""
-        for one in self.computations[computation]:
-            if one.opcode == "while":
-                body = one.attribute("body")
-                assert body is not None
-                yield one, body, computation
-            elif one.opcode in ("call", "conditional"):
-                for name in one.called:
-                    yield from self.loops(name)
-
-    def trips(self) -> dict[str, int | None]:
-        """Returns the number of trips of each loop by its name; None where the text does not determine it."""
-        found: dict[str, int | None] = {}
-        queue = [self.entry]
+    def _walk(self) -> tuple[dict[str, int], list[Loop]]:
+        """Returns the runs of each computation outside of fusions, and the loops."""
+        runs, loops, queue = {self.entry: 1}, [], [self.entry]
         while queue:
-            for loop, body, where in self.loops(queue.pop()):
-                found[loop.name] = self._trips(loop, where)
-                queue.append(body)
-        return found
+            caller = queue.pop()
+            for one in self.computations[caller]:
+                if one.opcode == "while":
+                    loops.append(Loop(one.name, one.attribute("body") or "", caller, self._trips(one, caller)))
+                    called, times = [loops[-1].body], loops[-1].trips or 1
+                else:
+                    called, times = one.called if one.opcode in ("call", "conditional") else [], 1
+                runs |= {name: runs.get(name, 0) + runs[caller] * times for name in called}
+                queue += called
+        return runs, loops
 
-    def _trips(self, loop: Instruction, where: str) -> int | None:
+    def _trips(self, loop: Instruction, caller: str) -> int | None:
         """Evaluates the loop's counters. No pattern finds them, as the compiler splits a 64-bit counter in two."""
         condition, body = loop.attribute("condition"), loop.attribute("body")
         assert condition is not None and body is not None
-        state = _Scalars(self, where, None).value(loop.operands[0])
+        state = _Scalars(self, caller, None).value(loop.operands[0])
         for trips in range(MOST_TRIPS):
             going = _Scalars(self, condition, [state]).result()
             if going is None or not isinstance(state, list):
@@ -152,20 +163,6 @@ class Module:
                 return trips
             state = _Scalars(self, body, [state]).result()
         return None
-
-    def weights(self) -> dict[str, int]:
-        """Returns how often each computation outside of fusions runs; an unknown loop counts as one trip."""
-        trips, found = self.trips(), {self.entry: 1}
-        queue = [self.entry]
-        while queue:
-            name = queue.pop()
-            for loop, body, _ in self.loops(name):
-                found[body] = found.get(body, 0) + found[name] * (trips[loop.name] or 1)
-                queue.append(body)
-            for one in self.computations[name]:
-                if one.opcode in ("call", "conditional"):
-                    found |= {called: found.get(called, 0) + found[name] for called in one.called}
-        return found
 
     def collectives(self) -> list[dict[str, Any]]:
         """Returns, for each kind of collective, what runs in a step; the keys are those of `compile_check.Collective`.
@@ -178,7 +175,7 @@ class Module:
         receives the result. These are rows of their own.
         """
         found: dict[str, dict[str, Any]] = {}
-        for name, times in self.weights().items():
+        for name, times in self.runs.items():
             for one, kind, synchronous in self._collectives_in(name, set()):
                 arrays = _ARRAY.findall(one.shape)
                 # The start of these collectives also returns its operand.
@@ -283,9 +280,7 @@ def padded_bytes(shape: str) -> int:
         return 0
     sizes = [int(size) for size in dimensions.split(",") if size]
     if order:
-        sizes = [
-            sizes[int(place)] for place in reversed(order.split(","))
-        ]  # the order begins with the minor-most dimension
+        sizes = [sizes[int(axis)] for axis in reversed(order.split(","))]  # the first is the minor-most
     tile = re.search(r"T\(([\d,]+)\)", layout)
     if tile:
         sides = [int(side) for side in tile[1].split(",")]
@@ -306,7 +301,7 @@ class _Scalars:
         return self.value(self.module.root(self.computation).name)
 
     def _value(self, name: str) -> Any:
-        one = self.module.by_name(self.computation)[name]
+        one = self.module.by_name[self.computation][name]
         if one.opcode == "parameter":
             return self.arguments[int(one.operands[0])] if self.arguments else None
         if one.opcode == "tuple":
@@ -362,56 +357,38 @@ def _wrap(value: int | None, dtype: str) -> int | None:
 
 SHAPE = re.compile(r"\w+\[[\d,]*\](?:\{[^{}]*\})?")
 # Instructions that move no bytes, or whose bytes count elsewhere: at the start of a copy, in the body of a loop.
-_MOVES_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional",
+MOVES_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional",
           "opt-barrier", "after-all", "partition-id", "replica-id", "add-dependency"}  # fmt: skip
 _READS_PART = {"dynamic-slice", "slice", "gather"}
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """FLOPs and bytes."""
 
     flops: float
     bytes: float
 
-    def plus(self, other: Cost, times: float) -> Cost:
-        """Returns the sum of this and `times` the other."""
-        return Cost(self.flops + times * other.flops, self.bytes + times * other.bytes)
 
-
-def count_trips(module: Module, analyse: Callable[[str], dict[str, float]]) -> tuple[Cost, Cost]:
-    """Returns the cost of a step with all trips of its loops, and its cost with one trip of each.
+def later_trips(module: Module, analyse: Callable[[str], dict[str, float]]) -> Cost:
+    """Returns the cost of all trips of the loops of a step after the first one.
 
     Args:
         module: the program.
         analyse: XLA's cost analysis of a module's text: "flops" and "bytes accessed", with one trip of each loop and
             without the FLOPs of kernels.
     """
-    trips = module.trips()
-
-    @cache
-    def once(name: str) -> Cost:
-        cost = analyse(module.part(name))
-        return Cost(cost["flops"] + _kernel_flops(module, name), cost["bytes accessed"])
-
-    @cache
-    def all_trips(name: str) -> Cost:
-        total = once(name)
-        for loop, body, _ in module.loops(name):
-            total = total.plus(all_trips(body), trips[loop.name] or 1).plus(once(body), -1)
-        return total
-
-    return all_trips(module.entry), once(module.entry)
-
-
-def _kernel_flops(module: Module, computation: str) -> float:
-    """Sums the kernels' own estimates of FLOPs in a computation, with one trip of each loop."""
-    total = 0.0
-    for one in module.computations[computation]:
-        total += _own_flops(one) if one.opcode == "custom-call" else 0.0
-        if one.opcode in ("while", "call", "conditional"):
-            total += sum(_kernel_flops(module, name) for name in one.called)
-    return total
+    flops = sum(
+        (times - 1) * _own_flops(one)
+        for name, times in module.runs.items()
+        for one in module.computations[name]
+        if one.opcode == "custom-call"
+    )
+    moved = 0.0
+    for loop in module.loops:
+        if later := module.runs[loop.body] - module.runs[loop.caller]:
+            once = analyse(module.part(loop.body))
+            flops, moved = flops + later * once["flops"], moved + later * once["bytes accessed"]
+    return Cost(flops, moved)
 
 
 def _own_flops(kernel: Instruction) -> float:
@@ -423,16 +400,17 @@ def _own_flops(kernel: Instruction) -> float:
 def operations(module: Module, analyse: Callable[[str], dict[str, float]]) -> Iterator[tuple[Instruction, str, Cost]]:
     """Yields each instruction outside of fusions: (instruction, kind of work, cost of all its runs in a step).
 
-    The kinds are "matrix product", "kernel", "collective", "copy" and "elementwise". The bytes are of HBM, as in
-    `hbm_bytes`.
+    The kinds are "matrix product", "kernel", "collective", "copy" and "elementwise". The bytes are those that are read
+    from HBM and written to it, padded to tiles. Unlike XLA's cost analysis they exclude operands and results in on-chip
+    memory. Of a sliced or gathered operand they count the part, and of a buffer updated in place the update.
 
     Args:
         module: the program.
-        analyse: as in `count_trips`.
+        analyse: as in `later_trips`.
     """
-    for name, times in module.weights().items():
+    for name, times in module.runs.items():
         for one in module.computations[name]:
-            if one.opcode in _MOVES_NOTHING or one.opcode.endswith("-done"):
+            if one.opcode in MOVES_NOTHING or one.opcode.endswith("-done"):
                 continue
             inside = [one.opcode, *(part.opcode for called in one.called for part in module.computations[called])]
             flops = 0.0
@@ -440,7 +418,7 @@ def operations(module: Module, analyse: Callable[[str], dict[str, float]]) -> It
                 kind = "collective"
             elif one.opcode == "custom-call":
                 kind = "kernel"
-                flops = _splash(one) if "splash_mha" in one.name else _own_flops(one)
+                flops = splash_flops(one) or _own_flops(one)
             elif {"dot", "convolution"} & {*inside}:
                 kind, flops = "matrix product", analyse(module.alone(name, one))["flops"]
             else:
@@ -448,22 +426,15 @@ def operations(module: Module, analyse: Callable[[str], dict[str, float]]) -> It
             yield one, kind, Cost(times * flops, times * _moved(module, name, one))
 
 
-def splash_flops(module: Module) -> float:
-    """Computes the FLOPs of all splash kernels of a step by formula, as they have no estimate of their own.
+def splash_flops(one: Instruction) -> float:
+    """Computes the FLOPs of a splash kernel, which has no estimate of its own; 0 for other instructions.
 
     A block of Bq queries and Bk keys takes 2 Bq Bk D FLOPs for each matrix product: two forward (scores, output), five
     backward (scores again, and the gradients of weights, query, key and value). The shape of the kernel's first operand
     gives the number of blocks: a causal mask leaves i + 1 blocks in row i, a window at most the width of the grid.
     """
-    return sum(
-        times * _splash(one)
-        for name, times in module.weights().items()
-        for one in module.computations[name]
-        if one.opcode == "custom-call" and "splash_mha" in one.name
-    )
-
-
-def _splash(one: Instruction) -> float:
+    if one.opcode != "custom-call" or "splash_mha" not in one.name:
+        return 0.0
     forward = "splash_mha_fwd" in one.name
     given = re.search(r"operand_layout_constraints=\{(.*?)\}\}", one.rest)
     sides = ("block_kv", "block_q") if forward else ("block_kv_dkv", "block_q_dkv")
@@ -478,35 +449,23 @@ def _splash(one: Instruction) -> float:
     return (4 if forward else 10) * batch * heads * visited * int(block[1]) * int(block[2]) * size
 
 
-def hbm_bytes(module: Module) -> float:
-    """Computes the bytes that a step reads from HBM and writes to it, padded to tiles.
-
-    Unlike XLA's cost analysis it excludes operands and results in on-chip memory. Of a sliced or gathered operand it
-    counts the part, and of a buffer updated in place the update.
-    """
-    return sum(
-        times * _moved(module, name, one) for name, times in module.weights().items()
-        for one in module.computations[name] if one.opcode not in _MOVES_NOTHING and not one.opcode.endswith("-done")
-    )  # fmt: skip
-
-
 def _moved(module: Module, computation: str, one: Instruction) -> int:
     shapes = SHAPE.findall(one.shape)
     if one.opcode in ("copy-start", "slice-start"):  # (to, from, context) and (from, to, context)
         to = shapes[0 if one.opcode == "copy-start" else 1]
         return _size(to) * sum(padded_bytes(shape) > 0 for shape in shapes[:2])
-    names = module.by_name(computation)
+    names = module.by_name[computation]
     operands = [names[name].shape for name in one.operands]
     if one.opcode == "fusion":
         read = [_read(module, one.called[0], number) for number in range(len(operands))]
-        written = _written(module, one.called[0])
+        new = written(module, one.called[0])
     else:
         read = [_size(one.shape) if one.opcode in _READS_PART and not number else math.inf
                 for number in range(len(operands))]  # fmt: skip
-        written = [math.inf] * len(shapes)
+        new = [math.inf] * len(shapes)
         if one.opcode == "dynamic-update-slice":
-            read[0], written = 0, [_size(operands[1])]
-    pairs = [*zip(map(_bytes, operands), read, strict=True), *zip(map(padded_bytes, shapes), written, strict=True)]
+            read[0], new = 0, [_size(operands[1])]
+    pairs = [*zip(map(_bytes, operands), read, strict=True), *zip(map(padded_bytes, shapes), new, strict=True)]
     return int(sum(min(whole, part) for whole, part in pairs))
 
 
@@ -539,9 +498,12 @@ def _read(module: Module, fused: str, number: int) -> float:
     return total
 
 
-def _written(module: Module, fused: str) -> list[float]:
-    """Returns the most bytes that a fused computation writes of each result; infinity for all of them."""
-    names, root = module.by_name(fused), module.root(fused)
+def written(module: Module, fused: str) -> list[float]:
+    """Returns the most bytes that a fused computation writes of each result.
+
+    The bytes are those of the update where a result overwrites an operand, and infinity elsewhere.
+    """
+    names, root = module.by_name[fused], module.root(fused)
     found: list[float] = []
     for name in root.operands if root.opcode == "tuple" else [root.name]:
         one = names[name]
@@ -551,7 +513,7 @@ def _written(module: Module, fused: str) -> list[float]:
         if one.opcode == "get-tuple-element":
             index, one = int(one.attribute("index") or 0), names[one.operands[0]]
         if one.opcode == "fusion":
-            inner = _written(module, one.called[0])
+            inner = written(module, one.called[0])
             found += inner if one.root else inner[index : index + 1]
         else:
             update = one.opcode == "dynamic-update-slice"

@@ -228,7 +228,7 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
         "code_bytes": stats.generated_code_size_in_bytes,
         **_costs(compiled, cost[0] if isinstance(cost, list) else cost),
         "collectives": compiled.collectives(),
-        "largest_buffers": hlo_memory.at_peak(compiled, program.arguments)[1],
+        "largest_buffers": hlo_memory.largest_buffers(compiled, program.arguments),
     }
 
 
@@ -285,16 +285,17 @@ def _costs(module: hlo.Module, once: dict[str, float]) -> dict[str, Any]:
         cost: dict[str, float] = xla_client._xla.hlo_module_cost_analysis(client, parsed)
         return cost
 
-    total, single = hlo.count_trips(module, analyse)
+    later, first_bytes = hlo.later_trips(module, analyse), analyse(module.part(module.entry))["bytes accessed"]
+    operations = list(hlo.operations(module, analyse))
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
-    for one, kind, cost in hlo.operations(module, analyse):
+    for one, kind, cost in operations:
         place = hlo_memory.where(one.rest)
         row = rows.setdefault((*place.values(), kind), {**place, "kind": kind, "flops": 0.0, "bytes": 0.0})
         row |= {"flops": row["flops"] + cost.flops, "bytes": row["bytes"] + cost.bytes}
     return {
         "operations": list(rows.values()),
-        "flops": once["flops"] + total.flops - single.flops + hlo.splash_flops(module),
-        "bytes_accessed": once["bytes accessed"] * total.bytes / single.bytes,
-        "hbm_bytes": hlo.hbm_bytes(module),
-        "loop_trips": module.trips(),
+        "flops": once["flops"] + later.flops + sum(cost.flops for one, _, cost in operations if hlo.splash_flops(one)),
+        "bytes_accessed": once["bytes accessed"] * (1 + later.bytes / first_bytes),
+        "hbm_bytes": sum(cost.bytes for _, _, cost in operations),
+        "loop_trips": {loop.name: loop.trips for loop in module.loops},
     }

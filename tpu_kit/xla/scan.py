@@ -1,8 +1,8 @@
 """Loops in a program of XLA, and functions that are traced once and then called as one operation.
 
-On XLA, `scan` and `rewrite` are while loops of the program; elsewhere they are Python loops. `Traced` keeps the trace
-of a function: torch_xla traces a function anew in each call, which for 16 decode steps of a 30-layer model takes longer
-than the steps.
+On XLA, `scan` is a while loop of the program; elsewhere it is a Python loop. `Traced` keeps the trace of a function:
+torch_xla traces a function anew in each call, which for 16 decode steps of a 30-layer model takes longer than the
+steps.
 """
 
 from __future__ import annotations
@@ -76,78 +76,22 @@ def after(done: Tensors, tensors: Tensors) -> Tensors:
     return later
 
 
-def rewrite(
-    body: Callable[[Tensors, Tensors, Tensors], Tensors],
-    state: Tensors,
-    inputs: Tensors,
-    constants: Tensors,
-    turns: int,
-) -> None:
-    """Replaces the values of `state` part by part: on XLA in place, with temporary memory for one part.
-
-    Args:
-        body: takes parts of `state` and of `inputs`, and the constants; returns the new parts of `state`.
-        state: tensors to change; the first dimension is divided into parts.
-        inputs: tensors to read, divided likewise.
-        constants: other tensors; no booleans if there are several turns.
-        turns: number of parts; divides the first dimension of each tensor.
-    """
-
-    def parts(tensors: Tensors, take: Callable[[torch.Tensor, int], torch.Tensor]) -> Tensors:
-        return [take(tensor, tensor.shape[0] // turns) for tensor in tensors]
-
-    if turns == 1:
-        news = body(state, inputs, constants)
-    elif state[0].device.type == "xla":
-        take, put = _parts()
-        ends = len(constants), len(constants) + len(inputs)
-
-        def turn(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-            fixed, read, now = carry[: ends[0]], carry[ends[0] : ends[1]], carry[ends[1] :]
-            (place,) = slices
-            before, given = (parts(tensors, lambda one, rows: take(one, place, rows=rows)) for tensors in (now, read))
-            news = body(before, given, fixed)
-            written = [put(one, new, place) for one, new in zip(now, news, strict=True)]
-            return [*fixed, *read, *written], []
-
-        carry, _ = scan(turn, [*constants, *inputs, *state], [torch.arange(turns, device=state[0].device)])
-        news = carry[ends[1] :]
-    else:
-        for number in range(turns):
-            before, given = (
-                parts(tensors, lambda one, rows: one[number * rows : (number + 1) * rows])  # noqa: B023  called at once
-                for tensors in (state, inputs)
-            )
-            for old, new in zip(before, body(before, given, constants), strict=True):
-                old.copy_(new)
-        return
-    for old, new in zip(state, news, strict=True):
-        old.copy_(new)
-
-
 @cache
-def _parts() -> tuple[Any, Any]:
-    """Returns operations that read and write a part of a tensor in place, which torch_xla's indexing cannot do."""
+def _taken() -> Any:
+    """Returns an operation that reads a slice of a tensor, which torch_xla's indexing cannot do."""
     import torch_xla.core.xla_builder as xb
     import torch_xla.core.xla_op_registry as registry
 
-    def start(tensor: Any, place: Any, rows: int) -> list[Any]:
-        count, zero = (xb.Op.scalar(place.builder(), number, dtype=xb.Type.S64) for number in (rows, 0))
-        return [place * count, *[zero] * (tensor.shape().rank - 1)]
+    def take(tensor: Any, place: Any) -> Any:
+        zero = xb.Op.scalar(place.builder(), 0, dtype=xb.Type.S64)
+        return tensor.dynamic_slice([place, *[zero] * (tensor.shape().rank - 1)], [1, *tensor.shape().sizes[1:]])
 
-    def take(tensor: Any, place: Any, *, rows: int) -> Any:
-        return tensor.dynamic_slice(start(tensor, place, rows), [rows, *tensor.shape().sizes[1:]])
-
-    def put(tensor: Any, part: Any, place: Any) -> Any:
-        return tensor.dynamic_update_slice(part, start(tensor, place, part.shape().sizes[0]))
-
-    return registry.register("tpu_kit_take_part", take), registry.register("tpu_kit_put_part", put)
+    return registry.register("tpu_kit_take_part", take)
 
 
 def slice_at(stack: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Returns a slice of a stack on XLA, (G, ...), at `place`, an integer on the device."""
-    take, _ = _parts()
-    found: torch.Tensor = take(stack, place, rows=1)[0]
+    found: torch.Tensor = _taken()(stack, place)[0]
     return found
 
 
