@@ -75,6 +75,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
         patch.setenv("HF_TOKEN", TOKEN)
+        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no lock file, for which tests of the compiler look
         patch.delenv("PJRT_DEVICE", raising=False)
         patch.setattr(verify.doctor, "probe", verify_functions.lost_sum)
         patch.setattr(verify.smoke_test, "compare_kernel", verify_functions.wrong_gradient)
