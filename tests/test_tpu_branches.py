@@ -112,7 +112,6 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "runtime.seen_on": (1, RECORDED, "test_preflight"),
     "runtime": (1, RECORDED, "test_runtime"),
     "backends.TpuRuntime.barrier": (1, NEVER, "the barrier by `xm.rendezvous`"),
-    "backends.TpuRuntime.local_rank": (1, NEVER, "a replica's number on its host"),
     "backends.TpuRuntime.memory": (1, NEVER, "the memory that the runtime reports"),
     "preflight._placed": (1, RECORDED, "test_mesh_choice"),
     "runtime.detect": (1, RECORDED, "test_runtime"),

@@ -40,7 +40,7 @@ def test_folder_killed_at_random_moments(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "torn"), [(6, True), *(pytest.param(1, torn, marks=pytest.mark.slow) for torn in (False, True))]
+    ("every", "torn"), [(11, True), *(pytest.param(1, torn, marks=pytest.mark.slow) for torn in (False, True))]
 )
 def test_folder_killed_at_each_operation(folder: str, every: int, torn: bool) -> None:
     told = campaign(folder, "each", str(every), *["torn"] * torn)
@@ -54,7 +54,7 @@ def test_object_store_killed_at_random_moments(place: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "torn"), [(14, False), *(pytest.param(1, torn, marks=pytest.mark.slow) for torn in (False, True))]
+    ("every", "torn"), [(25, False), *(pytest.param(1, torn, marks=pytest.mark.slow) for torn in (False, True))]
 )
 def test_object_store_killed_at_each_request(place: str, every: int, torn: bool) -> None:
     told = campaign(place, "each", str(every), *["torn"] * torn)

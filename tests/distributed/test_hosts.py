@@ -241,9 +241,9 @@ def test_all_hosts_have_the_date_of_host_0(
 @pytest.mark.parametrize("missing", [0, 2])
 def test_missing_hosts_are_named(hosts: Callable[[int], list[Hosts]], missing: int) -> None:
     parts = [None if index == missing else agree(x=1) for index in range(3)]
-    for index, found in enumerate(together(hosts(3), *parts, patience=1.5)):
+    for index, found in enumerate(together(hosts(3), *parts, patience=0.8)):
         if index != missing:
-            assert_raised(found, HostError, f"host {missing} of 3, name-{missing}, has not come within 1.5 s")
+            assert_raised(found, HostError, f"host {missing} of 3, name-{missing}, has not come within 0.8 s")
             assert_raised(found, HostError, "Start all 3 hosts, and let host 0 take connections on port ", "a test say")
             assert found.again
 
@@ -307,9 +307,9 @@ def test_two_hosts_with_one_number_are_told(hosts: Callable[[int], list[Hosts]])
 
     def part(meeting: Meeting) -> None:
         meeting.agree({"x": 1})
-        time.sleep(4)
+        time.sleep(3)
 
-    found = together([two[1], two[1], two[0]], part, part, part, patience=3)
+    found = together([two[1], two[1], two[0]], part, part, part, patience=2.5)
     assert sorted(isinstance(one, Exception) for one in found) == [False, False, True]
     told = next(one for one in found if isinstance(one, Exception))
     assert_raised(told, HostError, "there is a run with another process as host 1 of 2, name-1")
@@ -368,11 +368,11 @@ def test_a_store_that_is_gone_is_told(hosts: Callable[[int], list[Hosts]]) -> No
         meeting.agree({"x": 1})
         time.sleep(1)  # until host 0 has read what this host told
         proxy.down = True
-        wait(meeting, 4)
+        wait(meeting, 3)
 
     def stays(meeting: Meeting) -> None:  # one that has ended would not be missed
         meeting.agree({"x": 1})
-        time.sleep(5)
+        time.sleep(3.5)
 
     first, second = together(two, stays, cut)
     proxy.close()
@@ -380,12 +380,13 @@ def test_a_store_that_is_gone_is_told(hosts: Callable[[int], list[Hosts]]) -> No
     assert_raised(second, HostError, "host 0 of 2, name-0, ")
 
 
-def test_a_host_that_ends_well_is_no_loss(hosts: Callable[[int], list[Hosts]]) -> None:
+def test_a_host_that_ends_well_is_no_loss(hosts: Callable[[int], list[Hosts]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The others may still have to end when it, and with it the store, is gone."""
+    monkeypatch.setattr(meeting_module, "_FAREWELL", 0.5)
 
     def lingers(meeting: Meeting) -> None:
         meeting.agree({"x": 1})
-        wait(meeting, 7)
+        wait(meeting, 3.5)
 
     assert together(hosts(3), agree(x=1), lingers, lingers) == [None, None, None]
 
@@ -451,7 +452,7 @@ def test_a_host_that_hangs_before_it_tells_its_facts_is_named(
     hosts: Callable[[int], list[Hosts]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its heart beats, and its process does nothing; one that works is waited for."""
-    monkeypatch.setattr(meeting_module, "_SEEN", 0.0)
+    monkeypatch.setattr(meeting_module, "_SEEN", -0.5)
 
     def part(prepare: Part) -> Part:
         def run(meeting: Meeting) -> str:
@@ -463,13 +464,13 @@ def test_a_host_that_hangs_before_it_tells_its_facts_is_named(
 
         return run
 
-    first, second = together(hosts(2), *[part(lambda meeting: wait(meeting, 60))] * 2, hang_timeout=3)
-    told = "host 1 of 2, name-1, hangs: it has used no processor time for 3 s, and the others wait for it"
+    first, second = together(hosts(2), *[part(lambda meeting: wait(meeting, 60))] * 2, hang_timeout=1.5)
+    told = "host 1 of 2, name-1, hangs: it has used no processor time for 1.5 s, and the others wait for it"
     assert_raised(first, HostError, told)
     assert_raised(second, HostError, told)
     assert first.again
     monkeypatch.setattr(meeting_module, "_processor_time", lambda pid: time.monotonic())
-    assert together(hosts(2), *[part(lambda meeting: wait(meeting, 6))] * 2, hang_timeout=3) == ["met"] * 2
+    assert together(hosts(2), *[part(lambda meeting: wait(meeting, 3))] * 2, hang_timeout=1.5) == ["met"] * 2
 
 
 def test_the_processor_time_is_that_of_children_too() -> None:
@@ -505,7 +506,7 @@ def test_all_hosts_stop_at_the_largest_step(
     def part(meeting: Meeting) -> tuple[int, str]:
         meeting.agree({"x": 1})
         index = meeting.hosts.index
-        with Notices(budget=0.5 if index == 1 else None, meeting=meeting) as notices:
+        with Notices(budget=0.01 if index == 1 else None, meeting=meeting) as notices:
             stepping.wait()
             step = 0
             while notices.flag.may_start(0, step + 1):
@@ -516,4 +517,4 @@ def test_all_hosts_stop_at_the_largest_step(
     found = together(hosts(3), part, part, part)
     assert len(set(found)) == 1, found
     assert found[0][0] > 50
-    assert found[0][1] == "the time budget of 0.5 s is used up on host 1 of 3, name-1"
+    assert found[0][1] == "the time budget of 0.01 min is used up on host 1 of 3, name-1"

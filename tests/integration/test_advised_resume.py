@@ -91,6 +91,7 @@ def test_a_run_goes_on_with_what_is_advised(
 
 
 @needs_xla
+@pytest.mark.slow
 def test_a_run_on_xla_goes_on_as_a_loop_and_then_elsewhere(
     world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,7 @@ def fine_tune(config: TrainConfig) -> Any:
     base = runtime.current()
     assert isinstance(base, MeshRuntime)
     hosts = Hosts(index, tuple(f"machine-{i}" for i in range(count)), f"127.0.0.1:{port}")
-    worker._connect("gloo", hosts, index, count)
+    worker._connect("gloo", hosts.address, index, count)
     host = SimulatedHost(base.device_type, base.mesh, base.local_device, hosts)
     host.devices = DEVICES[count][index]
     runtime.enter(host)

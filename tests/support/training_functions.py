@@ -315,7 +315,9 @@ def draws_and_extra_sums(config: TrainConfig) -> dict[str, Any]:
 class SavesParts(CpuRuntime):
     """A host that saves a part of each checkpoint; host 0 holds all tensors."""
 
-    shares_state = True
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.shares_state = True
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[Box, torch.Tensor]]]:
         return [
@@ -326,7 +328,7 @@ class SavesParts(CpuRuntime):
 def saves_by_two_clocks(config: TrainConfig) -> None:
     """`sft.fine_tune` on two hosts: by the clock of the first one a checkpoint is always due, by the other's never."""
     rt = runtime.current()
-    runtime.enter(SavesParts(rt.rank, rt.world_size, rt.local_device, num_hosts=rt.world_size))
+    runtime.enter(SavesParts(rt.rank, rt.world_size, rt.local_device, rt.world_size))
     parts.PATIENCE = 10.0
     minutes = 1e-6 if rt.rank == 0 else 1e6
     sft.fine_tune(replace(config, checkpoint=replace(config.checkpoint, save_minutes=minutes)))

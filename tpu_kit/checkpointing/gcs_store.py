@@ -42,7 +42,6 @@ from tpu_kit.checkpointing.manifest import (
     check_size,
     digest,
     error_number,
-    every,
     fields_of,
     holder_name,
     in_use,
@@ -69,7 +68,7 @@ class RemoteCheckpoint(Checkpoint):
 
     @property
     def handle(self) -> str:
-        """The URL of its marker."""
+        """See `Checkpoint.handle`."""
         return self.objects.place(self.marker)
 
     def verify(self) -> None:
@@ -87,7 +86,7 @@ class RemoteCheckpoint(Checkpoint):
             if md5_now not in ("", md5):
                 raise _changed(place)
 
-    def tensors(self, name: str, keep: Keep = every) -> dict[str, Tensor]:
+    def tensors(self, name: str, keep: Keep | None = None) -> dict[str, Tensor]:
         """See `Checkpoint.tensors`; downloads only the tensors that are kept, whose MD5 is that of the whole file."""
         file = f"{name}.safetensors"
         place, content, found = self.objects.place(f"{self.prefix}/{file}"), hashlib.md5(), dict[str, Tensor]()
@@ -109,7 +108,7 @@ class RemoteCheckpoint(Checkpoint):
             text = json.dumps(no_numbers).encode()
             types = load(len(text).to_bytes(8, "little") + text)
             for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                if keep(key):
+                if keep is None or keep(key):
                     found[key] = torch.empty(entry["shape"], dtype=types[key].dtype)
                     room = found[key].view(-1).view(torch.uint8).numpy().data
                     start, end = (8 + length + offset for offset in entry["data_offsets"])
@@ -169,14 +168,6 @@ class BucketStore:
         """Releases the place for another process."""
         self._held.close()
 
-    def scan(self) -> tuple[list[Checkpoint], list[Rejected]]:
-        """See `tpu_kit.checkpointing.manager.scan`."""
-        return scan_bucket(self.objects.url)
-
-    def free(self) -> int | None:
-        """Bytes that can be written: an object store has no limit."""
-        return None
-
     def write(
         self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str], attempt: Attempt | None = None
     ) -> None:
@@ -189,7 +180,7 @@ class BucketStore:
             attempt: of several hosts, whose parts become files of the checkpoint.
 
         Raises:
-            ValueError: another process has become the owner in the meantime; the text names it.
+            ValueError: another process has become the owner in the meantime.
             OSError: the object store, or the temporary folder of this machine, cannot be written to.
         """
         step = f"step-{about['step']:08d}"
@@ -198,7 +189,10 @@ class BucketStore:
         older = sorted(int(match[2]) for name in names if (match := _MARKER.match(name)) and match[1] == step)
         marker = f"{step}/manifest.{older[-1] + 1 if older else 0}.json"
         prefix = f"{step}/{attempt.name if attempt else uuid.uuid4().hex[:12]}"
-        files = {**_put_tensors(self.objects, prefix, tensors), **self._put_texts(prefix, texts)}
+        files = _put_tensors(self.objects, prefix, tensors)
+        for name, text in texts.items():
+            self.objects.write(f"{prefix}/{name}", content := text.encode())
+            files[name] = {"bytes": len(content), "md5": hashlib.md5(content).hexdigest()}
         if attempt is not None:
             parts = attempt.receipts(lambda: self._receipts(prefix))
             self.objects.remove(f"{prefix}/{name.replace('.safetensors', '.json')}" for name in parts)
@@ -220,23 +214,15 @@ class BucketStore:
         receipts = [name for name in self.objects.list() if re.fullmatch(rf"{prefix}/training-\d+\.json", name)]
         return {name.rpartition("/")[2]: text for name, text in self.objects.read_all(receipts).items()}
 
-    def _put_texts(self, prefix: str, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        files = {}
-        for name, text in texts.items():
-            content = text.encode()
-            self.objects.write(f"{prefix}/{name}", content)
-            files[name] = {"bytes": len(content), "md5": hashlib.md5(content).hexdigest()}
-        return files
-
     def discard(self, checkpoint: Checkpoint) -> None:
         """Deletes a checkpoint, its marker first; if killed in between, it leaves none that looks damaged."""
         assert isinstance(checkpoint, RemoteCheckpoint)
         self._owner.update(drop=[checkpoint.marker])
         self.objects.remove([checkpoint.marker, *(f"{checkpoint.prefix}/{name}" for name in checkpoint.files)])
 
-    def set_aside(self, found: Rejected) -> str:
+    def set_aside(self, path: Path | str) -> str:
         """Renames the marker of a checkpoint so that no scan finds it; returns its new name."""
-        marker = str(found.path).removeprefix(f"{self.objects.url}/")
+        marker = str(path).removeprefix(f"{self.objects.url}/")
         aside = marker + CORRUPT
         if aside in self.objects.list():
             aside = f"{marker}.{uuid.uuid4().hex[:6]}{CORRUPT}"
@@ -366,13 +352,10 @@ class Owner:
     """The right of one process to commit checkpoints to a folder of an object store.
 
     An object store has no locks that die with their holder. The object owner-<number>.json of the largest number names
-    the owner and lists the markers of the checkpoints that count. Each commit, and each new owner, creates the next
-    number if no object has that name (if-generation-match=0), which one process can do. So a former owner cannot commit
-    any more, and a machine that replaces another one goes on at once. A former owner may create a deleted number again,
-    but it is not the largest then; that is checked after each creation.
-
-    Attributes:
-        commits: the markers that count.
+    the owner and lists the markers that count (`commits`). Each commit, and each new owner, creates the next number if
+    no object has that name (if-generation-match=0), which one process can do. So a former owner cannot commit any more,
+    and a machine that replaces another one goes on at once. A former owner may create a deleted number again, but it is
+    not the largest then; that is checked after each creation.
     """
 
     def __init__(self, folder: ObjectFolder) -> None:

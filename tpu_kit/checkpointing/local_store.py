@@ -31,12 +31,10 @@ from tpu_kit.checkpointing.manifest import (
     CORRUPT,
     MANIFEST,
     Checkpoint,
-    Rejected,
     Tensors,
     digest,
     holder_name,
     in_use,
-    scan_folder,
     seal,
 )
 from tpu_kit.checkpointing.parts import Attempt
@@ -47,7 +45,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}  # some ne
 
 
 class FolderStore:
-    """The checkpoints of a run in a folder, which it makes if missing, for the one process that writes them.
+    """The checkpoints of a run in a folder, for the one process that writes them.
 
     Raises:
         ValueError: another process writes there.
@@ -69,21 +67,10 @@ class FolderStore:
         """Releases the folder for another process."""
         self._lock.close()
 
-    def scan(self) -> tuple[list[Checkpoint], list[Rejected]]:
-        """See `tpu_kit.checkpointing.manager.scan`."""
-        return scan_folder(self.folder)
-
-    def free(self) -> int | None:
-        """Bytes that can be written."""
-        return shutil.disk_usage(self.folder).free
-
     def write(
         self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str], attempt: Attempt | None = None
     ) -> None:
-        """Writes files, then manifest, then name, each durable before the next; raises OSError or SafetensorError.
-
-        The arguments are those of `BucketStore.write`.
-        """
+        """Writes files, then manifest, then name, each durable before the next; see `BucketStore.write`."""
         place = self.folder / f"step-{about['step']:08d}"
         with atomic.replacing(place, durable=True) as part:
             part.mkdir()
@@ -103,16 +90,15 @@ class FolderStore:
             atomic.sync(part / MANIFEST)
 
     def discard(self, checkpoint: Checkpoint) -> None:
-        """Deletes a checkpoint; if killed in between, it leaves none that looks damaged."""
+        """Deletes a checkpoint; if killed in between, it leaves none that looks damaged. Raises OSError."""
         self._remove(Path(checkpoint.path))
 
-    def set_aside(self, found: Rejected) -> str:
+    def set_aside(self, path: Path | str) -> str:
         """Renames a checkpoint so that no scan finds it; returns its new name."""
-        path = Path(found.path)
-        aside = path.with_name(path.name + CORRUPT)
+        aside = Path(f"{path}{CORRUPT}")
         if aside.exists():
-            aside = path.with_name(f"{path.name}.{time.time_ns()}{CORRUPT}")
-        path.rename(aside)
+            aside = Path(f"{path}.{time.time_ns()}{CORRUPT}")
+        Path(path).rename(aside)
         return aside.name
 
     def restart(self) -> None:
@@ -128,12 +114,9 @@ class FolderStore:
 
     def _remove(self, path: Path) -> None:
         gone = path.with_name(f".{path.name.lstrip('.')}.gone{PART}")
-        try:
-            shutil.rmtree(gone, ignore_errors=True)
-            path.rename(gone)
-            shutil.rmtree(gone)
-        except OSError as error:  # no reason to end a run: `save` checks the room
-            print(f"warning: {path} could not be deleted ({error.strerror})", file=sys.stderr, flush=True)
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+        shutil.rmtree(gone)
 
     def _clean(self) -> None:
         """Removes the leftovers of killed writers."""
@@ -148,7 +131,7 @@ class FolderStore:
 
 
 def write_part(folder: Path, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Writes the part `name` of one of several hosts, then its receipt, into the folder that all share; see `parts`."""
+    """Writes the part `name` of one of several hosts, then its receipt; see `parts`."""
     part = _parts(folder, step, attempt)
     part.mkdir(parents=True, exist_ok=True)
     entry = _save(part / f"{name}.safetensors", tensors)

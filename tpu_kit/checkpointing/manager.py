@@ -1,7 +1,4 @@
-"""Saves a run's checkpoints in the background, deletes surplus ones, finds the newest, and lists them for the user.
-
-The checkpoints are in a folder (`local_store`) or an object store (`gcs_store`).
-"""
+"""Saves a run's checkpoints in the background, deletes surplus ones, finds the newest, and lists them for the user."""
 
 from __future__ import annotations
 
@@ -9,9 +6,11 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,8 @@ from tpu_kit.checkpointing.parts import Attempt, BackgroundWriter
 from tpu_kit.config.loader import ConfigError
 from tpu_kit.storage.object_store import is_url, join
 
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60))  # of an age, with their seconds
+
 
 class CheckpointManager(BackgroundWriter):
     """Writes a run's checkpoints, in one process at a time; other processes use `scan`.
@@ -48,9 +49,6 @@ class CheckpointManager(BackgroundWriter):
         keep: number of the newest checkpoints that are kept, besides the best one.
         keep_every: checkpoints whose step is a multiple of this are never deleted.
         clock: seconds since the epoch, for the manifests.
-
-    Attributes:
-        rejected: the damaged checkpoints that `newest` has set aside.
 
     Raises:
         ValueError: the place cannot be written to, or another process writes there.
@@ -67,7 +65,7 @@ class CheckpointManager(BackgroundWriter):
         assert keep >= 1 and (keep_every is None or keep_every >= 1), (keep, keep_every)
         self.place, self.keep, self.keep_every, self.clock = place, keep, keep_every, clock
         super().__init__()
-        self.rejected: list[Rejected] = []
+        self.rejected: list[Rejected] = []  # set aside by `newest`
         self._durable: int | None = None  # the step of the newest checkpoint that was written or verified
         self._store: FolderStore | BucketStore
         try:
@@ -76,19 +74,16 @@ class CheckpointManager(BackgroundWriter):
             why, local = error.strerror, f" ({error.strerror}): set output_dir to a folder that can"
             raise ValueError(f"{place} cannot be written to{f': {why}' if is_url(place) else local}") from error
 
-    def __enter__(self) -> CheckpointManager:
-        return self
-
     def close(self) -> None:
         """Waits until the last checkpoint is durable and releases the lock; raises as `wait` does."""
         try:
-            self.wait()
+            super().close()
         finally:
             self._store.close()
 
     def complete(self) -> list[Checkpoint]:
         """All checkpoints with a valid manifest and files of the right size, the smallest step first."""
-        return self._store.scan()[0]
+        return scan(self.place)[0]
 
     def newest(self) -> Checkpoint | None:
         """Checks the checkpoints from the largest step down; returns the first that is not damaged, or None.
@@ -99,10 +94,10 @@ class CheckpointManager(BackgroundWriter):
             ValueError: one has a format that this tpu_kit does not read.
             OSError: the place cannot be read; nothing is set aside then.
         """
-        good, damaged = self._store.scan()
-        for found in damaged:
-            self._set_aside(found)
-        for checkpoint in reversed(good):
+        complete, damaged = scan(self.place)
+        for rejected in damaged:
+            self._set_aside(rejected)
+        for checkpoint in reversed(complete):
             try:
                 checkpoint.verify()
             except DamagedError as error:
@@ -122,7 +117,7 @@ class CheckpointManager(BackgroundWriter):
         self.wait()
         for checkpoint in self.complete():
             if checkpoint.step >= step:
-                aside = self._store.set_aside(Rejected(checkpoint.handle, ""))
+                aside = self._store.set_aside(checkpoint.handle)
                 _warn(f"the checkpoint of step {checkpoint.step} is set aside as {aside}: the training diverged")
 
     def save(
@@ -139,20 +134,20 @@ class CheckpointManager(BackgroundWriter):
         Args:
             step: updates done.
             tensors: file name without ".safetensors" to CPU tensors, which must not change any more.
-            documents: file name without ".json" to values for `json.dumps`; may change later.
+            documents: file name without ".json" to values for `json.dumps`.
             metrics: shown in lists.
             best: whether it is the best so far: it is then kept until a better one is saved.
-            attempt: of several hosts, whose parts belong to the checkpoint; see `HostParts.save`.
+            attempt: of several hosts, from `HostParts.save`.
 
         Raises:
-            OSError: the previous one could not be written, or there is no room for this one; see `make_room`.
+            OSError: the previous one could not be written, or there is no room for this one.
             ValueError: another process has written there in the meantime.
         """
         self.wait()
         written = {f"{name}.json": json.dumps(content) for name, content in documents.items()}
         assert MANIFEST not in written and all("/" not in name for name in (*written, *tensors)), "bad file names"
         sizes = [value.numel() * value.element_size() for group in tensors.values() for value in group.values()]
-        # Headers take some 100 bytes a tensor, and each file is rounded up to the file system's block.
+        # A header takes some 100 bytes a tensor, and a file is rounded up to the file system's block.
         files = len(tensors) + len(written) + 1
         needed = sum(sizes) + sum(len(text.encode()) for text in written.values()) + 256 * len(sizes) + 8192 * files
         self.make_room(step, needed)
@@ -186,29 +181,24 @@ class CheckpointManager(BackgroundWriter):
         except OSError as error:  # no reason to end a run: `save` checks the room
             _warn(f"{checkpoint.path} could not be deleted ({error.strerror})")
 
-    def _set_aside(self, found: Rejected) -> None:
-        aside = self._store.set_aside(found)
-        self.rejected.append(found)
-        _warn(f"{found.reason}; the checkpoint is set aside as {aside}")
+    def _set_aside(self, rejected: Rejected) -> None:
+        aside = self._store.set_aside(rejected.path)
+        self.rejected.append(rejected)
+        _warn(f"{rejected.reason}; the checkpoint is set aside as {aside}")
 
     def make_room(self, step: int, needed: int) -> None:
-        """Deletes older checkpoints, but not the newest, the best or those of `keep_every`, if that makes enough room.
-
-        Args:
-            step: of the checkpoint that is about to be written; the previous one is durable afterwards.
-            needed: its bytes.
+        """Makes room for a checkpoint of `needed` bytes; the newest, the best and those of `keep_every` stay.
 
         Raises:
             OSError: the previous one could not be written, or there is no room.
         """
         self.wait()
-        free = self._store.free()
-        if free is None or free >= needed:
+        if is_url(self.place) or (free := shutil.disk_usage(self.place).free) >= needed:
             return
         surplus = self._surplus(1)
         if free + sum(older.size for older in surplus) < needed:
             raise self._failure(step, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
-        while surplus and (self._store.free() or 0) < needed:
+        while surplus and shutil.disk_usage(self.place).free < needed:
             older = surplus.pop(0)
             _warn(f"{self.place} is full: the checkpoint of step {older.step} makes room for step {step}")
             self._discard(older)
@@ -229,7 +219,7 @@ class HostParts(BackgroundWriter):
     """Writes, on each host of a mesh, the shards of its devices in the background; see `parts`.
 
     Args:
-        place: `<output_dir>/checkpoints`, a folder that all hosts share or a URL in an object store.
+        place: of `CheckpointManager`; hosts share a folder.
         host: number of this host, below `hosts`.
         hosts: number of hosts.
         token: the same number on all hosts of a launch, and another one in each launch.
@@ -243,24 +233,19 @@ class HostParts(BackgroundWriter):
         self._make_room = make_room
         self._place, self._host, self._hosts, self._token, self._saves = place, host, hosts, token, 0
 
-    def __enter__(self) -> HostParts:
-        return self
-
     def save(self, step: int, tensors: Mapping[str, Tensor]) -> Attempt:
         """Starts to write this host's part of a step, of CPU tensors; raises OSError if the previous one failed.
 
-        All hosts save the same steps. `CheckpointManager.save` commits the attempt that this returns on host 0.
+        All hosts save the same steps. On host 0 `CheckpointManager.save` commits the attempt.
         """
         self.wait()
         self._make_room(step, sum(tensor.nbytes for tensor in tensors.values()))
         self._saves += 1
         text = f"{self._token} {step} {self._saves}"
         name, part = hashlib.blake2b(text.encode(), digest_size=6).hexdigest(), f"training-{self._host}"
-        if is_url(self._place):
-            self._start(lambda: gcs_store.write_part(str(self._place), step, name, part, tensors))
-        else:
-            self._start(lambda: local_store.write_part(Path(self._place), step, name, part, tensors))
-        return Attempt(name, self._hosts, lambda: self._error is not None)
+        write: Callable[..., None] = gcs_store.write_part if is_url(self._place) else local_store.write_part
+        self._start(lambda: write(self._place, step, name, part, tensors))
+        return Attempt(name, self._hosts, lambda: self._failed)
 
 
 def _warn(text: str) -> None:
@@ -268,14 +253,11 @@ def _warn(text: str) -> None:
 
 
 def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
-    """Lists the checkpoints of a run; it changes nothing, takes no lock and may run beside the writer.
+    """Lists a run's complete checkpoints, the smallest step first, and the damaged ones; may run beside the writer.
 
     Args:
         place: `<output_dir>/checkpoints`, a folder or a URL; may be missing.
         verify: whether to check the content of all files of a folder; an object store lists digests anyway.
-
-    Returns:
-        The complete ones, the smallest step first, and the damaged ones.
 
     Raises:
         ValueError: one has a format that this tpu_kit does not read.
@@ -293,7 +275,7 @@ def report(run: str, verify: bool = False, as_json: bool = False) -> int:
         as_json: print one JSON object.
 
     Returns:
-        0, or 1 if one is damaged or of another format, or the object store cannot be read.
+        The exit code: 1 if one is damaged or of another format, or the object store cannot be read.
 
     Raises:
         ConfigError: there is no such folder.
@@ -305,8 +287,8 @@ def report(run: str, verify: bool = False, as_json: bool = False) -> int:
             raise ConfigError([f"{place}: no such folder"])
     try:
         good, damaged = scan(place, verify=verify)
-        if isinstance(place, str) and not good and not damaged:
-            place = join(place, "checkpoints")
+        if is_url(run) and not good and not damaged:
+            place = join(run, "checkpoints")
             good, damaged = scan(place, verify=verify)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -314,14 +296,12 @@ def report(run: str, verify: bool = False, as_json: bool = False) -> int:
     best = best_of(good)
     ages = {found.step: time.time() - found.created for found in good}
     if as_json:
-        names = ("step", "created", "metrics", "files")
         complete = [
-            {name: getattr(found, name) for name in names}
+            {name: getattr(found, name) for name in ("step", "created", "metrics", "files")}
             | {"best": found is best, "path": str(found.path), "bytes": found.size, "age_seconds": ages[found.step]}
             for found in good
         ]
-        rejected = [{"path": str(one.path), "reason": one.reason} for one in damaged]
-        print(json.dumps({"complete": complete, "damaged": rejected}, indent=1))
+        print(json.dumps({"complete": complete, "damaged": [asdict(one) for one in damaged]}, indent=1, default=str))
         return int(bool(damaged))
     for found in good:
         state = ("verified" if verify else "complete") + ", best" * (found is best)
@@ -336,7 +316,5 @@ def report(run: str, verify: bool = False, as_json: bool = False) -> int:
 
 
 def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0, seconds):.0f} s"  # a clock may have gone back
+    unit, length = next((one for one in _UNITS if seconds >= 2 * one[1]), ("s", 1))
+    return f"{max(0, seconds) / length:.0f} {unit}"  # a clock may have gone back

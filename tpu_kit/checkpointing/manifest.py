@@ -1,8 +1,8 @@
 """Defines the format of a checkpoint: reads it and checks it against its manifest.
 
 The manifest holds a format number, the step, the time, metrics, and the size and digest of every file: SHA-256, or in
-an object store the MD5 that the store computes too. It is written last: a folder without a valid manifest is no
-checkpoint. Tensors are safetensors, everything else is JSON (Python's, with NaN and Infinity): nothing is unpickled.
+an object store the MD5 that the store computes too. A folder without a valid manifest is no checkpoint. Tensors are
+safetensors, everything else is JSON (Python's, with NaN and Infinity): nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -37,34 +37,20 @@ Keep = Callable[[str], bool]
 """Whether a tensor of a file is wanted, by its name."""
 
 
-def every(name: str) -> bool:
-    """Accepts all tensors."""
-    return True
-
-
 class DamagedError(ValueError):
     """A checkpoint differs from its manifest, or has none; the text names the file."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One complete checkpoint.
+    """One complete checkpoint."""
 
-    Attributes:
-        step: updates done.
-        path: its folder or URL, for users.
-        created: seconds since the epoch, by the writer's clock; the order is by step.
-        metrics: of `CheckpointManager.save`.
-        best: whether it was the best of its run when it was saved; see `best_of`.
-        files: name to (bytes, digest), without the manifest.
-    """
-
-    step: int
-    path: Path | str
-    created: float
-    metrics: dict[str, float]
-    best: bool
-    files: dict[str, tuple[int, str]]
+    step: int  # updates done
+    path: Path | str  # its folder or URL, for users
+    created: float  # seconds since the epoch, by the writer's clock; the order is by step
+    metrics: dict[str, float]  # of `CheckpointManager.save`
+    best: bool  # whether it was the best of its run when it was saved; see `best_of`
+    files: dict[str, tuple[int, str]]  # name to (bytes, digest), without the manifest
 
     @property
     def size(self) -> int:
@@ -73,18 +59,18 @@ class Checkpoint:
 
     @property
     def handle(self) -> Path | str:
-        """The path of `Rejected` for this checkpoint."""
+        """What is renamed to set it aside: its folder, or the URL of its marker."""
         return self.path
 
-    def tensors(self, name: str, keep: Keep = every) -> dict[str, Tensor]:
-        """CPU tensors of `<name>.safetensors`; raises DamagedError, and ValueError if there is no such file."""
+    def tensors(self, name: str, keep: Keep | None = None) -> dict[str, Tensor]:
+        """Reads CPU tensors of `<name>.safetensors`, by default all; see `document` for the errors."""
         self._check_file(f"{name}.safetensors")
         with safe_open(Path(self.path, f"{name}.safetensors"), framework="pt") as file:
             # They are mapped from the file: copies outlive a checkpoint that is deleted later.
             return {key: file.get_tensor(key).clone() for key in filter(keep, file.keys())}
 
     def document(self, name: str) -> Any:
-        """The content of `<name>.json`; raises DamagedError, and ValueError if there is no such file."""
+        """Reads `<name>.json`; raises DamagedError, and ValueError if there is no such file."""
         return json.loads(self._text(f"{name}.json"))
 
     def _text(self, name: str) -> str:

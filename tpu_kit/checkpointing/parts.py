@@ -1,19 +1,20 @@
 """Background writing, and the parts of a checkpoint that the hosts of a mesh write.
 
-Each host writes a file of tensors, such as training-3.safetensors, and then its receipt, training-3.json, with its size
-and digest. Host 0 commits the checkpoint once all receipts are there. They are in a folder of the attempt to save the
-step, whose name the hosts of this launch alone know, so files of another launch are never mixed into a checkpoint.
+Each host writes a file of tensors, such as training-3.safetensors, and then its receipt, training-3.json, with the
+file's size and digest. Host 0 commits the checkpoint once all receipts are there. Only the hosts of this launch know
+the name of the attempt's folder, so files of another launch are never mixed into a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 PATIENCE = 1800.0
 """Seconds after which a part counts as lost. The loss of its host ends the run much sooner."""
@@ -24,22 +25,28 @@ class BackgroundWriter:
     """Runs one write at a time in a thread. A context manager: on exit the last write has ended."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._executor = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+
+    @property
+    def _failed(self) -> bool:
+        """Whether the last write has ended in an error."""
+        return self._last is not None and self._last.done() and self._last.exception() is not None
+
+    def __enter__(self) -> Self:
+        return self
 
     def poll(self) -> None:
         """Raises the error of the last write, if it has ended in one; never waits."""
-        if self._error is not None:
+        if self._failed:
             self.wait()
 
     def wait(self) -> None:
         """Waits until the last write is durable; raises, once, its error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._last is not None:
+            wait_for([self._last])  # an interrupt leaves the write to the next `wait`
+            last, self._last = self._last, None
+            last.result()
 
     def close(self) -> None:
         """Waits as `wait`."""
@@ -54,14 +61,7 @@ class BackgroundWriter:
             print(failure, file=sys.stderr, flush=True)  # the error of the body tells more
 
     def _start(self, write: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                write()
-            except Exception as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run)
-        self._thread.start()
+        self._last = self._executor.submit(write)
 
 
 @dataclass(frozen=True)

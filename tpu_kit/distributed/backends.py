@@ -17,29 +17,16 @@ from tpu_kit.distributed.mesh import Box, local_devices, pieces, put, put_rows, 
 from tpu_kit.distributed.runtime import DeviceType, Runtime
 
 
-class _NativeRuntime(Runtime):
-    """A replica of PyTorch.
+class CpuRuntime(Runtime):
+    """A replica on one of PyTorch's own devices: the CPU."""
 
-    Args:
-        rank: number of this replica.
-        world_size: number of replicas.
-        local_device: the device of this replica.
-        num_hosts: number of hosts, with as many replicas each.
-    """
-
-    def __init__(self, rank: int, world_size: int, local_device: torch.device, num_hosts: int = 1) -> None:
-        super().__init__(rank, world_size, local_device)
-        self.num_hosts = num_hosts
-
-    @property
-    def local_rank(self) -> int:
-        """See `Runtime.local_rank`."""
-        return self.rank % (self.world_size // self.num_hosts)
+    device_type: DeviceType = "cpu"
 
     def sync(self) -> None:
         """Does nothing: tensors are not lazy."""
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Runtime.all_reduce`."""
         if self.world_size == 1:
             return
         import torch.distributed as dist
@@ -50,29 +37,22 @@ class _NativeRuntime(Runtime):
             tensor.copy_(part.view_as(tensor))
 
     def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """See `Runtime.place_batch`."""
         return [{k: v.to(self.local_device, non_blocking=True) for k, v in batch.items()} for batch in batches]
 
     def seed(self, number: int) -> None:
+        """See `Runtime.seed`."""
         torch.manual_seed(number)
 
     def barrier(self) -> None:
+        """See `Runtime.barrier`."""
         if self.world_size > 1:
             import torch.distributed as dist
 
             dist.barrier()
 
 
-class CpuRuntime(_NativeRuntime):
-    """A replica on the CPU."""
-
-    device_type = "cpu"
-
-    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `Runtime.to_host`."""
-        return [tensor.detach().clone() for tensor in tensors]
-
-
-class CudaRuntime(_NativeRuntime):
+class CudaRuntime(CpuRuntime):
     """A replica on a GPU."""
 
     device_type = "cuda"
@@ -131,14 +111,6 @@ class TpuRuntime(_XlaRuntime):
 
     device_type = "tpu"
 
-    @property
-    def local_rank(self) -> int:
-        """See `Runtime.local_rank`."""
-        import torch_xla.runtime as xr
-
-        ordinal: int = xr.local_ordinal()
-        return ordinal
-
     def barrier(self) -> None:
         """See `Runtime.barrier`."""
         if self.world_size > 1:
@@ -168,7 +140,7 @@ class SimulatedRuntime(_XlaRuntime):
 
 
 class MeshRuntime(_XlaRuntime):
-    """A process that drives devices of a mesh, one on each host; the programs hold their collectives (SPMD).
+    """A process that drives the devices of a mesh on one host; the programs hold their collectives (SPMD).
 
     Args:
         device_type: "tpu" or "xla-cpu".
@@ -178,34 +150,16 @@ class MeshRuntime(_XlaRuntime):
     """
 
     def __init__(self, device_type: DeviceType, mesh: Mesh, local_device: torch.device, hosts: Hosts = ONE) -> None:
-        super().__init__(hosts.index, hosts.count, local_device)
-        self.device_type, self.mesh, self.num_hosts = device_type, mesh, hosts.count
+        super().__init__(hosts.index, hosts.count, local_device, hosts.count)
+        self.device_type, self.mesh = device_type, mesh
         self.devices = local_devices()
-
-    @property
-    def local_rank(self) -> int:
-        """See `Runtime.local_rank`."""
-        return 0
-
-    @property
-    def num_devices(self) -> int:
-        """See `Runtime.num_devices`."""
-        return self.mesh.size
-
-    @property
-    def data_size(self) -> int:
-        """See `Runtime.data_size`."""
-        return self.mesh.batch_shards
+        self.num_devices, self.data_size = mesh.size, mesh.batch_shards
+        self.shares_state = hosts.count > 1
 
     @property
     def data_shards(self) -> list[int]:
         """Those that a device of this process holds; a model axis over hosts gives several hosts the same."""
         return sorted(set(row_shards(self.mesh, self.devices)))
-
-    @property
-    def shares_state(self) -> bool:
-        """See `Runtime.shares_state`."""
-        return self.num_hosts > 1
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Does nothing for tensors of a program, which are of all rows; sums CPU tensors over the hosts."""

@@ -16,22 +16,16 @@ from tempfile import TemporaryFile
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended.
+    """A process that has ended."""
 
-    Attributes:
-        status: as `subprocess` gives it, negative for a signal.
-        output: its stdout.
-        errors: its stderr.
-    """
-
-    status: int
-    output: str
-    errors: str
+    status: int  # as `subprocess` gives it, negative for a signal
+    output: str  # its stdout
+    errors: str  # its stderr
 
     @property
     def how(self) -> str:
-        """The status, or the name of the signal."""
-        return signal.Signals(-self.status).name if self.status < 0 else f"status {self.status}"
+        """See `end_name`."""
+        return end_name(self.status)
 
     def crash(self, operations: Path) -> str:
         """Describes the end by a signal of a process that traced; `program.recording_operations` wrote the file."""
@@ -42,6 +36,13 @@ class Ended:
         """The last lines that are not empty, of stderr if it has any, else of stdout."""
         text = self.errors if self.errors.strip() else self.output
         return "\n".join([line for line in text.splitlines() if line.strip()][-count:]) or "it wrote nothing"
+
+
+def end_name(status: int) -> str:
+    """Names how a process ended: its status, or the signal where `subprocess` gives a negative one."""
+    if status >= 0:
+        return f"status {status}"
+    return signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
 
 
 _OF_DEVICES = ("XLA_", "TPU_", "LIBTPU_", "PJRT_", "JAX_", "CPU_NUM_DEVICES", "LOCAL_RANK", "RANK", "WORLD_SIZE")

@@ -4,7 +4,7 @@ The replicas are threads, each with its own XLA device, and run real collectives
 TPU needs neither, because there each replica is a process.
 
 **One replica compiles, the others follow.** If two threads compile the same graph, the programs get different
-collective ids and wait for each other for ever. So `install` puts a barrier around torch_xla's step marker: when all
+collective ids and wait for each other for ever. So `run` puts a barrier around torch_xla's step marker: when all
 replicas have traced, rank 0 compiles and starts, then the others find the program in the cache.
 
 **No buffer is donated** (`environment` turns torch_xla's parameter aliasing off). A thread that frees a donated buffer
@@ -70,12 +70,7 @@ class MeetingError(RuntimeError):
 
 
 def environment(devices: int, replicas: bool = True) -> dict[str, str]:
-    """The variables that a process of XLA:CPU must start with.
-
-    Args:
-        devices: their number.
-        replicas: whether each is a replica; else they are a mesh.
-    """
+    """The variables that a process of XLA:CPU must start with; its devices are replicas, or else a mesh."""
     settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
     if replicas and devices > 1:
         # Two threads a replica: one starts programs, the other moves data.
@@ -83,23 +78,25 @@ def environment(devices: int, replicas: bool = True) -> dict[str, str]:
     return settings
 
 
-def install(replicas: int, timeout: float, rank_of_this_thread: Callable[[], int]) -> None:
-    """Puts the barrier around this process's step marker; called once, before the first step.
+def run(replica: Callable[[], None], replicas: int, timeout: float) -> None:
+    """Runs a function in one thread for each device, with a barrier around the step marker; called once in a process.
 
     Args:
-        replicas: number of threads that take each step.
-        timeout: seconds after which a replica that has not reached the step is reported.
-        rank_of_this_thread: returns the rank of the thread that calls it.
+        replica: what each thread does.
+        replicas: number of devices.
+        timeout: seconds after which a replica that has not reached a step is reported.
     """
     global _meeting
     import torch_xla
+    import torch_xla.runtime as xr
+    from torch_xla._internal import pjrt
 
     extension: Any = torch_xla._XLAC
     mark = extension._xla_step_marker
     meeting = _meeting = _Meeting(replicas, timeout)
 
     def ordered(*args: Any, **kwargs: Any) -> None:
-        rank = rank_of_this_thread()
+        rank = xr.global_ordinal()
         meeting.wait(rank)  # all have traced
         if rank == 0:
             mark(*args, **kwargs)
@@ -109,13 +106,7 @@ def install(replicas: int, timeout: float, rank_of_this_thread: Callable[[], int
 
     if replicas > 1:
         extension._xla_step_marker = ordered
-
-
-def run(replica: Callable[[], None]) -> None:
-    """Runs a function in one thread for each device, as xmp.spawn does in the one process that it makes for a CPU."""
-    from torch_xla._internal import pjrt
-
-    pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)
+    pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)  # as xmp.spawn in its process for a CPU
 
 
 def meet(rank: int) -> None:
@@ -124,7 +115,7 @@ def meet(rank: int) -> None:
     Raises:
         MeetingError: one of them failed or did not reach the barrier.
     """
-    assert _meeting is not None, "`install` comes first"
+    assert _meeting is not None, "`run` comes first"
     _meeting.wait(rank)
 
 

@@ -1,13 +1,11 @@
-"""Finds the hosts of a run: how many there are, which one this is, and where they meet.
-
-Each host runs the same command. The variables and their order are listed in README.md of this folder.
-"""
+"""Finds the hosts of a run, from the variables that README.md of this folder lists, and keeps a log of each."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import http.client
+import io
 import re
 import socket
 import struct
@@ -25,21 +23,13 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a run, as one of them sees them.
+    """The hosts of a run, as one of them sees them."""
 
-    Attributes:
-        index: number of this host.
-        names: of all hosts, in the order of their numbers.
-        coordinator: "address:port" of host 0, where the hosts meet; empty for one host.
-        source: where this was found.
-        slices: number of TPU slices, with as many hosts each.
-    """
-
-    index: int = 0
-    names: tuple[str, ...] = ("localhost",)
-    coordinator: str = ""
-    source: str = "one host"
-    slices: int = 1
+    index: int = 0  # of this host
+    names: tuple[str, ...] = ("localhost",)  # of all hosts
+    coordinator: str = ""  # "address:port" of host 0, where the hosts meet; empty for one host
+    source: str = "one host"  # the variables that say so
+    slices: int = 1  # number of TPU slices, with as many hosts each
 
     @property
     def count(self) -> int:
@@ -133,8 +123,8 @@ def _number(text: str, name: str, below: int) -> int:
 def interface(hosts: Hosts) -> str:
     """Returns the network interface through which this host reaches the others.
 
-    gloo and NCCL would take the interface of the host's name, which is often the loopback. The name of host 0 may also
-    be the loopback, such as Debian's 127.0.1.1, but on host 0 alone: it then looks for the way to the other hosts.
+    gloo and NCCL would take the interface of the host's name, which is often the loopback. On host 0 its own name may
+    be the loopback too, such as Debian's 127.0.1.1: it then looks for the way to the other hosts.
 
     Raises:
         OSError: host 0 cannot be reached, or is not IPv4.
@@ -176,7 +166,7 @@ def keep_log(hosts: Hosts, folder: Path) -> Iterator[None]:
             sys.stdout, sys.stderr = before
 
 
-class _HostStream:
+class _HostStream(io.TextIOBase):
     """Writes each line, with its host before it, to a file and to a stream."""
 
     def __init__(self, shown: TextIO | None, file: TextIO, index: int) -> None:
@@ -196,6 +186,3 @@ class _HostStream:
     def flush(self) -> None:
         if self._shown is not None:
             self._shown.flush()
-
-    def isatty(self) -> bool:
-        return False

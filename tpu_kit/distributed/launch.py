@@ -1,4 +1,4 @@
-"""launch(fn, config): runs a function on every device, from a notebook, a script or a test.
+"""launch(fn, config) runs a function on every device, from a notebook, a script or a test.
 
     calling process              launcher (worker.py)            replicas (worker.py)
     (a kernel; touches      -->  a session of its own; gets  -->  TPU: processes of xmp.spawn
@@ -8,10 +8,10 @@
          +-- text of rank 0 (stdout, stderr), a socket of messages ----+
 
 If the calling process ends for any reason, the launcher and all replicas end. One CPU replica runs in the calling
-process: there is no device to keep free. preemption.py stops a launch early, after the training loop has saved.
+process. preemption.py stops a launch early, after the training loop has saved.
 
-Replicas send messages (see worker.py), and the launcher reports each process that dies. A launch hangs if no process
-uses the processor, by /proc (a replica in a long compile cannot answer), or if one starts no step for too long.
+A launch hangs if no process uses the processor, by /proc (a replica in a long compile cannot answer), or if a replica
+starts no step for too long.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ import time
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import cache
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.distributed import preemption, runtime
+from tpu_kit.distributed import cpu_simulation, preemption, runtime
+from tpu_kit.distributed.child_process import end_name
 from tpu_kit.distributed.hosts import ONE, interface
 from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.preemption import Notices, StopFlag
@@ -57,27 +57,17 @@ _GRACE = 10.0  # seconds that replicas get to end after being asked to
 _TICKS = 0.03 * os.sysconf("SC_CLK_TCK")  # processor time in a beat that is more than an idle process takes
 _SPINS = 3  # times the hang_timeout without a step are too many for a replica that computes; a compile takes less
 _SLOWER = 10  # times the longest step so far are too many as well
-_LAST_LINES = 10  # of stderr, in the error on a replica that left no traceback
 # How a replica ends because another one did, which is not reported as a cause.
 _CONSEQUENCE = (
     r"MeetingError|Connection (closed|reset|refused)( by peer)?|remote process exited|ncclRemoteError|Broken pipe"
     r"|DistStoreError|DistNetworkError|Socket Timeout|failed to recv"
 )
 
-# A cell that calls the device, not one that only imports the library.
-_TOUCHES = r"xla_device\(|torch_xla\.(device|devices|real_devices|sync|launch)\(|\b(xm|xr|xmp)\.\w+\(|\.to\(.xla"
-
-
-@cache
-def _known_errors() -> list[dict[str, str]]:
-    errors: list[dict[str, str]] = tomllib.loads(Path(__file__).with_name("known_errors.toml").read_text())["error"]
-    return errors
-
 
 def advice(text: str) -> str:
     """Says what to do about an error or traceback, one line for each known cause; empty where none is known."""
-    known = [error["advice"] for error in _known_errors() if re.search(error["pattern"], text, re.IGNORECASE)]
-    return "\n".join(f"-> {what}" for what in known)
+    known = tomllib.loads(Path(__file__).with_name("known_errors.toml").read_text())["error"]
+    return "\n".join(f"-> {error['advice']}" for error in known if re.search(error["pattern"], text, re.IGNORECASE))
 
 
 class LaunchError(RuntimeError):
@@ -90,25 +80,19 @@ class LaunchError(RuntimeError):
 
     def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
         super().__init__(message)
-        self.rank = rank
-        self.traceback = traceback
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether a replica failed because another one, perhaps of another host, no longer answered."""
-        return _lost_a_peer(self.traceback)
+        self.rank, self.traceback = rank, traceback
 
 
 def _lost_a_peer(traceback: str) -> bool:
+    """Whether a replica failed because another one, perhaps of another host, no longer answered."""
     return re.search(_CONSEQUENCE, traceback.rstrip().rpartition("\n")[2]) is not None
 
 
 class Steps:
     """Finds replicas that compute for ever, by the steps that they start.
 
-    The time between two steps is limited to 3 times `hang_timeout`, seconds, or to 10 times the longest step so far if
-    that is more. The limit applies once the first step, which compiles, is over, or once another replica has waited for
-    `hang_timeout` in it; not while `PreemptionGuard.pause` suspends it.
+    A step may take 3 times `hang_timeout`, seconds, or 10 times the longest step so far if that is more; the first one,
+    which compiles, any time unless another replica has waited in it for `hang_timeout`.
     """
 
     def __init__(self, hang_timeout: float) -> None:
@@ -121,8 +105,8 @@ class Steps:
         """Returns the ranks that compute for ever and the text of the error; None where there are none.
 
         Args:
-            steps: `StopFlag.steps`.
-            computing: the ranks whose processes have used the processor since the last call.
+            steps: of `StopFlag.steps`.
+            computing: ranks whose processes have used the processor since the last call.
             now: seconds, monotonic.
         """
         reached = min(steps.values(), default=0)
@@ -151,9 +135,8 @@ class Supervisor:
     def __init__(
         self, backend: Backend, hang_timeout: float, time_limit: float | None = None, meeting: Meeting | None = None
     ) -> None:
-        self._backend = backend
-        self._hang_timeout = hang_timeout
-        self._time_limit, self._meeting = time_limit, meeting
+        self._backend, self._meeting = backend, meeting
+        self._hang_timeout, self._time_limit = hang_timeout, time_limit
         self._messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
         self._pids: dict[int, int] = {}
         self._results: dict[int, bytes] = {}  # by rank
@@ -165,10 +148,9 @@ class Supervisor:
 
         Args:
             payload: function and config, pickled.
-            notices: of the launch's early end; a function that handles preemption then ends by itself.
+            notices: of the launch's early end.
 
-        Raises:
-            LaunchError, HostError, KeyboardInterrupt, SystemExit: as `launch`.
+        Raises as `launch`.
         """
         key = secrets.token_bytes(32)
         with (
@@ -186,10 +168,8 @@ class Supervisor:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
                 env=_environment(self._backend) | settings,
             )  # fmt: skip
-            streams: list[threading.Thread] = []
+            streams = self._stream(process.stdout, sys.stdout), self._stream(process.stderr, sys.stderr)
             try:
-                streams.append(self._stream(process.stdout, sys.stdout))
-                streams.append(self._stream(process.stderr, sys.stderr))
                 assert process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):  # it has died; `_result` reports how
                     task = f"{folder}/messages", key, notices.flag.path, self._backend, self._hang_timeout, payload
@@ -276,7 +256,7 @@ class Supervisor:
                 if not self._messages.empty():
                     continue
                 if process.returncode == 0 and first in self._results:
-                    return _unpickled(self._results[first])
+                    return pickle.loads(self._results[first])
                 raise self._died(process) from None
             if kind == "started":
                 self._pids[rank], count = value
@@ -311,8 +291,8 @@ class Supervisor:
             return ValueError(value)
         if kind == "ended":
             ends = dict(value for _, kind, value in events if kind == "ended")  # process id -> status
-            first = next((rank for rank, pid in self._pids.items() if pid == value[0]), None)
-            return LaunchError("\n".join(self._end_of(*end) for end in ends.items()) + self._last_words(), first)
+            text = "\n".join(self._end_of(*end) for end in ends.items()) + self._last_words()
+            return LaunchError(text, next(iter(self._ranks(value[0])), None))
         ranks: dict[str, list[int]] = {}  # by text: all replicas often fail with the same one
         for other, kind, text in events:
             if kind == "error":
@@ -321,9 +301,12 @@ class Supervisor:
         texts += filter(None, [advice(value)])
         return LaunchError("\n\n".join(texts), None if rank == LAUNCHER else rank, value)
 
+    def _ranks(self, pid: int) -> list[int]:
+        return [rank for rank, process in self._pids.items() if process == pid and rank != LAUNCHER]
+
     def _is_done(self, pid: int) -> bool:
         """Whether all replicas of a process have reported "done"; true for a process without replicas."""
-        return all(rank in self._results for rank, process in self._pids.items() if process == pid)
+        return all(rank in self._results for rank in self._ranks(pid))
 
     def _is_consequence(self, rank: int, kind: str, value: Any) -> bool:
         if kind == "ended":  # by the launcher, because another replica failed
@@ -331,17 +314,18 @@ class Supervisor:
         return rank == LAUNCHER or _lost_a_peer(value)
 
     def _end_of(self, pid: int, status: int) -> str:
-        ranks = [rank for rank, process in self._pids.items() if process == pid]
+        ranks = self._ranks(pid)
         return f"{_names(ranks) if ranks else 'a replica that had not started yet'} (process {pid}) {_how(status)}"
 
     def _last_words(self) -> str:
         lines = [line.rpartition("\r")[2].rstrip() for line in self._stderr.split("\n")]  # the last state of a bar
-        last = [line for line in lines if line][-_LAST_LINES:]
+        last = [line for line in lines if line][-10:]
         return "\n".join(["\n\nThe last lines on stderr:", *last]) if last else ""
 
     def _died(self, process: subprocess.Popen[bytes]) -> LaunchError:
-        holds = "that holds all replicas " if self._backend.device_type == "xla-cpu" else "that starts the replicas "
-        return LaunchError(f"the process {holds}({process.pid}) {_how(process.returncode)}{self._last_words()}")
+        does = "holds all" if self._backend.device_type == "xla-cpu" else "starts the"
+        text = f"the process that {does} replicas ({process.pid}) {_how(process.returncode)}"
+        return LaunchError(text + self._last_words())
 
     def _hung(self, process: subprocess.Popen[bytes], text: str, rank: int | None = None) -> LaunchError | HostError:
         stacks: dict[str, str] = {}
@@ -350,13 +334,11 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)  # faulthandler prints all stacks, even of threads without the GIL
             time.sleep(0.5)  # so that the stacks of two processes are not mixed
-            ranks = [one for one, at in self._pids.items() if at == pid and one != LAUNCHER]
-            if ranks:
+            if ranks := self._ranks(pid):
                 stacks[_names(ranks)] = self._stderr[-4096:]
         if self._meeting is not None:
             return self._meeting.hang(stacks)
-        text = f"{text}. The replicas were ended; what each thread was doing is printed above"
-        return LaunchError(text, rank)
+        return LaunchError(f"{text}. The replicas were ended; what each thread was doing is printed above", rank)
 
 
 def _names(ranks: list[int]) -> str:
@@ -366,21 +348,10 @@ def _names(ranks: list[int]) -> str:
 
 
 def _how(status: int) -> str:
-    """Describes how a process ended. Args: status: as `subprocess` gives it."""
     if status >= 0:
-        return f"ended with status {status} and no result"
-    number = -status
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"ended with {end_name(status)} and no result"
     hint = ": often by the kernel, out of host memory (see dmesg); try fewer replicas or a smaller model"
-    return f"was ended by {name}{hint if number == signal.SIGKILL else ''}"
-
-
-def _unpickled(result: bytes) -> Any:
-    try:
-        return pickle.loads(result)
-    except Exception as error:
-        text = f"rank 0's result cannot be read in this process: {type(error).__name__}: {error}"
-        raise LaunchError(text, 0) from error
+    return f"was ended by {end_name(status)}{hint if status == -signal.SIGKILL else ''}"
 
 
 def _ticks(session: int) -> dict[int, int]:
@@ -396,7 +367,7 @@ def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
             process.wait(patience)
             break
         except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # a second Ctrl-C: kill at once
-            continue
+            pass
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)  # replicas that have outlived the launcher
     if process.stdin is not None:
@@ -405,23 +376,18 @@ def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
 
 
 def _environment(backend: Backend) -> dict[str, str]:
-    """Variables of the launcher and the replicas, without those that would give several TPU processes one chip."""
+    """Variables of the launcher and the replicas, without those that give several TPU processes one chip."""
     several = backend.device_type == "tpu" and backend.num_replicas != 1 and backend.mesh is None
     left_out = preset_per_process(Machine()) if several else []
     return {name: value for name, value in os.environ.items() if name not in left_out} | _settings(backend)
 
 
 def _settings(backend: Backend) -> dict[str, str]:
+    # No XLA_PERSISTENT_CACHE_PATH: torch_xla 2.8 and 2.9 store programs that they cannot load (pytorch/xla#9094).
+    settings = {"PJRT_DEVICE": "TPU"} if backend.device_type == "tpu" else {}
     if backend.device_type == "xla-cpu":
-        from tpu_kit.distributed import cpu_simulation
-
         count = backend.mesh.size if backend.mesh else backend.num_replicas or 1
         settings = cpu_simulation.environment(count, replicas=backend.mesh is None)
-    elif backend.device_type == "tpu":
-        # No XLA_PERSISTENT_CACHE_PATH: torch_xla 2.8 and 2.9 store programs that they cannot load (pytorch/xla#9094).
-        settings = {"PJRT_DEVICE": "TPU"}
-    else:
-        settings = {}
     if backend.mesh:  # for each program XLA warns that its partitioner, GSPMD, will be replaced by Shardy
         settings["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
     if backend.hosts.count > 1:  # the network interface of process groups, unless the user has set one
@@ -455,18 +421,14 @@ def launch(
     sharded: bool = False,
     meeting: Meeting | None = None,
 ) -> T:
-    """Runs `fn(config)` in every replica and returns rank 0's result.
+    """Runs `fn(config)` in every replica and returns the result of this host's first one.
 
     Args:
-        fn: a function of a module (a function of a notebook's cell cannot be sent to another process). In it,
-            `runtime.current()` is the replica's runtime.
+        fn: a function of a module; in it, `runtime.current()` is the replica's runtime. It returns what can be pickled.
         config: the run; its `launch` section chooses the device.
-        sharded: whether `fn` runs once, for all devices of `launch.mesh`, where that is set.
         time_limit: seconds after which all replicas are ended; with a limit a single CPU replica is a process too.
+        sharded: whether `fn` runs once, for all devices of `launch.mesh`, where that is set.
         meeting: of the hosts whose replicas work together; None for this host alone.
-
-    Returns:
-        What rank 0, or the first replica of this host, returned; it must be picklable.
 
     Raises:
         ValueError: the device or the host memory is not there, or `fn` cannot be sent.
@@ -478,35 +440,34 @@ def launch(
     hosts = meeting.hosts if meeting else ONE
     backend = runtime.detect(config.launch if sharded else replace(config.launch, mesh=None), hosts=hosts)
     _announce(f"tpu_kit: {backend}")
-    minutes = config.checkpoint.budget_minutes
-    notices = Notices(None if minutes is None else minutes * 60, meeting)
+    notices = Notices(config.checkpoint.budget_minutes, meeting)
     if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None and meeting is None:
-        with notices:
-            return _inline(fn, config, notices.flag)
+        return _inline(fn, config, notices)
     payload = _payload(fn, config)
     _check_host(backend, config)
     with notices:
         try:
             return Supervisor(backend, config.launch.hang_timeout, time_limit, meeting).run(payload, notices)
         except LaunchError as error:
-            if meeting is None or not error.is_consequence:
+            if meeting is None or not _lost_a_peer(error.traceback):
                 raise
             raise meeting.cause(error) from error
 
 
-def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, flag: StopFlag) -> T:
+def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, notices: Notices) -> T:
     import torch
 
     from tpu_kit.distributed.backends import CpuRuntime
 
-    flag.hide()
-    preemption.join(flag)
-    runtime.enter(CpuRuntime(0, 1, torch.device("cpu")))
-    try:
-        return fn(config)
-    finally:
-        runtime.enter(None)
-        preemption.join(None)
+    with notices:
+        notices.flag.hide()
+        preemption.join(notices.flag)
+        runtime.enter(CpuRuntime(0, 1, torch.device("cpu")))
+        try:
+            return fn(config)
+        finally:
+            runtime.enter(None)
+            preemption.join(None)
 
 
 def _payload(fn: Callable[..., Any], config: TrainConfig) -> bytes:
@@ -536,15 +497,4 @@ def _check_host(backend: Backend, config: TrainConfig) -> None:
     if backend.device_type == "tpu":
         for check in (check_process(at), check_holder(at)):
             if check.status == "failure":
-                raise ValueError(f"the TPU cannot be used: {check.found}{_culprit()}. {check.fix}")
-
-
-def _culprit() -> str:
-    """Names the notebook cell that likely initialised the device."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    cells = shell.user_ns.get("In", []) if shell else []
-    for number, source in enumerate(cells):
-        if line := next((line for line in source.splitlines() if re.search(_TOUCHES, line)), None):
-            return f" (likely by cell [{number}]: {line.strip()})"
-    return ""
+                raise ValueError(f"the TPU cannot be used: {check.found}. {check.fix}")

@@ -61,7 +61,7 @@ class Meeting:
     Args:
         hosts: of the run.
         patience: seconds in which all hosts must come.
-        hang_timeout: seconds without a second of processor time after which a host for whose facts others wait hangs.
+        hang_timeout: seconds in which a host for whose facts others wait must use a second of processor time.
     """
 
     def __init__(self, hosts: Hosts, patience: float, hang_timeout: float) -> None:
@@ -126,25 +126,22 @@ class Meeting:
             time.sleep(0.05)
 
     @property
-    def _of_host_0(self) -> dict[str, Any]:
-        return (self._documents | {self.hosts.index: self._mine})[0]
+    def _all(self) -> dict[int, dict[str, Any]]:
+        return dict(sorted((self._documents | {self.hosts.index: self._mine}).items()))
 
     @property
     def today(self) -> str:
         """The date of host 0, after the first `agree`."""
-        return str(self._of_host_0["today"])
+        return str(self._all[0]["today"])
 
     def check_shared(self, folder: Path) -> None:
         """Checks that all hosts see the same output folder: host 0 leaves a file there, for which the others look.
-
-        Args:
-            folder: exists on each host.
 
         Raises:
             ValueError: this host does not see what host 0 wrote.
             HostError: another one does not; or as `check`.
         """
-        mark = folder / f".host-0-{self._of_host_0['token']}"
+        mark = folder / f".host-0-{self._all[0]['token']}"
         try:
             if self.hosts.index == 0:
                 mark.touch()
@@ -195,7 +192,7 @@ class Meeting:
         return error
 
     def active(self) -> float:
-        """Tells that a replica of this host computes; see `idle_since`."""
+        """Tells that a replica of this host computes; returns the time, seconds, monotonic."""
         self._mine["active"] += 1
         return time.monotonic()
 
@@ -204,11 +201,7 @@ class Meeting:
         return self._alive
 
     def hang(self, stacks: Mapping[str, str]) -> HostError:
-        """Tells the stacks of this host's replicas, and finds the hosts for which the others wait.
-
-        Args:
-            stacks: by the name of the replica.
-        """
+        """Tells this host's stacks, by replica, and returns an error that names the hosts for which the others wait."""
         self._tell(hung=dict(stacks))
         until = time.monotonic() + _TOLD
         while time.monotonic() < until and len(self.hung) < self.hosts.count:
@@ -230,8 +223,7 @@ class Meeting:
     @property
     def hung(self) -> dict[int, dict[str, str]]:
         """The stacks that hosts have told, by host."""
-        found = {i: document["hung"] for i, document in self._documents.items() if document["hung"] is not None}
-        return found | ({self.hosts.index: self._mine["hung"]} if self._mine["hung"] is not None else {})
+        return {i: document["hung"] for i, document in self._all.items() if document["hung"] is not None}
 
     # ----------------------------------------------------------------------------------------------- the early end
 
@@ -241,21 +233,15 @@ class Meeting:
 
     def stop_asked(self) -> str | None:
         """The reason of the lowest host that has asked to end the run; None if none has."""
-        documents = {**self._documents, self.hosts.index: self._mine}
-        return next((found for index in sorted(documents) if (found := documents[index]["stop"])), None)
+        return next((document["stop"] for document in self._all.values() if document["stop"]), None)
 
     def last_step(self, started: int) -> int | None:
-        """The largest step that any host has started; None until all have told theirs.
-
-        Args:
-            started: this host's, which starts no other step until this is known.
-        """
+        """The largest step that any host has started; None until all have told theirs, as this one tells `started`."""
         if self._mine["reached"] is None:
             self._tell(reached=started)
         # A host that has ended counts as well, if it has told a step.
-        others = self._documents.values()
-        reached = [other["reached"] for other in others if other["reached"] is not None or not other["over"]]
-        return None if None in reached else max([started, *reached])
+        reached = [one["reached"] for one in self._all.values() if one["reached"] is not None or not one["over"]]
+        return None if None in reached else max(reached)
 
     # -------------------------------------------------------------------------------------------------- the thread
 
@@ -350,11 +336,10 @@ class Meeting:
     # -------------------------------------------------------------------------------------------------- the errors
 
     def _compare(self, facts: Mapping[str, Any]) -> None:
-        name, mine = self.hosts.name, self.hosts.index
-        told = {**{i: document["facts"] for i, document in self._documents.items()}, mine: facts}
+        name = self.hosts.name
         problems = []
         for key in facts:
-            values = {i: told[i][key] for i in sorted(told) if key in told[i]}
+            values = {i: one["facts"][key] for i, one in self._all.items() if key in one["facts"]}
             first = next(iter(values))
             other = next((i for i, value in values.items() if value != values[first]), None)
             if other is not None:

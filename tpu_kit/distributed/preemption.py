@@ -6,15 +6,15 @@ a time budget                                      while guard.should_run(step):
          |                                                 |
          +------------------ StopFlag ----------------------+
 
-A replica records the step that it is about to start and reads whether there is a limit: it sends no message and does
-not read the device. To stop the replicas, the calling process forbids new steps for a moment, takes the largest step
-that any replica has started as the limit, and lets them continue: all replicas run that step and none a later one, so
-no collective waits for a replica that has stopped. Several hosts take the largest step of all hosts.
+A replica records the step that it is about to start, then reads whether there is a limit. To stop the replicas, the
+calling process forbids new steps for a moment, takes the largest step that any replica has started, on any host, as the
+limit, and lets them continue: all run that step and none a later one, so no collective waits for one that has stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import mmap
 import os
@@ -37,13 +37,8 @@ if TYPE_CHECKING:
 
 _POLL = 0.2  # seconds between two reads of the clock and the flag
 
-_RANKS = 1024  # the most replicas
-# The cells, int64. They begin as zeros: no limit, no replica handles notices.
-_LIMIT, _ASKED, _STATE, _STARTED = 0, 1, 2, 2 + _RANKS
-_AWAY, _PAUSED, _STEPPING = 0, 1, 2  # values of a replica's _STATE cell
-_TEXT = 8 * (2 + 2 * _RANKS)  # bytes before the reason
-_SIZE = _TEXT + 1024
-_DECIDING = -1
+_AWAY, _PAUSED, _STEPPING = 0, 1, 2  # states of a replica; "away": it does not handle notices
+_DECIDING = -1  # a limit
 # A replica that read no limit has written its step before; that write is visible to all processes long before this.
 _SETTLE = 0.05  # seconds
 
@@ -64,6 +59,15 @@ _TRIES = 3  # to find it
 _PAUSE = 1.0  # seconds until it is asked again
 
 
+class _Cells(ctypes.Structure):
+    """The shared memory of 1,024 replicas at most; 0 is no limit."""
+
+    _fields_ = (
+        ("limit", ctypes.c_int64), ("asked", ctypes.c_int64), ("state", ctypes.c_int64 * 1024),
+        ("started", ctypes.c_int64 * 1024), ("reason", ctypes.c_char * 1024),
+    )  # fmt: skip
+
+
 class StopFlag:
     """The shared memory of a host's replicas, which call `may_start`, `pause`, `leave`, `ask`, and the calling process.
 
@@ -74,8 +78,7 @@ class StopFlag:
     def __init__(self, path: str) -> None:
         self.path = path
         with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _SIZE)
-        self._cells = memoryview(self._map)[:_TEXT].cast("q")
+            self._cells = _Cells.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(_Cells)))
 
     @classmethod
     @contextlib.contextmanager
@@ -85,11 +88,9 @@ class StopFlag:
         folder = memory if os.access(memory, os.W_OK | os.X_OK) else None
         descriptor, path = tempfile.mkstemp(prefix="tpu_kit-", dir=folder)
         try:
-            os.truncate(descriptor, _SIZE)
+            os.truncate(descriptor, ctypes.sizeof(_Cells))
             os.close(descriptor)
-            flag = cls(path)
-            yield flag
-            flag.close()
+            yield cls(path)
         finally:
             Path(path).unlink(missing_ok=True)
 
@@ -97,74 +98,66 @@ class StopFlag:
         """Removes the file's name, once all processes have opened it: a caller that is killed later leaves no file."""
         Path(self.path).unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Frees the memory of this process's view."""
-        self._cells.release()
-        with contextlib.suppress(BufferError):  # a replica's thread may still hold a view
-            self._map.close()
-
     def may_start(self, rank: int, step: int) -> bool:
         """Records that a replica starts a step and returns True, unless the step is past the limit.
 
-        Waits while the limit is being decided. The step is recorded before the limit is read, so that `stop` sees it;
-        the call takes less than a microsecond.
+        Waits while the limit is being decided; else the call takes about a microsecond.
         """
         cells = self._cells
-        cells[_STARTED + rank] = step
-        cells[_STATE + rank] = _STEPPING
-        while (limit := cells[_LIMIT]) == _DECIDING:
+        cells.started[rank] = step
+        cells.state[rank] = _STEPPING
+        while (limit := cells.limit) == _DECIDING:
             time.sleep(0.001)
         return not limit or step < limit
 
     def pause(self, rank: int) -> None:
         """Records that a replica handles notices, and is between two steps."""
-        assert rank < _RANKS
-        self._cells[_STATE + rank] = _PAUSED
+        self._cells.state[rank] = _PAUSED
 
     def leave(self, rank: int) -> None:
         """Records that a replica no longer handles notices."""
-        self._cells[_STATE + rank] = _AWAY
+        self._cells.state[rank] = _AWAY
 
     def ask(self, *_: object) -> None:
         """Tells the calling process that this process got a SIGTERM; can be a signal's handler."""
-        self._cells[_ASKED] = 1
+        self._cells.asked = 1
 
     def stop(self, reason: str) -> None:
         """Sets the limit to the largest step started; called once."""
         self.release(self.hold(reason))
 
     def hold(self, reason: str) -> int:
-        """Forbids new steps, and returns the largest step started, after a pause in which all writes arrive."""
-        self._map[_TEXT:_SIZE] = reason.encode()[: _SIZE - _TEXT].ljust(_SIZE - _TEXT, b"\0")
-        self._cells[_LIMIT] = _DECIDING
+        """Forbids new steps, and returns the largest step started."""
+        self._cells.reason = reason.encode()[:1023]
+        self._cells.limit = _DECIDING
         time.sleep(_SETTLE)
-        return max(self._cells[_STARTED : _STARTED + _RANKS])
+        return max(self._cells.started[:])
 
     def release(self, last: int) -> None:
         """Allows the steps up to the last one, after `hold`."""
-        self._cells[_LIMIT] = 1 + last
+        self._cells.limit = 1 + last
 
     def steps(self) -> dict[int, int]:
         """The step that each replica has started, by rank; empty while a replica is paused between two steps."""
-        states = self._cells[_STATE:_STARTED].tolist()
+        states = self._cells.state[:]
         if _PAUSED in states:
             return {}
-        return {rank: self._cells[_STARTED + rank] for rank, state in enumerate(states) if state == _STEPPING}
+        return {rank: self._cells.started[rank] for rank, state in enumerate(states) if state == _STEPPING}
 
     @property
     def handled(self) -> bool:
         """Whether a replica is in a `with PreemptionGuard`."""
-        return any(self._cells[_STATE:_STARTED])
+        return any(self._cells.state)
 
     @property
     def asked(self) -> bool:
         """Whether another process of the launch got a SIGTERM."""
-        return bool(self._cells[_ASKED])
+        return bool(self._cells.asked)
 
     @property
     def reason(self) -> str:
-        """Why to stop, as given to `stop`, 1,024 bytes at most; empty before."""
-        return self._map[_TEXT:_SIZE].rstrip(b"\0").decode(errors="replace")
+        """Why to stop, 1,023 bytes at most; empty before `stop` or `hold`."""
+        return str(self._cells.reason.decode(errors="replace"))
 
 
 _flag: StopFlag | None = None  # of this process; replicas that are threads share it
@@ -187,25 +180,21 @@ class PreemptionGuard:
     def __init__(self, rt: Runtime) -> None:
         self.reason: str | None = None
         self._flag, self._rank = _flag, rt.rank
-        self._before: Any = None
 
     def __enter__(self) -> PreemptionGuard:
-        if self._flag is None:
-            return self
         self.pause()
-        is_main = threading.current_thread() is threading.main_thread()
         # An inline replica's process has the handler of `Notices`; where replicas are threads, worker.py has set one.
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        in_main = threading.current_thread() is threading.main_thread()
+        self._catches = self._flag is not None and in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._catches:
             catch_sigterm()
-            self._before = signal.SIG_DFL
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._flag is None:
-            return
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-        self._flag.leave(self._rank)
+        if self._catches:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._flag is not None:
+            self._flag.leave(self._rank)
 
     def pause(self) -> None:
         """Records that this replica's next work, such as an evaluation, is no step; `launch.Steps` then judges none."""
@@ -232,7 +221,7 @@ def join(flag: StopFlag | None) -> None:
 
 
 def catch_sigterm() -> None:
-    """Makes a SIGTERM a notice where this process's replicas handle notices, else its end; in the main thread."""
+    """Makes a SIGTERM a notice where the replicas handle notices, else this process's end; in the main thread."""
 
     def handle(*_: object) -> None:
         if _flag is not None and _flag.handled:
@@ -257,43 +246,32 @@ def sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class MetadataWatch:
-    """Asks in a thread, until `close`, whether the metadata server of Google Cloud announces the machine's end.
+def watch_metadata(give: Callable[[str], None], closed: threading.Event) -> None:
+    """Asks Google Cloud's metadata server, until `closed`, whether the machine is taken back; ends where there is none.
 
     Maintenance that was announced before the run began does not end it: a run that is started again in the hour before
-    a GPU machine stops would end at once, again and again. Without such a server nothing happens.
+    a GPU machine stops would end at once, again and again.
 
     Args:
-        give: called, from the thread, with the reason why the machine ends.
+        give: called once with the reason.
+        closed: set it to end the watch.
     """
-
-    def __init__(self, give: Callable[[str], None]) -> None:
-        self._give = give
-        self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="tpu_kit metadata", daemon=True).start()
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._closed.set()
-
-    def _watch(self) -> None:
-        server, failures, found = Machine(), 0, False
-        announced = {"preempted": False}  # by key: whether its last value ends the run
-        while not self._closed.is_set() and (found or failures < _TRIES):
-            try:
-                for key, pattern in _ENDS.items():
-                    value = server.metadata(key, _TIMEOUT)
-                    found = True
-                    if value is None:
-                        continue
-                    if (end := re.search(pattern, value, re.IGNORECASE)) and announced.get(key) is False:
-                        name = key.partition("?")[0]
-                        self._give(f"the cloud takes this machine back (instance/{name} says {end[1]})")
-                        return
-                    announced[key] = end is not None
-            except (OSError, http.client.HTTPException, ValueError):
-                failures += 1
-            self._closed.wait(_PAUSE)
+    server, failures, found = Machine(), 0, False
+    announced = {"preempted": False}  # by key: whether its last value ends the run
+    while not closed.is_set() and (found or failures < _TRIES):
+        try:
+            for key, pattern in _ENDS.items():
+                value = server.metadata(key, _TIMEOUT)
+                found = True
+                if value is None:
+                    continue
+                if (end := re.search(pattern, value, re.IGNORECASE)) and announced.get(key) is False:
+                    name = key.partition("?")[0]
+                    return give(f"the cloud takes this machine back (instance/{name} says {end[1]})")
+                announced[key] = end is not None
+        except (OSError, http.client.HTTPException, ValueError):
+            failures += 1
+        closed.wait(_PAUSE)
 
 
 class Notices:
@@ -304,7 +282,7 @@ class Notices:
     launch ends: by KeyboardInterrupt after SIGINT, by SystemExit(143) after SIGTERM.
 
     Args:
-        budget: seconds from now after which the run is to end; None for no such limit.
+        budget: minutes from now after which the run is to end; None for no such limit.
         meeting: of several hosts, which stop together.
 
     Attributes:
@@ -317,7 +295,7 @@ class Notices:
 
     def __init__(self, budget: float | None = None, meeting: Meeting | None = None) -> None:
         self.at_once, self._meeting = False, meeting
-        self._budget, self._deadline = budget, time.monotonic() + budget if budget is not None else None
+        self._budget, self._started = budget, time.monotonic()
         self._signalled, self._closed = False, threading.Event()
         self._notices: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a signal's handler may put into it
         self._before: dict[int, Any] = {}
@@ -329,7 +307,8 @@ class Notices:
             thread.start()
             stack.callback(thread.join, 5)
             stack.callback(self._notices.put, None)
-            stack.enter_context(contextlib.closing(MetadataWatch(self._notices.put)))
+            arguments = self._notices.put, self._closed
+            threading.Thread(target=watch_metadata, args=arguments, name="tpu_kit metadata", daemon=True).start()
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGINT, signal.SIGTERM):
                     before = signal.getsignal(number)
@@ -398,16 +377,8 @@ class Notices:
     def _poll(self) -> str | None:
         if self._meeting is not None and (asked := self._meeting.stop_asked()):
             return asked
-        if self._deadline is not None and time.monotonic() > self._deadline:
-            assert self._budget is not None
-            return f"the time budget of {_duration(self._budget)} is used up"
+        if self._budget is not None and time.monotonic() - self._started > 60 * self._budget:
+            return f"the time budget of {self._budget:g} min is used up"
         if self.flag.asked and self.flag.handled:
             return "a process of the launch got a SIGTERM"
         return None
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    parts = [f"{count} {unit}" for count, unit in ((hours, "h"), (minutes, "min"), (rest, "s")) if count]
-    return " ".join(parts) if seconds >= 60 else f"{seconds:g} s"

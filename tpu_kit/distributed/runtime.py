@@ -1,8 +1,4 @@
-"""Chooses the backend, states the memory of each replica, and defines the interface of a replica.
-
-`detect` and `device_memory_budget` run in the calling process and initialise no device. In a replica, `current()` is
-its runtime; `backends` has the classes.
-"""
+"""Chooses the backend and the memory of each replica, without initialising a device; defines what a replica does."""
 
 from __future__ import annotations
 
@@ -33,32 +29,22 @@ if TYPE_CHECKING:
 DeviceType = Literal["tpu", "cuda", "cpu", "xla-cpu"]
 
 REHEARSAL_REPLICAS = 4  # of xla-cpu, where neither the config nor the environment has a number
-GPU_FREE = 0.3
-"""Share of a GPU's memory that a choice of the batch leaves free: the formula is made for a TPU's compiler, and a GPU
-also holds a context, libraries and the gaps of its allocator. Not measured."""
-HOST_FREE = 0.5  # the same for host memory, which other processes use too
-MOST_ROWS = 8
-"""Most rows that `batch_size=auto` takes on a CPU, where more are not faster, or on a GPU of unknown speed."""
+# Share of memory that a choice of the batch leaves free, not measured. The formula is made for a TPU's compiler; a GPU
+# also holds a context, libraries and the gaps of its allocator, and other processes use host memory.
+GPU_FREE, HOST_FREE = 0.3, 0.5
+MOST_ROWS = 8  # of `batch_size=auto` on a CPU, where more are not faster, and on a GPU of unknown speed
 _PJRT: dict[str, DeviceType] = {"TPU": "tpu", "CPU": "xla-cpu"}
 _local = threading.local()  # the replicas of XLA:CPU are threads of one process
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Where a launch runs.
-
-    Attributes:
-        device_type: what the replicas compute on.
-        num_replicas: number of replicas of each host; None where only the TPU runtime knows it (all its devices).
-        reason: why `detect` chose this backend.
-        mesh: the devices over which one process shards the model; None for replicas.
-        hosts: of the run.
-    """
+    """Where a launch runs."""
 
     device_type: DeviceType
-    num_replicas: int | None
-    reason: str
-    mesh: Mesh | None = None
+    num_replicas: int | None  # of each host; None where only the TPU runtime knows it (all its devices)
+    reason: str  # why `detect` chose this backend
+    mesh: Mesh | None = None  # the devices over which one process shards the model; None for replicas
     hosts: Hosts = ONE
 
     @property
@@ -82,13 +68,12 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
     `auto` takes what PJRT_DEVICE names, else the TPU, else CUDA, else the CPU.
 
     Args:
-        launch: what the user asked for; all automatic by default. A mesh needs XLA.
-        at: the machine to look at; this one by default.
+        launch: what the user asked for; all automatic by default.
+        at: the machine; this one by default.
         hosts: of the run.
 
     Raises:
-        ValueError: the device that was asked for is not there, or PJRT_DEVICE or the number of replicas contradict it;
-            or it cannot be used on several hosts.
+        ValueError: the device is not there, or contradicts PJRT_DEVICE, the number of replicas, the mesh or the hosts.
     """
     launch, at = launch or LaunchConfig(), at or Machine()
     wish, pjrt = launch.device_type, at.environ.get("PJRT_DEVICE", "").upper()
@@ -206,23 +191,14 @@ def _gpus() -> int:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The memory of one replica.
+    """The memory of one replica."""
 
-    Attributes:
-        name: of what the replica runs on, such as "v5litepod-8".
-        device_type: as `Backend` has it.
-        replicas: number of replicas, of all hosts.
-        limit: bytes of each replica.
-        free: the least share of `limit` that a choice of the batch leaves free.
-        where: the slice to plan for; None where the device's speed is not known.
-    """
-
-    name: str
+    name: str  # of what the replica runs on, such as "v5litepod-8"
     device_type: DeviceType
-    replicas: int
-    limit: int
-    free: float = 0.0
-    where: TargetSlice | None = None
+    replicas: int  # number of replicas, of all hosts
+    limit: int  # bytes of each replica
+    free: float = 0.0  # the least share of `limit` that a choice of the batch leaves free
+    where: TargetSlice | None = None  # the slice to plan for; None where the device's speed is not known
 
     @property
     def chip(self) -> Chip | None:
@@ -242,8 +218,7 @@ class MemoryBudget:
 def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
     """Replaces each `auto` that means something else than on a TPU, so that the memory formula describes the run.
 
-    Off TPU layers are a loop only if their states are compared with a teacher's; attention on a GPU is a kernel that
-    keeps no scores, on a CPU sdpa with all of them.
+    Off TPU layers are a loop only where their states are compared with a teacher's. Attention on a GPU keeps no scores.
     """
     if device_type == "tpu":
         return config
@@ -256,9 +231,7 @@ def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
 
 
 def device_memory_budget(config: TrainConfig, at: Machine | None = None, hosts: Hosts = ONE) -> MemoryBudget | None:
-    """Finds the memory that each replica, or each device of a mesh, will have; None where the machine does not tell.
-
-    All hosts are alike.
+    """Finds the memory of each replica, or of each device of a mesh; None where the machine does not tell.
 
     Raises:
         ValueError: as `detect`.
@@ -310,50 +283,32 @@ def _gpu_budget(replicas: int, at: Machine) -> MemoryBudget | None:
 class Runtime(ABC):
     """What one replica does on its device; `backends` has a class for each kind of device.
 
-    Args:
-        rank: number of this replica.
-        world_size: number of replicas.
-        local_device: the device of this replica.
-
     Attributes:
         device_type: "tpu", "cuda", "cpu" or "xla-cpu".
         is_xla: whether tensors are lazy: nothing runs before `sync`.
-        num_hosts: number of hosts of the run.
+        rank: number of this replica.
+        world_size: number of replicas.
+        local_device: the device of this replica.
+        num_hosts: number of hosts of the run, with as many replicas each.
+        local_rank: number of this replica among the replicas of its host.
+        num_devices: number of devices that work on an update.
+        data_size: number of shards into which the rows of a batch are divided.
+        shares_state: whether each host holds, and saves, a part of the training state alone.
     """
 
     device_type: DeviceType
     is_xla = False
-    num_hosts = 1
 
-    def __init__(self, rank: int, world_size: int, local_device: torch.device) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.local_device = local_device
-
-    @property
-    def local_rank(self) -> int:
-        """Number of this replica among the replicas of its host."""
-        return self.rank
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices that work on an update."""
-        return self.world_size
-
-    @property
-    def data_size(self) -> int:
-        """Number of shards into which the rows of a batch are divided."""
-        return self.world_size
+    def __init__(self, rank: int, world_size: int, local_device: torch.device, num_hosts: int = 1) -> None:
+        self.rank, self.world_size, self.local_device, self.num_hosts = rank, world_size, local_device, num_hosts
+        self.local_rank = rank % (world_size // num_hosts)
+        self.num_devices = self.data_size = world_size
+        self.shares_state = False
 
     @property
     def data_shards(self) -> list[int]:
         """The shards whose rows this process sends."""
         return [self.rank]
-
-    @property
-    def shares_state(self) -> bool:
-        """Whether each host holds, and saves, a part of the training state alone."""
-        return False
 
     @abstractmethod
     def sync(self) -> None:
@@ -362,10 +317,6 @@ class Runtime(ABC):
     @abstractmethod
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Sums fp32 tensors over the replicas, in place, in one collective."""
-
-    def reduce_gradients(self, gradients: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
-        """Sums gradients, and the sums of the loss, over the replicas that have different rows, in one collective."""
-        self.all_reduce([*gradients, sums])
 
     @abstractmethod
     def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
@@ -380,11 +331,11 @@ class Runtime(ABC):
         """Seeds the random numbers of this replica's device."""
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Reads the device; nothing else does. On XLA the tensors must come out of a `sync`, or they compile here.
+        """Copies tensors to the CPU; nothing else reads the device.
 
-        The result is a copy on every device, so that training does not change it.
+        On XLA the tensors must come out of a `sync`, or they compile here.
         """
-        return [tensor.detach().cpu() for tensor in tensors]
+        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[Box, torch.Tensor]]]:
         """Reads the parts of tensors that this process saves; all processes together save each part once."""

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.distributed import cpu_simulation, preemption, runtime
-from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.runtime import Backend, Runtime
 
@@ -93,7 +92,7 @@ def _replica(rank: int, replicas: int, make: Callable[[], Runtime], address: str
 
 
 def _is_from_the_kit(error: BaseException, kind: type[Exception]) -> bool:
-    """Whether the kit itself raised the error: its text says what to do, to which a traceback adds nothing."""
+    """Whether the kit itself raised the error: its text says what to do, and needs no traceback."""
     frames = list(traceback.walk_tb(error.__traceback__))
     raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
     number = getattr(error, "errno", None)
@@ -115,8 +114,7 @@ def _xla_replica(_index: int, address: str, key: bytes, flag: str, payload: byte
         return kind(rank, xr.world_size(), torch_xla.device())
 
     if backend.device_type == "tpu":
-        _prepare()
-        preemption.join(StopFlag(flag))
+        _prepare(flag)
         _quiet(threads=xr.process_index() == 0)
     _replica(rank, xr.local_device_count(), make, address, key, payload)
     # All replicas take the same steps: a replica that still waits for this one would wait for ever.
@@ -125,8 +123,7 @@ def _xla_replica(_index: int, address: str, key: bytes, flag: str, payload: byte
 
 def _mesh_process(address: str, key: bytes, flag: str, payload: bytes, backend: Backend) -> None:
     """Runs the process that drives the devices of a mesh, on several hosts those of this one."""
-    _prepare()
-    preemption.join(StopFlag(flag))
+    _prepare(flag)
     assert backend.mesh is not None
     mesh = backend.mesh
     from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
@@ -142,7 +139,7 @@ def _mesh_process(address: str, key: bytes, flag: str, payload: bytes, backend: 
 
         start(mesh)
         if backend.hosts.count > 1:
-            _connect("gloo", backend.hosts, backend.hosts.index, backend.hosts.count)
+            _connect("gloo", backend.hosts.address, backend.hosts.index, backend.hosts.count)
         return MeshRuntime(backend.device_type, mesh, torch_xla.device(), backend.hosts)
 
     status = 0
@@ -159,8 +156,7 @@ def _torch_replica(
     local_rank: int, address: str, key: bytes, flag: str, payload: bytes, backend: Backend, port: int
 ) -> None:
     """Runs a replica in a GPU's process, or in one of several CPU processes."""
-    _prepare()
-    preemption.join(StopFlag(flag))
+    _prepare(flag)
     import torch
     import torch.distributed as dist
 
@@ -176,15 +172,11 @@ def _torch_replica(
         else:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // replicas))
         if world_size > 1:
+            alone = hosts.count == 1
+            address = ("127.0.0.1", port) if alone else hosts.address
             kind = "nccl" if device_type == "cuda" else "gloo"
-            if hosts.count > 1:
-                _connect(kind, hosts, rank, world_size)
-            else:
-                with _no_stdout():
-                    at = f"tcp://127.0.0.1:{port}"
-                    dist.init_process_group(kind, at, timeout=_LIMIT, rank=rank, world_size=world_size)
-        kept = CudaRuntime if device_type == "cuda" else CpuRuntime
-        return kept(rank, world_size, device, hosts.count)
+            _connect(kind, address, rank, world_size, makes_store=alone and rank == 0)
+        return (CudaRuntime if device_type == "cuda" else CpuRuntime)(rank, world_size, device, hosts.count)
 
     _quiet(threads=local_rank == 0)
     _replica(rank, replicas, make, address, key, payload)
@@ -192,11 +184,11 @@ def _torch_replica(
         dist.destroy_process_group()
 
 
-def _connect(kind: str, hosts: Hosts, rank: int, world_size: int) -> None:
-    """Joins the process group of all hosts, which have met at the store of host 0."""
+def _connect(kind: str, address: tuple[str, int], rank: int, world_size: int, makes_store: bool = False) -> None:
+    """Joins the process group of all replicas, which meet at a store; that of several hosts is there already."""
     import torch.distributed as dist
 
-    store = dist.PrefixStore("replicas", dist.TCPStore(*hosts.address, timeout=_LIMIT))
+    store = dist.PrefixStore("replicas", dist.TCPStore(*address, is_master=makes_store, timeout=_LIMIT))
     with _no_stdout():
         dist.init_process_group(kind, store=store, timeout=_LIMIT, rank=rank, world_size=world_size)
 
@@ -243,29 +235,26 @@ def _no_stdout() -> Iterator[None]:
         os.close(nothing)
 
 
-def _prepare() -> None:
-    """Makes this process print its stacks on SIGUSR1 and at a crash, and end with its parent."""
+def _prepare(flag: str) -> StopFlag:
+    """Makes this process print its stacks on SIGUSR1 and at a crash, and end with its parent; opens the flag."""
     import faulthandler
 
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the caller sends it to processes that hang
     if sys.platform == "linux":
-        # The kernel does it, also while a blocked thread holds the GIL. `_die_with_caller` ends the grandchildren too.
+        # The kernel does it, also while a thread holds the GIL. `_die_with_caller` ends the grandchildren too.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    stop_flag = StopFlag(flag)
+    preemption.join(stop_flag)
+    return stop_flag
 
 
 def _die_with_caller(flag: str) -> None:
-    """Ends this session's processes when stdin closes, which the caller holds: it has ended, for whatever reason."""
+    """Ends this session's processes when stdin closes, which the caller holds until it ends."""
     while sys.stdin.buffer.read(4096):
         pass
     Path(flag).unlink(missing_ok=True)  # left by a killed caller, if not all had opened it
     os.killpg(0, signal.SIGKILL)
-
-
-def _watch(reporter: _Reporter, flag: StopFlag) -> None:
-    # The replicas get the SIGTERM too, and decide how to end. (They would inherit SIG_IGN.)
-    signal.signal(signal.SIGTERM, flag.ask)
-    threading.Thread(target=_watch_children, args=(reporter,), daemon=True).start()
 
 
 def _watch_children(reporter: _Reporter) -> None:
@@ -297,37 +286,37 @@ def _report_end(reporter: _Reporter, pid: int) -> None:
 
 def main() -> None:
     """Starts the replicas and waits until they end: the launcher."""
-    _prepare()
-    address, key, path, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_die_with_caller, args=(path,), daemon=True).start()
+    address, key, flag, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
+    stop_flag = _prepare(flag)
+    threading.Thread(target=_die_with_caller, args=(flag,), daemon=True).start()
     reporter = _Reporter(LAUNCHER, address, key)
-    flag = StopFlag(path)
-    preemption.join(flag)
-    arguments = (address, key, path, payload, backend)
+    arguments = (address, key, flag, payload, backend)
+    rehearsal = backend.device_type == "xla-cpu" and backend.mesh is None
+    if rehearsal:
+        preemption.catch_sigterm()
+    else:
+        # The replicas get a SIGTERM too, and decide how to end. (They would inherit SIG_IGN.)
+        signal.signal(signal.SIGTERM, stop_flag.ask)
+        threading.Thread(target=_watch_children, args=(reporter,), daemon=True).start()
     status = 0
     try:
-        if backend.mesh is not None:
-            _watch(reporter, flag)
-            process = multiprocessing.get_context("spawn").Process(target=_mesh_process, args=arguments)
-            process.start()
-            process.join()
-            status = int(bool(process.exitcode))
-        elif backend.device_type == "xla-cpu":
-            preemption.catch_sigterm()
-            _rehearse(arguments, backend.num_replicas, hang_timeout)
-        elif backend.device_type == "tpu":
+        if rehearsal:
+            _quiet(threads=True)
+            cpu_simulation.run(lambda: _xla_replica(0, *arguments), backend.num_replicas, hang_timeout)
+        elif backend.device_type == "tpu" and backend.mesh is None:
             import torch_xla.distributed.xla_multiprocessing as xmp
 
-            _watch(reporter, flag)
             xmp.spawn(_xla_replica, args=arguments, nprocs=backend.num_replicas)
         else:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-            _watch(reporter, flag)
             spawn = multiprocessing.get_context("spawn")
-            ranks = range(backend.num_replicas or 1)
-            replicas = [spawn.Process(target=_torch_replica, args=(rank, *arguments, port)) for rank in ranks]
+            if backend.mesh is not None:
+                replicas = [spawn.Process(target=_mesh_process, args=arguments)]
+            else:
+                ranks = range(backend.num_replicas or 1)
+                replicas = [spawn.Process(target=_torch_replica, args=(rank, *arguments, port)) for rank in ranks]
             for replica in replicas:
                 replica.start()
             for replica in replicas:  # their order does not matter: if one fails, the caller ends the others
@@ -342,16 +331,8 @@ def main() -> None:
     os._exit(status)  # without waiting for threads of the XLA runtime and the one that reads stdin
 
 
-def _rehearse(arguments: tuple[Any, ...], replicas: int, hang_timeout: float) -> None:
-    import torch_xla.runtime as xr
-
-    _quiet(threads=True)
-    cpu_simulation.install(replicas, hang_timeout, xr.global_ordinal)
-    cpu_simulation.run(lambda: _xla_replica(0, *arguments))
-
-
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__" and os.environ.get("PJRT_DEVICE") == "TPU":
-    # The main thread of a TPU's process, which only waits for the threads that are its replicas.
+    # The main thread of a TPU's process, which only waits for its replicas: they are threads.
     preemption.catch_sigterm()

@@ -1,7 +1,7 @@
 """Fills the templates of four engines, and writes their commands to launch, watch, log and end a job.
 
-All engines run the same start-up script on each host, and treat its exit code alike: 0, 1 (an error) and 2 (a bad
-configuration) end the job, and every other code, such as 75 (preempted), runs the script again, which resumes the run.
+All engines run the same start-up script on each host. Its exit codes 0, 1 (an error) and 2 (a bad configuration) end
+the job; every other one, such as 75 (preempted), runs the script again, which resumes the run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from textwrap import indent
 from tpu_kit.hardware.compatibility import REPOSITORY
 from tpu_kit.pods.slice_job import OFFERS, SliceJob
 
-RESTARTS = 20
-"""The most restarts of a job whose hosts end with neither 0, 1 nor 2."""
+RESTARTS = 20  # at most
 _GRACE_SECONDS = 120  # until a host that is told to stop is killed, where the engine lets one choose
 _PACKAGE = Path(__file__).parents[1]
 
@@ -33,22 +32,18 @@ class _Template(string.Template):
 
 
 def _fill(name: str, job: SliceJob, **values: object) -> str:
-    common = {
-        "name": job.name, "slice": job.slice, "hosts": job.topology.hosts, "image": job.image, "restarts": RESTARTS,
-    }  # fmt: skip
-    template = (Path(__file__).parent / "templates" / name).read_text().removesuffix("\n")
-    return _Template(template).substitute(common, **values)
+    template = _Template((Path(__file__).parent / "templates" / name).read_text().removesuffix("\n"))
+    common = {"name": job.name, "slice": job.slice, "hosts": job.topology.hosts, "image": job.image}
+    return template.substitute(common, restarts=RESTARTS, **values)
 
 
 def start_script(job: SliceJob, report: str = "", train: str = "exec {}") -> str:
     """Returns the script that each host runs: it installs the tested packages and the kit, and trains.
 
-    A second run finds the installed packages. The script becomes the training process, so a SIGTERM reaches it.
-
     Args:
         job: the run.
         report: lines that report the script's exit code, for gcloud.
-        train: what the script does with the command that trains, in place of {}.
+        train: what is done with the command that trains, {}. By default it replaces the shell, and gets its SIGTERM.
     """
     pins = (_PACKAGE / "requirements-tpu.txt").read_text().splitlines()
     command = "distill" if job.config.distill.teacher else "train"
@@ -99,11 +94,10 @@ def jobset(job: SliceJob, folder: Path) -> Written:
         tolerations=toleration if job.spot else "", chips=job.topology.chips_per_host,
         script=indent(start_script(job).replace("$", "$$"), " " * 16),
     )  # fmt: skip
-    names = _quoted(folder, "secrets.env")
-    secrets = {"secrets": f"kubectl create secret generic {job.name} --from-env-file={names}"} if job.secrets else {}
+    create = f"kubectl create secret generic {job.name} --from-env-file={_quoted(folder, 'secrets.env')}"
     label = f"jobset.sigs.k8s.io/jobset-name={job.name}"
     return {"jobset.yaml": values, **_secret_names(job)}, {
-        **secrets,
+        **({"secrets": create} if job.secrets else {}),
         "launch": f"kubectl apply -f {_quoted(folder, 'jobset.yaml')}",
         "watch": f"kubectl get pods -l {label} --watch",
         "logs": _pod_logs(job, label),
@@ -133,11 +127,7 @@ def xpk(job: SliceJob, folder: Path) -> Written:
 
 
 def gcloud(job: SliceJob, folder: Path) -> Written:
-    """A start-up script of TPU VMs, and a script that asks for the slice again whenever it is lost.
-
-    Whatever ends the start-up script, launch.sh must learn of it, as the slice costs until then. After a reboot the
-    script runs again.
-    """
+    """A start-up script of TPU VMs, which reports its end, and a script that asks again for a slice that was lost."""
     at, resource = f"{job.name} --zone={job.zone}", "gcloud compute tpus queued-resources"
     codes = f"{job.config.remote}/exit-codes"
     report = _fill("gcloud-report.sh", job, codes=shlex.quote(codes))

@@ -11,12 +11,7 @@ from tpu_kit.storage.atomic import write_text
 
 
 def write(job: SliceJob, engine: str, folder: Path) -> str:
-    """Writes the files of a job into a folder, and starts nothing.
-
-    Args:
-        job: of `check_job`, for the same engine.
-        engine: a name in `ENGINES`.
-        folder: made if it does not exist; files of the same names are replaced.
+    """Writes the files of a job of `check_job` into a folder, which is made if missing; starts nothing.
 
     Returns:
         The text that `python -m tpu_kit pod` prints.
@@ -25,8 +20,8 @@ def write(job: SliceJob, engine: str, folder: Path) -> str:
         ValueError: a file cannot be written.
     """
     files, commands = ENGINES[engine](job, folder)
-    wide = max(map(len, commands)) + 2
-    lines = "\n".join(f"{what:<{wide}}{command}" for what, command in commands.items())
+    width = max(map(len, commands)) + 2
+    lines = "\n".join(f"{name:<{width}}{command}" for name, command in commands.items())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -34,21 +29,17 @@ def write(job: SliceJob, engine: str, folder: Path) -> str:
         write_text(folder / "commands.txt", f"{lines}\n")
     except OSError as error:
         raise ValueError(f"--out {folder}: cannot be written ({error.strerror}); name another folder") from error
-    written = ", ".join([*files, "commands.txt"])
-    return "\n".join([_size(job), *_cost(job), f"wrote {written} to {folder}; nothing was started", lines])
-
-
-def _size(job: SliceJob) -> str:
-    capacity = "Spot" if job.spot else "on demand"
-    at = f" in {job.zone}" if job.zone else ""
-    return (
+    capacity = ("Spot" if job.spot else "on demand") + (f" in {job.zone}" if job.zone else "")
+    size = (
         f"{job.slice}: {job.topology.chips} chips of {job.chip.name}, {job.shape}, on {job.topology.hosts} hosts of "
-        f"{job.topology.chips_per_host}; {capacity}{at}; image {job.image}"
+        f"{job.topology.chips_per_host}; {capacity}; image {job.image}"
     )
+    written = ", ".join([*files, "commands.txt"])
+    return "\n".join([size, *_cost(job), f"wrote {written} to {folder}; nothing was started", lines])
 
 
 def _cost(job: SliceJob) -> list[str]:
-    """The price of an hour, and of the run where the planner knows its length. All are estimates."""
+    """Estimates the price of an hour, and of the run where the planner knows its length."""
     from tpu_kit.planning.planner import plan  # loads much
 
     price = job.chip.price

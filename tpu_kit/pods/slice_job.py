@@ -7,16 +7,15 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tpu_kit.config.fields import ConfigError, closest
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.runtime import slice_problems
 from tpu_kit.hardware.chips import Chip, Topology, parse_accelerator_type
 
-CONTAINER = "python:3.12"
-"""The image of a host on GKE. Any image does that has bash and python3 with pip."""
-SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
-"""Environment variables that a run reads. The files name those that are set; they never have the value."""
+CONTAINER = "python:3.12"  # the image of a host on GKE; any does that has bash and python3 with pip
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # variables that a run reads; files name those that are set, without the value
 _ON_GKE = ("jobset", "xpk")
 _IN_A_ZONE = ("xpk", "gcloud")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # what all four accept: xpk allows 40 characters
@@ -25,48 +24,31 @@ _ROW_FILE = re.compile(r"^[./~]|[*?\[\]]|\.(jsonl?|ndjson|csv|tsv|parquet)(\.\w+
 _GENERATED = ("embedded", "rationales", "synthetic")
 
 
-@dataclass(frozen=True)
-class Offer:
-    """What Google Cloud calls a chip's hosts, and where it has them.
+class Offer(NamedTuple):
+    """What Google Cloud calls a chip's hosts, and where it has them."""
 
-    Attributes:
-        runtime: software version of a TPU VM for PyTorch (docs.cloud.google.com/tpu/docs/runtimes).
-        label: value of GKE's node label `cloud.google.com/gke-tpu-accelerator` (xpk 1.16, system_characteristics.py).
-        zones: those with a price in the catalogue that `chips` has the prices from.
-    """
-
-    runtime: str
-    label: str
-    zones: list[str]
+    runtime: str  # software version of a TPU VM for PyTorch (docs.cloud.google.com/tpu/docs/runtimes)
+    label: str  # GKE's node label `cloud.google.com/gke-tpu-accelerator` (xpk 1.16, system_characteristics.py)
+    zones: list[str]  # those with a price in the catalogue that `chips` has the prices from
 
 
 OFFERS = {
     name: Offer(**offer) for name, offer in json.loads(Path(__file__).with_name("offers.json").read_text()).items()
 }
-"""By chip: those that the TPU compiler was asked about and that have slices of several hosts today."""
+"""By chip, for those that have slices of several hosts today."""
 
 
 @dataclass(frozen=True)
 class SliceJob:
-    """A checked run on a slice.
-
-    Attributes:
-        config: the run.
-        chip: the slice's chip.
-        topology: the slice's shape, and the chips of a host.
-        zone: where; None for the engine's choice.
-        image: of the hosts: a TPU VM's software version, or on GKE a container image.
-        spot: whether the slice is a Spot slice, which may be taken away at any time.
-        secrets: the environment variables to pass on.
-    """
+    """A checked run on a slice."""
 
     config: TrainConfig
     chip: Chip
-    topology: Topology
-    zone: str | None
-    image: str
-    spot: bool
-    secrets: tuple[str, ...]
+    topology: Topology  # the slice's shape, and the chips of a host
+    zone: str | None  # None for the engine's choice
+    image: str  # of the hosts: a TPU VM's software version, or on GKE a container image
+    spot: bool  # whether the slice may be taken away at any time
+    secrets: tuple[str, ...]  # the environment variables to pass on
 
     @property
     def name(self) -> str:
@@ -91,10 +73,10 @@ def check_job(
 
     Args:
         config: the run.
-        slice_name: the provider's name of the slice, such as "v4-32".
+        slice_name: such as "v4-32".
         engine: a name in `engines.ENGINES`.
         zone: None for the engine's choice.
-        image: None for the one that PyTorch needs.
+        image: None for the default.
         spot: whether to ask for a Spot slice.
 
     Raises:
@@ -105,9 +87,14 @@ def check_job(
     if config.tracking.wandb == "online" and "WANDB_API_KEY" not in secrets:
         problems.append("tracking.wandb: online needs WANDB_API_KEY on the hosts; set it in this environment")
     try:
-        chip, topology = _chip_and_topology(slice_name)
+        chip, chips = parse_accelerator_type(slice_name)
     except ValueError as error:
         raise ConfigError([*problems, f"--slice: {error}"]) from None
+    if chip.name not in OFFERS:
+        raise ConfigError([*problems, f"--slice: {slice_name}: files are written for {', '.join(OFFERS)}"])
+    if (topology := chip.topologies.get(chips)) is None:
+        known = ", ".join(map(chip.slice_name, sorted(chip.topologies)))
+        raise ConfigError([*problems, f"--slice: the topology of {slice_name} is not known; use one of {known}"])
     offer = OFFERS[chip.name]
     if topology.hosts > 1:
         problems += slice_problems(config)
@@ -120,21 +107,15 @@ def check_job(
         advice = f"did you mean {near}? " if near else ""
         problems.append(f"--zone: {zone} has no {chip.name}; {advice}It is offered in {', '.join(offer.zones)}")
     image = image or (CONTAINER if engine in _ON_GKE else offer.runtime)
-    if problem := _image_problem(image, offer, engine):
-        problems.append(problem)
+    if engine not in _ON_GKE and image != offer.runtime:
+        needed = f"the hosts need the software version {offer.runtime} of TPU VMs; leave --image out"
+        problems.append(f"--image: {image}: {needed}")
+    elif engine in _ON_GKE and not _IMAGE.fullmatch(image):
+        needed = f"write it with its tag, such as {CONTAINER}"
+        problems.append(f"--image: {image} is not the name of a container image; {needed}")
     if problems:
         raise ConfigError(problems)
     return SliceJob(config, chip, topology, zone, image, spot, secrets)
-
-
-def _chip_and_topology(slice_name: str) -> tuple[Chip, Topology]:
-    chip, chips = parse_accelerator_type(slice_name)
-    if chip.name not in OFFERS:
-        raise ValueError(f"{slice_name}: files are written for {', '.join(OFFERS)}")
-    if chips not in chip.topologies:
-        known = ", ".join(map(chip.slice_name, sorted(chip.topologies)))
-        raise ValueError(f"the topology of {slice_name} is not known; use one of {known}")
-    return chip, chip.topologies[chips]
 
 
 def _run_problems(config: TrainConfig) -> list[str]:
@@ -173,12 +154,3 @@ def _place_problems(config: TrainConfig, in_own_image: bool) -> list[str]:
             advice = "use --with jobset or xpk, and --image with an image that has it"
             problems.append(f"{name}: the hosts do not have the module of {config[name]}; {advice}")
     return problems
-
-
-def _image_problem(image: str, offer: Offer, engine: str) -> str | None:
-    if engine not in _ON_GKE:
-        needed = f"the hosts need the software version {offer.runtime} of TPU VMs; leave --image out"
-        return None if image == offer.runtime else f"--image: {image}: {needed}"
-    if _IMAGE.fullmatch(image):
-        return None
-    return f"--image: {image} is not the name of a container image; write it with its tag, such as {CONTAINER}"

@@ -19,12 +19,12 @@ _CANNOT_SYNC = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}  # folders of some FU
 def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Iterator[Path]:
     """Yields a path beside `path` for a new file or folder, and renames that to `path` when the block ends.
 
-    If the block raises, `path` is unchanged. The next writer removes the leftovers of a killed process, but not where
-    the place is shared.
+    If the block raises, `path` is unchanged.
 
     Args:
         path: the file or folder to make or replace; its parent must exist once the block ends.
-        shared: whether several processes may write there at the same time; each then uses its own hidden name.
+        shared: whether several processes may write there at the same time. Else the next writer removes what a killed
+            process has left.
         durable: whether the result must survive a crash of the machine; the block must `sync` the files of a folder.
     """
     hidden = f".{path.name}.{secrets.token_hex(4)}" if shared else f".{path.name}"

@@ -1,7 +1,6 @@
-"""Reads and writes files in an object store by URL (gs://bucket/folder).
+"""Reads and writes files in an object store by URL, gs://bucket/folder, through gcsfs.
 
-gs:// uses gcsfs, which finds the credentials and repeats failed requests; other schemes use their own fsspec package
-and are not tested.
+gcsfs finds the credentials and repeats failed requests. Other schemes use their fsspec package and are not tested.
 """
 
 from __future__ import annotations
@@ -42,10 +41,12 @@ def join(place: Path | str, *names: str) -> Path | str:
 
 
 class ObjectFolder:
-    """The objects whose names begin with a URL; names are relative to it. Folders need not be made or removed.
+    """The objects below a URL, by names relative to it. Folders need not be made or removed.
 
-    All methods raise OSError with a text that says what to do. `read` and `get` raise FileNotFoundError if the object
-    does not exist. ValueError says that the package for a scheme is missing, or that a URL names no bucket.
+    All methods raise OSError with a text that says what to do, `read` and `get` FileNotFoundError for a missing object.
+
+    Raises:
+        ValueError: the package for the scheme is missing, or the URL names no bucket.
     """
 
     def __init__(self, url: str) -> None:
@@ -64,9 +65,9 @@ class ObjectFolder:
         return f"{self.url}/{name}"
 
     def list(self) -> dict[str, tuple[int, str]]:
-        """Name to (bytes, MD5) of all objects; raises OSError if a name leads out of the folder of a copy.
+        """Lists all objects: name to (bytes, MD5); raises OSError if a name leads out of the folder of a copy.
 
-        The store computes the MD5 of what it holds; it is empty for objects that were composed of several.
+        The store computes the MD5; it is empty for objects that were composed of several.
         """
         with self._explained():
             try:
@@ -91,7 +92,7 @@ class ObjectFolder:
             return bytes(self._files.cat_file(f"{self._root}/{name}", start=start, end=end))
 
     def read_all(self, names: Iterable[str]) -> dict[str, bytes]:
-        """The contents of many small objects, at once, without those that do not exist."""
+        """The contents of small objects, at once, without those that do not exist."""
         names = list(names)
         with self._explained():
             # `cat` would take [, * and ? in a name for a pattern.
@@ -99,9 +100,7 @@ class ObjectFolder:
             for content in contents:
                 if isinstance(content, Exception) and not isinstance(content, FileNotFoundError):
                     raise content
-        return {
-            name: bytes(content) for name, content in zip(names, contents, strict=True) if isinstance(content, bytes)
-        }
+        return {name: content for name, content in zip(names, contents, strict=True) if isinstance(content, bytes)}
 
     def create(self, name: str, content: bytes) -> None:
         """Makes an object; of several writers one succeeds, and the others raise FileExistsError."""
@@ -170,17 +169,12 @@ class ObjectFolder:
             make = f"make it (gcloud storage buckets create {self.bucket}), or check its name"
             return OSError(errno.ENOENT, f"there is no bucket {self.bucket}: {make}")
         if status == "401" or (origin == "google" and kind != "TransportError"):
-            text = (
-                f"{self.bucket} wants credentials, and none that it takes were found: run `gcloud auth "
-                "application-default login`, on Colab `google.colab.auth.authenticate_user()`, or set "
-                "GOOGLE_APPLICATION_CREDENTIALS"
-            )
-            return OSError(errno.EACCES, text)
+            how = "run `gcloud auth application-default login`, on Colab `google.colab.auth.authenticate_user()`"
+            text = f"{self.bucket} wants credentials, and none that it takes were found: {how}, or set "
+            return OSError(errno.EACCES, text + "GOOGLE_APPLICATION_CREDENTIALS")
         if isinstance(error, PermissionError) or status == "403" or str(error).startswith("Forbidden"):
-            text = (
-                f"this account may not do that in {self.bucket}: give it the role Storage Object User there ({error})"
-            )
-            return OSError(errno.EACCES, text)
+            text = f"this account may not do that in {self.bucket}: give it the role Storage Object User there"
+            return OSError(errno.EACCES, f"{text} ({error})")
         if origin in ("aiohttp", "requests", "google") or isinstance(error, (ConnectionError, TimeoutError)):
             text = f"{self.bucket} could not be reached ({kind}: {error}): check the network, then run this again"
             return OSError(errno.ENETUNREACH, text)
@@ -199,14 +193,14 @@ def upload(folder: Path, url: str) -> None:
 
 @contextlib.contextmanager
 def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
-    """Yields a folder of this machine: `place` itself, or a temporary copy of the objects there.
+    """Yields a folder of this machine: `place` itself, or a temporary copy of the objects at a URL.
 
     Args:
         place: a folder, or a URL.
         names: of the objects and folders to copy; all by default. Missing ones are skipped.
 
     Raises:
-        ValueError: the object store cannot be read. Errors that name the copy name the URL in its place.
+        ValueError: the object store cannot be read. An error of the body that names the copy names the URL instead.
     """
     if not is_url(place):
         yield Path(place).absolute()
@@ -229,7 +223,7 @@ def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
 
 
 def _filesystem(scheme: str) -> Callable[[], Any]:
-    """Returns the constructor of a scheme's fsspec file system; raises ValueError if its package is missing."""
+    """Returns the constructor of a scheme's file system; raises ValueError if its package is missing."""
     # By default gcsfs asks a second service about each bucket, which only zonal buckets need.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     # Other processes write there too: a cached list may be out of date.

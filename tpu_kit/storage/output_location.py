@@ -29,7 +29,7 @@ class Place:
 
 
 def find_place(config: TrainConfig, at: Machine | None = None) -> Place:
-    """Chooses the place, or checks a given `output_dir`, on a machine (this one by default)."""
+    """Chooses where a run writes on a machine, this one by default, or checks its `output_dir`."""
     at = at or Machine()
     given = config.output_dir
     if given is not None and "://" in given:
@@ -38,11 +38,8 @@ def find_place(config: TrainConfig, at: Machine | None = None) -> Place:
         return _on_colab(given, config.run_name, at)
     if "KAGGLE_KERNEL_RUN_TYPE" in at.environ:
         return _on_kaggle(given, config.run_name, at)
-    place = given or str(config.output_path)
-    if at.tpus():
-        warning = f"a spot TPU VM that is taken back is deleted with its disk: use {_BUCKET}, or a disk of its own"
-        return Place(place, "this machine's disk", warning)
-    return Place(place, "this machine's disk")
+    warning = f"a spot TPU VM that is taken back is deleted with its disk: use {_BUCKET}, or a disk of its own"
+    return Place(given or str(config.output_path), "this machine's disk", warning if at.tpus() else "")
 
 
 def _on_colab(given: str | None, run_name: str, at: Machine) -> Place:

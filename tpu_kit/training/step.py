@@ -94,7 +94,7 @@ def train_step(
         gradients = [
             state.pinned(group, group.join(_take_gradients(state.parameters, group.slots))) for group in state.groups
         ]
-        runtime.reduce_gradients(gradients, totals)
+        runtime.all_reduce([*gradients, totals])
         _update(state, gradients, totals, control, optim)
 
 
