@@ -23,7 +23,7 @@ from tests.support.object_store import Proxy, free_port
 from tpu_kit.checkpointing.manager import scan
 
 TINY: Mapping[str, Any] = {
-    "model.name": "embedded", "base_dtype": "fp32", "lora.r": 2, "source": "synthetic", "data.split": "train[:64]",
+    "model.name": "embedded", "base_dtype": "fp32", "lora.r": 4, "source": "synthetic", "data.split": "train[:64]",
     "max_length": 32, "eval_rows": 0, "batch_size": 2, "learning_rate": 1e-2, "device_type": "cpu", "num_replicas": 1,
     "loss_chunk": 32, "logging_steps": 1, "optim.seed": 0, "hang_timeout": 60, "meeting_timeout": 60,
 }  # fmt: skip
@@ -162,7 +162,7 @@ def main(lost: str, *arguments: str) -> int:
 
     meeting.LOST = float(lost)
     if os.environ.get("TPU_KIT_TEST_FULL", "none") == os.environ.get("TPU_KIT_HOST_INDEX"):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, 2**17))  # less than a checkpoint's tensors
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18))  # between a log and a checkpoint
     return run(arguments)
 
 

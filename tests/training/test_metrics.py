@@ -85,6 +85,29 @@ def test_a_record_is_on_disk_before_close(tmp_path: Path) -> None:
     tracker.close()
 
 
+FULL = """
+import resource, sys
+from pathlib import Path
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.training.metrics import Tracker
+
+history = [{"kind": "eval", "step": 1, "seconds": 1.0}] * int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+try:
+    with Tracker(TrainConfig(), Path(sys.argv[1]), history=history) as tracker:
+        for step in range(1, 100):
+            tracker.log_eval(step, loss=1.0)
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("records", [0, 100], ids=["in a record", "at the start"])
+def test_a_log_for_which_there_is_no_room_is_told_with_what_to_do(tmp_path: Path, records: int) -> None:
+    told = run_python(["-c", FULL, str(tmp_path), str(records)]).stdout.splitlines()[-1]
+    assert told.startswith(f"[Errno 27] File too large: {tmp_path}/metrics.jsonl could not be written. Make room there")
+
+
 def test_what_is_not_finite_is_null_and_remembered(tmp_path: Path) -> None:
     with Tracker(TrainConfig(), tmp_path) as tracker:
         log(tracker, 1, loss=math.nan, grad_norm=math.inf)

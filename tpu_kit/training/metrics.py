@@ -341,7 +341,8 @@ class Tracker:
         if self._file.closed:
             return
         self._bar.close()
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a record that could not be written, which was told then
+            self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
@@ -357,8 +358,9 @@ class Tracker:
         record: dict[str, Any] = {"kind": kind, "step": step, **values}
         record.update(dict.fromkeys(nonfinite), **({"nonfinite": nonfinite} if nonfinite else {}))
         self.history.append(record)
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        with self._room():
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
         known = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
         if self._tensorboard is not None:
             for name, value in known.items():
@@ -375,8 +377,19 @@ class Tracker:
             if path.exists():
                 path.replace(self._dir / "metrics.previous.jsonl")
             return []
-        atomic.write_text(path, "".join(json.dumps(record) + "\n" for record in history))
+        with self._room():
+            atomic.write_text(path, "".join(json.dumps(record) + "\n" for record in history))
         return list(history)
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        """Says what to do if the log cannot be written, as on a full disk."""
+        try:
+            yield
+        except OSError as error:
+            text = f"{error.strerror}: {self._dir / METRICS_FILE} could not be written"
+            advice = "Make room there or set output_dir to another disk, and run it again: its last checkpoint is good"
+            raise OSError(error.errno, f"{text}. {advice}") from error
 
 
 def _open_tensorboard(folder: Path, purge_step: int | None) -> Any:
