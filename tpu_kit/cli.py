@@ -385,7 +385,7 @@ def generate(given: argparse.Namespace) -> int:
 
 @dataclass
 class _Executed:
-    out: str = knob("runs/notebooks", "The folder for executed notebooks, HTML and logs.")
+    out: str = knob("runs/notebooks", "The folder for executed notebooks and HTML.")
 
 
 @command(

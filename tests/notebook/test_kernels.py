@@ -50,8 +50,8 @@ def descendants(parent: int) -> dict[int, str]:
 
 @pytest.mark.parametrize(
     "where",
-    [pytest.param({"device_type": "cpu"}, id="cpu", marks=pytest.mark.slow),
-     pytest.param({"device_type": "xla-cpu", "num_replicas": 2}, id="xla-cpu", marks=needs_xla)],
+    [pytest.param({"device_type": "cpu"}, id="cpu"),
+     pytest.param({"device_type": "xla-cpu", "num_replicas": 2}, id="xla-cpu", marks=[needs_xla, pytest.mark.slow])],
 )  # fmt: skip
 @pytest.mark.usefixtures("kernel_env")
 def test_an_interrupted_cell_saves_ends_its_processes_and_goes_on(where: dict[str, Any], tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import contextvars
 import html
 import importlib
 import json
-import math
 import os
 import threading
 import time
@@ -28,17 +27,16 @@ from tpu_kit.distributed.progress import ANSWERING_FILE, NO_BAR
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Check
 from tpu_kit.notebook.kernel import (
-    COLOURS,
     Bundle,
     explain_missing_names,
     in_ipython,
+    new_figure,
     parameters,
     picture,
     show,
     show_table,
 )
 from tpu_kit.notebook.kernel import show_checks as show_checks
-from tpu_kit.planning import tables
 from tpu_kit.storage.output_location import fetch_run, find_place
 from tpu_kit.training.metrics import METRICS_FILE, read_metrics
 
@@ -46,16 +44,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from tpu_kit.data.prepare import DataReport, Prepared
-    from tpu_kit.planning.planner import Plan, Setting
+    from tpu_kit.planning.planner import Plan
     from tpu_kit.recipes.sft import TrainResult
 
-_SECRETS: Mapping[str, Callable[[str], str]] = {
+_SECRETS: Mapping[str, Callable[[str], str | None]] = {
+    "environment": lambda name: os.environ.get(name),
     "Colab secrets": lambda name: importlib.import_module("google.colab.userdata").get(name),
     "Kaggle secrets": lambda name: importlib.import_module("kaggle_secrets").UserSecretsClient().get_secret(name),
 }
-_WIDTH = 40  # characters of the bar
-
-MOST_BARS = 12
 
 # A kernel must not touch the TPU, which torch-tpu, where it is installed, opens when torch is imported.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -66,9 +62,8 @@ os.environ.setdefault("TQDM_DELAY", "5")
 with contextlib.suppress(ImportError):  # nothing is installed yet
     from tqdm.notebook import tqdm_notebook  # type: ignore[import-untyped]  # tqdm ships no types
 
-    for _name in ("__init__", "__iter__", "update", "close", "clear", "reset", "display", "colour", "status_printer"):
-        if _name in vars(tqdm_notebook):  # not if this module is loaded again
-            delattr(tqdm_notebook, _name)
+    for _name in {*vars(tqdm_notebook)} & {*vars(tqdm_notebook.__base__)} - {"__module__", "__doc__"}:
+        delattr(tqdm_notebook, _name)
 explain_missing_names()
 # Deprecation warnings of libraries, in the processes that a cell starts, would stay in the notebook.
 os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
@@ -122,57 +117,34 @@ def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> Trai
 
 
 def secrets(*names: str) -> dict[str, str]:
-    """Puts secrets into the environment of this process and its children.
-
-    The sources are the environment, Colab's secrets and Kaggle's secrets, in this order. A secret that the service
-    does not grant to this notebook counts as not found.
-
-    Args:
-        names: such as "WANDB_API_KEY" or "HF_TOKEN".
+    """Puts secrets, such as HF_TOKEN, into the environment of this process and its children.
 
     Returns:
-        The source of each secret, never its value: "environment", "Colab secrets", "Kaggle secrets" or "not found".
+        The source of each secret, never its value: the first of "environment", "Colab secrets" and "Kaggle secrets"
+        that has it, or "not found", also if the service does not grant it to this notebook.
     """
-    return {name: _find_secret(name) for name in names}
-
-
-def _find_secret(name: str) -> str:
-    if os.environ.get(name):
-        return "environment"
-    for source, read in _SECRETS.items():
-        # Each service has its own errors for "no such secret" and "not granted"; elsewhere the import fails.
-        with contextlib.suppress(Exception):
-            if value := read(name):
-                os.environ[name] = value
-                return source
-    return "not found"
+    found = dict.fromkeys(names, "not found")
+    for name in names:
+        for source, read in _SECRETS.items():
+            # Each service has its own errors for "no such secret" and "not granted"; elsewhere the import fails.
+            with contextlib.suppress(Exception):
+                if value := read(name):
+                    os.environ[name], found[name] = value, source
+                    break
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- displays
 
 
-def show_cores(checks: Iterable[Check]) -> None:
-    """Shows the doctor's measurements of each core."""
-    show_table([core for check in checks for core in check.cores])
-
-
 def show_verdict(checks: Sequence[Check]) -> None:
-    """Shows whether this machine is ready, or the problem to fix first."""
-    failures = [check for check in checks if check.status == "failure"]
-    warnings = [check for check in checks if check.status == "warning"]
-    if failures:
+    """Prints whether this machine is ready, or the problem to fix first."""
+    if failures := [check for check in checks if check.status == "failure"]:
         first = failures[0]
-        colour, text = COLOURS["failure"], f"Not ready. Fix this first: {first.name}: {first.found}\n→ {first.fix}"
+        print(f"Not ready. Fix this first: {first.name}: {first.found}\n→ {first.fix}")
     else:
-        notes = "".join(f"\n! {check.name}: {check.found}" for check in warnings)
-        colour, text = COLOURS["ok"], f"Ready.{notes}"
-    head, _, rest = html.escape(text).partition("\n")
-    show(
-        {
-            "text/html": f"<h3 style='color:{colour}'>{head}</h3><pre style='white-space:pre-wrap'>{rest}</pre>",
-            "text/plain": text,
-        }
-    )
+        notes = (f"! {check.name}: {check.found}" for check in checks if check.status == "warning")
+        print("Ready.", *notes, sep="\n")
 
 
 def show_config(config: TrainConfig, *, all_settings: bool = False) -> None:
@@ -185,8 +157,7 @@ def show_config(config: TrainConfig, *, all_settings: bool = False) -> None:
             rows.append({"setting": name, "value": value, "from": source})
     show_table(rows)
     if len(rows) < len(names):
-        text = f"{len(names) - len(rows)} more settings have their defaults: show_config(config, all_settings=True)"
-        show({"text/plain": text})
+        print(f"{len(names) - len(rows)} more settings have their defaults: show_config(config, all_settings=True)")
 
 
 def show_data(config: TrainConfig) -> Prepared:
@@ -228,13 +199,8 @@ def show_example(spans: Iterable[tuple[str, bool]]) -> None:
 
 def show_lengths(report: DataReport, max_length: int) -> None:
     """Shows the lengths of the examples against `max_length`, and how full the packed rows are."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 2.5), layout="constrained")
-    axes = figure.add_subplot()
-    # Each bar covers the same whole number of tokens: otherwise some bars are empty.
-    step = max(1, math.ceil((max(report.lengths) - min(report.lengths) + 1) / 40))
-    axes.hist(report.lengths, bins=range(min(report.lengths), max(report.lengths) + step + 1, step))
+    figure, (axes,) = new_figure(8, 2.5)
+    axes.hist(report.lengths, bins=min(40, max(report.lengths) - min(report.lengths) + 1))
     axes.axvline(max_length, color="tab:red", linestyle="--", label=f"max_length {max_length}")
     axes.set(xlabel="tokens in an example", ylabel="examples")
     axes.legend()
@@ -252,11 +218,10 @@ def show_answers(output_dir: str | Path, rows: int = 4) -> None:
         rows: questions to show; questions that only one model answers correctly come first.
     """
     path = Path(output_dir) / "eval.json"
-    if not path.is_file():
-        text = f"no answers in {output_dir} yet: training writes them at its end, where generate_rows asks for them"
-        show({"text/plain": text})
-        return
-    show_comparison(json.loads(path.read_text()), rows)
+    if path.is_file():
+        show_comparison(json.loads(path.read_text()), rows)
+    else:
+        print(f"no answers in {output_dir} yet: training writes them at its end, where generate_rows asks for them")
 
 
 def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
@@ -277,9 +242,10 @@ def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
             for name, figures, accuracy in models
         ]
     )
-    seen = f"{comparison['seen_in_training']} rows were left out: their questions are in the training data too."
-    for text in [seen] * bool(comparison["seen_in_training"]) + [UNKNOWN] * (not comparison["training_data_known"]):
-        show({"text/html": f"<p>{text}</p>", "text/plain": text})
+    if seen := comparison["seen_in_training"]:
+        print(f"{seen} rows were left out: their questions are in the training data too.")
+    if not comparison["training_data_known"]:
+        print(UNKNOWN)
     samples = sorted(comparison["samples"], key=lambda sample: sample["base"]["correct"] == sample["tuned"]["correct"])
     verdicts = {True: "correct", False: "wrong", None: "not judged"}
     show_table(
@@ -311,23 +277,20 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
         return
     from IPython.display import display
 
-    files, stop = [Path(output_dir) / name for name in (METRICS_FILE, ANSWERING_FILE)], threading.Event()
-    old = seen = [_version(file) for file in files]  # files of an earlier run are not of this run
-    bar = display(_progress(output_dir, started=False), raw=True, display_id=True)
-    plot = display(_curves(output_dir), raw=True, display_id=True)
+    folder, begun, stop = Path(output_dir), time.time(), threading.Event()
+    bar = display(_progress(folder, begun), raw=True, display_id=True)
+    plot = display(_curves(folder), raw=True, display_id=True)
 
-    def redraw(curves: bool = True) -> None:
-        started, answering = (_version(file) not in (None, before) for file, before in zip(files, old, strict=True))
-        bar.update(_progress(output_dir, started, answering), raw=True)
-        if curves:
-            plot.update(_curves(output_dir), raw=True)
+    def redraw() -> None:
+        bar.update(_progress(folder, begun), raw=True)
+        plot.update(_curves(folder), raw=True)
 
     def follow() -> None:
-        nonlocal seen
+        drawn = begun
         while not stop.wait(every):
-            if (now := [_version(file) for file in files]) != seen:
-                changed, seen = now[0] != seen[0], now
-                redraw(curves=changed)
+            if (changed := max(_modified(folder / name) for name in (METRICS_FILE, ANSWERING_FILE))) > drawn:
+                drawn = changed
+                redraw()
 
     # The context names the cell that owns the output; a thread starts without a context.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(follow,), daemon=True)
@@ -351,8 +314,8 @@ def show_run(config: TrainConfig, result: TrainResult) -> None:
     """Shows status, speed, compiled programs, newest checkpoint and adapter of a run that ended."""
     status = f"{result.status} ({result.reason})" if result.reason else result.status
     status += f": to resume it, {config.again}" if result.status == "preempted" else ""
-    records = read_metrics(config.output_path)
-    rows = {"status": status, "updates": f"{result.step} of {result.total_steps}", **_figures(records)}
+    rows = {"status": status, "updates": f"{result.step} of {result.total_steps}"}
+    rows |= _figures(read_metrics(config.output_path))
     rows |= {"newest checkpoint": result.checkpoint_dir or "none", "adapter": result.adapter_dir or "none yet"}
     show_table([{"what": name, "value": value} for name, value in rows.items()])
 
@@ -364,7 +327,7 @@ def check_run(config: TrainConfig, result: TrainResult) -> None:
         ValueError: the loss of the last logged updates is not below that of the first, or the weights are missing.
     """
     if result.status == "preempted":
-        show({"text/plain": f"preempted ({result.reason}): nothing to check; run the training cell again"})
+        print(f"preempted ({result.reason}): nothing to check; run the training cell again")
         return
     losses = [record["loss"] for record in read_metrics(config.output_path) if record["kind"] == "train"]
     if len(losses) > 1 and not (None not in (losses[0], losses[-1]) and losses[-1] < losses[0]):
@@ -375,15 +338,14 @@ def check_run(config: TrainConfig, result: TrainResult) -> None:
     name = "adapter_model.safetensors" if config.lora.r else "model.safetensors*"
     if not list(Path(result.adapter_dir).glob(name)):
         raise ValueError(f"{result.adapter_dir} has no {name}: run the training cell again, which writes it")
-    show({"text/plain": f"{result.status}: {len(losses)} logs, {Path(result.adapter_dir) / name}"})
+    print(f"{result.status}: {len(losses)} logs, {Path(result.adapter_dir) / name}")
 
 
-def _version(file: Path) -> tuple[int, int] | None:
-    try:
-        status = file.stat()
-    except OSError:  # not there yet
-        return None
-    return status.st_mtime_ns, status.st_size
+def _modified(file: Path) -> float:
+    """Returns when a file was last changed, in seconds since 1970; 0 if it does not exist."""
+    with contextlib.suppress(OSError):
+        return file.stat().st_mtime
+    return 0.0
 
 
 def _figures(records: list[dict[str, Any]]) -> dict[str, str]:
@@ -392,56 +354,44 @@ def _figures(records: list[dict[str, Any]]) -> dict[str, str]:
     if not train:
         return {}
     last, warm = train[-1], train[1:] or train  # the first record includes the compilation
-    rates, shares = (
-        [record[name] for record in warm if record.get(name) is not None]
-        for name in ("tokens_per_second_per_chip", "mfu")
-    )
-    return {
-        **({"resumed from": f"step {last['resumed_from']}"} if last.get("resumed_from") else {}),
-        "compiled programs": str(last.get("compiles", "unknown")),
-        **({"tokens/s/chip": f"{median(rates):,.0f}"} if rates else {}),
-        **({"MFU": f"{median(shares):.1%}"} if shares else {}),  # the peak of a CPU is not known
-    }
+    figures = {"resumed from": f"step {last['resumed_from']}"} if last.get("resumed_from") else {}
+    figures["compiled programs"] = str(last.get("compiles", "unknown"))
+    for name, key, form in (("tokens/s/chip", "tokens_per_second_per_chip", ",.0f"), ("MFU", "mfu", ".1%")):
+        if values := [record[key] for record in warm if record.get(key) is not None]:  # a CPU has no known peak
+            figures[name] = format(median(values), form)
+    return figures
 
 
-def _progress(output_dir: str | Path, started: bool, answering: bool = False) -> Bundle:
-    records = read_metrics(output_dir) if started else []
+def _progress(folder: Path, begun: float) -> Bundle:
+    """Returns the progress of a run from the files that changed after the time `begun`."""
+
+    def bar(share: float) -> str:
+        return f"{'█' * round(40 * share):░<40}"
+
+    records = read_metrics(folder) if _modified(folder / METRICS_FILE) > begun else []
     last = next((record for record in reversed(records) if record["kind"] == "train"), None)
     if last is None:
-        text = "starting: the first figures come after compilation and the first logged updates"
-        return {"text/html": f"<i>{text}</i>", "text/plain": text}
+        return {"text/plain": "starting: the first figures come after compilation and the first logged updates"}
     step, total = last["step"], last.get("total_steps")
     left = f", {timedelta(seconds=round(last['eta_seconds']))} left" if last.get("eta_seconds") else ""
-    bar = f"{_bar(step / total if total else 0)} {step} of {total or '?'} updates{left}"
-    if answering:
-        with contextlib.suppress(OSError, ValueError):  # it was removed meanwhile: all questions are answered
-            now = json.loads((Path(output_dir) / ANSWERING_FILE).read_text())
-            bar += (
-                f"\n{_bar(now['answered'] / now['asked'])} {now['answered']} of {now['asked']} answers, {now['model']}"
-            )
+    lines = [f"{bar(step / total if total else 0)} {step} of {total or '?'} updates{left}"]
+    if _modified(folder / ANSWERING_FILE) > begun:
+        with contextlib.suppress(OSError, ValueError):  # removed or half-written meanwhile
+            now = json.loads((folder / ANSWERING_FILE).read_text())
+            share = now["answered"] / now["asked"]
+            lines.append(f"{bar(share)} {now['answered']} of {now['asked']} answers, {now['model']}")
     figures = _figures(records)
-    if saved := sorted(Path(output_dir).glob("checkpoints/step-*/manifest.json")):
+    if saved := sorted(folder.glob("checkpoints/step-*/manifest.json")):
         figures["newest checkpoint"] = str(saved[-1].parent)
-    shown = tables.to_html([{"what": name, "value": value} for name, value in figures.items()])
-    plain = "; ".join(f"{name} {value}" for name, value in figures.items())
-    drawn = f"<pre style='font-family:monospace;color:#15803d'>{html.escape(bar)}</pre>"
-    return {"text/html": f"{drawn}{shown}", "text/plain": f"{bar}; {plain}"}
-
-
-def _bar(share: float) -> str:
-    full = round(_WIDTH * share)
-    return "█" * full + "░" * (_WIDTH - full)
+    lines.append("; ".join(f"{name} {value}" for name, value in figures.items()))
+    return {"text/plain": "\n".join(lines)}
 
 
 def _curves(output_dir: str | Path) -> Bundle:
-    from matplotlib.figure import Figure
-
     records = {kind: [one for one in read_metrics(output_dir) if one["kind"] == kind] for kind in ("train", "eval")}
     if not any(records.values()):
-        text = f"no metrics yet in {output_dir} ({time.strftime('%H:%M:%S')})"
-        return {"text/html": f"<i>{html.escape(text)}</i>", "text/plain": text}
-    figure = Figure(figsize=(9, 3), layout="constrained")
-    loss, speed = figure.subplots(1, 2)
+        return {"text/plain": f"no metrics yet in {output_dir} ({time.strftime('%H:%M:%S')})"}
+    figure, (loss, speed) = new_figure(9, 3, columns=2)
     summary = []
     for (kind, points), marker in zip(records.items(), ".o", strict=True):
         if points:
@@ -460,22 +410,19 @@ def _curves(output_dir: str | Path) -> Bundle:
 # ---------------------------------------------------------------------------------------------------------------- plans
 
 
-def show_plans(plans: Sequence[Plan]) -> None:
-    """Shows a row for each slice: whether the run fits, with which settings, its duration and cost."""
-    from tpu_kit.planning.report import plan_row
-
-    show_table([plan_row(one) for one in plans])
-
-
 def show_memory(plan: Plan) -> None:
     """Shows the parts of the pick's peak memory, the largest part first."""
-    parts = sorted(plan.parts.items(), key=lambda part: -part[1])
-    rows = [(name.replace("_", " "), size) for name, size in parts if size >= plan.peak_bytes / 1000]
-    rows += [("peak", plan.peak_bytes), (f"a device of {plan.where.name} has", plan.where.limit)]
+    parts = dict(sorted(plan.parts.items(), key=lambda part: -part[1]))
+    parts |= {"peak": plan.peak_bytes, f"a device of {plan.where.name} has": plan.where.limit}
     show_table(
         [
-            {"part": name, "GiB": f"{size / GIB:.3f}", "of the device": f"{size / plan.where.limit:.1%}"}
-            for name, size in rows
+            {
+                "part": name.replace("_", " "),
+                "GiB": f"{size / GIB:.3f}",
+                "of the device": f"{size / plan.where.limit:.1%}",
+            }
+            for name, size in parts.items()
+            if size >= plan.peak_bytes / 1000
         ]
     )
 
@@ -494,39 +441,31 @@ def show_mesh(plan: Plan) -> None:
 
 def show_settings(plan: Plan) -> None:
     """Shows a bar of the peak memory of every setting against the limit of the device, and marks the pick."""
-    fitting = sum(one.peak <= plan.where.limit * (1 - plan.free) for one in plan.settings)
-    text = f"{fitting} of {len(plan.settings)} settings fit {plan.where.name}, {plan.free:.0%} of its memory kept free"
+    count = sum(one.peak <= plan.where.limit * (1 - plan.free) for one in plan.settings)
+    text = f"{count} of {len(plan.settings)} settings fit {plan.where.name}, {plan.free:.0%} of its memory kept free"
     show(picture(_bars(plan), text))
 
 
 def _bars(plan: Plan) -> Figure:
-    from matplotlib.figure import Figure
-
-    # Of the settings over the limit only the two smallest are shown.
-    settings = sorted(plan.settings, key=lambda one: -one.peak)
-    over = [one for one in settings if one.peak > plan.where.limit]
-    settings = [one for one in settings if one not in over[:-2]][-MOST_BARS:]
-    settings.sort(key=lambda one: (one.config.optim.remat, one.time.seconds), reverse=True)
-    limit, mark = plan.where.limit / GIB, "the pick" if plan.fits else "the nearest"
-    figure = Figure(figsize=(10, 1.7 + 0.36 * max(3, len(settings))), layout="constrained")
-    axes = figure.add_subplot()
-    bars = axes.barh(range(len(settings)), [one.peak / GIB for one in settings], height=0.72)
-    axes.set_yticks(range(len(settings)), [_label(one) for one in settings])
-    rates = [batch_arithmetic(one.config, one.replicas).tokens_per_update / one.time.seconds for one in settings]
-    picked = [f": {mark}" if one.config == plan.config else "" for one in settings]
-    texts = zip(settings, rates, picked, strict=True)
-    axes.bar_label(
-        bars, [f"{one.peak / GIB:.1f} GiB, {rate:,.0f} tokens/s{pick}" for one, rate, pick in texts], padding=3
+    limit, mark = plan.where.limit, "the pick" if plan.fits else "the nearest"
+    fitting = sorted((one for one in plan.settings if one.peak <= limit), key=lambda one: one.time.seconds)
+    over = sorted((one for one in plan.settings if one.peak > limit), key=lambda one: one.peak)
+    settings = [*over[1::-1], *fitting[9::-1]]
+    names, texts = [], []
+    for one in settings:
+        batch = batch_arithmetic(one.config, one.replicas)
+        passes = f"{batch.batch_size} rows x {batch.gradient_accumulation} passes"
+        names.append(f"{passes}, remat={one.config.optim.remat}")
+        rate = batch.tokens_per_update / one.time.seconds
+        pick = f": {mark}" if one.config == plan.config else ""
+        texts.append(f"{one.peak / GIB:.1f} GiB, {rate:,.0f} tokens/s{pick}")
+    figure, (axes,) = new_figure(10, 1.7 + 0.36 * max(3, len(settings)))
+    axes.bar_label(axes.barh(range(len(settings)), [one.peak / GIB for one in settings]), texts, padding=3)
+    axes.set_yticks(range(len(settings)), names)
+    axes.axvline(limit / GIB, color="black", label=f"limit {limit / GIB:.2f} GiB")
+    axes.axvline(limit * (1 - plan.free) / GIB, color="black", linestyle=":", label=f"less {plan.free:.0%} kept free")
+    axes.set(
+        xlim=(0, 1.5 * limit / GIB), xlabel="GiB of one device, by formula", title=f"Settings on {plan.where.name}"
     )
-    axes.axvline(limit, color="black", label=f"limit {limit:.2f} GiB")
-    axes.axvline(limit * (1 - plan.free), color="black", linestyle=":", label=f"less {plan.free:.0%} kept free")
-    axes.set(xlim=(0, 1.5 * limit), xlabel="GiB of one device, by formula", title=f"Settings on {plan.where.name}")
     figure.legend(loc="outside lower center", ncols=2)
     return figure
-
-
-def _label(one: Setting) -> str:
-    batch = batch_arithmetic(one.config, one.replicas)
-    rows = f"{batch.batch_size} row{'s' if batch.batch_size > 1 else ''}"
-    passes = f"{batch.gradient_accumulation} pass{'es' if batch.gradient_accumulation > 1 else ''}"
-    return f"{rows}, {passes}, remat={one.config.optim.remat}"

@@ -13,6 +13,7 @@ import inspect
 import io
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -41,11 +42,10 @@ _PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
 def parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the notebook's parameters: the names that its parameters cells assign, with their current values.
 
-    Papermill adds a cell after the notebook's parameters cell and does not check the names in it. A kernel sees no cell
-    tags, but it keeps the source of every cell that ran (`In`), so the first line identifies a cell: the notebook's own
-    parameters cell begins with a comment such as ``# Parameters: change them here``, papermill's with exactly
-    ``# Parameters``. Only the last run of each counts, and papermill's only if it ran after the notebook's own. So
-    cells may run again in any order, and variables of other cells are never parameters.
+    A kernel sees no cell tags, but it keeps the source of every cell that ran (`In`). The notebook's own parameters
+    cell begins with a comment such as ``# Parameters: change them here``, the one that papermill adds after it with
+    exactly ``# Parameters``. Only the last run of each counts, and papermill's only after the notebook's own. So cells
+    may run again in any order, and variables of other cells are never parameters.
 
     Args:
         namespace: ``globals()`` of the notebook. In a mapping without `In` (a script), every name without a leading
@@ -99,22 +99,16 @@ def check_names(given: Mapping[str, Any], known: Collection[str]) -> None:
 
 def explain_missing_names() -> None:
     """Makes every NameError of a cell name the missing cell from now on; does nothing outside IPython."""
-    module = sys.modules.get("IPython")
-    shell = module.get_ipython() if module is not None else None
-    if shell is not None:
-        shell.set_custom_exc((NameError,), _explain)
+    if in_ipython():
+        sys.modules["IPython"].get_ipython().set_custom_exc((NameError,), _explain)
 
 
 def _explain(
     shell: Any, kind: type[NameError], error: NameError, trace: TracebackType | None, tb_offset: int | None = None
 ) -> None:
-    frame = trace
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    # Only errors of the cell itself: in a function that it calls, a missing name is an error of the code. IPython names
-    # the code of a cell <module> or <cell line: 1>, depending on its version.
-    code = frame.tb_frame.f_code if frame is not None and frame.tb_frame.f_globals is shell.user_ns else None
-    if code is not None and not code.co_flags & inspect.CO_OPTIMIZED:
+    *_, (frame, _line) = traceback.walk_tb(trace)
+    # Only errors of the cell itself: in a function, whose code is optimized, a missing name is an error of the code.
+    if frame.f_globals is shell.user_ns and not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         error.args = (
             f"name {error.name!r} is not defined yet: the cell above that sets it (look for `{error.name} =` or an "
             "import of it) has not run in this kernel. Run that cell first, or all above (Run > Run All Above)",
@@ -147,8 +141,16 @@ def show_table(rows: tables.Rows) -> None:
     show({"text/html": tables.to_html(rows), "text/plain": tables.to_text(rows)})
 
 
+def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, Sequence[Any]]:
+    """Returns a figure of so many inches and its axes; drawing it needs neither pyplot nor the main thread."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
 def picture(figure: Figure, text: str) -> Bundle:
-    """Returns a figure as PNG with its text; drawing it needs neither pyplot, a backend nor the main thread."""
+    """Returns a figure as PNG with its text."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return {"image/png": base64.b64encode(buffer.getvalue()).decode(), "text/plain": text}
@@ -157,17 +159,17 @@ def picture(figure: Figure, text: str) -> Bundle:
 def show_checks(checks: Iterable[Check]) -> list[Check]:
     """Shows rows of the doctor as they arrive, each with its mark and its fix, and returns them all."""
     rows: list[Check] = []
-    if not in_ipython():
-        for check in checks:
-            print(check, flush=True)
-            rows.append(check)
-        return rows
-    from IPython.display import display
+    handle = None
+    if in_ipython():
+        from IPython.display import display
 
-    handle = display(_checks(rows), raw=True, display_id=True)
+        handle = display(_checks(rows), raw=True, display_id=True)
     for check in checks:
         rows.append(check)
-        handle.update(_checks(rows), raw=True)
+        if handle is None:
+            print(check, flush=True)
+        else:
+            handle.update(_checks(rows), raw=True)
     return rows
 
 

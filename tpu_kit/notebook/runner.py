@@ -1,8 +1,7 @@
 """Runs notebooks as batch jobs, by papermill: `python -m tpu_kit notebooks FILE.ipynb ... [out=...] [name=value ...]`.
 
-Each notebook runs in its own kernel, one after the other; the terminal names each cell. The outputs of the cells are
-printed for a single notebook only. The results are the executed notebooks, the same as HTML, and a log of the outputs.
-The first cell that fails ends the job, and so does a training run that was preempted.
+Each notebook runs in its own kernel, one after the other; the terminal shows the cells, their outputs and the progress
+of training. The results are the executed notebooks, and the same as HTML.
 """
 
 from __future__ import annotations
@@ -13,30 +12,28 @@ import os
 import signal
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from tpu_kit.config.fields import SECRET_ADVICE, is_secret_name, is_secret_value
 from tpu_kit.config.loader import ConfigError
-from tpu_kit.notebook.kernel import assigned, check_names
+from tpu_kit.notebook.kernel import check_names
 from tpu_kit.recipes.sft import RESULT_TYPE
 
 OK, FAILED, PREEMPTED = 0, 1, 75
-
-_TAIL = 15  # lines of the log under an error
-_WIDTH = 70
+_WIDTH = 70  # characters of a cell's first line
 
 
 def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
-    """Runs notebooks one after the other; returns the exit code.
+    """Runs notebooks up to the first one that fails or whose training run is preempted; returns the exit code.
 
     Args:
         paths: the notebooks.
-        out: the folder for executed notebooks, HTML and logs.
+        out: the folder for executed notebooks and HTML.
         parameters: each goes to the notebooks that name it, or, where none does, to those that configure a run, which
             refuse an unknown name themselves.
 
@@ -56,185 +53,121 @@ def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError([f"out={out} cannot be made ({error.strerror}); name another folder"]) from None
-    job = _Job(print_outputs=len(paths) == 1)
-    handlers = {number: signal.signal(number, job.stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        for number, (path, names, configures) in enumerate(notebooks, 1):
-            print(f"[{number}/{len(paths)}] {path.name}", flush=True)
-            values = {
-                name: value for name, value in parameters.items() if name in names or (configures and name not in named)
-            }
-            failed, reason = job.execute(path, out / path.name, values)
-            if job.signals and (failed or number < len(paths)):
-                reason = reason or "told to stop"
-            if reason:
-                print(f"{path.name} was preempted ({reason}): the same command resumes it", flush=True)
-                return PREEMPTED
-            if failed:
-                return FAILED
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    job = _Job()
+    signal.signal(signal.SIGINT, job.stop)
+    signal.signal(signal.SIGTERM, job.stop)
+    for number, (path, names, configures) in enumerate(notebooks, 1):
+        print(f"[{number}/{len(paths)}] {path.name}", flush=True)
+        values = {key: value for key, value in parameters.items() if key in names or (configures and key not in named)}
+        failure, preempted = job.execute(path, out / path.name, values)
+        if preempted or (job.signals and (failure or number < len(paths))):
+            reason = preempted or "told to stop"
+            print(f"{path.name} was preempted ({reason}): the same command resumes it", flush=True)
+            return PREEMPTED
+        if failure:
+            print(f"{path.name} failed: {failure}", flush=True)
+            return FAILED
     return OK
 
 
 def _inspect(notebook: Path) -> tuple[set[str], bool]:
-    """Returns the names that a notebook's parameters cell assigns, and whether the notebook configures a run.
+    """Returns the names of a notebook's parameters, and whether the notebook configures a run.
 
     Raises:
-        ConfigError: papermill is missing, the file is no notebook, or its parameters cell is not Python.
+        ConfigError: papermill is missing, or the file is no notebook.
     """
     try:
         import nbconvert  # noqa: F401 - only to learn whether it is installed
-        import nbformat
-        import papermill  # noqa: F401 - as above
+        import papermill
     except ImportError:
         advice = "pip install papermill ipykernel nbconvert"
         raise ConfigError([f"papermill, which runs the notebooks, is not installed: {advice}"]) from None
+    logging.getLogger("papermill").setLevel(logging.ERROR)  # it warns about parameters that are not in the cell
     try:
-        cells = [cell for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
-        tagged = [cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])]
-        names = set(assigned("\n".join(tagged)))
+        return set(papermill.inspect_notebook(notebook)), "cells.config(" in notebook.read_text()
     except Exception:  # nbformat raises many kinds of errors
-        advice = "give an .ipynb file of format 4, whose parameters cell is Python"
-        raise ConfigError([f"{notebook}: not a notebook; {advice}"]) from None
-    return names, any("cells.config(" in cell.source for cell in cells)
+        raise ConfigError([f"{notebook}: not a notebook; give an .ipynb file of format 4"]) from None
 
 
 class _Job:
     """Runs notebooks, and passes signals on to the kernel.
 
-    The first signal interrupts the kernel as its stop button does, so that training saves and returns; the second one
-    ends the kernel.
-
-    Args:
-        print_outputs: whether to print the outputs of cells.
+    The first signal interrupts the kernel as its stop button does, so that training saves and returns, and no further
+    cell runs; the second one kills the kernel.
     """
 
-    def __init__(self, print_outputs: bool) -> None:
-        self.print_outputs = print_outputs
-        self.signals: list[int] = []
+    def __init__(self) -> None:
+        self.signals = 0
         self.kernel: Any = None
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Handles SIGINT and SIGTERM."""
-        self.signals.append(number)
-        first = len(self.signals) == 1
-        then = "the run saves and ends; a second signal ends it at once" if first else "it is ended now"
+        self.signals += 1
+        then = "the run saves and ends; a second signal ends it at once" if self.signals == 1 else "it is ended now"
         print(f"\n   told to stop: {then}", file=sys.stderr, flush=True)
-        if self.kernel:
+        if self.kernel is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.kernel.pid, signal.SIGINT if first else signal.SIGKILL)
+                os.kill(self.kernel.pid, signal.SIGINT if self.signals == 1 else signal.SIGKILL)
 
-    def execute(self, path: Path, target: Path, parameters: Mapping[str, Any]) -> tuple[bool, str]:
-        """Runs one notebook; writes it, its HTML and its log.
-
-        Papermill runs in another thread: in the main thread nbclient would handle the signals, and kill the kernel at
-        the first one.
-
-        Returns:
-            Whether it failed (which is printed with the end of its log), and why its training run was preempted.
-        """
+    def execute(self, path: Path, target: Path, parameters: Mapping[str, Any]) -> tuple[BaseException | None, str]:
+        """Runs one notebook, and writes it and its HTML; returns its error, and why its training was preempted."""
         import nbformat
         import papermill
         from nbconvert import HTMLExporter
         from papermill.engines import papermill_engines
         from traitlets.config import Config
 
-        logging.getLogger("papermill").setLevel(logging.ERROR)  # it warns about parameters that are not in the cell
-        failures: list[Exception] = []
-        self.kernel = None
-
-        def work() -> None:
-            try:
-                papermill.execute_notebook(
-                    path, target, dict(parameters), engine_name="tpu_kit", kernel_name="python3", language="python",
-                    progress_bar=False,
-                )  # fmt: skip
-            except Exception as error:  # of a cell, a dead kernel, a full disk
-                failures.append(error)
-
-        start, log_file = time.monotonic(), target.with_suffix(".log")
-        with log_file.open("a") as log:
-            papermill_engines.register("tpu_kit", _engine(self, log))
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-        reason, page = "", target.with_suffix(".html")
+        papermill_engines.register("tpu_kit", _engine(self))
+        options = {"engine_name": "tpu_kit", "kernel_name": "python3", "language": "python", "progress_bar": False}
+        start, preempted = time.monotonic(), ""
+        # In the main thread nbclient would handle the signals itself, and kill the kernel at the first one.
+        with ThreadPoolExecutor(1) as thread:
+            failure = thread.submit(papermill.execute_notebook, path, target, dict(parameters), **options).exception()
         if target.is_file():
             # Joins the pieces of a stream, and keeps the last state of a progress bar, which redraws its line.
-            config = Config({"CoalesceStreamsPreprocessor": {"enabled": True}})
-            page.write_text(HTMLExporter(config=config).from_filename(str(target))[0])
-            outputs = [output for cell in nbformat.read(target, 4).cells for output in cell.get("outputs", [])]
-            results = [output["data"][RESULT_TYPE] for output in outputs if RESULT_TYPE in output.get("data", {})]
-            reason = next((str(result["reason"]) for result in results if result["status"] == "preempted"), "")
-        if not failures:
-            print(f"    {time.monotonic() - start:.0f} s, {page}", flush=True)
-            return False, reason
-        error = failures[0]
-        text = f"{path.name} failed: {type(error).__name__}: {error}"
-        if isinstance(error, papermill.PapermillExecutionError):
-            source = textwrap.indent(error.source, "    ")
-            text = f"{path.name} failed in cell [{error.exec_count}]:\n{source}\n{error.ename}: {error.evalue}"
-        tail = log_file.read_text().splitlines()[-_TAIL:]
-        print("\n".join([f"\n{text}\n", f"The end of {log_file}:", *tail]), flush=True)
-        return True, ""
+            exporter = HTMLExporter(config=Config({"CoalesceStreamsPreprocessor": {"enabled": True}}))
+            target.with_suffix(".html").write_text(exporter.from_filename(str(target))[0])
+            print(f"    {time.monotonic() - start:.0f} s, {target.with_suffix('.html')}", flush=True)
+            for output in (output for cell in nbformat.read(target, 4).cells for output in cell.get("outputs", [])):
+                result = output.get("data", {}).get(RESULT_TYPE, {})
+                preempted = result["reason"] if result.get("status") == "preempted" else preempted
+        return failure, preempted
 
 
-def _engine(job: _Job, log: IO[str]) -> Any:
-    """Returns a papermill engine that prints the cells and logs their outputs."""
+def _engine(job: _Job) -> Any:
+    """Returns a papermill engine that prints the cells and their outputs."""
     from papermill.clientwrap import PapermillNotebookClient
     from papermill.engines import NBClientEngine
 
+    displays: dict[str, str] = {}  # text by the display's id
+
     class Client(PapermillNotebookClient):
-        _broken = False  # whether something was printed after the cell's name
-
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self._shown: dict[str, str] = {}  # by the display's id
-
         def execute_cell(self, cell: Any, cell_index: int, *args: Any, **options: Any) -> Any:
-            if job.signals and job.kernel is None:
-                raise RuntimeError("told to stop while the kernel started")
+            if job.signals:
+                raise RuntimeError("told to stop")
             job.kernel = self.km.provisioner
-            if cell.cell_type != "code":
-                return super().execute_cell(cell, cell_index, *args, **options)
-            code = [one for one in self.nb.cells if one.cell_type == "code"]
             lines = [line for line in cell.source.splitlines() if line.strip() and not line.startswith("#")]
-            first = textwrap.shorten(lines[0], _WIDTH, placeholder="...") if lines else ""
-            name = f"    {code.index(cell) + 1:2}/{len(code)} {first:<{_WIDTH}}"
-            print(name, end="", flush=True)
-            log.write(f"\n{name.strip()}\n")
-            self._broken, start = False, time.monotonic()
-            try:
-                return super().execute_cell(cell, cell_index, *args, **options)
-            finally:
-                before = " " * len(name) if self._broken else ""
-                print(f"{before} {time.monotonic() - start:5.1f} s", flush=True)
+            if cell.cell_type == "code" and lines:
+                first = textwrap.shorten(lines[0], _WIDTH, placeholder="...")
+                print(f"    {cell_index + 1:2}/{len(self.nb.cells)} {first}", flush=True)
+            return super().execute_cell(cell, cell_index, *args, **options)
 
         def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
-            kind, content = msg["msg_type"], msg["content"]
-            text = content["text"] if kind == "stream" else content.get("data", {}).get("text/plain", "")
+            content = msg["content"]
+            text = content.get("data", {}).get("text/plain", "")
             if display := content.get("transient", {}).get("display_id"):
-                before, self._shown[display] = self._shown.get(display, ""), text
-                text = text.removeprefix(before).lstrip("\n")  # the new rows of a table that grows
-            if text and kind in ("stream", "display_data", "update_display_data", "execute_result"):
-                text += "\n" if kind != "stream" else ""
-                log.write(text)
-                log.flush()
-                is_progress = kind == "update_display_data"
-                if is_progress:
-                    text = "".join(f"          {line[:150]}\n" for line in text.splitlines())
-                if is_progress or (job.print_outputs and content.get("name") != "stderr"):
-                    print(text if self._broken else f"\n{text}", end="", flush=True)
-                    self._broken = True
+                before, displays[display] = displays.get(display, ""), text
+                text = text.removeprefix(before).strip("\n")  # the new rows of a table that grows
+            if content.get("name") == "stdout":
+                print(content["text"], end="", flush=True)
+            elif text:
+                print(text, flush=True)
             return super().process_message(msg, cell, cell_index)
 
     class Engine(NBClientEngine):
         @classmethod
         def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> Any:
             quiet = ["--IPKernelApp.log_level=40"]  # it warns about a connection that stays on this machine
-            client = Client(nb_man, kernel_name=kernel_name, timeout=None, startup_timeout=120, extra_arguments=quiet)
-            return client.execute(stderr=log)  # what libraries write past Python
+            return Client(nb_man, kernel_name=kernel_name, startup_timeout=120, extra_arguments=quiet).execute()
 
     return Engine
