@@ -84,6 +84,16 @@ def run(shared: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports are read again by the same code in this process, as a new one takes seconds to start."""
+
+    def run(job: dict[str, Any]) -> Any:
+        return equivalence.logits(equivalence._stock(job), job["prompts"])
+
+    monkeypatch.setattr(equivalence, "_in_child", run)
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.eval()(input_ids=IDS).logits.float()
@@ -121,6 +131,7 @@ def test_merged(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
 
 
+@pytest.mark.usefixtures("in_process")
 def test_the_comparison_alone_has_the_date_of_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, compute = [], export_module.logits
     monkeypatch.setattr(export_module, "logits", lambda model, rows: seen.extend(rows) or compute(model, rows))
@@ -144,13 +155,13 @@ def test_adapter(shared: Path, tmp_path: Path) -> None:
     assert "PEFT, on the base: largest difference of logits" in str(done)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_whole_model_for_vllm(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"lora.r": 0, "data.source": str(tmp_path / "rows.jsonl")}
     make_run(tmp_path, moved=0.01, **changes)
     done = export(tmp_path, "vllm")
     folder = tmp_path / "export" / "vllm"
-    assert "--served-model-name my-run --dtype bfloat16" in (folder / "serve.sh").read_text()
-    assert f"serve it with: vllm serve {folder} " in str(done)
+    assert f"serve it with: vllm serve {folder} --served-model-name my-run --dtype bfloat16" in str(done)
     assert "all weights trained" in (folder / "README.md").read_text()
     assert str(tmp_path) not in (folder / "README.md").read_text()
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
@@ -160,6 +171,7 @@ def test_a_whole_model_for_vllm(tmp_path: Path) -> None:
             formats.adapter(work) if kind == "adapter" else formats.gguf_adapter(work, tmp_path)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_an_adapter_over_integers_is_merged_into_the_weights_as_released(tmp_path: Path) -> None:
     make_run(tmp_path, base_dtype="int8")
     done = export(tmp_path, out=tmp_path / "merged", dtype="fp32")
@@ -171,6 +183,7 @@ def test_an_adapter_over_integers_is_merged_into_the_weights_as_released(tmp_pat
     assert ", over base weights in int8)" in (tmp_path / "merged" / "README.md").read_text()
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_run_in_an_object_store(run: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     place = f"{bucket}/runs/mine"
@@ -246,6 +259,7 @@ def test_another_base_model(run: Path, tmp_path: Path) -> None:
         export(run)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_the_code_of_a_model_is_not_run(run: Path, tmp_path: Path) -> None:
     folder, canary = tmp_path / "other", tmp_path / "canary"
     shutil.copytree(model_dir(), folder)
@@ -395,8 +409,7 @@ def test_a_modelfile_has_the_system_prompt_or_says_why_not(prompt: str) -> None:
     if system_in_ollama(text) != prompt:
         assert system_in_ollama(text) is None, "a part of it"
         assert text == (
-            'FROM ./m.gguf\n# No SYSTEM: Ollama would end the system prompt at its line that ends in """. Send it in '
-            "each request\n"
+            'FROM ./m.gguf\n# No SYSTEM: Ollama would end the system prompt at its """. Send it in each request\n'
         )
 
 
@@ -408,31 +421,24 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache that holds an archive of two files, of which one is the converter's, under their own checksums."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    path = formats.cache_folder() / formats.ARCHIVE
+    path = tmp_path / "cache" / "tpu_kit" / formats.ARCHIVE
     path.parent.mkdir(parents=True)
     with tarfile.open(path, "w:gz") as file:
         for name in ("convert_hf_to_gguf.py", "tools/other.py"):
             member = tarfile.TarInfo(f"llama/vendor/llama.cpp/{name}")
             member.size = 5
             file.addfile(member, io.BytesIO(b"hello"))
-    expected = tmp_path / "expected"
-    expected.mkdir()
-    (expected / "convert_hf_to_gguf.py").write_text("hello")
     monkeypatch.setattr(formats, "ARCHIVE_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setattr(formats, "FILES_SHA256", formats.fingerprint(expected))
     return path
 
 
-def test_the_converter_is_taken_from_the_archive_and_checked_again(archive: Path) -> None:
-    folder = formats.converter()
-    assert [path.name for path in folder.iterdir()] == ["convert_hf_to_gguf.py"]
-    (folder / "convert_hf_to_gguf.py").write_text("else")
-    assert (formats.converter() / "convert_hf_to_gguf.py").read_text() == "hello"
-    archive.unlink()
-    assert formats.converter() == folder  # no need of it any more
+def test_the_converter_is_taken_from_the_archive_which_is_checked(archive: Path) -> None:
+    with formats.converter() as folder:
+        assert [path.name for path in folder.iterdir()] == ["convert_hf_to_gguf.py"]
+    assert not folder.exists()
     archive.write_bytes(b"other")
-    with pytest.raises(ValueError, match=r"has the SHA-256 .* and should have .* Delete it"):
-        formats.unpack(archive, archive.parent / "x")
+    with pytest.raises(ValueError, match=r"has the SHA-256 .* and should have .* Delete it"), formats.converter():
+        pass
 
 
 def test_offline(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,8 +446,9 @@ def test_offline(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(ValueError, match=rf"converter cannot be fetched .* or put {formats.ARCHIVE}"):
-        formats.converter()
+    refusal = rf"converter cannot be fetched .* or put {formats.ARCHIVE}"
+    with pytest.raises(ValueError, match=refusal), formats.converter():
+        pass
 
 
 def test_dora_has_no_place_in_gguf(tmp_path: Path) -> None:
@@ -457,7 +464,7 @@ def test_gguf_names_what_it_needs_before_anything_starts(
     assert main(["export", str(shared), "format=gguf-q8_0"]) == 2
     assert "pip install sentencepiece xllamacpp (the extra tpu_kit[export]" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(formats, "converter", lambda: pytest.fail("it was fetched"))
+    monkeypatch.setattr(formats, "_fetch", lambda archive: pytest.fail("it was fetched"))
     assert main(["export", str(shared), "format=gguf-lora"]) == 1
     assert "format=gguf-lora: llama.cpp does not know the tokenizer of the embedded" in capsys.readouterr().err
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.exporting.test_export import make_run
+from tests.exporting.test_export import in_process, make_run
 from tests.support.child_processes import run_python
-from tests.support.generation_functions import FAMILIES, MIXED, make
+from tests.support.generation_functions import MIXED, QUICK_FAMILIES, make
 from tests.support.quantize_functions import write_model
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.exporting.equivalence import logits
@@ -22,6 +22,7 @@ from tpu_kit.exporting.export import export
 from tpu_kit.exporting.streaming import stream
 from tpu_kit.generation.service import load_for_generation
 
+__all__ = ["in_process"]  # a fixture
 MEMORY = """
 import sys
 from pathlib import Path
@@ -49,6 +50,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("tied", "changes"), [(True, {"lora.dora": True}), (False, {"lora.rslora": True, "base_dtype": "int8"})]
 )
@@ -73,7 +75,7 @@ def test_a_merge_is_peft_s_bit_for_bit_in_the_files_of_the_base(
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.state_dict().items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_a_family_says_the_same_from_its_files(tmp_path: Path, family: str) -> None:
     model = make(family)
     model.save_pretrained(tmp_path / "model")
@@ -83,6 +85,7 @@ def test_a_family_says_the_same_from_its_files(tmp_path: Path, family: str) -> N
     assert all(weight.device.type == "meta" for weight in streamed.model.parameters())
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_base_with_other_names_is_loaded_instead(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base")
     config = make_run(tmp_path / "run", str(base))
@@ -95,6 +98,7 @@ def test_a_base_with_other_names_is_loaded_instead(tmp_path: Path) -> None:
     assert "merged in fp32" in str(export(tmp_path / "run", "merged"))
 
 
+@pytest.mark.slow
 def test_a_merge_takes_the_memory_of_two_layers_and_one_weight(tmp_path: Path) -> None:
     sizes = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 8, "num_attention_heads": 8}
     base = write_model(tmp_path / "base", shards="30MB", vocab_size=4096, tie_word_embeddings=False, **sizes)

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -112,19 +112,9 @@ def compare(tuned: Sequence[torch.Tensor], found: Sequence[torch.Tensor], effect
             f"the export has {found[0].shape[1]} logits for a token and the tuned model {tuned[0].shape[1]}: it is "
             "another model"
         )
-    limit, least = LIMITS[stored]
     here, there = torch.cat(list(tuned)), torch.cat(list(found))
-    return Check(
-        by,
-        "logits",
-        len(here),
-        float((here - there).abs().max()),
-        limit * float(here.std(dim=1).mean()),
-        float((here.argmax(1) == there.argmax(1)).float().mean()),
-        least,
-        mean_difference(tuned, found),
-        effect,
-    )
+    same = here.argmax(1) == there.argmax(1)
+    return _check(by, "logits", (here - there).abs(), same, here.std(dim=1), effect, stored)
 
 
 def mean_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
@@ -143,30 +133,17 @@ def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] 
     Raises:
         ValueError: it cannot be read; the text ends with the error of transformers.
     """
-    from safetensors.torch import load_file
-
-    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as scratch:
-        place = Path(scratch) / "logits.safetensors"
-        _child({"folder": str(folder.absolute()), "base": base, "prompts": [list(ids) for ids in prompts]}, place)
-        found = {name: value.clone() for name, value in load_file(place).items()}
-    return [found[str(number)] for number in range(len(prompts))]
+    found: list[torch.Tensor] = _in_child({"folder": str(folder.absolute()), "base": base, "prompts": [*prompts]})
+    return found
 
 
-class LlamaCpp(NamedTuple):
-    """The outputs of a GGUF file in llama.cpp.
-
-    Attributes:
-        answers: for each prompt the tokens of greedy decoding, each with the log-probabilities of the likeliest tokens.
-        lengths: for each text the number of tokens of llama.cpp's own tokenizer.
-    """
-
-    answers: list[list[tuple[int, dict[int, float]]]]
-    lengths: list[int]
+Answer = list[tuple[int, dict[int, float]]]
+"""The tokens of greedy decoding, each with the log-probabilities of the likeliest tokens."""
 
 
 def run_llama_cpp(
     model: Path, prompts: Sequence[Sequence[int]], texts: Sequence[str], adapter: Path | None = None
-) -> LlamaCpp:
+) -> tuple[list[Answer], list[int]]:
     """Runs a GGUF file in llama.cpp, in a new process.
 
     Args:
@@ -175,25 +152,20 @@ def run_llama_cpp(
         texts: texts to tokenize.
         adapter: the file of a LoRA adapter, if `model` is its base model.
 
+    Returns:
+        The answer to each prompt, and the number of tokens of each text.
+
     Raises:
         ValueError: llama.cpp refuses the file; the text ends with its error.
     """
     lora = str(adapter.absolute()) if adapter else None
-    job = {"gguf": str(model.absolute()), "lora": lora, "prompts": list(map(list, prompts)), "texts": list(texts)}
-    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as scratch:
-        place = Path(scratch) / "tokens.json"
-        _child(job, place)
-        said = json.loads(place.read_text())
-    answers = [[(token, {int(id_): value for id_, value in top}) for token, top in row] for row in said["answers"]]
-    return LlamaCpp(answers, said["lengths"])
+    job = {"gguf": str(model.absolute()), "lora": lora, "prompts": [*prompts], "texts": [*texts]}
+    answers, lengths = _in_child(job)
+    return answers, lengths
 
 
 def compare_llama_cpp(
-    model: torch.nn.Module,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[tuple[int, dict[int, float]]]],
-    effect: float,
-    stored: str,
+    model: torch.nn.Module, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], effect: float, stored: str
 ) -> Check:
     """Compares the log-probabilities of llama.cpp with those of the tuned model for the same tokens."""
     differences, same, spreads = [], [], []
@@ -201,30 +173,44 @@ def compare_llama_cpp(
         tokens = [token for token, _ in answer]
         (rows,) = logits(model, [[*ids, *tokens]], len(tokens) + 1)
         for row, (_, top) in zip(rows[:-1], answer, strict=True):
-            known, own = list(top), torch.log_softmax(row, 0)
-            differences.append((own[known] - torch.tensor([top[id_] for id_ in known])).abs())
-            same.append(int(own.argmax()) == max(known, key=top.__getitem__))
-            spreads.append(float(row.std()))
+            likeliest, logprobs = list(top), torch.log_softmax(row, 0)
+            differences.append((logprobs[likeliest] - torch.tensor(list(top.values()))).abs())
+            same.append(int(logprobs.argmax()) == max(likeliest, key=top.__getitem__))
+            spreads.append(row.std())
+    spread = torch.stack(spreads)
+    return _check("llama.cpp", "log-probabilities", torch.cat(differences), torch.tensor(same), spread, effect, stored)
+
+
+def _check(
+    by: str,
+    unit: str,
+    differences: torch.Tensor,
+    same: torch.Tensor,
+    spread: torch.Tensor,
+    effect: float,
+    stored: str,
+) -> Check:
     limit, least = LIMITS[stored]
-    every = torch.cat(differences)
     return Check(
-        "llama.cpp", "log-probabilities", len(same), float(every.max()), limit * sum(spreads) / len(spreads),
-        sum(same) / len(same), least, float(every.mean()), effect,
+        by, unit, len(same), float(differences.max()), limit * float(spread.mean()), float(same.float().mean()), least,
+        float(differences.mean()), effect,
     )  # fmt: skip
 
 
-def _child(job: dict[str, Any], result: Path) -> None:
-    """Runs this module in a new process, which touches no accelerator."""
-    order = result.with_name("job.json")
-    order.write_text(json.dumps(job))
+def _in_child(job: dict[str, Any]) -> Any:
+    """Runs this module in a new process, which touches no accelerator, and returns its result."""
     environment = os.environ | {"PJRT_DEVICE": "CPU", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    command = ["-m", "tpu_kit.exporting.equivalence", str(order), str(result)]
-    try:
-        done = run_child(command, environment, seconds=_SECONDS)
-    except TimeoutError as error:
-        raise ValueError(f"the export cannot be read in a new process: {error}") from None
-    if done.status or not result.is_file():
-        raise ValueError(f"the export cannot be read in a new process ({done.how}): {done.last_lines(6)}")
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
+        order, result = Path(folder) / "job.json", Path(folder) / "result.pt"
+        order.write_text(json.dumps(job))
+        try:
+            arguments = ["-m", "tpu_kit.exporting.equivalence", str(order), str(result)]
+            done = run_child(arguments, environment, seconds=_SECONDS)
+        except TimeoutError as error:
+            raise ValueError(f"the export cannot be read in a new process: {error}") from None
+        if done.status or not result.is_file():
+            raise ValueError(f"the export cannot be read in a new process ({done.how}): {done.last_lines(6)}")
+        return torch.load(result)
 
 
 # ---------------------------------------------------------------------------------------------------- in the child
@@ -232,13 +218,7 @@ def _child(job: dict[str, Any], result: Path) -> None:
 
 def _main(order: str, result: str) -> None:
     job = json.loads(Path(order).read_text())
-    if "gguf" in job:
-        Path(result).write_text(json.dumps(_llama_cpp(job)))
-    else:
-        from safetensors.torch import save_file
-
-        found = logits(_stock(job), job["prompts"])
-        save_file({str(number): value.contiguous() for number, value in enumerate(found)}, result)
+    torch.save(_llama_cpp(job) if "gguf" in job else logits(_stock(job), job["prompts"]), result)
 
 
 def _stock(job: dict[str, Any]) -> torch.nn.Module:
@@ -262,7 +242,7 @@ def _stock(job: dict[str, Any]) -> torch.nn.Module:
     return model.eval()
 
 
-def _llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
+def _llama_cpp(job: dict[str, Any]) -> tuple[list[Answer], list[int]]:
     xllamacpp = importlib.import_module("xllamacpp")  # it has no types
 
     params = xllamacpp.CommonParams()
@@ -279,10 +259,10 @@ def _llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
         order = {"prompt": prompt, "n_predict": NEW, "temperature": 0, "n_probs": LIKELIEST, "cache_prompt": False}
         places = server.handle_completions(order)["choices"][0]["logprobs"]["content"]
         answers.append(
-            [(place["id"], [(top["id"], top["logprob"]) for top in place["top_logprobs"]]) for place in places]
+            [(place["id"], {top["id"]: top["logprob"] for top in place["top_logprobs"]}) for place in places]
         )
-    texts = [server.handle_completions({"prompt": text, "n_predict": 1}) for text in job["texts"]]
-    return {"answers": answers, "lengths": [reply["usage"]["prompt_tokens"] for reply in texts]}
+    replies = [server.handle_completions({"prompt": text, "n_predict": 1}) for text in job["texts"]]
+    return answers, [reply["usage"]["prompt_tokens"] for reply in replies]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ bf16 loses differences that are small compared with the weights, such as those o
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
 import shutil
@@ -29,9 +31,11 @@ from tpu_kit.exporting import formats
 from tpu_kit.exporting.equivalence import Check, logits, mean_difference
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.exporting.streaming import stream
-from tpu_kit.generation.service import ADAPTER_FILES, load_for_generation
+from tpu_kit.generation.prompts import PromptCodec
+from tpu_kit.generation.service import load_for_generation
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.models.base_identity import base_of_adapter
+from tpu_kit.models.causal_lm import base_model
 from tpu_kit.models.error_correction import FILES, has_head, without_head
 from tpu_kit.models.loading import load_base, load_tokenizer
 from tpu_kit.storage import atomic
@@ -95,11 +99,10 @@ def export(
         run_dir: the output of training, with config.yaml and adapter/: a folder, or gs://bucket/run.
         format: "adapter" for PEFT; "merged" for transformers; "vllm"; "gguf-f16", "gguf-bf16", "gguf-q8_0" for
             llama.cpp and Ollama; "gguf-lora" for an adapter in llama.cpp.
-        out: the local folder; `<run_dir>/export/<format>` by default, and for gs://bucket/run
-            `runs/<run_name>/export/<format>`. An earlier export there is replaced.
-        dtype: the type of merged weights: bf16, f16 or fp32.
-        base: the base model's name on the hub, if training read it from a folder.
-        push: a repository on the hub to upload to, created as private if missing; the token comes from HF_TOKEN.
+        out: as in `ExportOptions`; for gs://bucket/run `runs/<run_name>/export/<format>` by default.
+        dtype: as in `ExportOptions`.
+        base: as in `ExportOptions`.
+        push: as in `ExportOptions`; a missing repository is created as private.
 
     Raises:
         ValueError: the run is incomplete, the adapter is missing, damaged or of another model, the disk is full, a
@@ -114,10 +117,13 @@ def export(
 
 def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
     """Exports a run in a folder, which may be a temporary copy."""
-    config, format = _read_config(folder), options.format
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"{folder} has no config.yaml: give the folder that a run wrote (its output_dir)")
+    config, format = load_config(read_yaml(folder / "config.yaml")), options.format
     run = replace(config, output_dir=None).output_path if copied else folder  # output_dir may be of another machine
     target = Path(options.out) if options.out else run / "export" / format
-    _check_replaceable(target)
+    if target.exists() and not (target / _MARKER).is_file() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"out={target} exists and is no earlier export: give a folder that does not exist yet")
     if format.startswith("gguf") and config.model.name == "embedded":
         raise ValueError(
             f"format={format}: llama.cpp does not know the tokenizer of the embedded model, so it has no GGUF. Use "
@@ -130,10 +136,11 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
             f"not linear, for which this format has no place. `generate adapter={folder / 'adapter'}` answers with it; "
             f"to export the rest, delete {' and '.join(FILES)} there"
         )
-    tools = formats.converter() if format.startswith("gguf") else None  # before minutes of loading
-    with atomic.replacing(target) as part, without_head(folder / "adapter") as adapter:
+    # The converter is fetched before minutes of loading.
+    converter = formats.converter() if format.startswith("gguf") else contextlib.nullcontext()
+    with converter as tools, atomic.replacing(target) as part, without_head(folder / "adapter") as adapter:
         work = _load(config, folder, adapter, part, options)
-        _check_free_space(target, _bytes_needed(work, format))
+        _check_free_space(target, work, format)
         part.mkdir(parents=True)
         if format == "adapter":
             kind, checks, notes, use = formats.adapter(work)
@@ -155,12 +162,6 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
     return Exported(format, str(target), files, tuple(checks), told, pushed)
 
 
-def _read_config(folder: Path) -> TrainConfig:
-    if not (folder / "config.yaml").is_file():
-        raise ValueError(f"{folder} has no config.yaml: give the folder that a run wrote (its output_dir)")
-    return load_config(read_yaml(folder / "config.yaml"))
-
-
 def _load(config: TrainConfig, folder: Path, adapter: Path, part: Path, options: ExportOptions) -> formats.Work:
     """Opens the tuned model in fp32, and compares its logits with those of the base."""
     # The released base, not the base that training rounded (to int8, for instance).
@@ -176,7 +177,10 @@ def _load(config: TrainConfig, folder: Path, adapter: Path, part: Path, options:
             f"model.name={config.model.name} comes with Python code of its own, and an export runs no such code, even "
             f"with model.trust_remote_code=true: if you trust it, load {adapter} with PEFT"
         ) from error
-    prompts, whole, texts = _prompts(config, tokenizer, folder)
+    frozen = copy.copy(tokenizer)
+    frozen.chat_template = freeze_date(tokenizer.chat_template or "", config.data.date) or None
+    codec = PromptCodec(frozen, base_model(model), config.data)
+    prompts, whole, texts = _prompts(codec, bool(tokenizer.chat_template), folder)
     tuned = logits(model, whole)
     if hasattr(model, "disable_adapter"):
         with model.disable_adapter():
@@ -193,46 +197,39 @@ def _load(config: TrainConfig, folder: Path, adapter: Path, part: Path, options:
         )
     base_id, dtype = options.base or hub_id(config.model.name), options.dtype
     return formats.Work(
-        config, folder, part, dtype, base_id, model, streamed, tokenizer, prompts, whole, texts, tuned, effect
+        config,
+        folder,
+        part,
+        dtype,
+        base_id,
+        model,
+        streamed,
+        tokenizer,
+        prompts,
+        whole,
+        texts,
+        sorted(codec.stops),
+        tuned,
+        effect,
     )
 
 
-def _prompts(config: TrainConfig, tokenizer: Any, folder: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
+def _prompts(codec: PromptCodec, chat: bool, folder: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
     """Returns chats, chats with answers, and the questions: those of eval.json, or a few general ones."""
     pairs = [(question, "") for question in _QUESTIONS]
     if (folder / "eval.json").is_file():
         samples = json.loads((folder / "eval.json").read_text())["samples"][:_PROMPTS]
         pairs = [(sample["question"], sample["tuned"]["answer"]) for sample in samples] or pairs
-    prompts, whole = [], []
-    system = [{"role": "system", "content": config.data.system_prompt}] if config.data.system_prompt else []
-    for question, answer in pairs:
-        text, special = question, True
-        if tokenizer.chat_template:
-            chat = [*system, {"role": "user", "content": question}]
-            template = freeze_date(tokenizer.get_chat_template(), config.data.date)
-            options = {"chat_template": template, "tokenize": False, "add_generation_prompt": True}
-            text, special = tokenizer.apply_chat_template(chat, **options), False
-        prompts.append(list(tokenizer(text, add_special_tokens=special)["input_ids"]))
-        whole.append(prompts[-1] + list(tokenizer(answer, add_special_tokens=False)["input_ids"] if answer else []))
-    return prompts, whole, [question for question, _ in pairs]
+    texts = [question for question, _ in pairs]
+    prompts = [codec.encode([{"role": "user", "content": text}] if chat else text) for text in texts]
+    return prompts, [ids + codec.plain(answer) for ids, (_, answer) in zip(prompts, pairs, strict=True)], texts
 
 
-def _check_replaceable(folder: Path) -> None:
-    if folder.exists() and not (folder / _MARKER).is_file() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"out={folder} exists and is no earlier export: give a folder that does not exist yet")
-
-
-def _bytes_needed(work: formats.Work, format: str) -> float:
-    weights = sum(parameter.numel() for parameter in work.causal.parameters())
-    if format == "adapter":
-        return float((work.run_dir / "adapter" / ADAPTER_FILES[1]).stat().st_size)
-    if not format.startswith("gguf"):
-        return weights * formats.BYTES[work.dtype]
+def _check_free_space(folder: Path, work: formats.Work, format: str) -> None:
     # The converter reads fp32 weights from a second folder; an adapter is tried on its base in f16.
-    return weights * (4 + formats.BYTES["f16" if format == "gguf-lora" else format.removeprefix("gguf-")])
-
-
-def _check_free_space(folder: Path, need: float) -> None:
+    gguf = 4 + formats.BYTES.get(format.removeprefix("gguf-"), 2.0)
+    each = gguf if format.startswith("gguf") else 0.0 if format == "adapter" else formats.BYTES[work.dtype]
+    need = each * sum(parameter.numel() for parameter in work.causal.parameters())
     above = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
     free = shutil.disk_usage(above).free
     if free < need + _SPARE:
@@ -283,15 +280,17 @@ def model_card(config: TrainConfig, run_dir: Path, kind: str, base: str | None, 
         use: how to load it, in Markdown.
         checks: a line for each.
     """
-    front = ["---", *([f"base_model: {base}"] if base else []), "pipeline_tag: text-generation"]
-    front += ["tags:", "- tpu_kit", *(["- lora"] if config.lora.r else []), "---"]
+    from huggingface_hub import ModelCardData
+
+    tags = ["tpu_kit", *(["lora"] if config.lora.r else [])]
+    front = ModelCardData(base_model=base, pipeline_tag="text-generation", tags=tags)
     named = base or Path(config.model.name).name
     source = config.data.source if hub_id(str(config.data.source)) else Path(str(config.data.source)).name
     method = f"LoRA, r = {config.lora.r}, alpha = {config.lora.alpha}" if config.lora.r else "all weights trained"
     dtype = config.model.base_dtype
     method += f", over base weights in {dtype}" if config.lora.r else f", computed in {dtype}"
     parts = [
-        "\n".join(front),
+        f"---\n{front}\n---",
         f"# {config.run_name}",
         f"{kind[0].upper()}{kind[1:]}, tuned with tpu_kit from **{named}** on **{source}** ({method}). The "
         "licences of the base model and of the data apply.",
@@ -305,7 +304,7 @@ def model_card(config: TrainConfig, run_dir: Path, kind: str, base: str | None, 
 
 def _results(config: TrainConfig, run_dir: Path) -> str:
     """Returns a table of base and tuned model, and the figures of the run's metrics."""
-    lines = []
+    lines, records = [], read_metrics(run_dir)
     if (path := run_dir / "eval.json").is_file():
         found = json.loads(path.read_text())
         lines += ["| on held-out rows | base | tuned |", "|---|---|---|"]
@@ -319,24 +318,17 @@ def _results(config: TrainConfig, run_dir: Path) -> str:
         lines += ["", f"{found['gained']} rows only the tuned model answers correctly, {found['lost']} only the base "
                   f"(p = {found['p_value']:.2g}, McNemar's exact test).", ""]  # fmt: skip
         lines += [] if found["training_data_known"] else [UNKNOWN, ""]
-    lines += [f"- {name}: {value}" for name, value in _training(config, read_metrics(run_dir)).items()]
-    return "\n".join(lines) or "The run has none: set tracking.generate_rows to have held-out rows answered."
-
-
-def _training(config: TrainConfig, records: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Returns the run's figures by name: its last training record, and the evaluation of the weights that it kept."""
-    found = {}
     if trained := [record for record in records if record["kind"] == "train"]:
         last = trained[-1]
-        found = {"updates": f"{last['step']:,}", "learning rate at its peak": f"{config.optim.learning_rate:g}"}
-        found |= {"tokens trained on": f"{last['tokens']:,}", "passes over the data": f"{last['epoch']:.3g}"}
-        found |= {"training loss": f"{last['loss']:.5g}"} if last["loss"] is not None else {}
+        lines += [f"- updates: {last['step']:,}", f"- learning rate at its peak: {config.optim.learning_rate:g}"]
+        lines += [f"- tokens trained on: {last['tokens']:,}", f"- passes over the data: {last['epoch']:.3g}"]
+        lines += [f"- training loss: {last['loss']:.5g}"] if last["loss"] is not None else []
     newest = [record for record in records if record["kind"] == "eval"][-1:]
     kept = best_evaluation(records if config.optim.eval_steps is not None else newest)  # as `trainer.Trainer.weights`
     if kept is not None:
-        found["held-out loss"] = f"{kept['loss']:.5g} (of these weights, after update {kept['step']:,})"
-        found |= {"held-out accuracy": f"{kept['accuracy']:.1%}"} if kept["accuracy"] is not None else {}
-    return found
+        lines.append(f"- held-out loss: {kept['loss']:.5g} (of these weights, after update {kept['step']:,})")
+        lines += [f"- held-out accuracy: {kept['accuracy']:.1%}"] if kept["accuracy"] is not None else []
+    return "\n".join(lines) or "The run has none: set tracking.generate_rows to have held-out rows answered."
 
 
 def _settings(config: TrainConfig) -> str:

@@ -1,12 +1,13 @@
 """Writes the formats of `export` into a folder, reads the files again and compares them with the tuned model.
 
-GGUF files are made by llama.cpp's own converter. llama.cpp publishes no package of it; the source archive of
-llama_cpp_python holds it, with the gguf library of the same commit. pip fetches the pinned archive once and checks its
-SHA-256 before anything in it runs; the extracted files are kept in the user's cache and checked before every use.
+llama.cpp's own converter makes the GGUF files. llama.cpp publishes no package of it; the source archive of
+llama_cpp_python holds it, with the gguf library of the same commit. pip fetches the pinned archive once into the user's
+cache. Its SHA-256 is checked before every use.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -16,7 +17,7 @@ import re
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,13 @@ from typing import Any
 import torch
 
 from tpu_kit.assets.embedded import model_dir
-from tpu_kit.config.loader import ModelConfig, TrainConfig
+from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.child_process import run_child
 from tpu_kit.exporting.equivalence import Check, compare, compare_llama_cpp, logits, reload, run_llama_cpp
 from tpu_kit.exporting.options import DTYPES
 from tpu_kit.exporting.streaming import StreamedModel, stream
-from tpu_kit.generation.prompts import stop_ids
 from tpu_kit.generation.service import ADAPTER_FILES
 from tpu_kit.models.loading import load_base
-from tpu_kit.storage import atomic
 
 HERE = "path/of/this/folder"  # in the texts beside the files, which may move
 BYTES = {"fp32": 4.0, "bf16": 2.0, "f16": 2.0, "q8_0": 34 / 32}  # per weight
@@ -54,6 +53,7 @@ class Work:
         prompts: token ids of chats up to the answer.
         whole: the same with the tuned model's answers, where the run kept them.
         texts: the questions alone.
+        stops: ids of the tokens that end an answer.
         tuned: the tuned model's logits of `whole`.
         effect: mean difference between these and the base model's logits.
     """
@@ -69,6 +69,7 @@ class Work:
     prompts: list[list[int]]
     whole: list[list[int]]
     texts: list[str]
+    stops: list[int]
     tuned: list[torch.Tensor]
     effect: float
 
@@ -78,9 +79,9 @@ class Work:
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @property
-    def stops(self) -> list[int]:
-        """The ids of the tokens that end an answer."""
-        return sorted(stop_ids(self.causal, self.tokenizer))
+    def name(self) -> str:
+        """The run's name as a file name."""
+        return re.sub(r"[^\w.-]+", "-", self.config.run_name).strip("-.") or "model"
 
 
 Parts = tuple[str, list[Check], list[str], str]  # kind of export, checks, notes, how to use it
@@ -108,13 +109,13 @@ def adapter(work: Work) -> Parts:
     path = work.part / ADAPTER_FILES[0]
     settings = json.loads(path.read_text()) | {"base_model_name_or_path": named, "revision": model.revision}
     path.write_text(json.dumps(settings, indent=2, sort_keys=True))
-    place = _base_arguments(model)
-    check = _accept(compare(work.tuned, reload(work.part, work.whole, place), work.effect, "fp32", "PEFT, on the base"))
-    notes = []
-    if not work.base_id:
-        notes.append(
-            f"the base model {Path(model.name).name} has no name on the hub: give base=owner/name to share this"
-        )
+    base = {"revision": model.revision, "gguf_file": model.gguf_file} | {
+        "pretrained_model_name_or_path": str(model_dir()) if model.name == "embedded" else model.name
+    }
+    logits_ = reload(work.part, work.whole, {option: value for option, value in base.items() if value})
+    check = _accept(compare(work.tuned, logits_, work.effect, "fp32", "PEFT, on the base"))
+    unnamed = f"the base model {Path(model.name).name} has no name on the hub: give base=owner/name to share this"
+    notes = [] if work.base_id else [unnamed]
     use = (
         "```python\nfrom peft import AutoPeftModelForCausalLM\n"
         f'model = AutoPeftModelForCausalLM.from_pretrained("{HERE}")\n```'
@@ -134,9 +135,16 @@ def _merge(work: Work) -> Check:
 
 def _save(work: Work, folder: Path, dtype: torch.dtype) -> None:
     """Writes the merged model with its tokenizer; the cast copies the weights one by one."""
+    from transformers import AutoTokenizer
+
     work.causal.generation_config.eos_token_id = work.stops or None
     _save_model(work.streamed or work.model, work.tokenizer, folder, dtype)
-    _check_tokenizer(folder, work.tokenizer, work.texts)
+    saved, texts = AutoTokenizer.from_pretrained(folder), work.texts
+    if (saved(texts)["input_ids"], saved.chat_template) != (
+        work.tokenizer(texts)["input_ids"],
+        work.tokenizer.chat_template,
+    ):
+        raise ValueError("the tokenizer has other tokens or another template after it was saved and read again")
 
 
 def merged(work: Work, format: str) -> Parts:
@@ -152,10 +160,7 @@ def merged(work: Work, format: str) -> Parts:
             f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")\n```'
         )
         return f"merged weights in {work.dtype}", checks, [], use
-    options = f"--served-model-name {_plain_name(work.config.run_name)} --dtype {DTYPES[work.dtype]}"
-    (work.part / "serve.sh").write_text(f'#!/bin/sh\nexec vllm serve "$(dirname "$0")" {options} "$@"\n')
-    (work.part / "serve.sh").chmod(0o755)
-    command = f"vllm serve {HERE} {options}"
+    command = f"vllm serve {HERE} --served-model-name {work.name} --dtype {DTYPES[work.dtype]}"
     notes = [f"serve it with: {command}", "vLLM itself was not run: transformers read the files"]
     return f"merged weights in {work.dtype} for vLLM", checks, notes, f"```sh\n{command}\n```"
 
@@ -165,11 +170,11 @@ def gguf_model(work: Work, outtype: str, tools: Path) -> Parts:
     checks = [_merge(work)]
     scratch = work.part / "fp32"
     _save(work, scratch, torch.float32)
-    target = work.part / f"{_plain_name(work.config.run_name)}-{outtype}.gguf"
+    target = work.part / f"{work.name}-{outtype}.gguf"
     convert_model(scratch, target, outtype, tools)
     shutil.rmtree(scratch)
     _write_modelfile(work, target.name)
-    found, notes = _in_llama_cpp(work, target, outtype, None)
+    found, notes = _in_llama_cpp(work, target, outtype)
     notes.append("Ollama was not run: it uses its own template that is nearest to the file's chat template")
     use = f"```sh\nllama-server -m {target.name} --jinja\nollama create {work.config.run_name} -f Modelfile\n```"
     return f"merged weights as GGUF ({outtype})", checks + found, notes, use
@@ -182,7 +187,7 @@ def gguf_adapter(work: Work, tools: Path) -> Parts:
     settings = replace(work.config.model, trust_remote_code=False)
     base = stream(settings) or load_base(settings, torch.float32)
     _save_model(base, work.tokenizer, scratch, torch.float32)
-    target = work.part / f"{_plain_name(work.config.run_name)}-lora-f16.gguf"
+    target = work.part / f"{work.name}-lora-f16.gguf"
     convert_adapter(source, scratch, target, tools)
     plain = scratch / "base.gguf"
     if _has_llama_cpp():
@@ -200,9 +205,6 @@ def _write_modelfile(work: Work, source: str, adapter: str = "") -> None:
     (work.part / "Modelfile").write_text(modelfile(source, stops, work.config.data.system_prompt, adapter))
 
 
-_ENDS_SYSTEM = re.compile(r'"""\s*[\r\n]')  # there is no escape
-
-
 def modelfile(source: str, stops: Sequence[str], system_prompt: str | None, adapter: str = "") -> str:
     """Returns the text of an Ollama Modelfile; Ollama chooses the chat template by the one in the GGUF file.
 
@@ -214,9 +216,8 @@ def modelfile(source: str, stops: Sequence[str], system_prompt: str | None, adap
     """
     lines = [f"FROM ./{source}", *([f"ADAPTER ./{adapter}"] if adapter else [])]
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
-    if system_prompt and _ENDS_SYSTEM.search(system_prompt):
-        ends = 'Ollama would end the system prompt at its line that ends in """'
-        lines.append(f"# No SYSTEM: {ends}. Send it in each request")
+    if system_prompt and '"""' in system_prompt:
+        lines.append('# No SYSTEM: Ollama would end the system prompt at its """. Send it in each request')
     elif system_prompt:
         lines.append(f'SYSTEM """{system_prompt}"""')
     return "\n".join(lines) + "\n"
@@ -226,34 +227,22 @@ def _has_llama_cpp() -> bool:
     return importlib.util.find_spec("xllamacpp") is not None
 
 
-def _in_llama_cpp(work: Work, model: Path, stored: str, adapter: Path | None) -> tuple[list[Check], list[str]]:
+def _in_llama_cpp(work: Work, model: Path, stored: str, adapter: Path | None = None) -> tuple[list[Check], list[str]]:
     """Loads the file in llama.cpp, if it is installed, and compares its answers."""
     if not _has_llama_cpp():
         return [], ["not checked in llama.cpp, which is not installed: pip install xllamacpp, and export again"]
-    said = run_llama_cpp(model, work.prompts, work.texts, adapter)
-    check = _accept(compare_llama_cpp(work.model, work.prompts, said.answers, work.effect, stored))
+    answers, lengths = run_llama_cpp(model, work.prompts, work.texts, adapter)
+    check = _accept(compare_llama_cpp(work.model, work.prompts, answers, work.effect, stored))
     own = [len(work.tokenizer(text)["input_ids"]) for text in work.texts]
-    if own != said.lengths:
+    if own != lengths:
         raise ValueError(
-            f"llama.cpp makes {said.lengths} tokens of texts where the tokenizer makes {own}: the model was trained "
+            f"llama.cpp makes {lengths} tokens of texts where the tokenizer makes {own}: the model was trained "
             "with other tokens. The export was removed; use format=merged"
         )
     return [check], [f"the tokenizers of llama.cpp and transformers make as many tokens of {len(own)} texts"]
 
 
 # -------------------------------------------------------------------------------------------- model folders
-
-
-def _plain_name(name: str) -> str:
-    """Returns the name of a run as a file name."""
-    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model"
-
-
-def _base_arguments(config: ModelConfig) -> dict[str, Any]:
-    """Returns the arguments of transformers' `from_pretrained` for the base model."""
-    name = str(model_dir()) if config.name == "embedded" else config.name
-    found = {"pretrained_model_name_or_path": name, "revision": config.revision, "gguf_file": config.gguf_file}
-    return {option: value for option, value in found.items() if value}
 
 
 def _save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
@@ -289,33 +278,11 @@ def _save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) ->
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False))
 
 
-def _check_tokenizer(folder: Path, tokenizer: Any, texts: Sequence[str]) -> None:
-    """Reads the tokenizer again and compares tokens, template and special ids.
-
-    Raises:
-        ValueError: they differ.
-    """
-    from transformers import AutoTokenizer
-
-    saved = AutoTokenizer.from_pretrained(folder)
-    chat = [{"role": "user", "content": texts[0]}]
-    differ = [repr(text) for text in texts if saved(text)["input_ids"] != tokenizer(text)["input_ids"]]
-    if saved.chat_template != tokenizer.chat_template:
-        differ.append("the chat template")
-    elif saved.chat_template and len({t.apply_chat_template(chat, tokenize=False) for t in (saved, tokenizer)}) > 1:
-        differ.append("a rendered chat")
-    if saved.eos_token_id != tokenizer.eos_token_id:
-        differ.append("the end-of-text token")
-    if differ:
-        raise ValueError(f"the tokenizer changed when it was saved and read again: {', '.join(differ[:3])}")
-
-
 # ------------------------------------------------------------------------------------------ the converter of llama.cpp
 
 VERSION = "0.3.36"  # of llama_cpp_python
 ARCHIVE = f"llama_cpp_python-{VERSION}.tar.gz"
 ARCHIVE_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-FILES_SHA256 = "6884850c6fec1892b78839518b5b9a8610852d667af5ea71e603d6e7f1901755"  # of `fingerprint`
 
 _INSIDE = "vendor/llama.cpp/"
 _SCRIPTS = ("convert_hf_to_gguf.py", "convert_lora_to_gguf.py", "LICENSE")
@@ -323,51 +290,16 @@ _FOLDERS = ("conversion/", "gguf-py/gguf/")
 _UNKNOWN_TOKENIZER = "BPE pre-tokenizer was not recognized"
 
 
-def cache_folder() -> Path:
-    """Returns the folder that keeps the converter: ~/.cache/tpu_kit, or below XDG_CACHE_HOME."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tpu_kit"
-
-
-def converter() -> Path:
-    """Returns the folder of llama.cpp's converters; fetches it if it is not in the cache.
+@contextlib.contextmanager
+def converter() -> Iterator[Path]:
+    """Yields a folder with llama.cpp's converters while the body runs; fetches their archive if it is not in the cache.
 
     Raises:
         ValueError: the archive cannot be fetched, or its checksum is wrong.
     """
-    folder = cache_folder() / f"llama.cpp-{VERSION}"
-    if folder.is_dir() and fingerprint(folder) == FILES_SHA256:
-        return folder
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="llama.cpp-", dir=cache_folder()) as scratch:
-        archive = cache_folder() / ARCHIVE  # a user may put it there by hand
-        if not archive.is_file():
-            archive = _fetch(Path(scratch))
-        with atomic.replacing(folder, shared=True) as part:
-            unpack(archive, part)
-    return folder
-
-
-def _fetch(folder: Path) -> Path:
-    wanted = folder / "requirements.txt"
-    wanted.write_text(f"llama-cpp-python=={VERSION} --hash=sha256:{ARCHIVE_SHA256}\n")
-    command = ["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--no-binary", "llama-cpp-python", "--require-hashes", "-r", str(wanted), "-d", str(folder)]
-    done = run_child(command, os.environ)
-    if done.status or not (folder / ARCHIVE).is_file():
-        said = [line for line in done.errors.splitlines() if "ERROR" in line] or [done.last_lines(1)]
-        raise ValueError(
-            f"llama.cpp's converter cannot be fetched ({said[-1].strip()[:200]}). It is needed once: run this with a "
-            f"network, or put {ARCHIVE} of the Python package index into {cache_folder()}"
-        )
-    return folder / ARCHIVE
-
-
-def unpack(archive: Path, folder: Path) -> None:
-    """Extracts the converter's files from the source archive.
-
-    Raises:
-        ValueError: the checksum of the archive is wrong.
-    """
+    archive = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tpu_kit" / ARCHIVE
+    if not archive.is_file():
+        _fetch(archive)
     with archive.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != ARCHIVE_SHA256:
@@ -375,22 +307,30 @@ def unpack(archive: Path, folder: Path) -> None:
             f"{archive} has the SHA-256 {found} and should have {ARCHIVE_SHA256}: it is damaged or another version. "
             "Delete it and run this again"
         )
-    with tarfile.open(archive) as files:
+    with tempfile.TemporaryDirectory(prefix="llama.cpp-") as folder, tarfile.open(archive) as files:
         for member in files:
             name = member.name.partition(f"/{_INSIDE}")[2]
             if member.isfile() and (name in _SCRIPTS or name.startswith(_FOLDERS)):
                 files.extract(member.replace(name=name), folder, filter="data")
-    assert fingerprint(folder) == FILES_SHA256, f"{archive} is correct, but the files extracted from it are not"
+        yield Path(folder)
 
 
-def fingerprint(folder: Path) -> str:
-    """Returns the SHA-256 of the names and contents of all files in a folder, without Python's caches."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    total = hashlib.sha256()
-    for name in names:
-        if "__pycache__" not in name:
-            total.update(f"{name}\0{hashlib.sha256((folder / name).read_bytes()).hexdigest()}\n".encode())
-    return total.hexdigest()
+def _fetch(archive: Path) -> None:
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
+        wanted = Path(folder) / "requirements.txt"
+        wanted.write_text(f"llama-cpp-python=={VERSION} --hash=sha256:{ARCHIVE_SHA256}\n")
+        command = ["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--no-binary", "llama-cpp-python", "--require-hashes", "-r", str(wanted), "-d", folder]
+        done = run_child(command, os.environ)
+        fetched = Path(folder) / ARCHIVE
+        if done.status or not fetched.is_file():
+            said = [line for line in done.errors.splitlines() if "ERROR" in line] or [done.last_lines(1)]
+            raise ValueError(
+                f"llama.cpp's converter cannot be fetched ({said[-1].strip()[:200]}). It is needed once: run this with "
+                f"a network, or put {ARCHIVE} of the Python package index into {archive.parent}"
+            )
+        fetched.replace(archive)
 
 
 def convert_model(folder: Path, target: Path, outtype: str, tools: Path) -> None:

@@ -1,12 +1,13 @@
 """Runs and merges a model whose weights stay in their safetensors files, so that the host need not hold them.
 
-The model is built without weights. While a module runs, its own weights are read in fp32, and dropped after it; the
-host holds those of one module at a time. Adapters are small, and are loaded. PEFT itself merges each weight.
+The model is built without weights. While a module runs, its own weights are read in fp32, and dropped after it.
+Adapters are small, and are loaded. PEFT itself merges each weight.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,18 +24,12 @@ _INDEX = "model.safetensors.index.json"
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-class _Place(NamedTuple):
-    """The module that holds a weight, under which name, and the weight's name in the files."""
+class _Slot(NamedTuple):
+    """A parameter of a module, `module._parameters[leaf]`, and its weight's name in the files."""
 
     module: torch.nn.Module
     leaf: str
     name: str
-
-    @property
-    def weight(self) -> torch.Tensor:
-        found = self.module._parameters[self.leaf]
-        assert found is not None
-        return found
 
 
 class StreamedModel:
@@ -57,37 +52,33 @@ class StreamedModel:
             for part in model.modules()
             if hasattr(part, "get_delta_weight")
         }
-        self._places: dict[str, _Place] = {}
+        self._slots: dict[str, _Slot] = {}
         for part in model.modules():
-            places = [
-                _Place(part, leaf, names[id(weight)])
+            slots = [
+                _Slot(part, leaf, names[id(weight)])
                 for leaf, weight in part._parameters.items()
                 if weight is not None and id(weight) in names
             ]
-            if places:
-                self._places |= {place.name: place for place in places}
+            if slots:
+                self._slots |= {slot.name: slot for slot in slots}
                 unit = self._adapted.get(id(part), part)  # DoRA uses the weight outside the base layer, too
-                unit.register_forward_pre_hook(lambda _, __, mine=places: self._load(mine))
-                unit.register_forward_hook(lambda _, __, ___, mine=places: self._drop(mine))
+                unit.register_forward_pre_hook(lambda _, __, mine=slots: self._load(mine))
+                unit.register_forward_hook(lambda _, __, ___, mine=slots: self._drop(mine))
 
-    def _load(self, places: list[_Place]) -> None:
-        for place in places:
-            place.module._parameters[place.leaf] = _parameter(self._read(place.name).float())
-            if self.merging and place.leaf == "weight" and (adapted := self._adapted.get(id(place.module))):
-                adapted.merge()  # which does not copy the weight
-
-    def _drop(self, places: list[_Place]) -> None:
-        for place in places:
-            place.module._parameters[place.leaf] = _parameter(place.weight.to("meta"))
-            if (adapted := self._adapted.get(id(place.module))) is not None:
-                adapted.merged_adapters.clear()
-
-    def _read(self, name: str) -> torch.Tensor:
+    def _load(self, slots: list[_Slot]) -> None:
         from safetensors import safe_open
 
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
+        for module, leaf, name in slots:
+            with safe_open(self._files[name], framework="pt") as file:
+                module._parameters[leaf] = _parameter(file.get_tensor(name).float())
+            if self.merging and leaf == "weight" and (adapted := self._adapted.get(id(module))):
+                adapted.merge()  # which does not copy the weight
+
+    def _drop(self, slots: list[_Slot]) -> None:
+        for module, leaf, _ in slots:
+            module._parameters[leaf] = _parameter(module.get_parameter(leaf).to("meta"))
+            if (adapted := self._adapted.get(id(module))) is not None:
+                adapted.merged_adapters.clear()
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """Writes the settings, and one after the other the weights, merged if `merging`, to files of the same names."""
@@ -95,26 +86,27 @@ class StreamedModel:
         causal.config.architectures = [type(causal).__name__]
         causal.config.save_pretrained(folder)
         causal.generation_config.save_pretrained(folder)
-        by_file: dict[str, list[str]] = {}
-        for name, path in self._files.items():
-            by_file.setdefault(path.name, []).append(name)
-        for file, names in by_file.items():
-            self._write_file(folder / file, sorted(names), dtype)
-        if len(by_file) > 1:
-            size = sum(place.weight.numel() for place in self._places.values())
-            index = {
-                "metadata": {"total_size": size * dtype.itemsize},
-                "weight_map": {name: path.name for name, path in sorted(self._files.items())},
-            }
+        files: dict[str, list[str]] = {}
+        for name, path in sorted(self._files.items()):
+            files.setdefault(path.name, []).append(name)
+        sizes = [self._write_file(folder / file, names, dtype) for file, names in files.items()]
+        if len(files) > 1:
+            weight_map = {name: file for file, names in files.items() for name in names}
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
             (folder / _INDEX).write_text(json.dumps(index, indent=2))
 
-    def _write_file(self, path: Path, names: list[str], dtype: torch.dtype) -> None:
-        """Writes a safetensors file: the length of a JSON header in 8 bytes, the header, and the values."""
+    def _write_file(self, path: Path, names: list[str], dtype: torch.dtype) -> int:
+        """Writes a safetensors file: the length of a JSON header in 8 bytes, the header, and the values.
+
+        Returns:
+            Bytes of the values.
+        """
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in names:
-            shape = list(self._places[name].weight.shape)
-            start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            module, leaf, _ = self._slots[name]
+            shape = list(module.get_parameter(leaf).shape)
+            start, end = end, end + math.prod(shape) * dtype.itemsize
             header[name] = {"dtype": _TYPES[dtype], "shape": shape, "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
@@ -122,15 +114,14 @@ class StreamedModel:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
                 file.write(self._weight(name, dtype).flatten().view(torch.uint8).numpy().data)
+        return end
 
     def _weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        place = self._places[name]
-        if not self.merging or place.leaf != "weight" or id(place.module) not in self._adapted:
-            return self._read(name).to(dtype).contiguous()
-        self._load([place])
-        merged = place.weight.detach().to(dtype).contiguous()
-        self._drop([place])
-        return merged
+        slot = self._slots[name]
+        self._load([slot])
+        weight = slot.module.get_parameter(slot.leaf)
+        self._drop([slot])
+        return weight.detach().to(dtype).contiguous()
 
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
@@ -208,23 +199,13 @@ def _weights(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _names(model: torch.nn.Module, files: Mapping[str, Path]) -> dict[int, str] | None:
     """By the id of each weight its name in the files; None if the two do not fit."""
-    from safetensors import safe_open
-
     aliases: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(weight), []).append(name)
     found = {number: next((name for name in names if name in files), "") for number, names in aliases.items()}
     known = {name for names in aliases.values() for name in names}
     unknown = [name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq")]  # of old files
-    if not all(found.values()) or unknown or set(model.state_dict()) - known:
-        return None
-    shapes = {found[id(weight)]: list(weight.shape) for weight in model.parameters()}
-    for path in set(files.values()):
-        with safe_open(path, framework="pt") as file:
-            there = [name for name in file.keys() if name in shapes]  # noqa: SIM118  the file is no mapping
-            if any(file.get_slice(name).get_shape() != shapes[name] for name in there):
-                return None
-    return found
+    return None if not all(found.values()) or unknown or set(model.state_dict()) - known else found
 
 
 def _fill_adapter(model: torch.nn.Module, folder: Path) -> None:
