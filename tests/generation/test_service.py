@@ -33,6 +33,7 @@ from tests.support.generation_functions import (
     FAMILIES,
     MIXED,
     NEW,
+    QUICK_FAMILIES,
     generator,
     make,
     prompts_of,
@@ -162,7 +163,7 @@ def test_completions_as_json() -> None:
 # ------------------------------------------------------------------------------------------------------ on this CPU
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     model = make(family)
     wanted = stock(model, MIXED)
@@ -323,8 +324,6 @@ def test_what_cannot_be_generated() -> None:
         mine.score(prompts_of(70), prompts_of(40))
     with pytest.raises(ValueError, match=r"max_prompt=0, block=0: must be 1 or more"):
         generator(model, max_prompt=0, block=0)
-    with pytest.raises(ValueError, match=r"widths=\[8, 64\]: the last must be max_prompt=70 or more"):
-        generator(model, widths=[64, 8])
 
 
 def test_a_chat_needs_a_template() -> None:
@@ -375,7 +374,7 @@ def test_on_xla_the_tokens_are_the_same(on_xla: tuple[dict[str, Any], Path]) -> 
 @needs_xla
 def test_on_xla_the_tokens_are_the_same_for_every_family() -> None:
     found = child("families")["families"]
-    assert len(found) == len(FAMILIES) - 2 and all(found.values()), found
+    assert len(found) == len(FAMILIES) - 1 and all(found.values()), found
 
 
 @needs_xla
@@ -383,9 +382,9 @@ def test_the_number_of_programs_and_reads_is_bounded(on_xla: tuple[dict[str, Any
     found = on_xla[0]["counts"]
     for size in (1, 8):
         first, again = found[f"{size} first"], found[f"{size} again"]
-        assert first["compiles"] <= 5, first  # four widths of prompts and one decode program
+        assert first["compiles"] <= 4, first  # three widths of prompts and one decode program
         assert again["compiles"] == 0, again
-        batches = 24 // size
+        batches = 16 // size
         assert first["device_reads"] <= batches * 2 and again["device_reads"] <= batches * 2  # two blocks each
         assert first["executions"] <= batches * 3
         for turn in (first, again):
@@ -533,16 +532,16 @@ CHATS = [
 ]
 
 
-@needs_xla
-def test_replicas_share_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "device_type", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("xla-cpu", marks=needs_xla)]
+)
+def test_replicas_share_the_prompts(monkeypatch: pytest.MonkeyPatch, device_type: str) -> None:
     drawn = Sampling(max_new_tokens=20, temperature=0.8)
     alone = generate(configured(), CHATS, drawn, n=2, batch_size=4)
     assert len(alone) == 2 * len(CHATS)
     monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
-    for device_type in ("cpu", "xla-cpu"):
-        config = configured(device_type=device_type, num_replicas=2)
-        found = generate(config, CHATS, drawn, n=2, batch_size=4)
-        assert [reply.text for reply in found] == [reply.text for reply in alone]
+    found = generate(configured(device_type=device_type, num_replicas=2), CHATS, drawn, n=2, batch_size=4)
+    assert [reply.text for reply in found] == [reply.text for reply in alone]
 
 
 def test_weights_are_laid_out_for_a_cpu_and_stay_the_same() -> None:
@@ -719,10 +718,9 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
 def test_a_chat_that_no_longer_fits_loses_its_beginning(
     embedded: Generator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = [{"role": "user", "content": "What is 2 + 3? " * 40}, {"role": "assistant", "content": "5"}]
-    said.append({"role": "user", "content": "What is 4 + 3?"})
-    (alone,) = embedded.generate([said[2:]], Sampling(8))
-    assert service._reply(embedded, said, Sampling(8)) == alone.text
-    assert len(said) == 1 and "no longer fits, and is left out" in capsys.readouterr().out
+    said = [{"role": "user", "content": "What is 2 + 3? " * 40}]
+    (cut,) = embedded.generate([said], Sampling(8), truncate=True)
+    assert service._print_reply(embedded, said, Sampling(8), truncate=True) == cut.text
+    assert capsys.readouterr().out.strip() == cut.text.strip()
     with pytest.raises(ValueError, match="prompt 0: "):
-        service._reply(embedded, [{"role": "user", "content": "What is 2 + 3? " * 40}], Sampling(8))
+        service._print_reply(embedded, said, Sampling(8), truncate=False)

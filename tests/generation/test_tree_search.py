@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +34,17 @@ SMALL: dict[str, Any] = {
 
 
 class Counted(Generator):
-    """The real generator, which notes of each call the prompts, samples and tokens read, and all tokens."""
+    """The real generator, which notes the prompts and samples of each call, and counts the tokens."""
 
     calls: list[tuple[int, int]]
-    reads: list[int]
     tokens: int
-    holds = True
-    bytes = 0
 
     def generate(  # type: ignore[override]  # fewer parameters than the generator
-        self, prompts: Sequence[Any], sampling: Sampling | None = None, n: int = 1, hold: bool = False
+        self, prompts: Sequence[Any], sampling: Sampling | None = None, n: int = 1
     ) -> list[Completion]:
-        before = self.read
-        found = super().generate(prompts, sampling, n, hold=hold and self.holds)
+        found = super().generate(prompts, sampling, n)
         self.calls.append((len(prompts), n))
-        self.reads.append(self.read - before)
         self.tokens += sum(len(reply.tokens) for reply in found)
-        if self._held:
-            self.bytes = max(self.bytes, sum(t.nbytes for part in self._held.cache for t in part))
         return found
 
 
@@ -67,7 +59,7 @@ def parts() -> tuple[Counted, Any]:
 
 @pytest.fixture
 def generator(parts: tuple[Counted, Any]) -> Counted:
-    parts[0].calls, parts[0].reads, parts[0].tokens, parts[0].holds, parts[0].bytes = [], [], 0, True, 0
+    parts[0].calls, parts[0].tokens = [], 0
     return parts[0]
 
 
@@ -97,21 +89,8 @@ def test_the_tree(generator: Counted, tokenizer: Any, strategy: Any) -> None:
     drawn = str(found)
     assert drawn.startswith(QUESTION)
     assert drawn.count("*") >= found.best.depth
-    assert found._repr_html_().count("<li") == found.nodes
     again = search(generator, tokenizer, QUESTION, options)
     assert str(again) == drawn
-
-
-def test_what_the_chains_of_a_level_have_in_common_is_read_once(generator: Counted, tokenizer: Any) -> None:
-    options = SearchOptions(**{**SMALL, "max_thoughts": 3, "max_tokens": 200})
-    held = search(generator, tokenizer, QUESTION, options)
-    levels = generator.reads[:-1]
-    assert len(levels) == 3 and levels[0] > 0 and levels[1:] == [0, 0]
-    assert held.read == sum(generator.reads)
-    generator.holds, generator.reads = False, []
-    again = search(generator, tokenizer, QUESTION, options)
-    assert str(again) == str(held)  # the same tree
-    assert all(generator.reads) and again.read > 2 * held.read
 
 
 def test_best_first_goes_back_to_an_earlier_level(generator: Counted, tokenizer: Any) -> None:
@@ -168,41 +147,14 @@ def test_budgets_end_the_search(generator: Counted, tokenizer: Any) -> None:
     assert found.stopped == "nodes"
 
 
-def test_the_budget_of_memory_is_kept(generator: Counted, tokenizer: Any) -> None:
-    """A level that takes more is generated in parts, and one step's proposals are the least there is."""
-    wide: dict[str, Any] = {
-        **SMALL,
-        "beam": 3,
-        "thoughts_per_step": 4,
-        "max_thoughts": 3,
-        "thought_tokens": 3,
-        "max_tokens": 400,
-    }
-    options = SearchOptions(**wide)
-    search(generator, tokenizer, QUESTION, options)
-    assert max(prompts for prompts, _ in generator.calls) == 3
-    one, three = generator.cache_bytes(1, 4), generator.cache_bytes(3, 4)
-    assert 0 < generator.bytes <= three
-    generator.calls, generator.bytes = [], 0
-    tight = replace(options, max_memory_mib=(three - 1) / 2**20)
-    found = search(generator, tokenizer, QUESTION, tight)
-    assert max(prompts for prompts, n in generator.calls if n == 4) == 2
-    assert 0 < generator.bytes < three and found.answer == found.best.answer
-    with pytest.raises(
-        ValueError, match=r"max_memory_mib=\S+ is less than the \S+ MiB of keys and values that 4 propos"
-    ):
-        search(generator, tokenizer, QUESTION, replace(options, max_memory_mib=(one - 1) / 2**20))
-
-
 def test_the_drawn_tree_is_escaped_and_needs_nothing_else() -> None:
     root = Thought("1 < 2 & <script>alert(1)</script>?")
     step = Thought("<b>so</b>\n'x'", score=-0.5, depth=1, done=True, answer="<i>7</i>", parent=root)
     root.children = [step, Thought("other", score=-0.7, depth=1, parent=root)]
     found = SearchResult("<i>7</i>", step, root, 9, 2, "done")
     drawn = found._repr_html_()
-    assert set(re.findall(r"</?([a-z]+)", drawn)) == {"div", "b", "ul", "li", "code", "p"}
+    assert set(re.findall(r"</?([a-z]+)", drawn)) == {"pre"}
     assert "&lt;script&gt;" in drawn and "&lt;i&gt;7" in drawn
-    assert not re.search(r"https?:|src=|href=|<script|<link", drawn)
     assert str(found).splitlines() == [
         "1 < 2 & <script>alert(1)</script>?",
         "├*  -0.500  <b>so</b> 'x'  = <i>7</i>",
@@ -224,7 +176,7 @@ def test_think_loads_the_model_itself(generator: Counted, tokenizer: Any) -> Non
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["search", "device_type=cpu", "base_dtype=fp32", f"prompt={QUESTION}", "max_thoughts=2",
-             "thoughts_per_step=2", "thought_tokens=6", "answer_tokens=4", "memory_efficient=false"]  # fmt: skip
+             "thoughts_per_step=2", "thought_tokens=6", "answer_tokens=4"]  # fmt: skip
     assert main([*asked, f"out={tmp_path / 'tree.html'}"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(QUESTION) and "answer: " in printed
@@ -237,7 +189,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for wrong, text in (
         ("max_thoughts=0", "max_thoughts=0 must be 1 or more"),
         ("max_thoughts=few", "max_thoughts: 'few' is not a whole number; the default is 5"),
-        ("memory_efficient=maybe", "memory_efficient: 'maybe' is not true or false; the default is true"),
         ("score=votes", "self-evaluation\" or a function; the default is 'logprob'"),
         (f"out={tmp_path / 'none' / 'tree.html'}", "make it, or name another"),
         (
@@ -255,14 +206,6 @@ def shortest(question: str, steps: Sequence[str]) -> float:
     return -float(sum(map(len, steps)))
 
 
-def test_memory_efficient_changes_what_is_kept_and_nothing_else(generator: Counted, tokenizer: Any) -> None:
-    lean = search(generator, tokenizer, QUESTION, SearchOptions(**SMALL))
-    full = search(generator, tokenizer, QUESTION, SearchOptions(memory_efficient=False, **SMALL))
-    assert str(lean) == str(full)
-    assert all(node.tokens for node in every(full.root))
-    assert any(not node.tokens for node in every(lean.root))
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -270,7 +213,6 @@ def test_memory_efficient_changes_what_is_kept_and_nothing_else(generator: Count
         ({"strategy": "widest"}, "strategy=widest must be beam or best-first"),
         ({"score": "votes"}, "score=votes must be logprob, self-evaluation or a function"),
         ({"temperature": 0.0}, "temperature above 0"),
-        ({"max_memory_mib": 0}, "max_memory_mib=0 must be above 0"),
         ({"max_tokens": 50}, "max_tokens=50 is less than one level may take: 112"),
     ],
 )
@@ -279,6 +221,7 @@ def test_options_out_of_range(options: dict[str, Any], text: str) -> None:
         SearchOptions(**options)
 
 
+@pytest.mark.slow
 @needs_xla
 def test_a_search_compiles_nothing_that_an_earlier_one_did_not() -> None:
     """Searches on XLA:CPU, with other questions, seeds and trees: all but the first find their programs made."""
@@ -296,7 +239,7 @@ import torch_xla
 device = torch_xla.device()
 rt = SimulatedRuntime(0, 1, device)
 model, tokenizer = to_device(load_base(config, torch.float32).eval(), device), load_tokenizer(config)
-generator = Generator(model, tokenizer, rt, max_prompt=128, max_new_tokens=8, batch_size=6, block=8, widths=[128])
+generator = Generator(model, tokenizer, rt, max_prompt=128, max_new_tokens=8, batch_size=6, block=8)
 counts = []
 other = "Ida has 2 bags of 5 nuts. How many nuts does Ida have?"
 for seed, question in enumerate(({QUESTION!r}, "1 + 1?", other, {QUESTION!r})):
@@ -304,12 +247,8 @@ for seed, question in enumerate(({QUESTION!r}, "1 + 1?", other, {QUESTION!r})):
     options = SearchOptions(max_thoughts=3, thought_tokens=8, answer_tokens=4, max_tokens=200, seed=seed)
     found = search(generator, tokenizer, question, options)
     counts.append(rt.counters()["compiles"] - before)
-read, held = found.read, generator.generate
-generator.generate = lambda *arguments, hold: held(*arguments)
-again = search(generator, tokenizer, question, options)
-print([*counts, str(again) == str(found), again.read > read])
+print(counts)
 """
-    first, *later, same, shared = json.loads(run_python(code).stdout.splitlines()[-1].replace("True", "true"))
+    first, *later = json.loads(run_python(code).stdout.splitlines()[-1])
     assert 0 < first <= 12
-    assert same and shared  # what is shared is read once, and changes nothing
     assert later == [0, 0, 0]

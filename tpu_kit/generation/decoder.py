@@ -4,8 +4,8 @@ On XLA each is a program of fixed shape: a prefill and a score for each width to
 program for `block` decode steps, which changes the cache in place. Elsewhere the same functions run eagerly, with a
 cache as long as the batch needs.
 
-On XLA the prefill processes a prompt without its last token, which the first decode step processes, so that only the
-decode program has an output head and sampling. Elsewhere the prefill also makes the first step.
+The prefill processes a prompt without its last token, which the first decode step processes, so that only the decode
+program has an output head and sampling.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation import kv_cache
-from tpu_kit.generation.kv_cache import Buffers, Held, Recorder, Slots
+from tpu_kit.generation.kv_cache import Buffers, Recorder, Slots
 from tpu_kit.generation.sampling import Kind
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
@@ -51,11 +51,6 @@ class Batch:
     ids: torch.Tensor
     lengths: torch.Tensor
     last: torch.Tensor
-
-    @property
-    def full(self) -> bool:
-        """Whether all prompts are as long as the batch is wide."""
-        return bool((self.lengths == self.ids.shape[1]).all())
 
 
 def widths_to(most: int) -> list[int]:
@@ -137,21 +132,13 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.minimum(index, last)
 
 
-def _as_cache(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Shards new contents as the buffers that they replace."""
-    return [constrain(tensor, heads_spec(tensor.shape)) for tensor in tensors]
-
-
 @dataclass
 class State:
     """The tensors that one block of decode steps passes to the next, on the device; see `Decoder._step`."""
 
-    width: int
-    done: int  # steps
     carried: list[torch.Tensor]
     constant: list[torch.Tensor]
-    full: bool
-    logits: torch.Tensor | None = None  # of the first step, if the prefill made it
+    done: int = 0  # steps
 
 
 class Decoder:
@@ -173,8 +160,6 @@ class Decoder:
         self._programs: dict[Any, Traced] = {}
         self._prompt_cache: Buffers | None = None  # of the last shape
         self._sample_cache: Buffers | None = None
-        self._first_logits: torch.Tensor | None = None
-        self.element_bytes = self._dtype.itemsize
         self.vocabulary = int(self._causal.get_output_embeddings().weight.shape[0])
         ends = torch.zeros(self.vocabulary, dtype=torch.int64)
         ends[[token for token in stops if token < self.vocabulary]] = 1
@@ -204,73 +189,38 @@ class Decoder:
         rows, width = batch.ids.shape
         if self._rt.is_xla:
             assert width + steps <= self._slots, (width, steps, self._slots)
-            return self._prefill_program(batch, samples)
-        device = self._rt.local_device
-        ids, lengths = torch.cat([batch.ids, batch.last[:, None]], 1).to(device), batch.lengths.to(device)
-        columns = torch.arange(width, device=device)[None].expand(rows, width)
-        recorder = Recorder(None if batch.full else lengths, width)
-        positions = torch.cat([columns, lengths[:, None]], 1)
-        output = self._causal(input_ids=ids, position_ids=positions, logits_to_keep=1, **self._with(recorder))
-        self._first_logits = output.logits[:, -1].float().repeat_interleave(samples, 0)
-        return self._copied([*recorder.found.keys, *recorder.found.values], samples, width + steps)
-
-    def _copied(self, found: list[torch.Tensor], samples: int, slots: int) -> Buffers:
-        """Copies keys and values into buffers of `slots`, one row for each sample; not on XLA."""
-        shape, new = self._shape(len(found[0]) * samples, slots), []
-        for have in found:
-            new.append(torch.empty(shape, dtype=self._dtype, device=have.device))
-            new[-1][:, :, : have.shape[2]] = have.repeat_interleave(samples, 0) if samples > 1 else have
-        return Buffers(new[: len(self._layers)], new[len(self._layers) :])
-
-    def _prefill_program(self, batch: Batch, samples: int) -> Buffers:
-        rows, width = batch.ids.shape
-        cache = self.prompt_cache(rows)
+        cache = self.prompt_cache(rows, width + steps)
 
         def fill(ids: torch.Tensor, *buffers: torch.Tensor) -> list[torch.Tensor]:
             recorder, positions = Recorder(), torch.arange(ids.shape[1], device=ids.device)
             self._causal.get_decoder()(
                 input_ids=ids, position_ids=positions[None].expand_as(ids), **self._with(recorder)
             )
-            found = [*recorder.found.keys, *recorder.found.values]
             start = torch.zeros(1, dtype=torch.int64, device=ids.device)
-            return [write_slot(old, new.to(old.dtype), start) for old, new in zip(buffers, found, strict=True)]
+            found = zip(buffers, [*recorder.found.keys, *recorder.found.values], strict=True)
+            return [self._write(old, new.to(old.dtype), start) for old, new in found]
 
         (ids,) = self.send([batch.ids])
         inputs = [ids, *cache.keys, *cache.values]
-        program = self._program(("prefill", rows, width), fill, inputs)
-        replace_contents(inputs[1:], _as_cache(program(*inputs)))
-        self._rt.sync()
-        return self._in_samples(cache, samples)
-
-    def _in_samples(self, cache: Buffers, samples: int) -> Buffers:
+        self._replace(cache, self._program(("prefill", rows, width), fill, inputs)(*inputs))
         if samples == 1:
             return cache
-        both, rows = [*cache.keys, *cache.values], len(cache.keys[0])
         (index,) = self.send([torch.arange(rows).repeat_interleave(samples)])
-        copies = self._sample_cache = self._buffers(self._sample_cache, rows * samples)
-        copied = _as_cache([theirs.index_select(0, index) for theirs in both])
-        replace_contents([*copies.keys, *copies.values], copied)
-        self._rt.sync()
+        copies = self._sample_cache = self._buffers(self._sample_cache, rows * samples, cache.slots)
+        self._replace(copies, [tensor.index_select(0, index) for tensor in inputs[1:]])
         return copies
 
-    def go_on(self, held: Held, places: Sequence[int], width: int, count: int, samples: int, steps: int) -> Buffers:
-        """Fills a cache from the cache of an earlier batch, instead of a prefill.
-
-        Args:
-            held: the earlier batch.
-            places: its rows that the new batch continues.
-            width: P of the new batch.
-            count: prompts of the new batch, padding included.
-            samples: of each prompt.
-            steps: number of further tokens.
-        """
-        rows, source = self.send(list(held.source(places, count, self._slots if self._rt.is_xla else width)))
-        if not self._rt.is_xla:
-            return self._copied(kv_cache.gathered(held.cache, rows, source), samples, width + steps)
-        cache = self.prompt_cache(count)
-        replace_contents([*cache.keys, *cache.values], _as_cache(kv_cache.gathered(held.cache, rows, source)))
+    def _replace(self, cache: Buffers, found: list[torch.Tensor]) -> None:
+        """Gives a cache new contents, sharded as its buffers, and clears the list `found`."""
+        found[:] = [constrain(tensor, heads_spec(tensor.shape)) for tensor in found]
+        replace_contents([*cache.keys, *cache.values], found)
         self._rt.sync()
-        return self._in_samples(cache, samples)
+
+    def _write(self, buffer: torch.Tensor, new: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        """Returns a buffer with keys or values (B, heads, n, D) written from a slot (1,) on."""
+        if self._rt.is_xla:
+            return write_slot(buffer, new, slot)
+        return buffer.index_copy_(2, slot + torch.arange(new.shape[2], device=new.device), new)
 
     # -------------------------------------------------------------------------------------------------------- decode
 
@@ -298,8 +248,7 @@ class Decoder:
         flags = torch.tensor(ended, dtype=torch.int64)
         carried = [last, flags, torch.zeros(1, dtype=torch.int64)] + ([] if occurred is None else [occurred])
         sent = self.send([*carried, lengths, torch.tensor([width]), uniforms, knobs])
-        logits, self._first_logits = self._first_logits, None
-        return State(width, 0, sent[: len(carried)], [*sent[len(carried) :], self._ends], batch.full, logits)
+        return State(sent[: len(carried)], [*sent[len(carried) :], self._ends])
 
     def decode(self, kind: Kind, state: State, cache: Buffers, steps: int) -> torch.Tensor:
         """Runs a block of steps.
@@ -312,7 +261,7 @@ class Decoder:
             return self._decode_program(kind, state, cache)
         found = []
         for _ in range(steps):
-            *state.carried, output = self._step(kind, state.carried, state.constant, cache, state)
+            *state.carried, output = self._step(kind, state.carried, state.constant, cache)
             state.done += 1
             found.append(output)
             if self._rt.device_type == "cpu" and bool(state.carried[1].all()):
@@ -327,27 +276,21 @@ class Decoder:
 
         def step(*tensors: torch.Tensor) -> list[torch.Tensor]:
             mine = Buffers(list(tensors[count : count + layers]), list(tensors[count + layers : carried]))
-            *changed, output = self._step(kind, tensors[:count], tensors[carried:], mine, None)
+            *changed, output = self._step(kind, tensors[:count], tensors[carried:], mine)
             return [*changed, *mine.keys, *mine.values, output]
 
         shapes = (kind, count, len(state.carried[0]), *(tuple(tensor.shape) for tensor in state.constant))
         program = self._program(("decode", *shapes), step, inputs, self.block, carried)
         found = program(*inputs)
-        output, state.carried = found[-1], found[:count]
-        replace_contents(buffers, _as_cache(found[count:carried]))
-        del found
+        output, state.carried = found.pop(), found[:count]
+        del found[:count]
         state.done += self.block
-        self._rt.sync()
+        self._replace(cache, found)
         # (block, 2, B), the only read of the device in the block.
         return self._rt.to_host([output])[0].transpose(0, 1)
 
     def _step(
-        self,
-        kind: Kind,
-        carried: Sequence[torch.Tensor],
-        constant: Sequence[torch.Tensor],
-        cache: Buffers,
-        at: State | None,
+        self, kind: Kind, carried: Sequence[torch.Tensor], constant: Sequence[torch.Tensor], cache: Buffers
     ) -> list[torch.Tensor]:
         """Generates one token for every row; returns the new carried tensors, and (2, B) fp32 for the host.
 
@@ -356,33 +299,19 @@ class Decoder:
             carried: the last tokens (B,) int64, whether rows have ended (B,) int64, the number of this step (1,) int64
                 and, with a repetition penalty, the tokens that occurred (B, V) fp32.
             constant: lengths (B,), width (1,), uniforms (T, B), knobs (5,), whether each token ends a row (V,) int64.
-            cache: changed, unless the logits of this step are known.
-            at: the `State` whose numbers the host may use; None in a program for all lengths.
+            cache: its lists get the new keys and values.
         """
         token, ended, step, *occurred = carried
         lengths, width, uniforms, knobs, ends = constant
         seen = [occurred[0].scatter(1, token[:, None], 1.0)] if occurred else []
-        if at is not None and at.logits is not None:
-            logits, at.logits = at.logits, None
-        else:
-            if at is None:
-                slots = Slots(cache, lengths, width, step, lambda buffer, new: write_slot(buffer, new, width + step))
-            else:
-                slot = at.width + at.done
-
-                def write(buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-                    buffer[:, :, slot : slot + 1] = new
-                    return buffer
-
-                slots = Slots(cache, lengths, at.width, at.done, write, slot + 1, at.full)
-            position = (lengths + step)[:, None]
-            output = self._causal(input_ids=token[:, None], position_ids=position, **self._with(slots))
-            logits = output.logits[:, -1].float()
+        slots = Slots(cache, lengths, width, step, self._write)
+        position = (lengths + step)[:, None]
+        output = self._causal(input_ids=token[:, None], position_ids=position, **self._with(slots))
         uniform = uniforms.index_select(0, step)[0]
-        choice = choose(logits, uniform, knobs, kind, *seen)
+        choice = choose(output.logits[:, -1].float(), uniform, knobs, kind, *seen)
         open_ = ended == 0
-        output = torch.stack([torch.where(open_, choice.token, -1).float(), choice.logprob * open_])
-        return [choice.token, torch.maximum(ended, ends.index_select(0, choice.token)), step + 1, *seen, output]
+        report = torch.stack([torch.where(open_, choice.token, -1).float(), choice.logprob * open_])
+        return [choice.token, torch.maximum(ended, ends.index_select(0, choice.token)), step + 1, *seen, report]
 
     # --------------------------------------------------------------------------------------------------------- score
 
@@ -400,11 +329,8 @@ class Decoder:
             ValueError: the output head is not a plain linear layer.
         """
         (sent,) = self.send([ids])
-        if self._rt.is_xla:
-            (found,) = self._program(("score", *ids.shape), lambda ids: [self._scores(ids)], [sent])(sent)
-            self._rt.sync()
-        else:
-            found = self._scores(sent)
+        (found,) = self._program(("score", *ids.shape), lambda ids: [self._scores(ids)], [sent])(sent)
+        self._rt.sync()
         return self._rt.to_host([found])[0][:, :, :-1]
 
     def _scores(self, ids: torch.Tensor) -> torch.Tensor:
@@ -435,22 +361,20 @@ class Decoder:
     def _layers(self) -> range:
         return range(models.text_config(self._model).num_hidden_layers)
 
-    def _shape(self, rows: int, slots: int) -> tuple[int, int, int, int]:
-        return (rows, *kv_cache.cache_shape(models.text_config(self._model), slots))
-
-    def prompt_cache(self, rows: int) -> Buffers:
-        """Returns the buffers of the prompts on XLA: those of the last call if they have as many rows."""
-        self._prompt_cache = self._buffers(self._prompt_cache, rows)
+    def prompt_cache(self, rows: int, slots: int = 0) -> Buffers:
+        """Returns the buffers of the prompts, of `slots` except on XLA; those of the last call if they fit."""
+        self._prompt_cache = self._buffers(self._prompt_cache, rows, slots)
         return self._prompt_cache
 
-    def _buffers(self, have: Buffers | None, rows: int) -> Buffers:
-        if have is not None and have.keys[0].shape[0] == rows:
+    def _buffers(self, have: Buffers | None, rows: int, slots: int) -> Buffers:
+        slots = self._slots if self._rt.is_xla else slots
+        shape = (rows, *kv_cache.cache_shape(models.text_config(self._model), slots))
+        if have is not None and have.keys[0].shape == shape:
             return have
-        shape = self._shape(rows, self._slots)
         # A tensor for each layer: sent several times, one tensor would be one buffer for all layers.
         spec, mesh = heads_spec(shape), current_mesh()
         if mesh is not None:
-            size = len(self._layers) * 2 * math.prod(mesh.shard_shape(spec, shape)) * self.element_bytes
+            size = len(self._layers) * 2 * math.prod(mesh.shard_shape(spec, shape)) * self._dtype.itemsize
             print(f"cache            {size / GIB:.2f} GiB a device; in each layer {shape}, {spec}", flush=True)
         zeros = ([torch.zeros(shape, dtype=self._dtype) for _ in self._layers] for _ in "kv")
         return Buffers(*(self._rt.place(each, spec) for each in zeros))
@@ -461,7 +385,10 @@ class Decoder:
 
     def _program(
         self, key: Any, fn: Any, example: Sequence[torch.Tensor], steps: int | None = None, carried: int = 0
-    ) -> Traced:
+    ) -> Any:
+        """Returns a function as a program, which is made once for each key; off XLA the function itself."""
+        if not self._rt.is_xla:
+            return fn
         if key not in self._programs:
             weights = [*self._model.parameters(), *self._model.buffers()]
             self._programs[key] = Traced(str(key[0]), fn, example, weights, steps, carried)

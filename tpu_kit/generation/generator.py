@@ -3,9 +3,8 @@
     generator = Generator(model, tokenizer, runtime, max_prompt=512, max_new_tokens=256)
     replies = generator.generate(["2 + 3 = "], Sampling(temperature=0.7, top_p=0.9), n=4)
 
-The prompts are sorted by length and divided into batches of one size, padded to one of a few widths. On XLA there is
-one prefill program for each width and one decode program. The host reads the device once for `block` tokens of the
-whole batch.
+The prompts are sorted by length and divided into batches of one size, padded on XLA to one of a few widths. The host
+reads the device once for `block` tokens of the whole batch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from tpu_kit.config.loader import DataConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.decoder import BLOCK, Batch, Decoder, filled, fitting, widths_to
-from tpu_kit.generation.kv_cache import Held, cache_bytes_per_token
 from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, Row
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
@@ -55,10 +53,6 @@ class Generator:
         batch_size: rows of a batch; a single prompt has a batch of its own size.
         block: tokens of a row between two reads of the device.
         data: the tags of the reasoning, and the system prompt.
-        widths: widths to which prompts are padded on XLA; by default 64, 128 and so on.
-
-    Attributes:
-        read: tokens of all prefilled prompts; prompts from the cache do not count.
 
     Raises:
         ValueError: a size is below 1, or the model's architecture does not work with the key/value cache.
@@ -75,7 +69,6 @@ class Generator:
         batch_size: int = 8,
         block: int = BLOCK,
         data: DataConfig | None = None,
-        widths: Sequence[int] | None = None,
     ) -> None:
         sizes = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "block": block}
         if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
@@ -87,13 +80,9 @@ class Generator:
         self._limits, self._batch_size = (max_prompt, max_new_tokens), batch_size
         self._positions = models.max_positions(self._config) or math.inf
         self._texts = PromptCodec(tokenizer, models.base_model(model), data or DataConfig())
-        self._widths = sorted(widths) if widths else widths_to(max_prompt)
-        if self._widths[-1] < max_prompt - 1:
-            raise ValueError(f"widths={self._widths}: the last must be max_prompt={max_prompt} or more")
+        self._widths = widths_to(max_prompt)
         self._steps = -(-max_new_tokens // block) * block
         self._decoder = Decoder(model, self._rt, block, self._widths[-1] + self._steps, self._texts.stops)
-        self.read = 0
-        self._held: Held | None = None
 
     def generate(
         self,
@@ -101,7 +90,6 @@ class Generator:
         sampling: Sampling | None = None,
         n: int = 1,
         truncate: bool = False,
-        hold: bool = False,
     ) -> list[Completion]:
         """Completes every prompt.
 
@@ -110,8 +98,6 @@ class Generator:
             sampling: greedy by default, with the Generator's max_new_tokens.
             n: samples of each prompt, from one prefill.
             truncate: remove the beginning of a prompt that is too long.
-            hold: keep the keys and values of the last batch for the next call. That call needs no prefill if it holds
-                too, is one batch, and each of its prompts is a prompt of this batch with its reply.
 
         Returns:
             n completions for each prompt, those of a prompt one after the other.
@@ -119,16 +105,8 @@ class Generator:
         Raises:
             ValueError: there are no prompts, one is empty or too long, or it is a chat and there is no template.
         """
-        found = self._run(prompts, sampling or Sampling(self._limits[1]), n, truncate, hold)
+        found = self._run(prompts, sampling or Sampling(self._limits[1]), n, truncate)
         return [found[row, sample] for row in range(len(prompts)) for sample in range(n)]
-
-    def cache_bytes(self, prompts: int, n: int = 1) -> int:
-        """Returns the most bytes of keys and values of a call of `generate` with hold."""
-        size = 1 if prompts == 1 else max(1, self._batch_size // n)
-        rows, slots = size if self._rt.is_xla else min(size, prompts), self._widths[-1] + self._steps
-        # On XLA prompts and samples have separate buffers; elsewhere the buffers of the last batch exist, too.
-        rows = rows * (n + (n > 1)) if self._rt.is_xla else 2 * rows * n
-        return rows * slots * cache_bytes_per_token(self._config, self._decoder.element_bytes)
 
     def share(
         self,
@@ -150,7 +128,7 @@ class Generator:
         Returns:
             Completions by (number of the prompt, number of the sample).
         """
-        return self._run(prompts, sampling, n, truncate, share=True, progress=progress)
+        return self._run(prompts, sampling, n, truncate, True, progress)
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, truncate: bool = False) -> Iterator[str]:
         """Completes one prompt, and yields its text in pieces, one for each block.
@@ -278,7 +256,6 @@ class Generator:
         sampling: Sampling,
         n: int,
         truncate: bool,
-        hold: bool = False,
         share: bool = False,
         progress: Callable[[int], object] | None = None,
     ) -> dict[tuple[int, int], Completion]:
@@ -298,7 +275,7 @@ class Generator:
             width = self._width(len(encoded[together[0]]) - 1)
             ids = [encoded[row] for row in mine]
             rows: list[Row] = []
-            for rows in self._batch(ids, mine, n, size, sampling, width, world, hold):
+            for rows in self._batch(ids, mine, n, size, sampling, width, world):
                 if progress:
                     most = sampling.max_new_tokens
                     progress(len(found) + sum(row.ended or len(row.tokens) == most for row in rows))
@@ -315,7 +292,7 @@ class Generator:
         return world > 1 and self._rt.device_type == "xla-cpu"
 
     def _width(self, longest: int) -> int:
-        return fitting(longest, self._widths) if self._rt.is_xla else longest
+        return fitting(longest, self._widths) if self._rt.is_xla else max(1, longest)
 
     def _batch(
         self,
@@ -326,7 +303,6 @@ class Generator:
         sampling: Sampling,
         width: int,
         world: int = 1,
-        hold: bool = False,
     ) -> Iterator[list[Row]]:
         """Generates one batch, and yields its rows, prompts x samples, after each block."""
         size = size if self._rt.is_xla else len(prompts)
@@ -339,33 +315,21 @@ class Generator:
         steps = -(-sampling.max_new_tokens // block) * block
         streams = [(numbers[place // n], place % n) for place in range(len(rows))] + [(0, 0)] * fillers
         with self._decoder.ready():
-            held, self._held = self._held, None
-            places = held.find(prompts) if hold and held else None
-            if held and places:
-                cache = self._decoder.go_on(held, places, width, size, n, steps)
-            else:
-                cache = self._decoder.prefill(batch, n, steps)
-                self.read += sum(map(len, prompts))
-            held = None
+            cache = self._decoder.prefill(batch, n, steps)
             state = self._decoder.begin(
                 batch, n, [False] * len(rows) + [True] * fillers, sampling.uniforms(self._steps, streams),
                 sampling.knobs(self._decoder.vocabulary),
                 self._occurred(prompts, n, fillers) if sampling.repetition_penalty != 1 else None,
             )  # fmt: skip
             going, most = True, sampling.max_new_tokens
-            # A CPU computes no step in vain: only the host finds a stop string.
-            together = 1 if sampling.stops_at_text and self._rt.device_type == "cpu" else block
             while going and state.done < steps:
-                tokens, logprobs = self._decoder.decode(sampling.kind, state, cache, min(together, most - state.done))
+                tokens, logprobs = self._decoder.decode(sampling.kind, state, cache, min(block, most - state.done))
                 for row, said, chances in zip(rows, tokens.T.long().tolist(), logprobs.T.tolist(), strict=False):
                     self._texts.extend(row, said, chances, sampling)
                 going = any(not row.ended and len(row.tokens) < most for row in rows)
                 if self._in_step(world):
                     going = self._any(going)
                 yield rows
-        if hold:
-            whole = [[*prompts[place // n], *row.tokens] for place, row in enumerate(rows)]
-            self._held = Held(cache, whole, [len(prompts[place // n]) - 1 for place in range(len(rows))], width)
 
     def _any(self, mine: bool) -> bool:
         """Whether `mine` is true in any replica of XLA:CPU."""

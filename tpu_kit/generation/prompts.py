@@ -82,7 +82,9 @@ class PromptCodec:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.ended = token in self.stops
-        if not sampling.stops_at_text or self._stop_in(self._decode(row.tokens), sampling) is None:
+        if not (sampling.stop or sampling.stop_after_reasoning):
+            return
+        if self._stop_in(self._decode(row.tokens), sampling) is None:
             return
         lengths = range(before + 1, len(row.tokens) + 1)
         end = next(n for n in lengths if self._stop_in(self._decode(row.tokens[:n]), sampling) is not None)

@@ -57,11 +57,6 @@ class Sampling:
             raise ValueError("sampling: " + "; ".join(wrong))
 
     @property
-    def stops_at_text(self) -> bool:
-        """Whether a text ends a reply, and not only a token."""
-        return bool(self.stop) or self.stop_after_reasoning
-
-    @property
     def kind(self) -> Kind:
         """The program that `decoder.choose` needs."""
         if self.temperature == 0:
@@ -114,18 +109,10 @@ class SearchOptions:
     )
     max_tokens: int = knob(1024, "Budget of generated tokens, answers and self-evaluation included; never exceeded.")
     max_nodes: int = knob(64, "Budget of steps.")
-    max_memory_mib: float | None = knob(
-        None,
-        "Budget of keys and values in MiB, by Generator.cache_bytes; a level that takes more is generated in parts. "
-        "null = the generator's own bounds.",
-    )
     thought_tokens: int = knob(32, "The most tokens of a step.")
     answer_tokens: int = knob(16, "The most tokens of an answer.")
     temperature: float = knob(0.7, "Temperature of the proposals.")
     seed: int = knob(0, "Seed of the proposals.")
-    memory_efficient: bool = knob(
-        True, "Drop the tokens of steps that the search does not continue; their texts stay in the tree."
-    )
 
     def __post_init__(self) -> None:
         counts = ("max_thoughts", "thoughts_per_step", "beam", "max_tokens", "max_nodes", "thought_tokens")
@@ -134,8 +121,6 @@ class SearchOptions:
             wrong.append(f"strategy={self.strategy} must be beam or best-first")
         if not callable(self.score) and self.score not in ("logprob", "self-evaluation"):
             wrong.append(f"score={self.score} must be logprob, self-evaluation or a function")
-        if self.max_memory_mib is not None and not self.max_memory_mib > 0:
-            wrong.append(f"max_memory_mib={self.max_memory_mib} must be above 0")
         if self.answer_tokens < 1 or not self.temperature > 0:
             wrong.append("answer_tokens must be 1 or more and temperature above 0, or all proposals would be the same")
         least = self.thoughts_per_step * self.thought_tokens + self.answer_tokens

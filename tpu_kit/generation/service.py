@@ -16,7 +16,6 @@ import os
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,9 +126,7 @@ def stream(
 def _stream_here(config: TrainConfig, adapter: Path | None, prompt: Prompt, sampling: Sampling, truncate: bool) -> None:
     model, tokenizer = load_here(config, adapter, runtime.current())
     generator = generator_for(model, tokenizer, config, [prompt], sampling.max_new_tokens, batch_size=1)
-    for piece in generator.stream(prompt, sampling, truncate):
-        print(piece, end="", flush=True)
-    print(flush=True)
+    _print_reply(generator, prompt, sampling, truncate)
 
 
 _CHAT_TOKENS = 4096  # of a conversation and the next reply, if the model has as many positions
@@ -172,25 +169,16 @@ def _chat_here(config: TrainConfig, adapter: Path | None, sampling: Sampling, te
                 return
             if line.strip():
                 said.append({"role": "user", "content": line.strip()})
-                said.append({"role": "assistant", "content": _reply(generator, said, sampling)})
+                said.append({"role": "assistant", "content": _print_reply(generator, said, sampling, truncate=True)})
 
 
-def _reply(generator: Generator, said: list[dict[str, str]], sampling: Sampling) -> str:
-    """Prints the reply to a conversation, and removes turns at its beginning until it fits."""
+def _print_reply(generator: Generator, prompt: Prompt, sampling: Sampling, truncate: bool) -> str:
     text = ""
-    while True:
-        try:
-            for piece in generator.stream(said, sampling):
-                print(piece, end="", flush=True)
-                text += piece
-        except ValueError:  # the conversation is too long; raised before the first piece
-            if len(said) == 1:
-                raise
-            del said[:2]
-            print("(The beginning of the conversation no longer fits, and is left out.)", flush=True)
-        else:
-            print(flush=True)
-            return text
+    for piece in generator.stream(prompt, sampling, truncate):
+        print(piece, end="", flush=True)
+        text += piece
+    print(flush=True)
+    return text
 
 
 def answer(
@@ -373,15 +361,12 @@ def load_for_generation(
     """
     folder, on_cpu = None if adapter_dir is None else Path(adapter_dir), torch.device(device).type == "cpu"
     whole = folder is not None and is_whole(folder)
-    saved = (
-        None if folder is None or whole else _read_adapter(folder)
-    )  # before the base, which may take minutes to load
+    saved = None if folder is None or whole else _read_adapter(folder)  # before the base, which may take minutes
     if whole:
         config = replace(config, name=str(folder), revision=None, gguf_file=None)
     full = config.base_dtype == "fp32" or (whole and on_cpu)
     model: torch.nn.Module = load_base(config, torch.float32) if full else load_frozen(config)
     if folder is not None and saved is not None:
-        # Before any change of dtype: PEFT repeats an initialisation that changed the base (PiSSA) exactly.
         model = _with_adapter(model, folder, *saved, config.name)
     own = folder or Path(config.name)  # a whole model may have a head, too
     if error_correction.has_head(own):
@@ -421,10 +406,11 @@ def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _read_adapter(folder: Path) -> tuple[Any, dict[str, list[int]]]:
-    """Reads an adapter's settings, and the shapes of its tensors by name from the head of their file."""
+def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Reads an adapter's settings and its tensors."""
     from peft import PeftConfig
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     if not folder.is_dir():
         raise ValueError(f"there is no adapter folder {folder}; give the one that training wrote")
@@ -434,50 +420,32 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, list[int]]]:
             "another folder. Give the one that training wrote, or train again"
         )
     try:
-        settings = PeftConfig.from_pretrained(str(folder))
+        settings = PeftConfig.from_pretrained(str(folder), inference_mode=True)
         if settings.peft_type is None:
             raise ValueError("it has no peft_type")
-    except (ValueError, TypeError, KeyError) as error:
+        return settings, load_file(folder / ADAPTER_FILES[1])
+    except (ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ValueError(
-            f"{folder / ADAPTER_FILES[0]} cannot be read ({type(error).__name__}: {brief(error)}); "
-            "give an earlier or a complete folder"
-        ) from error
-    try:
-        with safe_open(folder / ADAPTER_FILES[1], framework="pt") as file:
-            return settings, {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  the file is no mapping
-    except SafetensorError as error:
-        raise ValueError(
-            f"the adapter's file {folder / ADAPTER_FILES[1]} is damaged or half-written ({error}); give an earlier one"
+            f"the adapter in {folder} is damaged or half-written ({type(error).__name__}: {brief(error)}); give an "
+            "earlier or a complete folder"
         ) from error
 
 
 def _with_adapter(
-    model: torch.nn.Module, folder: Path, settings: Any, saved: dict[str, list[int]], name: str
+    model: torch.nn.Module, folder: Path, settings: Any, tensors: dict[str, torch.Tensor], name: str
 ) -> torch.nn.Module:
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import get_peft_model, set_peft_model_state_dict
 
     refusal = f"the adapter in {folder} was trained on another base model than {name}"
     advice = f"set model.name to its own base (it says {settings.base_model_name_or_path})"
     try:
-        # PEFT ignores tensors that do not fit, with long warnings; the error below names them.
-        with warnings.catch_warnings():
-            for known in ("Some weights of .* were not initialized", "Found missing adapter keys"):
-                warnings.filterwarnings("ignore", known)
-            adapted = PeftModel.from_pretrained(
-                model, str(folder), config=settings, torch_device="cpu", ignore_mismatched_sizes=True
-            )
+        adapted: torch.nn.Module = get_peft_model(model, settings)
+        result = set_peft_model_state_dict(adapted, tensors)
     except (ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"{refusal}: {type(error).__name__}: {brief(error)}; {advice}") from error
-    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    has = {key: list(value.shape) for key, value in (adapted.state_dict() | wanted).items()}
-    differences = [f"{key} is not in the file" for key in wanted if key not in saved]
-    differences += [f"{key} is not in the model" for key in saved if key not in has]
-    differences += [
-        f"{key} is {shape} in the file and {has[key]} in the model"
-        for key, shape in saved.items()
-        if key in has and has[key] != shape
-    ]
-    if differences:
+    differences = [f"{key} is not in the file" for key in result.missing_keys if ".default" in key]
+    differences += [f"{key} is not in the model" for key in result.unexpected_keys]
+    if differences := [text.replace(".default", "") for text in differences]:  # the adapter's name
         more = len(differences) - _SHOWN_DIFFERENCES
         shown = "; ".join(differences[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
         raise ValueError(f"{refusal}: {shown}; {advice}")

@@ -5,9 +5,7 @@
     print(found)
 
 Tree of thoughts (Yao et al., arXiv:2305.10601) proposes several next steps of the reasoning, scores them, and continues
-from the best ones. A step is a line of the reasoning. The generator generates the steps of a level as one batch, and
-takes the keys and values of the steps before them from the cache of the previous level. Final answers need a prefill,
-and so do steps of earlier levels, to which best-first search returns.
+from the best ones. A step is a line of the reasoning. The steps of a level are generated as one batch.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +23,6 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion, Prompt
 from tpu_kit.generation.sampling import Sampling, Scorer, SearchOptions
 from tpu_kit.generation.service import generator_for, launch_with_adapter, load_here, on_one_replica
-from tpu_kit.hardware.chips import MIB
 
 __all__ = ["Scorer", "SearchOptions", "SearchResult", "Thought", "search", "think"]
 
@@ -81,7 +78,6 @@ class SearchResult:
         tokens: generated tokens, including answers and self-evaluation.
         nodes: steps in the tree.
         stopped: "done", or the exhausted budget.
-        read: tokens of all prefilled prompts.
     """
 
     answer: str
@@ -90,7 +86,6 @@ class SearchResult:
     tokens: int
     nodes: int
     stopped: Stopped
-    read: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Returns values for JSON, with the tree as nested steps."""
@@ -100,7 +95,7 @@ class SearchResult:
             about = {"text": node.text, "score": node.score, "chosen": id(node) in path, "answer": node.answer}
             return {**about, "steps": [plain(child) for child in node.children]}
 
-        figures = {"tokens": self.tokens, "nodes": self.nodes, "stopped": self.stopped, "read": self.read}
+        figures = {"tokens": self.tokens, "nodes": self.nodes, "stopped": self.stopped}
         return {"answer": self.answer, **figures, "tree": plain(self.root)}
 
     def __repr__(self) -> str:
@@ -118,18 +113,7 @@ class SearchResult:
         return "\n".join([*lines, f"answer: {self.answer} ({self.nodes} steps, {self.tokens} tokens, {self.stopped})"])
 
     def _repr_html_(self) -> str:
-        path = {id(step) for step in self.best.chain}
-
-        def draw(node: Thought) -> str:
-            items = "".join(
-                f"<li style='font-weight:{'bold' if id(child) in path else 'normal'}'>"
-                f"<code>{child.score:.3f}</code> {html.escape(_line(child))}{draw(child)}</li>"
-                for child in node.children
-            )
-            return f"<ul style='font-weight:normal'>{items}</ul>" if items else ""
-
-        answer = f"<b>{html.escape(self.answer)}</b> ({self.nodes} steps, {self.tokens} tokens, {self.stopped})"
-        return f"<div><b>{html.escape(self.root.text)}</b>{draw(self.root)}<p>answer: {answer}</p></div>"
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def _line(node: Thought) -> str:
@@ -201,7 +185,6 @@ class _Search:
         self._generator, self._tokenizer, self._options, self._data = generator, tokenizer, options, data
         self.root = Thought(question, tokens=tuple(self._opened(question)))
         self.tokens = self.nodes = self._level = 0
-        self._read = generator.read
         self._ended: list[Thought] = []
         self._judging = sum(len(self._ids(word)) for word in _VERDICTS) if options.score == "self-evaluation" else 0
         # The most tokens of continuing one step.
@@ -211,22 +194,6 @@ class _Search:
                 f"search: max_tokens={options.max_tokens} is less than one level may take: "
                 f"{self._each + options.answer_tokens}"
             )
-        self._together = self._fitting()
-
-    def _fitting(self) -> int:
-        """Returns the number of steps to continue in one batch, by the memory budget."""
-        options, mib = self._options, self._options.max_memory_mib
-        if mib is None:
-            return options.beam
-        sizes = range(options.beam, 0, -1)
-        takes = {size: self._generator.cache_bytes(size, options.thoughts_per_step) / MIB for size in sizes}
-        found = next((size for size in sizes if takes[size] <= mib), 0)
-        if not found:
-            raise ValueError(
-                f"search: max_memory_mib={mib:g} is less than the {takes[1]:.1f} MiB of keys and values that "
-                f"{options.thoughts_per_step} proposals for one step take; raise it, or lower thoughts_per_step"
-            )
-        return found
 
     def _opened(self, question: str) -> list[int]:
         """Returns the tokens of the prompt up to the first step."""
@@ -265,8 +232,6 @@ class _Search:
             frontier = sorted(kept, key=lambda node: -node.score)
             if self._options.strategy == "beam":
                 frontier = frontier[: self._options.beam]
-            if self._options.memory_efficient:
-                self._forget(frontier)
             if len(self._ended) >= self._options.beam and not self._hopeful(frontier):
                 break
         return self._answer(frontier, stopped)
@@ -282,11 +247,7 @@ class _Search:
             self._options.thought_tokens, self._options.temperature, stop=("\n",), seed=self._options.seed + self._level
         )
         self._level += 1
-        replies: list[Completion] = []
-        for start in range(0, len(nodes), self._together):
-            part = [list(node.tokens) for node in nodes[start : start + self._together]]
-            drawn = replace(sampling, seed=sampling.seed + start)
-            replies += self._generate(part, drawn, self._options.thoughts_per_step, hold=True)
+        replies = self._generate([list(node.tokens) for node in nodes], sampling, self._options.thoughts_per_step)
         children = []
         for place, reply in enumerate(replies):
             node = nodes[place // self._options.thoughts_per_step]
@@ -306,12 +267,10 @@ class _Search:
             child.score = score
         return children
 
-    def _generate(
-        self, prompts: list[list[int]], sampling: Sampling, n: int = 1, hold: bool = False
-    ) -> list[Completion]:
+    def _generate(self, prompts: list[list[int]], sampling: Sampling, n: int = 1) -> list[Completion]:
         """Duplicates a single prompt, for which the generator would otherwise compile programs of another shape."""
-        alone = len(prompts) == 1 and self._together > 1
-        return self._generator.generate(prompts * (2 if alone else 1), sampling, n, hold=hold)[: len(prompts) * n]
+        alone = len(prompts) == 1 and self._options.beam > 1
+        return self._generator.generate(prompts * (2 if alone else 1), sampling, n)[: len(prompts) * n]
 
     def _goes_on(self, reply: Completion) -> bool:
         """Whether a step ended with its line or with its token limit, not with the end of the turn."""
@@ -345,17 +304,6 @@ class _Search:
         within = "\n" not in self._tokenizer.decode(list(node.tokens[-1:]))
         return self._ids("\n" * within + f"{self._data.think_close}\n")
 
-    def _forget(self, frontier: Sequence[Thought]) -> None:
-        """Drops the tokens of chains that cannot become the answer."""
-        kept = sorted(self._ended, key=lambda node: -node.score)[: self._options.beam]
-        needed = {id(node) for node in [*frontier, *kept]}
-        waiting = [self.root]
-        while waiting:
-            node = waiting.pop()
-            waiting += node.children
-            if id(node) not in needed:
-                node.tokens = ()
-
     def _answer(self, frontier: Sequence[Thought], stopped: Stopped) -> SearchResult:
         """Generates the answers of the best chains as one batch."""
         chains = sorted(self._ended or frontier, key=lambda node: -node.score)[: self._options.beam]
@@ -368,5 +316,4 @@ class _Search:
             node.answer = reply.text.strip()
         best = chains[0]
         assert best.answer is not None
-        read = self._generator.read - self._read
-        return SearchResult(best.answer, best, self.root, self.tokens, self.nodes, stopped, read)
+        return SearchResult(best.answer, best, self.root, self.tokens, self.nodes, stopped)
