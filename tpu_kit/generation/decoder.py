@@ -153,6 +153,8 @@ class Decoder:
     """
 
     def __init__(self, model: torch.nn.Module, rt: Runtime, block: int, slots: int, stops: Iterable[int] = ()) -> None:
+        from transformers import AttentionInterface
+
         self._model, self._rt, self.block, self._slots = model, rt, block, slots
         self._causal = models.base_model(model)
         # The matrix products of a trained model may have another dtype than its weights; see causal_lm.py.
@@ -164,7 +166,7 @@ class Decoder:
         ends = torch.zeros(self.vocabulary, dtype=torch.int64)
         ends[[token for token in stops if token < self.vocabulary]] = 1
         (self._ends,) = self.send([ends])
-        kv_cache.register()
+        AttentionInterface.register(kv_cache.CACHED, kv_cache.cached_attention)  # without a mask of transformers
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:

@@ -105,7 +105,7 @@ class Generator:
         Raises:
             ValueError: there are no prompts, one is empty or too long, or it is a chat and there is no template.
         """
-        found = self._run(prompts, sampling or Sampling(self._limits[1]), n, truncate)
+        found = self.share(prompts, sampling or Sampling(self._limits[1]), n, truncate, replica=(0, 1))
         return [found[row, sample] for row in range(len(prompts)) for sample in range(n)]
 
     def share(
@@ -115,6 +115,7 @@ class Generator:
         n: int = 1,
         truncate: bool = False,
         progress: Callable[[int], object] | None = None,
+        replica: tuple[int, int] | None = None,
     ) -> dict[tuple[int, int], Completion]:
         """Completes this replica's share of the prompts; all replicas must call it with the same arguments.
 
@@ -124,11 +125,34 @@ class Generator:
             n: as in `generate`.
             truncate: as in `generate`.
             progress: called after each block with the number of completions that this replica has finished.
+            replica: its rank and the number of replicas; the runtime's by default.
 
         Returns:
             Completions by (number of the prompt, number of the sample).
         """
-        return self._run(prompts, sampling, n, truncate, True, progress)
+        if n < 1:
+            raise ValueError(f"n={n}: must be 1 or more samples")
+        encoded = self._encode(prompts, sampling, truncate)
+        rank, world = replica or (self._rt.rank, self._rt.world_size)
+        size = 1 if len(encoded) == 1 else max(1, self._batch_size // n)
+        # The longest first, so that memory runs out at the start. The replicas' batches of a round are alike.
+        order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]), reverse=True)
+        found: dict[tuple[int, int], Completion] = {}
+        for start in range(0, len(order), size * world):
+            together = order[start : start + size * world]
+            mine = together[rank::world]
+            if not mine and not self._in_step(world):
+                break
+            width = self._width(len(encoded[together[0]]) - 1)
+            ids = [encoded[row] for row in mine]
+            rows: list[Row] = []
+            for rows in self._batch(ids, mine, n, size, sampling, width, world):
+                if progress:
+                    most = sampling.max_new_tokens
+                    progress(len(found) + sum(row.ended or len(row.tokens) == most for row in rows))
+            for place, row in enumerate(rows):
+                found[mine[place // n], place % n] = self._texts.completion(row, sampling)
+        return found
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, truncate: bool = False) -> Iterator[str]:
         """Completes one prompt, and yields its text in pieces, one for each block.
@@ -161,20 +185,12 @@ class Generator:
         Raises:
             ValueError: the numbers differ, a continuation is empty, or prompt and continuation are too long.
         """
-        if len(prompts) != len(continuations):
-            raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: there must be as many")
         pairs = []
         for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
             head = self._texts.encode(prompt)
             tail = self._texts.plain(continuation) if isinstance(continuation, str) else list(continuation)
             if not tail:
                 raise ValueError(f"continuation {number} is empty, so there is nothing to score")
-            limit = min(self._positions, sum(self._limits))
-            if len(head) + len(tail) > limit:
-                raise ValueError(
-                    f"prompt {number} of {len(head)} tokens and its continuation of {len(tail)} are more than the "
-                    f"{limit:g} that fit; shorten them, or make the Generator with a larger max_prompt"
-                )
             pairs.append((head, tail))
         ratings = self.rate([[*head, *tail] for head, tail in pairs])
         found = []
@@ -196,7 +212,7 @@ class Generator:
         for number, length in enumerate(map(len, rows)):
             if not 2 <= length <= self._positions:
                 raise ValueError(f"row {number} has {length} tokens; it must have 2 to {self._positions:g}")
-        rank, world = self._replica(share)
+        rank, world = (self._rt.rank, self._rt.world_size) if share else (0, 1)
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]), reverse=True)
         found: dict[int, Rating] = {}
         start = 0
@@ -234,58 +250,14 @@ class Generator:
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error
             limit = min(most, self._positions - sampling.max_new_tokens)
-            if len(ids) > limit and truncate and limit > 0:
-                ids = ids[-int(limit) :]
-            elif len(ids) > self._positions - sampling.max_new_tokens:
+            if len(ids) > limit and not (truncate and limit > 0):
                 raise ValueError(
-                    f"prompt {number}: its {len(ids)} tokens and a reply of up to {sampling.max_new_tokens} are more "
-                    f"than the {self._positions} positions of the model; lower max_new_tokens, shorten the prompt, or "
-                    "leave out its beginning with truncate=true"
+                    f"prompt {number}: its {len(ids)} tokens are more than the {limit:g} for which this Generator was "
+                    f"made (max_prompt) and which the model's {self._positions:g} positions leave beside a reply of up "
+                    f"to {sampling.max_new_tokens}; shorten it, or leave out its beginning with truncate=true"
                 )
-            elif len(ids) > most:
-                raise ValueError(
-                    f"prompt {number}: it has {len(ids)} tokens, and this Generator was made for {most}; make it with "
-                    f"max_prompt={len(ids)}, or leave out the prompt's beginning with truncate=true"
-                )
-            found.append(ids)
+            found.append(ids[-int(limit) :] if len(ids) > limit else ids)
         return found
-
-    def _run(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        n: int,
-        truncate: bool,
-        share: bool = False,
-        progress: Callable[[int], object] | None = None,
-    ) -> dict[tuple[int, int], Completion]:
-        if n < 1:
-            raise ValueError(f"n={n}: must be 1 or more samples")
-        encoded = self._encode(prompts, sampling, truncate)
-        rank, world = self._replica(share)
-        size = 1 if len(encoded) == 1 else max(1, self._batch_size // n)
-        # The longest first, so that memory runs out at the start. The replicas' batches of a round are alike.
-        order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]), reverse=True)
-        found: dict[tuple[int, int], Completion] = {}
-        for start in range(0, len(order), size * world):
-            together = order[start : start + size * world]
-            mine = together[rank::world]
-            if not mine and not self._in_step(world):
-                break
-            width = self._width(len(encoded[together[0]]) - 1)
-            ids = [encoded[row] for row in mine]
-            rows: list[Row] = []
-            for rows in self._batch(ids, mine, n, size, sampling, width, world):
-                if progress:
-                    most = sampling.max_new_tokens
-                    progress(len(found) + sum(row.ended or len(row.tokens) == most for row in rows))
-            for place, row in enumerate(rows):
-                found[mine[place // n], place % n] = self._texts.completion(row, sampling)
-        return found
-
-    def _replica(self, share: bool) -> tuple[int, int]:
-        """Returns the rank of this replica among those that share the work, and their number."""
-        return (self._rt.rank, self._rt.world_size) if share else (0, 1)
 
     def _in_step(self, world: int) -> bool:
         """Whether the replicas must make the same number of steps: see cpu_simulation.py."""

@@ -103,13 +103,6 @@ def cache_bytes_per_token(config: Any, element_bytes: int) -> int:
     return int(2 * config.num_hidden_layers * heads * size * element_bytes)
 
 
-def register() -> None:
-    """Registers "tpu_kit_cached" in transformers, without a mask function, so that transformers makes no mask."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(CACHED, cached_attention)
-
-
 def cached_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -188,11 +188,6 @@ def to_json(completions: Sequence[Completion]) -> str:
     return json.dumps([vars(completion) for completion in completions])
 
 
-def from_json(text: str) -> list[Completion]:
-    """Reads the completions that `to_json` wrote."""
-    return [Completion(**{**found, "tokens": tuple(found["tokens"])}) for found in json.loads(text)]
-
-
 def stop_ids(causal: Any, tokenizer: Any) -> set[int]:
     """Returns the ids that end an answer.
 

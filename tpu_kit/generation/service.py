@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import os
+import pickle
 import sys
 import tempfile
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.progress import follow_answers
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator, Rating
-from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, from_json, to_json
+from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
@@ -217,15 +218,12 @@ def answer(
             stack.enter_context(follow_answers(folder, config.output_path, model, asked))
         arguments = {"asks": list(asks), "rows": list(rows), "batch_size": batch_size, "folder": folder}
         launch_with_adapter(_answer_share, answer, config, adapter_dir, **arguments)
-        parts = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+        shares = [pickle.loads(file.read_bytes()) for file in folder.glob("*.pickle")]
     completions = []
     for number, ask in enumerate(asks):
-        found: dict[tuple[int, int], Completion] = {}
-        for part in parts:
-            keys, text = part["asks"][number]
-            found |= zip(map(tuple, keys), from_json(text), strict=True)
+        found = ChainMap(*(completed[number] for completed, _ in shares))
         completions.append([found[row, n] for row in range(len(ask.prompts)) for n in range(ask.n)])
-    ratings = {int(row): Rating(*rating) for part in parts for row, rating in part["ratings"].items()}
+    ratings = ChainMap(*(ratings for _, ratings in shares))
     return Answers(completions, [ratings[row] for row in range(len(rows))])
 
 
@@ -237,7 +235,7 @@ def _answer_share(
     batch_size: int,
     folder: Path,
 ) -> None:
-    """Computes this replica's share, and writes it as JSON into the folder."""
+    """Computes this replica's share, and writes it into the folder."""
     rt = runtime.current()
     model, tokenizer = load_here(config, adapter, rt)
     mine = max((-(-len(ask.prompts) // rt.world_size) * ask.n for ask in asks), default=1)
@@ -246,17 +244,14 @@ def _answer_share(
         model, tokenizer, config, [prompt for ask in asks for prompt in ask.prompts],
         max((ask.sampling.max_new_tokens for ask in asks), default=1), -(-mine // batches) if asks else batch_size,
     )  # fmt: skip
-    completed: list[tuple[list[tuple[int, int]], str]] = []
-    told = folder / f"rank-{rt.rank}.answered"
+    completed: list[dict[tuple[int, int], Completion]] = []
+
+    def tell(done: int) -> None:
+        (folder / f"rank-{rt.rank}.answered").write_text(str(sum(map(len, completed)) + done))
+
     for ask in asks:
-        before = sum(len(keys) for keys, _ in completed)
-        found = generator.share(
-            ask.prompts, ask.sampling, ask.n, ask.truncate,
-            progress=lambda done, before=before: told.write_text(str(before + done)),  # type: ignore[misc]  # mypy cannot infer the type of a lambda's default
-        )  # fmt: skip
-        completed.append((list(found), to_json(list(found.values()))))
-    text = json.dumps({"asks": completed, "ratings": generator.rate(rows, share=True)})
-    (folder / f"rank-{rt.rank}.json").write_text(text)
+        completed.append(generator.share(ask.prompts, ask.sampling, ask.n, ask.truncate, tell))
+    (folder / f"rank-{rt.rank}.pickle").write_bytes(pickle.dumps((completed, generator.rate(rows, share=True))))
 
 
 def on_one_replica(config: TrainConfig) -> TrainConfig:
@@ -442,7 +437,8 @@ def _with_adapter(
         adapted: torch.nn.Module = get_peft_model(model, settings)
         result = set_peft_model_state_dict(adapted, tensors)
     except (ValueError, RuntimeError, KeyError) as error:
-        raise ValueError(f"{refusal}: {type(error).__name__}: {brief(error)}; {advice}") from error
+        reason = " ".join(str(error).split())[:400]
+        raise ValueError(f"{refusal}: {type(error).__name__}: {reason}; {advice}") from error
     differences = [f"{key} is not in the file" for key in result.missing_keys if ".default" in key]
     differences += [f"{key} is not in the model" for key in result.unexpected_keys]
     if differences := [text.replace(".default", "") for text in differences]:  # the adapter's name
