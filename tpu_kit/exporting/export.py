@@ -15,7 +15,6 @@ import copy
 import json
 import os
 import shutil
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,8 +50,6 @@ _QUESTIONS = (
     "Name the capital of France and one river that flows through it.",
     "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?",
     "Explain in two sentences why the sky is blue.",
-    "Write a short poem about the sea.",
-    "A train leaves at 9:40 and takes 2 hours and 35 minutes. When does it arrive?",
 )
 
 
@@ -77,11 +74,9 @@ class Exported:
     pushed: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"{self.format} in {self.folder}: {', '.join(self.files)}"]
-        lines += [f"  checked, {check}" for check in self.checks]
-        lines = [textwrap.fill(line, 110, subsequent_indent=" " * 6, break_on_hyphens=False) for line in lines]
-        lines += [f"  {note}" for note in self.notes]  # not wrapped: some hold commands
-        return "\n".join([*lines, *([f"  pushed to {self.pushed}"] if self.pushed else [])])
+        lines = [f"checked, {check}" for check in self.checks] + list(self.notes)
+        lines += [f"pushed to {self.pushed}"] if self.pushed else []
+        return "\n  ".join([f"{self.format} in {self.folder}: {', '.join(self.files)}", *lines])
 
 
 def export(
@@ -124,11 +119,6 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
     target = Path(options.out) if options.out else run / "export" / format
     if target.exists() and not (target / _MARKER).is_file() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"out={target} exists and is no earlier export: give a folder that does not exist yet")
-    if format.startswith("gguf") and config.model.name == "embedded":
-        raise ValueError(
-            f"format={format}: llama.cpp does not know the tokenizer of the embedded model, so it has no GGUF. Use "
-            "format=merged, or train a model of a family that llama.cpp knows, such as Llama or Qwen"
-        )
     corrected = has_head(folder / "adapter")
     if corrected and (format != "adapter" or config.optim.objective.endswith("-alone")):
         raise ValueError(
@@ -158,8 +148,8 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
         (part / _MARKER).write_text(json.dumps(done, indent=1))
     files = tuple(sorted(path.name for path in target.iterdir()))
     pushed = send_to_hub(target, options.push) if options.push else None
-    told = tuple(note.replace(formats.HERE, str(target)) for note in notes)
-    return Exported(format, str(target), files, tuple(checks), told, pushed)
+    placed = tuple(note.replace(formats.HERE, str(target)) for note in notes)
+    return Exported(format, str(target), files, tuple(checks), placed, pushed)
 
 
 def _load(config: TrainConfig, folder: Path, adapter: Path, part: Path, options: ExportOptions) -> formats.Work:
@@ -189,29 +179,16 @@ def _load(config: TrainConfig, folder: Path, adapter: Path, part: Path, options:
         base = stream(settings)
         plain = logits(base.model if base else load_base(settings, torch.float32).eval(), whole)
     effect = mean_difference(tuned, plain)
-    spread = float(torch.cat(tuned).std(dim=1).mean())
-    if not effect > _NOTHING * spread:
+    if not effect > _NOTHING * torch.cat(tuned).std(dim=1).mean():
         raise ValueError(
             f"{adapter} changes nothing: with it the model says what the base model says (mean difference of logits "
             f"{effect:.2g}). Look at the loss in {folder / 'metrics.jsonl'}, and train again"
         )
-    base_id, dtype = options.base or hub_id(config.model.name), options.dtype
+    base_id = options.base or hub_id(config.model.name)
     return formats.Work(
-        config,
-        folder,
-        part,
-        dtype,
-        base_id,
-        model,
-        streamed,
-        tokenizer,
-        prompts,
-        whole,
-        texts,
-        sorted(codec.stops),
-        tuned,
-        effect,
-    )
+        config, folder, part, options.dtype, base_id, model, streamed, tokenizer, prompts, whole, texts,
+        sorted(codec.stops), tuned, effect,
+    )  # fmt: skip
 
 
 def _prompts(codec: PromptCodec, chat: bool, folder: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
@@ -229,7 +206,7 @@ def _check_free_space(folder: Path, work: formats.Work, format: str) -> None:
     # The converter reads fp32 weights from a second folder; an adapter is tried on its base in f16.
     gguf = 4 + formats.BYTES.get(format.removeprefix("gguf-"), 2.0)
     each = gguf if format.startswith("gguf") else 0.0 if format == "adapter" else formats.BYTES[work.dtype]
-    need = each * sum(parameter.numel() for parameter in work.causal.parameters())
+    need = each * sum(parameter.numel() for parameter in work.model.parameters())
     above = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
     free = shutil.disk_usage(above).free
     if free < need + _SPARE:

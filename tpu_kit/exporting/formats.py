@@ -31,6 +31,7 @@ from tpu_kit.exporting.equivalence import Check, compare, compare_llama_cpp, log
 from tpu_kit.exporting.options import DTYPES
 from tpu_kit.exporting.streaming import StreamedModel, stream
 from tpu_kit.generation.service import ADAPTER_FILES
+from tpu_kit.models.causal_lm import base_model
 from tpu_kit.models.loading import load_base
 
 HERE = "path/of/this/folder"  # in the texts beside the files, which may move
@@ -72,11 +73,6 @@ class Work:
     stops: list[int]
     tuned: list[torch.Tensor]
     effect: float
-
-    @property
-    def causal(self) -> Any:
-        """The transformers model, without PEFT's wrapper."""
-        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @property
     def name(self) -> str:
@@ -137,13 +133,11 @@ def _save(work: Work, folder: Path, dtype: torch.dtype) -> None:
     """Writes the merged model with its tokenizer; the cast copies the weights one by one."""
     from transformers import AutoTokenizer
 
-    work.causal.generation_config.eos_token_id = work.stops or None
+    base_model(work.model).generation_config.eos_token_id = work.stops or None
     _save_model(work.streamed or work.model, work.tokenizer, folder, dtype)
     saved, texts = AutoTokenizer.from_pretrained(folder), work.texts
-    if (saved(texts)["input_ids"], saved.chat_template) != (
-        work.tokenizer(texts)["input_ids"],
-        work.tokenizer.chat_template,
-    ):
+    same = saved(texts)["input_ids"] == work.tokenizer(texts)["input_ids"]
+    if not same or saved.chat_template != work.tokenizer.chat_template:
         raise ValueError("the tokenizer has other tokens or another template after it was saved and read again")
 
 

@@ -6,10 +6,11 @@ Adapters are small, and are loaded. PEFT itself merges each weight.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,7 +149,7 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
     if folder is None:
         return None
     try:
-        files = dict(_weights(folder))
+        files = _weights(folder)
         settings = AutoConfig.from_pretrained(folder)
         with init_empty_weights():
             model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
@@ -170,31 +171,28 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
 
 
 def _folder(config: ModelConfig) -> Path | None:
-    """The folder of a model's files; those of the hub are fetched."""
-    if config.gguf_file or config.trust_remote_code or quantized_by(config):
-        return None
-    name = locate(config)
-    if Path(name).is_dir():
-        return Path(name)
+    """Returns the folder of a model's files; those of the hub are fetched."""
     from huggingface_hub import snapshot_download
 
-    try:
-        return Path(snapshot_download(name, revision=config.revision, allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, ValueError):
+    if config.gguf_file or config.trust_remote_code or quantized_by(config):
         return None
+    name, wanted = locate(config), ["*.json", "*.safetensors"]
+    with contextlib.suppress(OSError, ValueError):  # loading says what is wrong
+        if not Path(name).is_dir():
+            name = snapshot_download(name, revision=config.revision, allow_patterns=wanted)
+        return Path(name)
+    return None
 
 
-def _weights(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The names of all weights in a folder with their files."""
+def _weights(folder: Path) -> dict[str, Path]:
+    """Returns the file of each weight in a folder."""
     from safetensors import safe_open
 
     if (folder / _INDEX).is_file():
-        places = json.loads((folder / _INDEX).read_text())["weight_map"]
-        yield from ((name, folder / file) for name, file in places.items())
-        return
-    path = folder / "model.safetensors"
-    with safe_open(path, framework="pt") as file:
-        yield from ((name, path) for name in file.keys())  # noqa: SIM118  the file is no mapping
+        weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / "model.safetensors")
 
 
 def _names(model: torch.nn.Module, files: Mapping[str, Path]) -> dict[int, str] | None:
