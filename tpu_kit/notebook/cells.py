@@ -156,8 +156,8 @@ def show_config(config: TrainConfig, *, all_settings: bool = False) -> None:
         if all_settings or value != parameter.default or source not in ("default", "file"):
             rows.append({"setting": name, "value": value, "from": source})
     show_table(rows)
-    if len(rows) < len(names):
-        print(f"{len(names) - len(rows)} more settings have their defaults: show_config(config, all_settings=True)")
+    if more := len(names) - len(rows):
+        print(f"{more} more settings have their defaults: show_config(config, all_settings=True)")
 
 
 def show_data(config: TrainConfig) -> Prepared:
@@ -177,10 +177,9 @@ def show_data(config: TrainConfig) -> Prepared:
     total = sum(1 for _ in updates(rows, plan, outlook.config.optim))
     print(report := sft.data_report(prepared, plan, total))
     os.environ[sft.SHOWN_REPORT] = sft.digest(report)
-    for note in outlook.notes:
+    few = f"{total} updates teach little: raise max_steps or epochs, or lower batch_size"
+    for note in [*outlook.notes, *[few] * (total < LEAST_UPDATES)]:
         print(f"plan             {note}")
-    if total < LEAST_UPDATES:
-        print(f"plan             {total} updates teach little: raise max_steps or epochs, or lower batch_size")
     print(f"time             {outlook.duration(total)}")
     return prepared
 
@@ -228,33 +227,27 @@ def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
     """Shows base and tuned model side by side: the shares with their intervals, then single questions."""
     from tpu_kit.data.held_out import UNKNOWN
 
-    models = [(name, comparison[name], comparison[name]["accuracy"]) for name in ("base", "tuned")]
-    show_table(
-        [
-            {
-                "model": name,
-                "correct": f"{accuracy['correct']} of {accuracy['total']}",
-                "95 % interval": f"{accuracy['low']:.0%} to {accuracy['high']:.0%}",
-                "well-formed reasoning": f"{figures['format_adherence']:.0%}",
-                "tokens per answer": figures["mean_tokens"],
-            }
-            | ({"perplexity": figures["perplexity"]} if figures.get("perplexity") else {})
-            for name, figures, accuracy in models
-        ]
-    )
+    table = []
+    for name in ("base", "tuned"):
+        figures, accuracy = comparison[name], comparison[name]["accuracy"]
+        row = {"model": name, "correct": f"{accuracy['correct']} of {accuracy['total']}"}
+        row["95 % interval"] = f"{accuracy['low']:.0%} to {accuracy['high']:.0%}"
+        row["well-formed reasoning"] = f"{figures['format_adherence']:.0%}"
+        row["tokens per answer"] = figures["mean_tokens"]
+        table.append(row | ({"perplexity": figures["perplexity"]} if figures.get("perplexity") else {}))
+    show_table(table)
     if seen := comparison["seen_in_training"]:
         print(f"{seen} rows were left out: their questions are in the training data too.")
     if not comparison["training_data_known"]:
         print(UNKNOWN)
     samples = sorted(comparison["samples"], key=lambda sample: sample["base"]["correct"] == sample["tuned"]["correct"])
     verdicts = {True: "correct", False: "wrong", None: "not judged"}
-    show_table(
-        [
-            {"question": sample["question"], "expected": sample["expected"]}
-            | {name: f"{sample[name]['answer']}\n({verdicts[sample[name]['correct']]})" for name in ("base", "tuned")}
-            for sample in samples[:rows]
-        ]
-    )
+    table = []
+    for sample in samples[:rows]:
+        answers = {name: sample[name] for name in ("base", "tuned")}
+        cells = {name: f"{said['answer']}\n({verdicts[said['correct']]})" for name, said in answers.items()}
+        table.append({"question": sample["question"], "expected": sample["expected"], **cells})
+    show_table(table)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -264,8 +257,7 @@ def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
 def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
     """Updates the progress and the curves of a run while the body runs, and at its end.
 
-    The text bar of the run itself is off meanwhile: a notebook would keep each redraw. Outside IPython only the final
-    curves are shown.
+    The run's own bar is off meanwhile: a notebook would keep each redraw. Outside IPython only the final curves show.
 
     Args:
         output_dir: folder of the run.
@@ -433,10 +425,10 @@ def show_mesh(plan: Plan) -> None:
 
     if plan.where.mesh is None:
         print(f"no mesh: a replica of the model on each of {plan.where.replicas} devices of {plan.where.name}")
-        return
-    print("\n".join(mesh_lines(plan)))
-    show_table(tensor_rows(plan, least=2**20))
-    show_table(transfer_rows(plan))
+    else:
+        print("\n".join(mesh_lines(plan)))
+        show_table(tensor_rows(plan, least=2**20))
+        show_table(transfer_rows(plan))
 
 
 def show_settings(plan: Plan) -> None:
