@@ -58,11 +58,6 @@ CASES: dict[str, tuple[str, list[Change], str]] = {
     "mesh": ("exposed collectives", [setting("mesh=fsdp=2"), part("exposed collectives", 0.03)], "optim.batch_size=8"),
     "compiles": ("recompilation", [recorded(counts={"compiles": 3})], "keep the shapes"),
     "unpacked": ("recompilation", [setting("packing=false"), recorded(counts={"compiles": 3})], "data.packing=true"),
-    "growth": (
-        "recompilation",
-        [setting("batch_growth_factor=2", "batch_growth_steps=5"), recorded(counts={"compiles": 3})],
-        "optim.batch_growth_steps=null",
-    ),
     "reads": ("host reads", [recorded(counts={"fallbacks": 20})], "compute them on the device"),
     "padding": ("padding", [setting("packing=false"), recorded(fill=0.3)], "data.packing=true"),
     "long examples": ("padding", [recorded(fill=0.6)], "data.max_length="),

@@ -106,11 +106,8 @@ def _of_recordings(p: StepTimes) -> Iterator[Advice]:
     """What to change because of what the replicas counted."""
     first, data = p.recordings[0], p.config.data
     if count := first.counts.get("compiles", 0):
-        change = "keep the shapes of the step's inputs; pass what changes by step as a tensor"
-        if not data.packing:
-            change = "data.packing=true"
-        elif p.config.optim.batch_growth_steps is not None:
-            change = "optim.batch_growth_steps=null"
+        shapes = "keep the shapes of the step's inputs; pass what changes by step as a tensor"
+        change = shapes if data.packing else "data.packing=true"
         figure = f"{count} programs were compiled in {first.steps} steps of the steady state"
         yield Advice("recompilation", figure, change, p.gain(p.split["host tracing"]))
     if (reads := first.counts.get("fallbacks", 0) / first.steps) >= 1:

@@ -68,7 +68,7 @@ def _measured(config: TrainConfig, steps: int) -> Profile:
     found = Profile(
         config=outlook.config, device=room.name if room else recordings[0].device_type,
         replicas=room.replicas if room else len(recordings),
-        split=trace.split(recordings[0].seconds), costs=_costs(trace), recordings=recordings, trace=trace,
+        split=trace.split(), costs=_costs(trace), recordings=recordings, trace=trace,
         folder=folder,
     )  # fmt: skip
     (folder / "profile.png").write_bytes(found._repr_png_())

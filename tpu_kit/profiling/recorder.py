@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from tpu_kit.storage import atomic
 WARM_UP = 5
 """Steps before the window: they compile, end what was queued, and the last one is timed."""
 AFTER = 10
-"""Steps after the window, as a profiler's server starts and ends late, and a CPU's steps are timed without it."""
+"""Steps after the window, as a profiler's server starts and ends late."""
 _STARTS = 1.0  # seconds in which a profiler's server starts on a free machine; on a busy one it took more than 1.4
 
 
@@ -44,7 +43,6 @@ class Recording:
         phases: seconds of each phase over the window, without the profiler.
         steps: number of steps of the window.
         first_seconds: time of the first step, which compiles.
-        seconds: of a step without the profiler, on a CPU; 0 elsewhere.
         peak_bytes: of the device; None where it is not counted.
         counts: growth of `Runtime.counters` over the window.
     """
@@ -55,7 +53,6 @@ class Recording:
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     steps: int = 0
     first_seconds: float = 0.0
-    seconds: float = 0.0
     peak_bytes: int | None = None
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -94,7 +91,6 @@ class _Recorder:
         self._annotation: Any = None
         self._phase, self._since, self._begun = "", time.perf_counter(), 0.0
         self._before: dict[str, int] = {}
-        self._timed: list[float] = []  # steps after the window
         self._session = (_XlaSession if rt.is_xla else _TorchSession)(rt, folder) if rt.rank == 0 else None
 
     def mark(self, phase: str, step: int) -> None:
@@ -123,8 +119,6 @@ class _Recorder:
         done = step - 1
         if done == 1:
             self.found.first_seconds = now - self._begun
-        if done > WARM_UP + self.steps and self.rt.device_type == "cpu":
-            self._timed.append(now - self._begun)
         if step == WARM_UP + 1:
             self._before = self.rt.counters()
             if self._session is not None:
@@ -144,7 +138,6 @@ class _Recorder:
         if self._session is not None:
             self._session.close()
         self.found.peak_bytes, _ = self.rt.memory()
-        self.found.seconds = median(self._timed or [0.0])
         atomic.write_text(self.folder / f"recording-{self.found.rank}.json", json.dumps(asdict(self.found)))
 
 
@@ -190,13 +183,14 @@ class _XlaSession:
 class _TorchSession:
     """Traces by torch.profiler."""
 
+    is_running = False
+
     def __init__(self, rt: Runtime, folder: Path) -> None:
         from torch.profiler import ProfilerActivity
 
         self._folder = folder
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if rt.device_type == "cuda" else [])]
         self._profile: Any = torch.profiler.profile(activities=kinds)
-        self.is_running = False
 
     def annotate(self, name: str, step: int) -> Any:
         annotation = torch.profiler.record_function(name)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.planning import tables
@@ -15,8 +16,11 @@ from tpu_kit.planning.cost import factors
 from tpu_kit.profiling.advice import StepTimes
 from tpu_kit.profiling.timeline import PHASES, Trace
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MOST_ROWS = 10
-COLOURS = ("#2563eb", "#f59e0b", "#dc2626", "#0d9488", "#a3e635", "#d6d3d1")
+_PREDICTED = "predicted from the compiled program, not measured"
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,7 @@ class Profile(StepTimes):
     folder: Path | None = None
 
     def __str__(self) -> str:
-        how = "predicted from the compiled program, not measured"
-        if self.trace:
-            how = f"measured over {self.trace.steps} steps"
+        how = f"measured over {self.trace.steps} steps" if self.trace else _PREDICTED
         rate = self.batch.tokens_per_update / self.seconds
         name = self.config.model.name
         lines = [f"{name} on {self.device}: {1000 * self.seconds:.1f} ms a step, {rate:,.0f} tokens/s, {how}"]
@@ -68,7 +70,9 @@ class Profile(StepTimes):
         return "\n".join([*lines, *(f"  {number}. {one}" for number, one in enumerate(self.advice, 1))])
 
     def _repr_png_(self) -> bytes:
-        return timeline(self)
+        buffer = io.BytesIO()
+        _timeline(self).savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
 
 
 def _tables(p: Profile) -> dict[str, tables.Rows]:
@@ -108,22 +112,21 @@ def _notes(p: Profile) -> list[str]:
         f"rows are {first.fill:.1%} full; the first step took {first.first_seconds:.1f} s",
         f"in {first.steps} steps: {counts or 'no counters on this device'}",
         f"the trace and profile.png are in {p.folder}",
-    ]  # fmt: skip
+    ]
 
 
-def timeline(p: Profile) -> bytes:
-    """Draws the phases of the host and the operations of each device in the first step, as PNG.
+def _timeline(p: Profile) -> Figure:
+    """Draws the phases of the host and the operations of each device in the first step.
 
     A predicted profile has one part after another instead.
     """
     from matplotlib.figure import Figure
 
-    rows: dict[str, list[tuple[float, float]]] = {}
+    rows: dict[str, list[tuple[float, float]]] = {phase: [] for phase in PHASES}
     if p.trace is None:
         ends = zip(p.split.items(), accumulate(p.split.values()), strict=True)
         rows = {name: [(1000 * (end - seconds), 1000 * seconds)] for (name, seconds), end in ends}
     else:
-        rows = {phase: [] for phase in PHASES}
         begin, end = p.trace.first()
         for one in p.trace.events:
             if (start := max(one.start, begin)) < (stop := min(one.end, end)):
@@ -132,10 +135,8 @@ def timeline(p: Profile) -> bytes:
     figure = Figure(figsize=(8, 0.3 * len(rows) + 0.7), layout="constrained")
     axes = figure.subplots()
     for row, bars in enumerate(rows.values()):
-        axes.broken_barh(bars, (row - 0.4, 0.8), color=COLOURS[min(row, len(COLOURS) - 1)])
+        axes.broken_barh(bars, (row - 0.4, 0.8), color=f"C{row}")
     axes.set_yticks(range(len(rows)), [*rows])
     axes.invert_yaxis()
     axes.set(xlabel="ms of a step")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
-    return buffer.getvalue()
+    return figure

@@ -73,15 +73,11 @@ class Trace:
     events: Sequence[Event]
     window: Span
 
-    def split(self, seconds: float = 0.0) -> dict[str, float]:
+    def split(self) -> dict[str, float]:
         """Returns the seconds of a step in each of `BUCKETS`.
 
         While a device computes, the time is device compute; while it only communicates, exposed collectives. The rest
         is the host's, by the phase in which it was. On several devices it is the mean.
-
-        Args:
-            seconds: of a step without the profiler, whose own time is taken from operations and the Python between
-                them; 0 takes nothing away.
         """
         devices = sorted({one.device for one in self.events if one.device}) or [""]
         spent = np.zeros(len(BUCKETS))
@@ -97,12 +93,7 @@ class Trace:
             for bucket, first, last in spans:  # computing hides communication, and both hide the host
                 owner[first:last] = bucket
             spent += np.bincount(owner, np.diff(edges), len(BUCKETS)) / len(devices) / self.steps
-        found = dict(zip(BUCKETS, spent.tolist(), strict=True))
-        traced = found["device compute"] + found["host tracing"]
-        if seconds and traced:
-            own = max(0.0, traced + seconds - sum(found.values())) / traced
-            found |= {name: min(1.0, own) * found[name] for name in ("device compute", "host tracing")}
-        return found
+        return dict(zip(BUCKETS, spent.tolist(), strict=True))
 
     def first(self) -> Span:
         """Returns the first step."""
