@@ -241,9 +241,7 @@ def test_an_adapter_of_another_base_says_what_differs(tmp_path: Path, recwarn: p
     assert not [warning for warning in recwarn if "peft" in warning.filename]  # it says the same, over pages
 
     save_file({name: value[:, 1:].contiguous() for name, value in tensors.items()}, file)
-    with pytest.raises(
-        ValueError, match=r"than embedded: RuntimeError: .*size mismatch.*; set model"
-    ):
+    with pytest.raises(ValueError, match=r"than embedded: RuntimeError: .*size mismatch.*; set model"):
         load_for_generation(EXACT, tmp_path)
 
 

@@ -149,7 +149,7 @@ def test_answers_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cells_module.show_curves(tmp_path)
+    cells_module.show(cells_module._curves(tmp_path))
     cells_module.show_table([])
     cells_module.show_answers(tmp_path)
     printed = capsys.readouterr().out
@@ -315,7 +315,7 @@ with notebook.live("run", every=0.1):
 assert "TPU_KIT_NO_BAR" not in os.environ
 """
 SHOW = """\
-notebook.show_curves("run")
+notebook.show(notebook._curves("run"))
 notebook.show_example([("<script>", False), ("a & b", True)])
 notebook.show_table([{"answer": "<b>\\n2"}])
 """

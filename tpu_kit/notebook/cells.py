@@ -69,9 +69,6 @@ explain_missing_names()
 os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
 
 
-# -------------------------------------------------------------------------------------------- configuration and secrets
-
-
 def config(
     namespace: Mapping[str, Any], path: str | Path | Mapping[str, Any] | None = None, also: Collection[str] = ()
 ) -> TrainConfig:
@@ -132,9 +129,6 @@ def secrets(*names: str) -> dict[str, str]:
                     os.environ[name], found[name] = value, source
                     break
     return found
-
-
-# ------------------------------------------------------------------------------------------------------------- displays
 
 
 def show_verdict(checks: Sequence[Check]) -> None:
@@ -250,9 +244,6 @@ def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
     show_table(table)
 
 
-# ----------------------------------------------------------------------------------------------------------------- runs
-
-
 @contextlib.contextmanager
 def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
     """Updates the progress and the curves of a run while the body runs, and at its end.
@@ -265,7 +256,7 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
     """
     if not in_ipython():
         yield
-        show_curves(output_dir)
+        show(_curves(output_dir))
         return
     from IPython.display import display
 
@@ -295,11 +286,6 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
         thread.join()
         del os.environ[NO_BAR]
         redraw()
-
-
-def show_curves(output_dir: str | Path) -> None:
-    """Shows training loss, held-out loss and speed of the run in `output_dir`, from its metrics.jsonl."""
-    show(_curves(output_dir))
 
 
 def show_run(config: TrainConfig, result: TrainResult) -> None:
@@ -380,6 +366,7 @@ def _progress(folder: Path, begun: float) -> Bundle:
 
 
 def _curves(output_dir: str | Path) -> Bundle:
+    """Returns the curves of training loss, held-out loss and speed of a run."""
     records = {kind: [one for one in read_metrics(output_dir) if one["kind"] == kind] for kind in ("train", "eval")}
     if not any(records.values()):
         return {"text/plain": f"no metrics yet in {output_dir} ({time.strftime('%H:%M:%S')})"}
@@ -397,9 +384,6 @@ def _curves(output_dir: str | Path) -> Bundle:
     speed.plot([record["step"] for record in train], [record["tokens_per_second"] for record in train], marker=".")
     speed.set(xlabel="step", ylabel="tokens per second", ylim=(0, None))
     return picture(figure, "; ".join(summary))
-
-
-# ---------------------------------------------------------------------------------------------------------------- plans
 
 
 def show_memory(plan: Plan) -> None:

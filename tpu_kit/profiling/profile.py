@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,7 +91,7 @@ def _costs(trace: Trace) -> tuple[Cost, ...]:
         if one.kind != "phase":
             name = re.sub(r"(\.\d+|\.clone)+$", "", one.name)
             spent[name, one.source, one.kind] += (one.end - one.start) / devices / trace.steps
-    return _sorted(Cost(*key, seconds) for key, seconds in spent.items())
+    return tuple(Cost(*key, seconds) for key, seconds in spent.items())
 
 
 def _predicted(config: TrainConfig, chip: str) -> Profile:
@@ -117,10 +116,5 @@ def _predicted(config: TrainConfig, chip: str) -> Profile:
         name = one.operation.rpartition("xla__scan/call/")[2] or one.kind
         costs.append(Cost(name, one.source, one.kind, max(alone.compute, alone.memory)))
     return Profile(
-        config=config, device=where.name, replicas=where.replicas, split=split, costs=_sorted(costs), compiled=compiled
+        config=config, device=where.name, replicas=where.replicas, split=split, costs=tuple(costs), compiled=compiled
     )
-
-
-def _sorted(costs: Iterable[Cost]) -> tuple[Cost, ...]:
-    """The operations that take time, the largest first."""
-    return tuple(sorted((one for one in costs if one.seconds), key=lambda one: -one.seconds))

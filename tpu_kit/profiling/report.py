@@ -46,7 +46,7 @@ class Profile(StepTimes):
 
     Attributes:
         device: what it ran on, or would run on.
-        costs: of the operations, the largest first.
+        costs: of the operations.
         trace: of rank 0; None if predicted.
         compiled: the program, if predicted.
         folder: with the trace; None if predicted.
@@ -91,7 +91,7 @@ def _tables(p: Profile) -> dict[str, tables.Rows]:
         ],
         "Operations that cost most": [
             {"operation": one.name, "kind": one.kind, "ms": f"{1000 * one.seconds:.3f}", "source": one.source}
-            for one in p.costs[:MOST_ROWS]
+            for one in sorted(p.costs, key=lambda one: -one.seconds)[:MOST_ROWS]
         ],
         "Replicas": [
             {"replica": one.rank, "peak GiB": "-" if one.peak_bytes is None else f"{one.peak_bytes / GIB:.2f}"}
