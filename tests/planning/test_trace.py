@@ -144,7 +144,7 @@ state = prepare_model(model, config, replica)
 replica.sync()
 whole = {name: torch.ones(2, 128, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}
 whole["segment_ids"] = torch.ones(2, 128, dtype=torch.int32)
-batch, control = replica.place_batch([whole, {"control": torch.tensor([1e-3, 1.0, 1.0])}])
+batch, control = replica.to_device([whole, {"control": torch.tensor([1e-3, 1.0, 1.0])}])
 train_step(model, state, [batch], control["control"], SupervisedObjective(config.optim), config.optim, replica)
 alive = torch_xla._XLAC._xla_tensors_report(1, str(replica.local_device)).count("Tensor: id=")
 replica.sync()

@@ -36,8 +36,8 @@ from tpu_kit.checkpointing.manifest import (
     CORRUPT,
     Checkpoint,
     DamagedError,
-    Keep,
     Rejected,
+    Select,
     Tensors,
     check_size,
     digest,
@@ -86,7 +86,7 @@ class RemoteCheckpoint(Checkpoint):
             if md5_now not in ("", md5):
                 raise _changed(place)
 
-    def tensors(self, name: str, keep: Keep | None = None) -> dict[str, Tensor]:
+    def tensors(self, name: str, select: Select | None = None) -> dict[str, Tensor]:
         """See `Checkpoint.tensors`; downloads only the tensors that are kept, whose MD5 is that of the whole file."""
         file = f"{name}.safetensors"
         place, content, found = self.objects.place(f"{self.prefix}/{file}"), hashlib.md5(), dict[str, Tensor]()
@@ -108,7 +108,7 @@ class RemoteCheckpoint(Checkpoint):
             text = json.dumps(no_numbers).encode()
             types = load(len(text).to_bytes(8, "little") + text)
             for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                if keep is None or keep(key):
+                if select is None or select(key):
                     found[key] = torch.empty(entry["shape"], dtype=types[key].dtype)
                     room = found[key].view(-1).view(torch.uint8).numpy().data
                     start, end = (8 + length + offset for offset in entry["data_offsets"])

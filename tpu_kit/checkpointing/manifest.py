@@ -33,7 +33,7 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 """File name without ".safetensors" -> the CPU tensors of the file by name."""
 
 
-Keep = Callable[[str], bool]
+Select = Callable[[str], bool]
 """Whether a tensor of a file is wanted, by its name."""
 
 
@@ -62,12 +62,12 @@ class Checkpoint:
         """What is renamed to set it aside: its folder, or the URL of its marker."""
         return self.path
 
-    def tensors(self, name: str, keep: Keep | None = None) -> dict[str, Tensor]:
+    def tensors(self, name: str, select: Select | None = None) -> dict[str, Tensor]:
         """Reads CPU tensors of `<name>.safetensors`, by default all; see `document` for the errors."""
         self._check_file(f"{name}.safetensors")
         with safe_open(Path(self.path, f"{name}.safetensors"), framework="pt") as file:
             # They are mapped from the file: copies outlive a checkpoint that is deleted later.
-            return {key: file.get_tensor(key).clone() for key in filter(keep, file.keys())}
+            return {key: file.get_tensor(key).clone() for key in filter(select, file.keys())}
 
     def document(self, name: str) -> Any:
         """Reads `<name>.json`; raises DamagedError, and ValueError if there is no such file."""

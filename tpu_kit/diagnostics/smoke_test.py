@@ -172,7 +172,7 @@ def _ready(
 ) -> tuple[TrainState, list[dict[str, torch.Tensor]], torch.Tensor]:
     """The arguments of `train_step`, on the device."""
     state = prepare_model(model, config, rt)
-    sent, rest = rt.place_batch([batch, {"control": torch.tensor([1e-4, 1.0, 1.0])}])
+    sent, rest = rt.to_device([batch, {"control": torch.tensor([1e-4, 1.0, 1.0])}])
     rt.sync()
     rt.barrier()
     return state, [sent], rest["control"]

@@ -36,8 +36,8 @@ class CpuRuntime(Runtime):
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
-    def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """See `Runtime.place_batch`."""
+    def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """See `Runtime.to_device`."""
         return [{k: v.to(self.local_device, non_blocking=True) for k, v in batch.items()} for batch in batches]
 
     def seed(self, number: int) -> None:
@@ -77,7 +77,7 @@ class _XlaRuntime(Runtime):
 
             xm.all_reduce("sum", list(tensors))
 
-    def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         import torch_xla.core.xla_model as xm
 
         sent: list[dict[str, torch.Tensor]] = xm.send_cpu_data_to_device(batches, self.local_device)
@@ -169,13 +169,13 @@ class MeshRuntime(_XlaRuntime):
 
                 dist.all_reduce(tensor)
 
-    def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Sends each device its rows, of tensors with two dimensions; all else is sent whole to each."""
         return [{name: put_rows(one) if one.ndim == 2 else put(one, (None,) * one.ndim) for name, one in batch.items()}
                 for batch in batches]  # fmt: skip
 
-    def place(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
-        """Sends each device its shards; see `Runtime.place`."""
+    def put(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
+        """Sends each device its shards; see `Runtime.put`."""
         return [put(one, spec or (None,) * one.ndim) for one in tensors]
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -319,12 +319,12 @@ class Runtime(ABC):
         """Sums fp32 tensors over the replicas, in place, in one collective."""
 
     @abstractmethod
-    def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Starts to copy CPU tensors to the device and returns the copies."""
 
-    def place(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
+    def put(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
         """Copies CPU tensors to the device; on a mesh sharded by `spec`, by default not at all."""
-        return list(self.place_batch([{str(number): one for number, one in enumerate(tensors)}])[0].values())
+        return list(self.to_device([{str(number): one for number, one in enumerate(tensors)}])[0].values())
 
     @abstractmethod
     def seed(self, number: int) -> None:

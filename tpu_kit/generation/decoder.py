@@ -379,11 +379,11 @@ class Decoder:
             size = len(self._layers) * 2 * math.prod(mesh.shard_shape(spec, shape)) * self._dtype.itemsize
             print(f"cache            {size / GIB:.2f} GiB a device; in each layer {shape}, {spec}", flush=True)
         zeros = ([torch.zeros(shape, dtype=self._dtype) for _ in self._layers] for _ in "kv")
-        return Buffers(*(self._rt.place(each, spec) for each in zeros))
+        return Buffers(*(self._rt.put(each, spec) for each in zeros))
 
     def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies CPU tensors to the device."""
-        return self._rt.place(tensors)
+        return self._rt.put(tensors)
 
     def _program(
         self, key: Any, fn: Any, example: Sequence[torch.Tensor], steps: int | None = None, carried: int = 0

@@ -151,7 +151,7 @@ def _trace_generation(config: TrainConfig, wanted: GenerationProgram) -> Program
 class _TracedReplica(TpuRuntime):
     """A replica whose tensors are placeholders; nothing is computed."""
 
-    def place_batch(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Placeholders of the same shapes."""
         return [{k: placeholder(tuple(v.shape), v.dtype) for k, v in batch.items()} for batch in batches]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
-from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError, Keep
+from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError, Select
 from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, flatten, plain
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import device_memory_budget
@@ -109,16 +109,16 @@ def check_resume(
         print(f"resumed          from step {found.step}, {found.path}{differ}", file=sys.stdout, flush=True)
 
 
-def training_tensors(found: Checkpoint, keep: Keep | None = None) -> dict[str, torch.Tensor]:
+def training_tensors(found: Checkpoint, select: Select | None = None) -> dict[str, torch.Tensor]:
     """Reads training.safetensors, or the parts of several hosts, as the tensors of `TrainState.to_host`.
 
-    Whole sections may be left out by `keep`. Raises DamagedError as `Checkpoint.tensors`.
+    Whole sections may be left out by `select`. Raises DamagedError as `Checkpoint.tensors`.
     """
     if parts := [name.removesuffix(".safetensors") for name in found.files if name.startswith("training-")]:
         layout = found.document("layout")
-        layout["shapes"] = {name: shape for name, shape in layout["shapes"].items() if keep is None or keep(name)}
-        return joined((found.tensors(part, keep) for part in parts), layout)
-    return found.tensors("training", keep)
+        layout["shapes"] = {name: shape for name, shape in layout["shapes"].items() if select is None or select(name)}
+        return joined((found.tensors(part, select) for part in parts), layout)
+    return found.tensors("training", select)
 
 
 def weights_of(step: int, config: TrainConfig) -> Tensors:

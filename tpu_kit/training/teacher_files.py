@@ -145,7 +145,7 @@ def compute_files(config: TrainConfig, rt: Runtime, prepared: Prepared, teacher:
         for start in range(0, len(rows), at_once):
             taken = rows[start : start + at_once]
             padded = np.r_[taken, np.full(at_once - len(taken), -1)]
-            (batch,) = rt.place_batch([prepared.train.tensors(padded)])
+            (batch,) = rt.to_device([prepared.train.tensors(padded)])
             with torch.no_grad():
                 top = _top(teacher, batch, config)
             rt.sync()

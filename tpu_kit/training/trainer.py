@@ -163,7 +163,7 @@ class Trainer:
             step = self.step = update.step
             self.mark("step", step)
             rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
-            *batches, control = rt.place_batch([*tensors, {"control": torch.tensor([rate, window_open, float(step)])}])
+            *batches, control = rt.to_device([*tensors, {"control": torch.tensor([rate, window_open, float(step)])}])
             seed_dropout(rt, config, step)
             train_step(self.model, self.state, batches, control["control"], self.objective, optim, rt)
             self.mark("dispatch", step)
@@ -310,12 +310,12 @@ class Trainer:
         """Returns the mean loss of all held-out rows, of the average where there is one; all replicas take part."""
         assert self.prepared.eval is not None
         rt = self.rt
-        sums = rt.place_batch([{"sums": torch.zeros(2)}])[0]["sums"]
+        sums = rt.to_device([{"sums": torch.zeros(2)}])[0]["sums"]
         for batch in eval_batches(self.prepared.eval, rt.data_shards, rt.data_size, self.plan.batch_size):
             # The parts of the average must be freed before the cut: as outputs of the first program and inputs of the
             # next they would compile another program.
             with self.state.averaged():
-                eval_step(self.model, rt.place_batch([batch.tensors])[0], sums, self.objective, rt)
+                eval_step(self.model, rt.to_device([batch.tensors])[0], sums, self.objective, rt)
             rt.sync()
         return _ratio(rt.to_host([sums])[0])
 
@@ -328,7 +328,7 @@ class Trainer:
             rows, prompts = prepared.eval_rows[:count], prepared.eval_prompts[:count]
             assert prepared.encoder is not None, "there are held-out rows"
             found = count_correct(self.model, prepared.encoder.tokenizer, self.config, rows, prompts, rt)
-        sums = rt.place_batch([{"sums": torch.tensor(found, dtype=torch.float32)}])[0]["sums"]
+        sums = rt.to_device([{"sums": torch.tensor(found, dtype=torch.float32)}])[0]["sums"]
         rt.all_reduce([sums])
         rt.sync()
         return _ratio(rt.to_host([sums])[0])
