@@ -166,12 +166,12 @@ def test_told_to_stop_while_held_out_rows_are_answered(tmp_path: Path) -> None:
 
 def test_a_budget_that_is_used_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    result = sft.train(run_config(folder, **{**LONG, "max_steps": 100_000, "budget_minutes": 0.03}))
+    result = sft.train(run_config(folder, **{**LONG, "max_steps": 100_000, "budget_minutes": 0.05}))
     assert result.status == "preempted" and 0 < result.step < 100_000
     assert complete(folder)[-1] == result.step
-    assert result.reason == "the time budget of 0.03 min is used up"
+    assert result.reason == "the time budget of 0.05 min is used up"
     assert str(result).startswith(f"preempted at step {result.step} of 100000 ({result.reason}); its checkpoint is in")
-    assert "the time budget of 0.03 min is used up: saving a checkpoint at the next step" in capfd.readouterr().err
+    assert "the time budget of 0.05 min is used up: saving a checkpoint at the next step" in capfd.readouterr().err
 
 
 def test_minutes_between_checkpoints(tmp_path: Path) -> None:
