@@ -303,8 +303,9 @@ def evaluate(given: argparse.Namespace) -> int:
         comparison = evaluation.evaluate_adapter(given.config, own.adapter)
         text, plain = str(comparison), comparison.to_dict()
     else:
-        rows, prompts, seen = evaluation.held_out(given.config)
-        found = evaluation.evaluate(given.config, rows, prompts)
+        prepared = evaluation.held_out(given.config)
+        found = evaluation.evaluate(given.config, prepared)
+        seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
         text = f"{found}\n{seen} rows left out, because the training data have their questions"
         plain = {"base": found.to_dict(), "seen_in_training": seen}
     written = json.dumps(plain, indent=2)

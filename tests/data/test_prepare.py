@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
 
-import tpu_kit.data.prepare
 from tests.support.child_processes import run_python
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.assets.embedded import is_correct, model_dir
 from tpu_kit.config.loader import DataConfig
+from tpu_kit.data import tokenizing
 from tpu_kit.data.batching import eval_batches, permutation
 from tpu_kit.data.chat_encoding import decoded_example
 from tpu_kit.data.prepare import Prepared, prepare
@@ -86,7 +86,7 @@ def test_the_same_again_and_from_the_cache(cache: Path, monkeypatch: pytest.Monk
     def fails(*_: Any, **__: Any) -> None:
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr(tpu_kit.data.prepare, "_tokenize_row", fails)
+    monkeypatch.setattr(tokenizing, "_tokenize_rows", fails)
     second = run()
     assert second.fingerprint == first.fingerprint and documents(second) == documents(first)
     assert run(packing=False).fingerprint != first.fingerprint  # packed otherwise, but not tokenised again
@@ -119,9 +119,9 @@ def test_several_processes_give_the_same(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
-    processes = [tpu_kit.data.prepare._processes(rows, None) for rows in (100, 10_000, 30_000, 1_000_000)]
+    processes = [tokenizing._processes(rows, None) for rows in (100, 10_000, 30_000, 1_000_000)]
     assert processes == [None, None, 3, 8]
-    assert tpu_kit.data.prepare._processes(100, 4) == 4 and tpu_kit.data.prepare._processes(3, 4) is None
+    assert tokenizing._processes(100, 4) == 4 and tokenizing._processes(3, 4) is None
 
 
 def test_held_out_rows() -> None:
@@ -240,7 +240,7 @@ def test_truncation_that_leaves_no_loss_drops_and_counts() -> None:
 
 def test_bad_rows_are_all_counted_and_named() -> None:
     rows = [{"question": f"q{i}", "reasoning": "r", "answer": "" if i % 2 else "a"} for i in range(20)]
-    text = "10 of 20 rows cannot be used: row 1: column 'answer' is empty; row 3: .*; row 9: [^;]* and 5 more"
+    text = "10 of 20 rows cannot be used: row 1: column 'answer' is empty; row 3: .*; row 9: [^;]*; and 5 more"
     with pytest.raises(ValueError, match=text):
         run(rows)
 
@@ -299,18 +299,18 @@ def test_skipped_rows_of_files_keep_the_numbers_of_the_file(tmp_path: Path) -> N
     made = prepare(config, tiny_tokenizer())
     assert made.train.documents.source_rows.tolist() == [0, 2, 4]
     assert made.report.skipped_rows == (
-        "row 1: a row must be an object, not null (rows.jsonl, line 2)",
-        "row 3: column 'answer' is empty (rows.jsonl, line 5)",
+        "rows.jsonl, line 2: a row must be an object, not null",
+        "rows.jsonl, line 5: column 'answer' is empty",
     )
     sliced = prepare(DataConfig(source=str(path), split="train[2:]", eval_rows=0, on_bad_row="skip"), tiny_tokenizer())
-    assert sliced.report.skipped_rows == ("row 1: column 'answer' is empty (rows.jsonl, line 5)",)
+    assert sliced.report.skipped_rows == ("rows.jsonl, line 5: column 'answer' is empty",)
 
 
 def test_mixed_types_in_a_file_name_the_row(tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
     path.write_text('{"question": "q", "answer": "a"}\n{"question": "p", "answer": ["a"]}\n')
     with pytest.raises(
-        ValueError, match=r"mixed.jsonl: 1 of 2 rows cannot be used: row 1: column 'answer' holds a list"
+        ValueError, match=r"mixed.jsonl: 1 of 2 rows cannot be used: mixed.jsonl, line 2: column 'answer' holds a list"
     ):
         prepare(DataConfig(source=str(path), eval_rows=0), tiny_tokenizer())
 
@@ -381,11 +381,11 @@ GOOD = '{"question": "What is 2 + 3?", "answer": "5"}\n'
     ("rows", "settings", "text"),
     [
         ('{"a": 1}\n', {}, r"missing columns: they fit no format; the data has a\. Name them"),
-        (GOOD + '{"question": "", "answer": "5"}\n', {}, r"1 of 2 rows .*: row 1: column 'question' is empty"),
-        (GOOD + '{"question": "q", "answer": null}\n', {}, r"row 1: column 'answer' is empty"),
+        (GOOD + '{"question": "", "answer": "5"}\n', {}, r"1 of 2 rows .*: rows.jsonl, line 2: column 'question'"),
+        (GOOD + '{"question": "q", "answer": null}\n', {}, r"line 2: column 'answer' is empty"),
         ('{"prompt": "p", "completion": " "}\n', {}, r"the data has prompt, completion \(completion without values\)"),
-        ('{"prompt": "p", "completion": "c"}\n{"prompt": "q", "completion": " "}\n', {}, r"row 1: column 'completion'"),
-        (GOOD + '{"question": "q", "answer": ["5"]}\n', {}, r"row 1: column 'answer' holds a list, text is needed"),
+        ('{"prompt": "p", "completion": "c"}\n{"prompt": "q", "completion": " "}\n', {}, r"2: column 'completion'"),
+        (GOOD + '{"question": "q", "answer": ["5"]}\n', {}, r"line 2: column 'answer' holds a list, text is needed"),
         (GOOD + "{bad}\n", {}, r"rows.jsonl, line 2, column 2: not valid JSON"),
         (GOOD, {"max_length": 8}, r"no loss tokens left: data.max_length=8 is too short for all 1 rows"),
         (GOOD, {"max_length": 1 << 20}, r"data.max_length=1048576 is longer than the \d+ positions of the model"),

@@ -16,7 +16,6 @@ from tpu_kit.data.chat_encoding import Encoder, Kept, decoded_example
 from tpu_kit.data.columns import answer_of, detect_layout, last_boxed, reasoning_of, split_solution, with_own_tags
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.data.schemas import RowError
-from tpu_kit.evaluation.evaluate import _examples
 
 # Reasoning is kept for the turns after the last question alone, from its key or from the content, as Qwen3's does.
 QWEN3 = """
@@ -356,21 +355,3 @@ def test_solutions_and_boxes() -> None:
     for text, words in (("<think>r</think>\n", "nothing after </think>"), ("r ####", "nothing after ####")):
         with pytest.raises(ValueError, match=words):
             split_solution(text, config, boxed=True)
-
-
-COT = [{"question": f"What is {i}?", "context": f"Say {i}.", "answer": f"Think of {i}.\n#### {i}"} for i in range(12)]
-PLAIN = [row | {"answer": "none" if i % 2 else row["answer"]} for i, row in enumerate(COT)]
-OPTIONS = [row | {"options": ["x", "y"], "answer": 1} for row in COT]
-
-
-@pytest.mark.parametrize(
-    "rows", [rows_of(12), COT, PLAIN, OPTIONS], ids=["chats", "context", "some without", "options"]
-)
-def test_held_out_rows_are_the_same_documents_when_they_are_evaluated(
-    rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = ready(tmp_path, monkeypatch, rows, eval_rows=4)
-    assert made.eval is not None
-    found = _examples(made.encoder.tokenizer, made.eval_rows, made.encoder.config)
-    packed = [tuple(x.tolist() for x in made.eval.document(i)) for i in range(len(made.eval.documents))]
-    assert [tuple(example) for example in found] == packed and len(found) >= 4

@@ -13,8 +13,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tests.support.object_store import bucket, object_store
-from tpu_kit.data.records import PROBLEM
-from tpu_kit.data.sources import keep_rows, load_rows, pick_split, places
+from tpu_kit.data.records import PLACE, PROBLEM
+from tpu_kit.data.sources import keep_rows, load_rows, pick_split
 
 __all__ = ["bucket", "object_store"]  # fixtures
 
@@ -29,6 +29,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write(path: Path, content: str | bytes) -> str:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return str(path)
+
+
+def load(source: str, split: str = "train", seed: int = 0) -> Dataset:
+    rows = load_rows(source, split, seed)
+    return rows.select_columns([name for name in rows.column_names if name not in (PLACE, PROBLEM)])
 
 
 def lines(rows: list) -> str:
@@ -49,15 +54,15 @@ def test_files(tmp_path: Path, kind: str) -> None:
             writer.writerows(ROWS)
     else:
         path.write_text(lines(ROWS) if kind == "jsonl" else json.dumps(ROWS))
-    found = load_rows(str(path)).to_list()
+    found = load(str(path)).to_list()
     assert [{key: str(value) for key, value in row.items()} for row in found] == ROWS
-    assert len(load_rows(str(path), "train[:2]")) == 2
+    assert len(load(str(path), "train[:2]")) == 2
 
 
 def test_glob_takes_files_in_order(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", lines(ROWS[3:]))
     write(tmp_path / "a.jsonl", lines(ROWS[:3]) + "\n\n")
-    assert load_rows(str(tmp_path / "*.jsonl")).to_list() == ROWS
+    assert load(str(tmp_path / "*.jsonl")).to_list() == ROWS
 
 
 def test_a_bucket_is_read_through_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,30 +70,30 @@ def test_a_bucket_is_read_through_fsspec(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     fsspec.filesystem("memory").pipe("/bucket/rows.jsonl", lines(ROWS).encode())
-    assert load_rows("memory://bucket/*.jsonl").to_list() == ROWS
+    assert load("memory://bucket/*.jsonl").to_list() == ROWS
 
 
 def test_cells_of_csv_that_read_na_stay_text(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.csv", "question,reasoning,answer\nq,NA,None\nq2,,null\n")
-    assert load_rows(source)[:] == {"question": ["q", "q2"], "reasoning": ["NA", ""], "answer": ["None", "null"]}
+    assert load(source)[:] == {"question": ["q", "q2"], "reasoning": ["NA", ""], "answer": ["None", "null"]}
 
 
 def test_folder_saved_by_datasets(tmp_path: Path) -> None:
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     DatasetDict(test=Dataset.from_list(ROWS[:2])).save_to_disk(tmp_path / "many")
-    assert load_rows(str(tmp_path / "one")).to_list() == ROWS
-    assert len(load_rows(str(tmp_path / "many"), "test")) == 2
+    assert load(str(tmp_path / "one")).to_list() == ROWS
+    assert len(load(str(tmp_path / "many"), "test")) == 2
     with pytest.raises(ValueError, match="there is no split 'train'; the data has test"):
-        load_rows(str(tmp_path / "many"))
+        load(str(tmp_path / "many"))
 
 
 def test_embedded() -> None:
-    train, held = load_rows("embedded", "train[:50]"), load_rows("embedded", "eval[:20]")
+    train, held = load("embedded", "train[:50]"), load("embedded", "eval[:20]")
     assert (len(train), len(held)) == (50, 20) and train.column_names == ["question", "reasoning", "answer"]
     assert not set(train["question"]) & set(held["question"])
-    assert load_rows("embedded", "train[:50]", seed=1)[0] != train[0]
+    assert load("embedded", "train[:50]", seed=1)[0] != train[0]
     with pytest.raises(ValueError, match=r'embedded has the splits "train" and "eval", .*not .test'):
-        load_rows("embedded", "test")
+        load("embedded", "test")
 
 
 @pytest.mark.parametrize(
@@ -122,14 +127,14 @@ def test_embedded() -> None:
 )
 def test_bad_files(tmp_path: Path, name: str, content: str | bytes, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        load_rows(write(tmp_path / name, content))
+        load(write(tmp_path / name, content))
 
 
 @pytest.mark.parametrize(("value", "read"), [("x", "x"), (2.5, "2.5"), (3.0, "3"), (2**70, str(2**70)), ([7], [7])])
 def test_a_type_that_changes_far_into_a_file(tmp_path: Path, value: object, read: object) -> None:
     """Texts and numbers become text; a list stays one, and is told by row (data/test_prepare.py)."""
     rows = [{"question": "q" * 100, "answer": 7} for _ in range(2_500)]
-    found = load_rows(write(tmp_path / "rows.jsonl", lines([*rows, {"question": "q", "answer": value}])))
+    found = load(write(tmp_path / "rows.jsonl", lines([*rows, {"question": "q", "answer": value}])))
     assert found[-1] == {"question": "q", "answer": read}
     assert found[0]["answer"] == ("7" if isinstance(read, str) else 7)
 
@@ -139,41 +144,44 @@ def test_a_type_that_changes_far_into_a_file(tmp_path: Path, value: object, read
 )
 def test_cells_of_json_come_back_as_they_are(tmp_path: Path, value: object) -> None:
     rows = [{"question": "q", "answer": value}, {"question": "2024-01-01", "answer": None}]
-    assert load_rows(write(tmp_path / "rows.jsonl", lines(rows))).to_list() == rows
+    assert load(write(tmp_path / "rows.jsonl", lines(rows))).to_list() == rows
 
 
 def test_slices_of_files(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", lines(ROWS))
-    assert len(load_rows(source, "train[60%:]")) == 2
-    assert load_rows(source, "train[:9]").to_list() == ROWS
+    assert len(load(source, "train[60%:]")) == 2
+    assert load(source, "train[:9]").to_list() == ROWS
     with pytest.raises(ValueError, match=r"data.split='train\[x\]': "):
-        load_rows(source, "train[x]")
+        load(source, "train[x]")
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", lines(ROWS))
-    assert load_rows(source).to_list() == ROWS
-    assert load_rows(write(tmp_path / "rows.jsonl", lines(ROWS[::-1]))).to_list() == ROWS[::-1]
+    assert load(source).to_list() == ROWS
+    assert load(write(tmp_path / "rows.jsonl", lines(ROWS[::-1]))).to_list() == ROWS[::-1]
 
 
-def test_rows_that_cannot_be_read_are_counted_or_kept_with_their_reason(tmp_path: Path) -> None:
+def test_unreadable_rows_are_counted_or_have_their_reason(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", "null\n" * 4 + "\n" + lines(ROWS[:2]))
     write(tmp_path / "b.jsonl", lines(ROWS[2:]) + "[7]\n{bad\n")
     source = str(tmp_path / "*.jsonl")
     text = (
-        r"\*.jsonl: 6 of 11 rows cannot be read: a.jsonl, line 1: a row must be an object, not null; .*"
-        r"a.jsonl, line 4: [^;]*; b.jsonl, line 4: [^;]*not a list; and 1 more. Correct .* data.on_bad_row=skip"
+        r"\*.jsonl: 6 of 11 rows cannot be used: a.jsonl, line 1: a row must be an object, not null; .*"
+        r"a.jsonl, line 4: [^;]*; b.jsonl, line 4: [^;]*not a list; and 1 more. Correct .* at most half"
     )
     with pytest.raises(ValueError, match=text):
+        load_rows(source, skip=True)
+    write(tmp_path / "a.jsonl", "null\n" * 3 + "\n" + lines(ROWS[:2]))
+    with pytest.raises(ValueError, match=r"5 of 10 rows cannot be used: .* or skip them with data.on_bad_row=skip$"):
         load_rows(source)
     rows = load_rows(source, skip=True)
-    assert [row["answer"] for row in rows] == [None] * 4 + ["0", "1", "2", "3", "4"] + [None] * 2
-    assert [bool(problem) for problem in rows[PROBLEM]] == [True] * 4 + [False] * 5 + [True] * 2
-    assert places(source, "train", [4, 9, 10]) == ["a.jsonl, line 6", "b.jsonl, line 4", "b.jsonl, line 5, column 2"]
-    assert places(source, "train[4:]", [0, 5]) == ["a.jsonl, line 6", "b.jsonl, line 4"]
-    assert len(load_rows(source, "train[4:9]")) == 5
-    with pytest.raises(ValueError, match=r"4 of 4 rows cannot be read: a.jsonl, line 1.* Correct or delete them$"):
-        load_rows(source, "train[:4]", skip=True)
+    assert [row["answer"] for row in rows] == [None] * 3 + ["0", "1", "2", "3", "4"] + [None] * 2
+    assert [bool(problem) for problem in rows[PROBLEM]] == [True] * 3 + [False] * 5 + [True] * 2
+    places = ["a.jsonl, line 5", "b.jsonl, line 4", "b.jsonl, line 5, column 2"]
+    assert [rows[PLACE][i] for i in (3, 8, 9)] == places
+    assert (
+        load_rows(source, "train[3:]", skip=True)[PLACE][0] == places[0] and len(load_rows(source, "train[3:8]")) == 5
+    )
     assert not list((tmp_path / "cache").rglob("*.part"))
 
 
@@ -181,28 +189,28 @@ def test_rows_that_cannot_be_read_are_counted_or_kept_with_their_reason(tmp_path
 def test_json_as_other_systems_write_it(tmp_path: Path, content: str) -> None:
     for name, text in {"plain": content, "bom": "\ufeff" + content, "windows": content.replace("\n", "\r\n")}.items():
         for kind in ("json", "jsonl"):
-            assert load_rows(write(tmp_path / f"{name}.{kind}", text.encode())).to_list() == ROWS
+            assert load(write(tmp_path / f"{name}.{kind}", text.encode())).to_list() == ROWS
 
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_rows_inside_an_object(tmp_path: Path, indent: int | None) -> None:
     source = write(tmp_path / "rows.json", json.dumps({"version": "1.0", "data": ROWS}, indent=indent))
-    assert load_rows(source).to_list() == ROWS
-    assert load_rows(source, "train[:2]").to_list() == ROWS[:2]
+    assert load(source).to_list() == ROWS
+    assert load(source, "train[:2]").to_list() == ROWS[:2]
     chat = {"messages": [{"role": "user", "content": "q"}]}
     for row in (chat, {"question": "q", "answer": "a", "steps": [{"step": 1}]}):
-        assert load_rows(write(tmp_path / "one.json", json.dumps(row, indent=indent))).to_list() == [row]
+        assert load(write(tmp_path / "one.json", json.dumps(row, indent=indent))).to_list() == [row]
 
 
 def test_cells_of_csv_are_the_text_that_stands_there(tmp_path: Path) -> None:
     text = '\ufeffquestion,answer\r\n"two\nlines",007\r\nq,1.50\r\n½ 😀,1e5\r\n'
-    found = load_rows(write(tmp_path / "rows.csv", text.encode()))[:]
+    found = load(write(tmp_path / "rows.csv", text.encode()))[:]
     assert found == {"question": ["two\nlines", "q", "½ 😀"], "answer": ["007", "1.50", "1e5"]}
 
 
 def test_a_row_of_megabytes(tmp_path: Path) -> None:
     row = ROWS[1] | {"answer": "word " * 1_000_000}
-    assert load_rows(write(tmp_path / "rows.jsonl", lines([row, ROWS[0]])))[0] == row
+    assert load(write(tmp_path / "rows.jsonl", lines([row, ROWS[0]])))[0] == row
 
 
 def test_a_folder_of_files(tmp_path: Path) -> None:
@@ -210,23 +218,23 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
     folder.mkdir()
     write(folder / "rows.jsonl", lines(ROWS))
     write(folder / "README.md", "# Rows")
-    assert load_rows(str(folder)).to_list() == ROWS
+    assert load(str(folder)).to_list() == ROWS
     write(folder / "rows.jsonl", lines(ROWS) + "{bad\n")
     with pytest.raises(ValueError, match=r"rows.jsonl, line 6, column 2: not valid JSON"):
-        load_rows(str(folder))
+        load(str(folder))
     (folder / "rows.jsonl").unlink()
     with pytest.raises(ValueError, match=r"the folder cannot be read: "):
-        load_rows(str(folder))
+        load(str(folder))
 
 
 def test_zst_needs_its_package(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard") if importlib.util.find_spec("zstandard") else None
     if zstandard:
         source = write(tmp_path / "rows.jsonl.zst", zstandard.compress(lines(ROWS).encode()))
-        assert load_rows(source).to_list() == ROWS
+        assert load(source).to_list() == ROWS
     else:
         with pytest.raises(ValueError, match=r"to read .zst: pip install zstandard"):
-            load_rows(write(tmp_path / "rows.jsonl.zst", b"zst"))
+            load(write(tmp_path / "rows.jsonl.zst", b"zst"))
 
 
 def test_objects_of_a_bucket(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,20 +250,20 @@ def test_objects_of_a_bucket(bucket: str, monkeypatch: pytest.MonkeyPatch) -> No
     buffer = io.BytesIO()
     Dataset.from_list(ROWS).to_parquet(buffer)
     system.pipe(f"{bucket}/rows.parquet", buffer.getvalue())
-    assert load_rows(f"{bucket}/rows/a.jsonl").to_list() == ROWS[:3]
-    assert load_rows(f"{bucket}/rows/*.jsonl").to_list() == ROWS
-    assert load_rows(f"{bucket}/rows.parquet", "train[:2]").to_list() == ROWS[:2]
-    assert load_rows(f"{bucket}/rows.csv").to_list() == [{"question": "q", "answer": "007"}]
+    assert load(f"{bucket}/rows/a.jsonl").to_list() == ROWS[:3]
+    assert load(f"{bucket}/rows/*.jsonl").to_list() == ROWS
+    assert load(f"{bucket}/rows.parquet", "train[:2]").to_list() == ROWS[:2]
+    assert load(f"{bucket}/rows.csv").to_list() == [{"question": "q", "answer": "007"}]
 
     system.pipe(f"{bucket}/rows/b.jsonl", b"{bad")
     with pytest.raises(ValueError, match=r"b.jsonl, line 1, column 2: not valid JSON"):
-        load_rows(f"{bucket}/rows/*.jsonl")
+        load(f"{bucket}/rows/*.jsonl")
     system.pipe(f"{bucket}/empty.jsonl", b"")
     with pytest.raises(ValueError, match=r"empty.jsonl: the file is empty"):
-        load_rows(f"{bucket}/empty.jsonl")
+        load(f"{bucket}/empty.jsonl")
     for missing in (f"{bucket}/none.jsonl", f"{bucket}/none/*.jsonl", "gs://no-such-bucket-tpu-kit/rows.jsonl"):
         with pytest.raises(ValueError, match=r"none|no-such-bucket.*: there is no such file \(or no such bucket\)"):
-            load_rows(missing)
+            load(missing)
 
 
 def test_a_bucket_without_access(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,18 +281,18 @@ def test_a_bucket_without_access(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError,
         match=r"gs://private/a.jsonl: no access: Refused: Anonymous caller .*; log in with `gcloud auth application-",
     ):
-        load_rows("gs://private/a.jsonl")
+        load("gs://private/a.jsonl")
 
 
 def test_missing_files_and_splits(tmp_path: Path) -> None:
     for name in ("none.jsonl", "*.csv", "none/none.parquet"):
         with pytest.raises(ValueError, match=r"data source .*none|\*.*: there is no such file"):
-            load_rows(str(tmp_path / name))
+            load(str(tmp_path / name))
     source = write(tmp_path / "a.jsonl", lines(ROWS))
     with pytest.raises(ValueError, match="files have one split, train, not 'test'"):
-        load_rows(source, "test")
+        load(source, "test")
     with pytest.raises(ValueError, match=r"no-one/no-such-data.* the hub gave no such data set"):
-        load_rows("no-one/no-such-data")
+        load("no-one/no-such-data")
 
 
 def test_what_is_no_dataset() -> None:
@@ -295,10 +303,10 @@ def test_what_is_no_dataset() -> None:
 def test_rows_in_memory_are_kept_where_other_processes_find_them(tmp_path: Path) -> None:
     data = Dataset.from_list(ROWS)
     source = keep_rows(data, tmp_path)
-    assert load_rows(source).to_list() == ROWS
+    assert load(source).to_list() == ROWS
     assert keep_rows(data, tmp_path) == source != keep_rows(Dataset.from_list(ROWS[:3]), tmp_path)
     both = keep_rows(DatasetDict(train=data, test=Dataset.from_list(ROWS[:2])), tmp_path)
-    assert (len(load_rows(both)), len(load_rows(both, "test"))) == (5, 2)
+    assert (len(load(both)), len(load(both, "test"))) == (5, 2)
     with pytest.raises(ValueError, match=r"must be a datasets.Dataset, not list"):
         keep_rows(ROWS, tmp_path)
     with pytest.raises(ValueError, match="the data set given has no rows"):

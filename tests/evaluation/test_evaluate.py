@@ -17,7 +17,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_tokenizer import tiny_tokenizer
-from tpu_kit.assets.embedded import cot_rows, model_dir
+from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, LoraConfig, ModelConfig, TrainConfig, load_config
 from tpu_kit.data.prepare import Prepared, prepare
@@ -259,15 +259,15 @@ def test_an_adapter_for_layers_that_are_not_there(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- the whole
 
 
-def config(**data: Any) -> TrainConfig:
-    loaded = load_config(None, {"base_dtype": "fp32", "device_type": "cpu", "generate_tokens": 16, "lora.r": 4})
-    return replace(loaded, data=replace(loaded.data, **data))
+def config(**settings: Any) -> TrainConfig:
+    given = {"base_dtype": "fp32", "device_type": "cpu", "generate_tokens": 16, "lora.r": 4}
+    return load_config(None, given | {"generate_rows": 0} | settings)
 
 
 def test_evaluate_base_and_tuned(tmp_path: Path, prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path)
-    rows, prompts = prepared.eval_rows, prepared.eval_prompts
-    base = evaluate(config(), rows, prompts)
+    rows = prepared.eval_rows
+    base = evaluate(config(), prepared)
     (tmp_path / "run").mkdir()
     said: list[dict[str, Any]] = []
     write = progress.atomic.write_text
@@ -277,7 +277,7 @@ def test_evaluate_base_and_tuned(tmp_path: Path, prepared: Prepared, monkeypatch
         write(path, text)
 
     monkeypatch.setattr(progress.atomic, "write_text", keep)
-    tuned = evaluate(replace(config(), output_dir=str(tmp_path / "run")), rows, prompts, tmp_path)
+    tuned = evaluate(replace(config(), output_dir=str(tmp_path / "run")), prepared, tmp_path)
     assert said[0] == {"model": "tuned model", "answered": 0, "asked": 6} and said[-1]["answered"] == 6
     assert list((tmp_path / "run").iterdir()) == []  # nothing answers any more
     assert [sample.question for sample in base.samples] == [row["question"] for row in rows]
@@ -286,55 +286,51 @@ def test_evaluate_base_and_tuned(tmp_path: Path, prepared: Prepared, monkeypatch
     # The base model answers at once: a number and the end-of-turn token.
     assert (base.mean_tokens, base.unfinished, base.format_adherence) == (2.0, 0.0, 0.0)
     assert [s.answer for s in base.samples] != [s.answer for s in tuned.samples]
-    assert evaluate(config(), rows, prompts) == base
+    assert evaluate(config(), prepared) == base
     found = compare(base, tuned)
     assert found.to_dict()["samples"][3]["expected"] == rows[3]["answer"]
     json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_reasoning_that_the_prompt_opens_belongs_to_the_answer(prepared: Prepared) -> None:
-    prompts = [prompt + "<think>\n" for prompt in prepared.eval_prompts[:2]]
-    found = evaluate(config(), prepared.eval_rows[:2], prompts)
-    assert all(sample.answer.startswith("<think>\n") for sample in found.samples)
+    opened = replace(prepared, eval_prompts=[prompt + "<think>\n" for prompt in prepared.eval_prompts])
+    found = evaluate(config(generate_rows=2), opened)
+    assert len(found.samples) == 2 and all(sample.answer.startswith("<think>\n") for sample in found.samples)
 
 
-def test_rows_without_answers_are_answered_and_not_judged(prepared: Prepared) -> None:
-    found = evaluate(config(), [{"messages": []}], prepared.eval_prompts[:1])
-    assert found.accuracy.total == 0
-    assert found.samples[0].question == prepared.eval_prompts[0]
+def test_rows_without_answers_are_answered_and_not_judged(tokenizer: Any) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    template = "{% for m in messages %}{{ m.content or m.tool_calls | tojson }}{% endfor %}"
+    plain = tiny_tokenizer(template)
+    data = Dataset.from_list([{"messages": turns}, {"messages": [{"role": "user", "content": "p"}, turns[1]]}])
+    prepared = prepare(DataConfig(eval_rows=1), plain, dataset=data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate_module, "answer", of_nothing)
+        found = evaluate(config(), prepared)
+    assert found.accuracy.total == 0 and found.samples[0].question == prepared.eval_prompts[0]
     assert (found.samples[0].expected, found.samples[0].correct) == (None, None)
 
 
-def test_plain_text_begins_with_the_special_tokens_it_was_trained_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tpu_kit.evaluation import evaluate as module
-
-    seen: list[list[int]] = []
-
-    def answer(config: TrainConfig, asks: list[Any], *_: Any, **__: Any) -> Any:
-        seen.extend(asks[0].prompts)
-        raise InterruptedError
-
-    monkeypatch.setattr(module, "answer", answer)
-    for file in model_dir().iterdir():
-        if file.suffix in (".json", ".safetensors") and "tokenizer" not in file.name:
-            shutil.copy(file, tmp_path)
-    tiny_tokenizer(special=("<|im_start|>", "<|im_end|>", "<s>"), bos="<s>").save_pretrained(tmp_path)
-    run = replace(config(), model=replace(EXACT, name=str(tmp_path)))
-    tokenizer = load_tokenizer(run.model)
-    with pytest.raises(InterruptedError):
-        evaluate(run, [{"prompt": "an answer", "completion": "5"}, {"question": "an"}], ["an answer", "user: an"])
-    plain, chat = seen
-    assert plain == [tokenizer.bos_token_id, *tokenizer("an answer", add_special_tokens=False)["input_ids"]]
-    assert chat == tokenizer("user: an", add_special_tokens=False)["input_ids"]
+def test_plain_text_begins_with_the_special_tokens_it_was_trained_with() -> None:
+    tokenizer = tiny_tokenizer(special=("<|im_start|>", "<|im_end|>", "<s>"), bos="<s>")
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": "5"}] for q in ("an", "answer")]
+    plain, messages = (
+        prepare(DataConfig(eval_rows=1), tokenizer, dataset=Dataset.from_list(rows)).eval_prompt_ids
+        for rows in (
+            [{"prompt": text, "completion": "5"} for text in ("an answer", "answer")],
+            [{"messages": chat} for chat in chats],
+        )
+    )
+    assert plain[0][0] == tokenizer.bos_token_id and len(plain[0]) > 1
+    assert messages[0][0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
 
 
-def test_perplexity_is_that_of_the_tokens_with_loss(prepared: Prepared, model: Any, tokenizer: Any) -> None:
+def test_perplexity_is_that_of_the_tokens_with_loss(prepared: Prepared, model: Any) -> None:
     """Of the held-out rows as training sees them; here by transformers' own forward pass."""
-    found = evaluate(config(), prepared.eval_rows, prepared.eval_prompts)
+    found = evaluate(config(generate_rows=4), prepared)
     losses = []
-    for row in prepared.eval_rows:
+    for row in prepared.eval_rows[:4]:
         ((ids, mask),) = prepared.encoder.examples(row)
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, :-1]
@@ -343,8 +339,6 @@ def test_perplexity_is_that_of_the_tokens_with_loss(prepared: Prepared, model: A
     assert found.perplexity_tokens == len(losses)
     assert found.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
     assert f"perplexity               {found.perplexity:.4g}" in str(found)
-    alone = evaluate(config(max_length=8), [{"question": "?", "answer": None}], prepared.eval_prompts[:1])
-    assert alone.perplexity is None and "perplexity               none" in str(alone)
 
 
 @pytest.mark.slow
@@ -352,23 +346,23 @@ def test_perplexity_is_that_of_the_tokens_with_loss(prepared: Prepared, model: A
 def test_replicas_share_the_work_and_find_the_same(tmp_path: Path, prepared: Prepared) -> None:
     """Three of XLA:CPU, for six rows less one, so that their parts differ."""
     trained(tmp_path)
-    rows, prompts = prepared.eval_rows[:5], prepared.eval_prompts[:5]
-    alone = evaluate(config(), rows, prompts, tmp_path)
-    together = replace(config(), launch=replace(config().launch, device_type="xla-cpu", num_replicas=3))
-    found = evaluate(together, rows, prompts, tmp_path)
+    asked = config(generate_rows=5)
+    alone = evaluate(asked, prepared, tmp_path)
+    together = replace(asked, launch=replace(asked.launch, device_type="xla-cpu", num_replicas=3))
+    found = evaluate(together, prepared, tmp_path)
     assert [sample.answer for sample in found.samples] == [sample.answer for sample in alone.samples]
     assert found.perplexity == pytest.approx(alone.perplexity, rel=1e-4)
 
 
 def test_a_verifier_that_raises_costs_its_row_alone(tmp_path: Path, prepared: Prepared) -> None:
-    rows, prompts = prepared.eval_rows[:5], prepared.eval_prompts[:5]
+    rows, asked = prepared.eval_rows, config(generate_rows=5)
 
     def judge(row: dict[str, Any], answer: str) -> bool:
         if row is rows[4]:
             raise KeyError("target")
         return row is rows[0]
 
-    found = evaluate(config(), rows, prompts, verifier=judge)
+    found = evaluate(asked, prepared, verifier=judge)
     assert (found.accuracy.correct, found.accuracy.total, found.failed) == (1, 4, 1)
     assert [sample.correct for sample in found.samples] == [True, False, False, False, None]
     assert found.samples[4].error == "KeyError: 'target'"
@@ -381,7 +375,7 @@ def test_a_verifier_that_raises_costs_its_row_alone(tmp_path: Path, prepared: Pr
     assert (plain["base"]["failed"], plain["seen_in_training"]) == (1, 3)
     assert plain["samples"][4]["tuned"]["error"] == "KeyError: 'target'" and "error" not in plain["samples"][0]["tuned"]
     with pytest.raises(ValueError, match="names no rule"):
-        evaluate(config(), rows, prompts, verifier="nearly")
+        evaluate(asked, prepared, verifier="nearly")
 
 
 def test_rows_that_one_of_two_did_not_judge_count_for_neither() -> None:
@@ -452,8 +446,8 @@ def of_nothing(config: Any, asks: Any, rows: Any, **_: Any) -> Answers:
     return Answers([completions], [Rating([0.0] * (len(row) - 1), [True] * (len(row) - 1)) for row in rows])
 
 
-def test_rows_and_prompts_must_pair() -> None:
-    with pytest.raises(ValueError, match="1 rows and 2 prompts: there must be one prompt for each row"):
-        evaluate(config(), [{}], ["a", "b"])
+def test_an_evaluation_needs_held_out_rows(prepared: Prepared) -> None:
     with pytest.raises(ValueError, match=r"no rows to evaluate on; hold out rows with data\.eval_rows"):
-        evaluate(config(), [], [])
+        evaluate(config(), replace(prepared, eval=None))
+    with pytest.raises(ValueError, match=r"row 1: its prompt is empty, .*; for rows of plain text set"):
+        evaluate(config(), replace(prepared, eval_prompt_ids=[[1], []]))

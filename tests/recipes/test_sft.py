@@ -599,7 +599,7 @@ def test_the_accuracy_of_answers_while_training(where: dict[str, Any], tmp_path:
     for kind in ("train", "eval"):
         assert [r["loss"] for r in records(asked, kind)] == [r["loss"] for r in records(plain, kind)]
     prepared = prepare.prepare(asked.data, load_tokenizer(asked.model))
-    saved = evaluate.evaluate(asked, prepared.eval_rows[:4], prepared.eval_prompts[:4], result.adapter_dir)
+    saved = evaluate.evaluate(asked, prepared, result.adapter_dir)
     if min(losses := [r["loss"] for r in records(asked, "eval")]) == losses[-1]:  # then the saved one is the last one
         assert saved.accuracy.share == shares[-1]
 

@@ -235,8 +235,8 @@ refuse("an array of texts", "a.json", '["one", "two"]', "row 0: a row must be an
 refuse("an array of arrays", "a.json", '[["q", "a"]]', "row 0: a row must be an object, not a list")
 refuse("an empty array", "a.json", "[]", "no rows")
 refuse("an empty array in an object", "a.json", '{"data": []}', "missing columns")
-refuse("empty objects", "a.jsonl", "{}\n{}\n", "no rows, or rows without columns")
-refuse("one empty object", "a.jsonl", GOOD + "{}\n", "row 1: column 'question' is empty")
+refuse("empty objects", "a.jsonl", "{}\n{}\n", "missing columns.*the data has none")
+refuse("one empty object", "a.jsonl", GOOD + "{}\n", "line 2: column 'question' is empty")
 read("an array as JSON Lines", "a.jsonl", json.dumps([Q, Q], indent=1), "q|a", "q|a")
 read("JSON Lines as JSON", "a.json", GOOD * 2, "q|a", "q|a")
 read("rows in an object", "a.json", json.dumps({"version": 1, "data": [Q, Q]}), "q|a", "q|a")
@@ -248,14 +248,14 @@ refuse(
 refuse("Python's quotes", "a.jsonl", "{'question': 'q', 'answer': 'a'}\n", "line 1, column 2: not valid JSON")
 refuse("a trailing comma", "a.jsonl", '{"question": "q", "answer": "a",}\n', "line 1, column 33: not valid JSON")
 refuse("a line cut off", "a.jsonl", GOOD + '{"question": "q", "ans', "line 2, column 19: not valid JSON")
-refuse("a first line cut off", "a.jsonl", '{"question": "q", "ans\n' + GOOD, "line 1, column 23: not valid JSON")
+refuse("a first line cut off", "a.jsonl", '{"question": "q", "ans\n' + GOOD, "line 1, column 19: not valid JSON")
 refuse("an array cut off", "a.json", f"[{GOOD},{GOOD}", "a.json, line 3, column 1: not valid JSON")
 refuse("two objects in a line", "a.jsonl", GOOD + GOOD.strip() + GOOD, "line 2, column 33: not valid JSON: Extra data")
 refuse(
     "a line break in a text",
     "a.jsonl",
     GOOD + '{"question": "q\nq", "answer": "a"}\n',
-    "2 of 3 rows.*line 2, column 16: not valid JSON",
+    "2 of 3 rows.*line 2, column 14: not valid JSON",
 )
 refuse("comments", "a.jsonl", "// rows\n" + GOOD, "line 1, column 1: not valid JSON")
 refuse("CSV as JSON Lines", "a.jsonl", "question,answer\nq,a\n", "line 1, column 1: not valid JSON")
@@ -312,24 +312,24 @@ read("a NUL character in a text", "a.jsonl", answers("a\0b"), "q|a\0b")
 
 # --------------------------------------------------------------------------------------------------- cells of JSON
 
-refuse("NaN", "a.jsonl", GOOD + '{"question": "q", "answer": NaN}\n', "row 1: column 'answer' (is empty|holds nan)")
-refuse("Infinity", "a.jsonl", '{"question": "q", "answer": -Infinity}\n', "inf")
-refuse("a number over all floats", "a.jsonl", '{"question": "q", "answer": 1e999}\n', "inf")
+refuse("NaN", "a.jsonl", GOOD + '{"question": "q", "answer": NaN}\n', "line 2: column 'answer' is empty")
+refuse("Infinity", "a.jsonl", '{"question": "q", "answer": -Infinity}\n', "answer without values")
+refuse("a number over all floats", "a.jsonl", '{"question": "q", "answer": 1e999}\n', "answer without values")
 read("huge numbers in a column that is not used", "a.jsonl", rows(Q | {"x": [1e300, 2**63 - 1, 0.1]}))
-refuse(
-    "huge whole numbers in a list",
-    "a.jsonl",
-    GOOD + rows(Q | {"x": [2**80]}),
-    "line 2: column 'x' holds .*a whole number",
-)
+read("huge whole numbers in a list", "a.jsonl", GOOD + rows(Q | {"x": [2**80]}), *ONE * 2)
 read("NaN in a column that is not used", "a.jsonl", '{"question": "q", "answer": "a", "score": NaN}\n' + GOOD, *ONE * 2)
-refuse("NaN in a message", "a.jsonl", '{"messages": [{"role": "user", "content": NaN}]}\n', "line 1.*NaN")
+refuse(
+    "NaN in a message",
+    "a.jsonl",
+    '{"messages": [{"role": "user", "content": NaN}]}\n',
+    "line 1: message 0 of .* has no content",
+)
 read("whole numbers", "a.jsonl", answers(7, -3, 0), "q|7", "q|-3", "q|0")
 read("numbers with a point", "a.jsonl", answers(7.5, 3.0, 0.1), "q|7.5", "q|3", "q|0.1")
 read("whole numbers and others", "a.jsonl", answers(7, 2.5, 2**53 + 1), "q|7", "q|2.5", f"q|{2**53 + 1}")
 read("texts and numbers", "a.jsonl", answers("007", 7, 1.5, "1.50"), "q|007", "q|7", "q|1.5", "q|1.50")
 read("a huge whole number", "a.jsonl", answers(2**100, 1), f"q|{2**100}", "q|1")
-refuse("a whole number of 5,000 digits", "a.jsonl", f'{{"question": "q", "answer": {"9" * 5000}}}\n', "line 1.*digits")
+read("a whole number of 2,000 digits", "a.jsonl", f'{{"question": "q", "answer": {"9" * 2000}}}\n', "q|" + "9" * 2000)
 read("texts that look like dates", "a.jsonl", answers("2024-01-01", "2024-01-01T00:00:00Z"), "q|2024-01-01",
      "q|2024-01-01T00:00:00Z")  # fmt: skip
 read("texts that look like JSON", "a.jsonl", answers("[1, 2]", "null", "true", '{"a": 1}'), "q|[1, 2]", "q|null",
@@ -337,29 +337,29 @@ read("texts that look like JSON", "a.jsonl", answers("[1, 2]", "null", "true", '
 for _title, _value in {
     "null": None, "empty text": "", "white space": " \n\t", "no-break space": "\u00a0",
 }.items():  # fmt: skip
-    refuse(f"{_title} for text", "a.jsonl", GOOD + answers(_value), "row 1: column 'answer' is empty.*on_bad_row=skip")
+    refuse(f"{_title} for text", "a.jsonl", GOOD + answers(_value), "line 2: column 'answer' is empty.*on_bad_row=skip")
 for _title, _value in {"a list": ["a"], "an object": {"a": 1}, "true": True, "an empty list": []}.items():
-    refuse(f"{_title} for text", "a.jsonl", GOOD + answers(_value), "row 1: column 'answer' holds")
-    refuse(f"{_title} for all texts", "a.jsonl", answers(_value, _value), "2 of 2 rows.*row 0: column 'answer' holds")
+    refuse(f"{_title} for text", "a.jsonl", GOOD + answers(_value), "line 2: column 'answer' holds")
+    refuse(f"{_title} for all texts", "a.jsonl", answers(_value, _value), "2 of 2 rows.*line 1: column 'answer' holds")
     refuse(
-        f"{_title} for text after many", "a.jsonl", GOOD * 20_000 + answers(_value), "row 20000: column 'answer' holds"
+        f"{_title} for text after many", "a.jsonl", GOOD * 20_000 + answers(_value), "line 20001: column 'answer' holds"
     )
 refuse("only nulls for text", "a.jsonl", answers(None, None), "missing columns.*answer without values")
-refuse("null questions", "a.jsonl", rows({"question": None, "answer": "a"}, Q), "row 0: column 'question' is empty")
-refuse("no answers in some rows", "a.jsonl", GOOD + rows({"question": "q"}), "row 1: column 'answer' is empty")
+refuse("null questions", "a.jsonl", rows({"question": None, "answer": "a"}, Q), "line 1: column 'question' is empty")
+refuse("no answers in some rows", "a.jsonl", GOOD + rows({"question": "q"}), "line 2: column 'answer' is empty")
 refuse("no answers at all", "a.jsonl", rows({"question": "q"}), "missing columns")
 refuse("unknown columns", "a.jsonl", rows({"foo": 1, "bar": 2}), "missing columns.*foo, bar")
 refuse("a null prompt first", "a.jsonl", rows({"prompt": None, "completion": "c"}, {"prompt": "p", "completion": "c"}),
-       "row 0: ")  # fmt: skip
+       "line 1: ")  # fmt: skip
 read("prompts of both kinds", "a.jsonl",
      rows({"prompt": "p", "completion": "c"}, {"prompt": CHAT[:1], "completion": CHAT[1:]}), "|c", "q|a")  # fmt: skip
-refuse("a text that is a list", "a.jsonl", rows({"text": ["one", "two"]}), "row 0: column 'text' holds a list")
+refuse("a text that is a list", "a.jsonl", rows({"text": ["one", "two"]}), "line 1: column 'text' holds a list")
 refuse("columns that differ between files", "*.jsonl", several(a_jsonl=GOOD, b_jsonl=rows({"prompt": 1})),
        "question could be question or prompt")  # fmt: skip
 refuse("a broken second file", "*.jsonl", several(a_jsonl=GOOD, b_jsonl="{bad"), "b.jsonl, line 1, column 2")
 refuse("an empty second file", "*.jsonl", several(a_jsonl=GOOD, b_jsonl=""), "b.jsonl: the file is empty")
 refuse("a bad row in the second file", "*.jsonl", several(a_jsonl=GOOD * 3, b_jsonl=GOOD + answers("")),
-       "row 4.*column 'answer' is empty.*b.jsonl, line 2")  # fmt: skip
+       "b.jsonl, line 2: column 'answer' is empty")  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------------- messages
 
@@ -378,12 +378,12 @@ for _title, _messages in {
     "a list as ShareGPT's role": [{"from": ["human"], "value": "q"}, {"from": "gpt", "value": "a"}],
     "a list in a list": [[CHAT[0]], _A],
 }.items():  # fmt: skip
-    refuse(f"{_title} (chat)", "a.jsonl", chat(*CHAT) + chat(*_messages), "1 of 2 rows cannot be used: row 1: ")
+    refuse(f"{_title} (chat)", "a.jsonl", chat(*CHAT) + chat(*_messages), "1 of 2 rows cannot .*: a.jsonl, line 2: ")
 for _title, _value in {"null": None, "text": "hi", "a number": 7, "an object": {"role": "user"}, "true": True}.items():
-    refuse(f"{_title} for messages", "a.jsonl", chat(*CHAT) + rows({"messages": _value}), "1 of 2 rows.*row 1: ")
-refuse("tools that are no list", "a.jsonl", chat(*CHAT) + rows({"messages": CHAT, "tools": 7}), "1 of 2 rows.*row 1: ")
+    refuse(f"{_title} for messages", "a.jsonl", chat(*CHAT) + rows({"messages": _value}), "1 of 2 rows.*line 2: ")
+refuse("tools that are no list", "a.jsonl", chat(*CHAT) + rows({"messages": CHAT, "tools": 7}), "1 of 2 rows.*line 2: ")
 refuse("tool calls that are no list", "a.jsonl",
-       chat(*CHAT) + chat(CHAT[0], {"role": "assistant", "tool_calls": 5}), "1 of 2 rows.*row 1: ")  # fmt: skip
+       chat(*CHAT) + chat(CHAT[0], {"role": "assistant", "tool_calls": 5}), "1 of 2 rows.*line 2: ")  # fmt: skip
 
 # -------------------------------------------------------------------------------------------------------------- CSV
 
@@ -408,7 +408,7 @@ refuse("CSV with a longer row", "a.csv", H + "q,a\nq,a,b\n", "a.csv, line 3: 3 c
 refuse("CSV with a longer first row", "a.csv", H + "q,a,b\nq,a\n", "a.csv, line 2: 3 cells")
 refuse("CSV with a shorter row", "a.csv", H + "q,a\nq\n", "a.csv, line 3: 1 cell")
 refuse("CSV with a shorter row, the rest not used", "a.csv", "question,answer,id\nq,a,1\nq,a\n", "line 3: 2 cells")
-refuse("CSV with an empty cell", "a.csv", H + "q,a\nq,\n", "row 1: column 'answer' is empty")
+refuse("CSV with an empty cell", "a.csv", H + "q,a\nq,\n", "line 3: column 'answer' is empty")
 refuse("CSV with a quote that is not closed", "a.csv", H + 'q,"a\nq,a\n', "a.csv, line 2: .*quote")
 refuse("CSV with text after a quote", "a.csv", H + 'q,"a"b\n', "a.csv, line 2: .*")
 refuse("CSV with a column twice", "a.csv", "question,answer,answer\nq,a,b\n", "column answer occurs twice")
@@ -426,7 +426,7 @@ refuse(
     "CSV files whose columns differ",
     "*.csv",
     several(a_csv=H + "q,a\n", b_csv="question,text\nq,a\n"),
-    r"row 1: column 'answer' is empty \(b.csv, line 2\)",
+    "b.csv, line 2: column 'answer' is empty",
 )
 read(
     "CSV files whose columns have another order",
@@ -435,8 +435,8 @@ read(
     "q|a",
     "p|b",
 )
-refuse("CSV of messages that are no JSON", "a.csv", "messages\nhello\n", "row 0: column 'messages' is not valid JSON")
-refuse("CSV of messages nested deep", "a.csv", f'messages\n"{nested(200_000)}"\n', "row 0: ")
+refuse("CSV of messages that are no JSON", "a.csv", "messages\nhello\n", "line 2: column 'messages' is not valid JSON")
+refuse("CSV of messages nested deep", "a.csv", f'messages\n"{nested(200_000)}"\n', "line 2: ")
 
 # ---------------------------------------------------------------------------------------------------------- Parquet
 

@@ -193,7 +193,7 @@ def prepared_data(config: TrainConfig) -> None:
     digest = hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
     note = {
         "calls": calls, "hash": digest, "fingerprint": made.fingerprint, "eval": made.eval_prompts,
-        "mapped": isinstance(made.train.documents.input_ids, np.memmap), "template": tokenizer.chat_template,
+        "mapped": not made.train.documents.input_ids.flags.writeable, "template": tokenizer.chat_template,
         "report": str(made.report),
     }  # fmt: skip
     (config.output_path / f"rank-{rt.rank}.json").write_text(json.dumps(note))

@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -122,46 +122,24 @@ class PackedDataset:
         length: tokens of a row.
         packing: False puts one document in each row.
         pad_id: the token id in empty slots. It is never compared with anything.
-        packed: document numbers row after row, and the end of each row among them, if the rows are packed already.
 
     Attributes:
         row_tokens: int64 (rows,), the tokens of each row without padding.
         columns: further tensors of `tensors`: name -> a function of row numbers that returns (rows, N).
     """
 
-    def __init__(
-        self,
-        documents: Documents,
-        length: int,
-        *,
-        packing: bool = True,
-        pad_id: int = 0,
-        packed: tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> None:
+    def __init__(self, documents: Documents, length: int, *, packing: bool = True, pad_id: int = 0) -> None:
         lengths = documents.lengths
         self.columns: Mapping[str, Callable[[np.ndarray], torch.Tensor]] = {}
         assert len(documents) and lengths.min() > 0 and lengths.max() <= length
         self.documents, self.length, self.pad_id = documents, length, pad_id
-        if packed is not None:
-            self._order, self._row_ends = packed
-        elif packing:
+        if packing:
             self._order, counts = best_fill(lengths, length)
             self._row_ends = np.cumsum(counts)
         else:
             self._order, self._row_ends = np.arange(len(documents)), np.arange(1, len(documents) + 1)
         self.row_tokens = np.add.reduceat(lengths[self._order], np.r_[0, self._row_ends[:-1]])
         self._token_starts = np.cumsum(lengths) - lengths
-
-    @classmethod
-    def from_arrays(cls, arrays: dict[str, np.ndarray], length: int, pad_id: int) -> PackedDataset:
-        """Returns the data set of `arrays()`, without packing again."""
-        documents = Documents(*(arrays[field.name] for field in fields(Documents)))
-        return cls(documents, length, pad_id=pad_id, packed=(arrays["order"], arrays["row_ends"]))
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the arrays that `from_arrays` takes, by name."""
-        documents = {field.name: getattr(self.documents, field.name) for field in fields(Documents)}
-        return documents | {"order": self._order, "row_ends": self._row_ends}
 
     def __len__(self) -> int:
         return len(self._row_ends)

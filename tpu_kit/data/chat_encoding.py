@@ -70,10 +70,10 @@ class Kept(NamedTuple):
         empty: replies that carry loss on an empty reasoning block.
     """
 
-    replies: int
-    held: int
-    found: int
-    empty: int
+    replies: int = 0
+    held: int = 0
+    found: int = 0
+    empty: int = 0
 
 
 def default_stop(tokenizer: Any) -> str | None:
@@ -243,6 +243,13 @@ class Encoder:
             return talk.messages[: talk.first]
         last = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant")
         return self.render(talk.messages[:last], talk.tools, prompt=True)
+
+    def prompt_ids(self, talk: Conversation) -> list[int]:
+        """Returns the token ids of `prompt`; only plain text gets the special tokens of the tokenizer."""
+        text = self.prompt(talk)
+        if isinstance(talk.messages, str):
+            return plain_prompt(self.tokenizer, text) if text else []
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def documents(self, talk: Conversation) -> list[Document]:
         """Renders a conversation as documents; each reply that carries loss does so in one of them.

@@ -228,13 +228,12 @@ def detect_layout(columns: Sequence[str], config: DataConfig, empty: Collection[
     given = dict(config.columns or {})
     if absent := sorted({column for column in given.values() if column} - set(columns)):
         raise ValueError(f"data.columns: no column {', '.join(absent)}; the data has {', '.join(columns)}")
-    by_name = {column.lower(): column for column in reversed(columns) if column not in empty}
 
     def find(role: str) -> str | None:
         if role in given:
             return given[role] or None
         for group in NAMES[role]:
-            fitting = [by_name[name] for name in group if name in by_name]
+            fitting = [column for column in columns if column.lower() in group and column not in empty]
             if len(fitting) > 1:
                 text = f"ambiguous columns: {role} could be {' or '.join(fitting)}. Say which, as in data.columns="
                 raise ValueError(f"{text}{{{role}: {fitting[0]}}}")

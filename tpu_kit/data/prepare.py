@@ -7,12 +7,11 @@ in one process of a host. The other replicas memory-map the arrays that it write
 from __future__ import annotations
 
 import hashlib
-import json
 import multiprocessing
-import os
+import pickle
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,26 +22,12 @@ from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
-from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_template, freeze_date
-from tpu_kit.data.columns import detect_layout, empty_columns, stores_arguments
+from tpu_kit.data.chat_encoding import Encoder, Example, Kept
 from tpu_kit.data.held_out import Questions, choose_questions, held_out_rows
-from tpu_kit.data.records import PROBLEM
-from tpu_kit.data.schemas import Layout, RowError, final_answer, problem, without_none
-from tpu_kit.data.sources import (
-    EMBEDDED_ROWS,
-    GENERATED,
-    SHOWN,
-    SYNTHETIC,
-    load_rows,
-    pick_split,
-    places,
-    synthetic_rows,
-)
+from tpu_kit.data.sources import EMBEDDED_ROWS, GENERATED, SYNTHETIC, synthetic_rows
+from tpu_kit.data.tokenizing import Tokenized, tokenize
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.storage import atomic
-
-_ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
-_CACHE_VERSION = 8  # increase it when the code below gives other tokens for the same row
 
 
 @dataclass(frozen=True)
@@ -55,12 +40,6 @@ class DataReport:
         source: the source of the rows.
         layout: the format and the columns used.
         rows_read: rows of the source.
-        held_out: rows held out for evaluation, with all rows of the same questions.
-        repeated: those of them that are not evaluated either, because another row asks the same question.
-        seen_in_training: rows of the held-out split dropped because the training split has their questions.
-        dropped_too_long: documents over max_length that were dropped.
-        truncated: documents cut to max_length and kept.
-        dropped_no_loss: documents dropped because max_length tokens of them have no token with loss.
         rows_used: rows with a used document.
         documents: documents used.
         tokens: tokens of these documents.
@@ -69,6 +48,12 @@ class DataReport:
         fill: share of the slots of packed rows that hold tokens, without the emptiest row.
         lengths: tokens of each document before truncation.
         reasoning: see `Kept`, summed over the documents.
+        held_out: rows held out for evaluation, with all rows of the same questions.
+        repeated: those of them that are not evaluated either, because another row asks the same question.
+        seen_in_training: rows of the held-out split dropped because the training split has their questions.
+        dropped_too_long: documents over max_length that were dropped.
+        truncated: documents cut to max_length and kept.
+        dropped_no_loss: documents dropped because max_length tokens of them have no token with loss.
         skipped: bad rows that `data.on_bad_row=skip` skips; of the other counts, only rows_read includes them.
         skipped_rows: the first bad rows, each with its problem.
     """
@@ -76,12 +61,6 @@ class DataReport:
     source: str
     layout: str
     rows_read: int
-    held_out: int
-    repeated: int
-    seen_in_training: int
-    dropped_too_long: int
-    truncated: int
-    dropped_no_loss: int
     rows_used: int
     documents: int
     tokens: int
@@ -89,7 +68,13 @@ class DataReport:
     packed_rows: int
     fill: float
     lengths: tuple[int, ...]
-    reasoning: Kept
+    reasoning: Kept = field(default_factory=Kept)
+    held_out: int = 0
+    repeated: int = 0
+    seen_in_training: int = 0
+    dropped_too_long: int = 0
+    truncated: int = 0
+    dropped_no_loss: int = 0
     skipped: int = 0
     skipped_rows: tuple[str, ...] = ()
 
@@ -140,10 +125,11 @@ class Prepared:
     Attributes:
         train: packed rows.
         eval: packed held-out rows; None without evaluation.
-        eval_rows: the held-out rows as read; chain-of-thought rows also have the texts of `schemas.problem`: question,
-            reasoning and answer; other rows have an "answer" (`schemas.final_answer`) if they had none.
-        eval_prompts: for each held-out row the text that the model continues (empty for plain text). Prompts of chats
-            include their special tokens: tokenise them with `add_special_tokens=False`.
+        eval_rows: the held-out rows of `eval` as read, in order of their numbers; chain-of-thought rows also have the
+            texts of `schemas.problem`: question, reasoning and answer; other rows have an "answer"
+            (`schemas.final_answer`) if they had none.
+        eval_prompts: for each held-out row the text that the model continues (empty for plain text).
+        eval_prompt_ids: the token ids of these texts.
         report: of the training rows.
         eval_report: of the held-out rows.
         encoder: encodes other rows of the same kind; None for random tokens.
@@ -155,6 +141,7 @@ class Prepared:
     eval: PackedDataset | None
     eval_rows: list[dict[str, Any]]
     eval_prompts: list[str]
+    eval_prompt_ids: list[list[int]]
     report: DataReport
     eval_report: DataReport | None
     encoder: Encoder | None
@@ -174,42 +161,6 @@ class Prepared:
         """Returns one training document, for `decoded_example`."""
         ids, mask = self.train.document(number)
         return Example(ids.tolist(), mask.tolist())
-
-
-@dataclass(frozen=True)
-class _Tokenized:
-    """The tokens of all rows of one source; the arrays have one entry per document.
-
-    Attributes:
-        documents: of all rows, in order; a bad row has one placeholder.
-        full_lengths: tokens before truncation, int64 (documents,).
-        questions: the question of the document's row, int64 (documents,); see `Conversation.questions`.
-        earlier: the prompts of earlier replies in chats, int64 (prompts,).
-        earlier_rows: the row of each of them, int64 (prompts,).
-        kept: the counts of `Kept`, int64 (documents, 3).
-        good: whether the document's row can be used, bool (documents,).
-        skipped_rows: the first bad rows, each with its problem.
-    """
-
-    documents: Documents
-    full_lengths: np.ndarray
-    questions: np.ndarray
-    earlier: np.ndarray
-    earlier_rows: np.ndarray
-    kept: np.ndarray
-    good: np.ndarray
-    skipped_rows: tuple[str, ...]
-
-    def prompts(self, chosen: np.ndarray) -> np.ndarray:
-        """Returns the prompts of all trained replies in the rows of the chosen documents."""
-        earlier = self.earlier[np.isin(self.earlier_rows, self.documents.source_rows[chosen])]
-        return np.concatenate([self.questions[chosen], earlier])
-
-    def one_of_each(self, questions: np.ndarray) -> np.ndarray:
-        """Returns the mask of the documents of one row for each question, the first that is good."""
-        good, source_rows = np.flatnonzero(self.good), self.documents.source_rows
-        unique, first = np.unique(self.questions[good], return_index=True)
-        return np.isin(source_rows, source_rows[good[first[np.isin(unique, questions)]]])
 
 
 def prepare(
@@ -243,44 +194,31 @@ def prepare(
         )
     if dataset is None and config.source == SYNTHETIC:
         return _synthetic(config, vocab_size)
-    source = "the data set given" if dataset is not None else config.source
-    load = partial(load_rows, seed=config.seed, skip=config.on_bad_row == "skip")
-    rows = load(source, config.split) if dataset is None else pick_split(dataset, config.split)
-    if not len(rows):
-        raise ValueError(f"{source} has no rows")
-    encoder = _encoder(rows, tokenizer, config, source)
-    everything = _tokenize(rows, encoder, source, config.split, vocab_size)
-    train = everything.good
-    eval_source, eval_split = _eval_source(config, dataset)
-    eval_data, eval_report, eval_rows, prompts = None, None, list[dict[str, Any]](), list[str]()
-    repeated, evaluated = 0, np.zeros(0, dtype=np.int64)
-    if eval_source or config.eval_rows != 0 or run:
-        if eval_source:
-            own = isinstance(dataset, DatasetDict) and not config.eval_source
-            held = pick_split(dataset, eval_split) if own else load(eval_source, eval_split)
-            eval_encoder = _encoder(held, tokenizer, config, eval_source)
-            held_tokens = _tokenize(held, eval_encoder, eval_source, eval_split, vocab_size)
-            wanted = held_tokens.good
-        else:
-            held, eval_encoder, held_tokens = rows, encoder, everything
-            picked = choose_questions(everything.questions[train], everything.earlier, config)
-            wanted, train = everything.one_of_each(picked), train & ~np.isin(everything.questions, picked)
-            repeated = _count(everything, everything.good & ~train) - _count(everything, wanted)
-        if run:
-            wanted = wanted | held_tokens.one_of_each(run.held_out)
-        trained = run.trained if run else everything.prompts(train)
-        chosen = wanted & ~np.isin(held_tokens.questions, trained)
-        seen, evaluated = _count(held_tokens, wanted & ~chosen), np.unique(held_tokens.questions[chosen])
-        if not chosen.any():
-            text = f"every question of the evaluation rows ({eval_source or source}) is in the training rows too"
-            raise ValueError(f"{text}; name other rows in data.eval_source")
-        eval_data, eval_report = _pack(held_tokens, chosen, eval_encoder, eval_source or source, seen_in_training=seen)
-        eval_rows, prompts = _raw_rows(held, np.unique(held_tokens.documents.source_rows[chosen]), eval_encoder)
-    held_out = _count(everything, everything.good & ~train)
-    packed, report = _pack(everything, train, encoder, source, held_out=held_out, repeated=repeated)
-    questions = Questions(np.unique(everything.prompts(train)), evaluated)
+    load = partial(tokenize, tokenizer=tokenizer, config=config, vocab_size=vocab_size, dataset=dataset)
+    data = load(None if dataset is not None else config.source, config.split)
+    held, train, repeated = None, np.ones(len(data.documents), dtype=bool), 0
+    if eval_split := _eval_split(config, dataset):
+        held = load(*eval_split)
+        wanted = np.ones(len(held.documents), dtype=bool)
+    elif config.eval_rows != 0 or run:
+        picked = choose_questions(data.questions, data.earlier, config)
+        held, train, wanted = data, ~np.isin(data.questions, picked), data.one_of_each(picked)
+        repeated = data.count(~train & ~wanted)
+    packed, report = _pack(data, train, held_out=data.count(~train), repeated=repeated)
     fingerprint = _fingerprint_of(packed, config)
-    return Prepared(packed, eval_data, eval_rows, prompts, report, eval_report, encoder, questions, fingerprint)
+    if held is None:
+        questions = Questions(np.unique(data.prompts(train)), np.zeros(0, dtype=np.int64))
+        return Prepared(packed, None, [], [], [], report, None, data.encoder, questions, fingerprint)
+    if run:
+        wanted |= held.one_of_each(run.held_out)
+    chosen = wanted & ~np.isin(held.questions, run.trained if run else data.prompts(train))
+    if not chosen.any():
+        text = f"every question of the evaluation rows ({held.source}) is in the training rows too"
+        raise ValueError(f"{text}; name other rows in data.eval_source")
+    eval_data, eval_report = _pack(held, chosen, seen_in_training=held.count(wanted & ~chosen))
+    raw = held.raw_rows(np.unique(eval_data.documents.source_rows))
+    questions = Questions(np.unique(data.prompts(train)), np.unique(held.questions[chosen]))
+    return Prepared(packed, eval_data, *raw, report, eval_report, data.encoder, questions, fingerprint)
 
 
 def _fingerprint_of(packed: PackedDataset, config: DataConfig) -> str:
@@ -297,225 +235,68 @@ def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
     ids, lengths = (random % np.uint64(vocab_size)).astype(np.int32), np.full(count, length)
     documents = Documents(ids, np.ones(len(ids), dtype=bool), lengths, np.arange(count))
     packed = PackedDataset(documents, length, packing=False)
-    report = DataReport(
-        source=SYNTHETIC, layout=f"random tokens below {vocab_size:,}", rows_read=count, held_out=0, repeated=0,
-        seen_in_training=0, dropped_too_long=0, truncated=0, dropped_no_loss=0, rows_used=count, documents=count,
-        tokens=len(ids), loss_tokens=len(ids), packed_rows=count, fill=1.0, lengths=tuple(lengths.tolist()),
-        reasoning=Kept(0, 0, 0, 0),
-    )  # fmt: skip
-    return Prepared(packed, None, [], [], report, None, None, None, _fingerprint_of(packed, config))
+    layout = f"random tokens below {vocab_size:,}"
+    counts = (count, count, count, len(ids), len(ids), count)
+    report = DataReport(SYNTHETIC, layout, *counts, fill=1.0, lengths=tuple(lengths.tolist()))
+    return Prepared(packed, None, [], [], [], report, None, None, None, _fingerprint_of(packed, config))
 
 
-def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> Encoder:
-    columns = [column for column in rows.column_names if column != PROBLEM]
-    try:
-        layout = detect_layout(columns, config, [name for name in empty_columns(rows) if name in columns])
-    except ValueError as error:
-        headed = ".csv" in source.lower() or ".tsv" in source.lower()
-        header = ". The first line of CSV names the columns, such as question,answer" if headed else ""
-        raise ValueError(f"{source}: {error}{header}") from error
-    for role, column in layout.columns.items():
-        alike = [other for other in columns if other.lower() == column.lower()]
-        if len(alike) > 1 and role not in (config.columns or {}):
-            raise ValueError(
-                f"{source}: the columns {' and '.join(alike)} differ in case alone; name the {role}, "
-                f"as in data.columns={{{role}: {column}}}"
-            )
-    plain = layout.format == "text"
-    if layout.format == "prompt_completion":
-        prompts = (row[layout.columns["prompt"]] for row in rows)
-        plain = isinstance(next((prompt for prompt in prompts if isinstance(prompt, str | list)), None), str)
-    if plain and config.system_prompt:
-        raise ValueError("data.system_prompt needs chats; these rows are plain text, without a chat template")
-    encoder = Encoder(tokenizer, replace(layout, filled=stores_arguments(rows.features)), config)
-    if not plain:
-        ensure_chat_template(tokenizer)
-        encoder.open_reasoning(rows)
-    return encoder
-
-
-def _eval_source(config: DataConfig, dataset: Dataset | DatasetDict | None) -> tuple[str | None, str]:
-    """Returns the source of the evaluation rows (None: the training rows) and their split."""
+def _eval_split(config: DataConfig, dataset: Dataset | DatasetDict | None) -> tuple[str | None, str] | None:
+    """Returns source (None: the data set given) and split of the evaluation rows; None if training rows are split."""
     if config.eval_source:
-        name = "eval" if config.eval_source in GENERATED else "train"
-        return config.eval_source, config.eval_split or name
+        return config.eval_source, config.eval_split or ("eval" if config.eval_source in GENERATED else "train")
     if config.eval_split and (dataset is None or isinstance(dataset, DatasetDict)):
-        return config.source if dataset is None else "the data set given", config.eval_split
+        return config.source if dataset is None else None, config.eval_split
     if dataset is None and config.source in GENERATED and config.eval_rows != 0:
         return config.source, f"eval[:{held_out_rows(config, EMBEDDED_ROWS['train'])}]"
-    return None, ""
+    return None
 
 
-def _count(tokens: _Tokenized, chosen: np.ndarray) -> int:
-    """Returns the number of rows of the chosen documents."""
-    return len(np.unique(tokens.documents.source_rows[chosen]))
-
-
-def _raw_rows(rows: Dataset, chosen: np.ndarray, encoder: Encoder) -> tuple[list[dict[str, Any]], list[str]]:
-    picked = [without_none(dict(rows[int(i)])) if encoder.layout.filled else dict(rows[int(i)]) for i in chosen]
-    talks = [encoder.conversation(row) for row in picked]
-    prompts = [encoder.prompt(talk) for talk in talks]
-    if encoder.layout.format == "cot":
-        return [row | problem(row, encoder.layout, encoder.config) for row in picked], prompts
-    for row, talk in zip(picked, talks, strict=True):
-        if row.get("answer") is None and (said := final_answer(talk, encoder.config)):
-            row["answer"] = said
-    return picked, prompts
-
-
-def _pack(
-    tokens: _Tokenized, chosen: np.ndarray, encoder: Encoder, source: str, **split: int
-) -> tuple[PackedDataset, DataReport]:
-    """Applies `too_long` to the chosen documents and packs them; `split` has counts for the report."""
-    config, documents = encoder.config, tokens.documents
+def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: int) -> tuple[PackedDataset, DataReport]:
+    """Applies `too_long` to the chosen documents and packs them; `counts` are further counts of the report."""
+    config, documents = tokens.encoder.config, tokens.documents
     long = (tokens.full_lengths > config.max_length) & chosen
     if config.too_long == "error" and long.any():
         worst = int(np.argmax(np.where(long, tokens.full_lengths, 0)))
         raise ValueError(
-            f"{source}: {long.sum()} rows have more than data.max_length={config.max_length} tokens, the longest is "
-            f"row {worst} with {tokens.full_lengths[worst]}. Raise it, or set data.too_long=truncate or drop"
+            f"{tokens.source}: {long.sum()} rows have more than data.max_length={config.max_length} tokens, the "
+            f"longest is row {documents.source_rows[worst]} with {tokens.full_lengths[worst]}. Raise it, or set "
+            "data.too_long=truncate or drop"
         )
+    dropped = long if config.too_long == "drop" else np.zeros_like(long)
     starts = np.cumsum(documents.lengths) - documents.lengths
-    loss_tokens = np.add.reduceat(documents.loss_mask.astype(np.int64), starts)
-    keep = chosen & ~long if config.too_long == "drop" else chosen & (loss_tokens > 0)
-    dropped_long = int(long.sum()) if config.too_long == "drop" else 0
-    if not keep.any():
+    learns = np.add.reduceat(documents.loss_mask.astype(np.int64), starts) > 0
+    used = chosen & ~dropped & learns
+    if not used.any():
         raise ValueError(
-            f"{source}: no loss tokens left: data.max_length={config.max_length} is too short for all {chosen.sum()} "
-            f"rows; the shortest has {tokens.full_lengths[chosen].min()} tokens; raise it"
+            f"{tokens.source}: no loss tokens left: data.max_length={config.max_length} is too short for all "
+            f"{chosen.sum()} rows; the shortest has {tokens.full_lengths[chosen].min()} tokens; raise it"
         )
-    kept = documents.select(keep)
-    pad_id = encoder.tokenizer.pad_token_id or 0
-    packed = PackedDataset(kept, config.max_length, packing=config.packing, pad_id=pad_id)
-    report = DataReport(
-        source=source,
-        layout=str(encoder.layout),
-        rows_read=len(np.unique(documents.source_rows)),
-        **{"held_out": 0, "repeated": 0, "seen_in_training": 0, **split},
-        dropped_too_long=dropped_long,
-        truncated=int((long & keep).sum()),
-        dropped_no_loss=int((chosen & ~keep).sum()) - dropped_long,
-        rows_used=len(np.unique(kept.source_rows)),
-        documents=len(kept),
-        tokens=int(kept.lengths.sum()),
-        loss_tokens=int(kept.loss_mask.sum()),
+    selected = documents.select(used)
+    pad_id = tokens.encoder.tokenizer.pad_token_id or 0
+    packed = PackedDataset(selected, config.max_length, packing=config.packing, pad_id=pad_id)
+    return packed, DataReport(
+        source=tokens.source,
+        layout=str(tokens.encoder.layout),
+        rows_read=len(tokens.rows),
+        rows_used=tokens.count(used),
+        documents=len(selected),
+        tokens=int(selected.lengths.sum()),
+        loss_tokens=int(selected.loss_mask.sum()),
         packed_rows=len(packed),
         fill=packed.fill(),
-        lengths=tuple(tokens.full_lengths[keep].tolist()),
-        reasoning=Kept(*tokens.kept[keep].sum(axis=0).tolist()),
-        skipped=int((~tokens.good).sum()),
+        lengths=tuple(tokens.full_lengths[used].tolist()),
+        reasoning=Kept(*tokens.kept[used].sum(axis=0).tolist()),
+        dropped_too_long=int(dropped.sum()),
+        truncated=int((long & used).sum()),
+        dropped_no_loss=int((chosen & ~dropped & ~learns).sum()),
+        skipped=tokens.skipped,
         skipped_rows=tokens.skipped_rows,
+        **counts,
     )
-    return packed, report
 
 
-def _tokenize(rows: Dataset, encoder: Encoder, source: str, split: str, vocab_size: int | None) -> _Tokenized:
-    """Tokenises all rows, or reads them from the cache of `datasets`.
-
-    Raises:
-        ValueError: rows cannot be used, and `data.on_bad_row` is stop or they are more than half; or ids are outside
-            the vocabulary.
-    """
-    name, folder = _fingerprint(rows, encoder), Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
-    folder.mkdir(parents=True, exist_ok=True)
-    table = rows.map(
-        partial(_tokenize_row, encoder=encoder),
-        remove_columns=rows.column_names,
-        num_proc=_processes(len(rows), encoder.config.num_proc),
-        cache_file_name=str(folder / f"{name}.arrow"),
-        new_fingerprint=name,
-        desc=f"Tokenising {source}",
-    ).with_format("numpy")
-    errors = table["error"][:]
-    bad = [i for i, error in enumerate(errors) if error]
-    places_of_bad = places(source, split, bad[:SHOWN])
-    shown = tuple(
-        f"row {i}: {errors[i]}{place and f' ({place})'}" for i, place in zip(bad[:SHOWN], places_of_bad, strict=True)
-    )
-    skip, most = encoder.config.on_bad_row == "skip", 2 * len(bad) > len(errors)
-    if bad and (most or not skip):
-        more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-        advice = "Correct or delete them"
-        if skip:
-            advice += "; data.on_bad_row=skip skips at most half of the rows, and these are more than half"
-        elif not most:
-            advice += ", or skip them with data.on_bad_row=skip"
-        rows_text = f"{len(bad)} of {len(errors)} rows cannot be used: {'; '.join(shown)}{more}"
-        raise ValueError(f"{source}: {rows_text}. {advice}")
-    columns = table.with_format("arrow")[:]
-    parts = columns["lengths"].combine_chunks()
-    counts, lengths = np.diff(parts.offsets.to_numpy()), parts.flatten().to_numpy().astype(np.int64)
-    source_rows = np.repeat(np.arange(len(counts)), counts)
-    input_ids = columns["input_ids"].combine_chunks().flatten().to_numpy().astype(np.int32)
-    highest = int(input_ids.max())
-    if vocab_size is not None and highest >= vocab_size:
-        row = source_rows[np.searchsorted(np.cumsum(lengths), int(input_ids.argmax()), side="right")]
-        raise ValueError(
-            f"the tokenizer and the model do not belong together: {source}, row {row} has token "
-            f"{encoder.tokenizer.convert_ids_to_tokens(highest)!r} with id {highest}, and the model's vocabulary ends "
-            f"at {vocab_size - 1}"
-        )
-    loss_mask = columns["loss_mask"].combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(bool)
-    documents = Documents(input_ids, loss_mask, lengths, source_rows)
-    full_lengths = columns["full_lengths"].combine_chunks().flatten().to_numpy()
-    asked = columns["questions"].combine_chunks()
-    prompts, each = asked.flatten().to_numpy(), np.diff(asked.offsets.to_numpy())
-    last = np.cumsum(each) - 1
-    questions = np.repeat(prompts[last], counts)
-    earlier, earlier_rows = np.delete(prompts, last), np.repeat(np.arange(len(each)), each - 1)
-    kept = columns["kept"].combine_chunks().flatten().to_numpy().reshape(-1, len(Kept._fields))
-    good = ~np.isin(source_rows, bad)
-    return _Tokenized(documents, full_lengths, questions, earlier, earlier_rows, kept, good, shown)
-
-
-_PLACEHOLDER = {
-    "input_ids": [0], "loss_mask": [False], "lengths": [1], "full_lengths": [0], "kept": [0] * 4, "questions": [0],
-}  # fmt: skip
-
-
-def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
-    """Returns the documents of a row, concatenated, or a placeholder with the error of a bad row."""
-    try:
-        if unread := row.get(PROBLEM):
-            raise RowError(unread)
-        talk = encoder.conversation(row)
-        documents = encoder.documents(talk)
-        whole = [encoder.encode(document) for document in documents]
-    except RowError as error:
-        return _PLACEHOLDER | {"error": str(error)}
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:  # an unexpected form
-        unread = f"it cannot be read as {encoder.layout.format}: {type(error).__name__}: {error}"
-        return _PLACEHOLDER | {"error": unread}
-    end = encoder.config.max_length
-    cut = [Example(ids[:end], mask[:end]) for ids, mask in whole]
-    return {
-        "input_ids": [i for example in cut for i in example.input_ids],
-        "loss_mask": [loss for example in cut for loss in example.loss_mask],
-        "lengths": [len(example.input_ids) for example in cut],
-        "full_lengths": [len(example.input_ids) for example in whole],
-        "kept": [n for pair in zip(documents, cut, strict=True) for n in encoder.kept(*pair)],
-        "questions": talk.questions,
-        "error": "",
-    }
-
-
-def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
-    """Returns a hash of the rows, the tokenizer, the template and the settings that the tokens depend on."""
-    tokenizer, config = encoder.tokenizer, asdict(encoder.config)
-    for setting in ("source", "eval_source", "split", "eval_split", "date", "eval_rows", "seed", "shuffle", "num_proc",
-                    "packing", "too_long", "on_bad_row"):  # fmt: skip
-        del config[setting]  # represented by the rows or the template, or applied after tokenising
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    parts = [_CACHE_VERSION, rows._fingerprint, tokenizer.backend_tokenizer.to_str(), special, config]
-    parts += [freeze_date(str(tokenizer.chat_template), encoder.config.date), str(encoder.layout)]
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _processes(rows: int, wanted: int | None) -> int | None:
-    """Returns the number of processes that tokenise, by default by rows and cores; None is this process alone."""
-    if wanted is None:
-        wanted = min(len(os.sched_getaffinity(0)), rows // _ROWS_PER_PROCESS)
-    return wanted if 1 < wanted <= rows else None
+# ------------------------------------------------------------------------------------------------ for other processes
 
 
 def prepare_once(config: DataConfig, rt: Runtime, tokenizer: Any, make: Callable[[], Prepared]) -> Prepared:
@@ -538,63 +319,26 @@ def prepare_once(config: DataConfig, rt: Runtime, tokenizer: Any, make: Callable
 
 
 def write_prepared(prepared: Prepared, folder: Path) -> None:
-    """Writes the result of `prepare`; the complete folder replaces an earlier one."""
-    with atomic.replacing(folder) as made:
-        made.mkdir(parents=True)
-        for part, packed in (("train", prepared.train), ("eval", prepared.eval)):
-            for name, array in (packed.arrays() if packed else {}).items():
-                np.save(made / f"{part}-{name}.npy", array, allow_pickle=False)
-        if prepared.questions:
-            prepared.questions.write(made)
-        document = {
-            "pad_id": prepared.train.pad_id,
-            "eval_rows": prepared.eval_rows,
-            "eval_prompts": prepared.eval_prompts,
-            "report": asdict(prepared.report),
-            "eval_report": prepared.eval_report and asdict(prepared.eval_report),
-            "layout": prepared.encoder and asdict(prepared.encoder.layout),
-            "chat_template": prepared.encoder and prepared.encoder.tokenizer.chat_template,
-            "fingerprint": prepared.fingerprint,
-        }
-        # Cells without a form in JSON, such as dates of Parquet, are text in the held-out rows.
-        (made / "prepared.json").write_text(json.dumps(document, default=str))
+    """Writes the result of `prepare` for other processes of this launch, each array as a file of its own.
+
+    The complete folder replaces an earlier one.
+    """
+    encoder, buffers = prepared.encoder, list[pickle.PickleBuffer]()
+    state = (replace(prepared, encoder=None), encoder and (encoder.layout, encoder.tokenizer.chat_template))
+    pickled = pickle.dumps(state, protocol=5, buffer_callback=buffers.append)
+    with atomic.replacing(folder) as part:
+        part.mkdir(parents=True)
+        (part / "objects").write_bytes(pickled)
+        for number, buffer in enumerate(buffers):
+            (part / str(number)).write_bytes(buffer.raw())
 
 
 def read_prepared(folder: Path, tokenizer: Any, config: DataConfig) -> Prepared:
     """Returns the data of `write_prepared`, with memory-mapped arrays."""
-    document = json.loads((folder / "prepared.json").read_text())
-
-    def packed(part: str) -> PackedDataset | None:
-        arrays = {
-            path.stem.removeprefix(f"{part}-"): np.load(path, mmap_mode="r", allow_pickle=False)
-            for path in folder.glob(f"{part}-*.npy")
-        }
-        return PackedDataset.from_arrays(arrays, config.max_length, document["pad_id"]) if arrays else None
-
-    train = packed("train")
-    assert train is not None
-    encoder = None
-    if document["layout"]:
-        tokenizer.chat_template = document["chat_template"]
-        layout = {name: _tuple(value) for name, value in document["layout"].items()}
-        encoder = Encoder(tokenizer, Layout(**layout), config)
-    return Prepared(
-        train=train,
-        eval=packed("eval"),
-        eval_rows=document["eval_rows"],
-        eval_prompts=document["eval_prompts"],
-        report=_report(document["report"]),
-        eval_report=document["eval_report"] and _report(document["eval_report"]),
-        encoder=encoder,
-        questions=Questions.read(folder),
-        fingerprint=document["fingerprint"],
-    )
-
-
-def _report(values: dict[str, Any]) -> DataReport:
-    plain = {name: _tuple(value) for name, value in values.items()}
-    return DataReport(**{**plain, "reasoning": Kept(*values["reasoning"])})
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    files = sorted(folder.glob("[0-9]*"), key=lambda path: int(path.name))
+    buffers = [np.memmap(path, mode="r") if path.stat().st_size else b"" for path in files]
+    prepared, encoding = pickle.loads((folder / "objects").read_bytes(), buffers=buffers)
+    if encoding is None:
+        return prepared
+    layout, tokenizer.chat_template = encoding
+    return replace(prepared, encoder=Encoder(tokenizer, layout, config))

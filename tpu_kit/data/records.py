@@ -25,9 +25,10 @@ PLACE = "tpu_kit:place"
 """The column with the place of a row, such as "rows.jsonl, line 3"."""
 
 PROBLEM = "tpu_kit:problem"
-"""The column with the reason why a row cannot be used; None if it can."""
+"""The column with the reason why a row cannot be read; None if it can."""
 
 _DEEPEST = 100  # levels of lists and objects in a row; Python's parser fails near 1,000, others crash
+_TOO_DEEP = f"nested more than {_DEEPEST} levels deep"
 _MOST_COLUMNS = 1000
 _KINDS = {type(None): "null", str: "text", bool: "true or false", list: "a list"}
 
@@ -38,7 +39,7 @@ class Record(NamedTuple):
     Attributes:
         place: its place: "line 3", or "row 2" of a JSON array, from 0.
         values: column -> cell; empty if the row has a problem.
-        problem: why it cannot be used; empty if it can.
+        problem: why it cannot be read; empty if it can.
     """
 
     place: str
@@ -84,50 +85,49 @@ def _text_lines(stream: Any, file: str) -> Iterator[str]:
 
 
 def _json(stream: Any, file: str) -> Iterator[Record]:
-    lines = ((number, line) for number, line in enumerate(_text_lines(stream, file), start=1) if line.strip())
+    lines = ((number, line.rstrip()) for number, line in enumerate(_text_lines(stream, file), 1) if line.strip())
     first = list(islice(lines, 2))
     if len(first) == 1 or (first and _is_document(first[0][1], file)):
         stream.seek(0)
         yield from _json_document("".join(_text_lines(stream, file)), file)
         return
     for number, line in chain(first, lines):
-        try:
-            yield _checked(f"line {number}", _decoder.decode(line))
-        except json.JSONDecodeError as error:
-            yield Record(f"line {number}, column {error.colno}", {}, _invalid(error))
-        except (RecursionError, ValueError) as error:
-            yield Record(f"line {number}", {}, _invalid(error))
+        value, place, problem = _decode(line, number)
+        yield Record(place, {}, problem) if problem else _as_row(value, place)
 
 
 def _is_document(line: str, file: str) -> bool:
     """Returns whether the first line begins a value of several lines."""
-    if line.lstrip().startswith("["):
-        return True
-    try:
-        _decoder.decode(line)
-    except (RecursionError, ValueError):
-        return ".json" in Path(file).suffixes
-    return False
+    return line.lstrip().startswith("[") or (".json" in Path(file).suffixes and bool(_decode(line, 1)[2]))
 
 
 def _json_document(text: str, file: str) -> Iterator[Record]:
-    try:
-        document = _decoder.decode(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"data source {file}, {place}: {_invalid(error)}") from error
-    except (RecursionError, ValueError) as error:
-        raise ValueError(f"data source {file}, line 1: {_invalid(error)}") from error
+    document, place, problem = _decode(text, 1)
+    if problem:
+        raise ValueError(f"data source {file}, {place}: {problem}")
     if isinstance(document, dict) and not {name.lower() for name in document} & KNOWN:  # such as {"data": [...]}
         lists = [x for x in document.values() if isinstance(x, list) and any(isinstance(row, dict) for row in x)]
         document = lists[0] if len(lists) == 1 else document
     if isinstance(document, list):
-        yield from (_checked(f"row {number}", row) for number, row in enumerate(document))
+        yield from (_as_row(row, f"row {number}") for number, row in enumerate(document))
     else:
-        yield _checked("line 1", document)
+        yield _as_row(document, place)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _decode(text: str, line: int) -> tuple[Any, str, str]:
+    """Returns the value of a text that begins on a line, its place, and why it is not valid (empty if it is)."""
+    try:
+        return _DECODER.decode(text), f"line {line}", ""
+    except json.JSONDecodeError as error:
+        place = f"line {line + error.lineno - 1}, column {error.colno}"
+        return None, place, f"not valid JSON: {error.msg.removesuffix(' at')}"
+    except RecursionError:
+        return None, f"line {line}", _TOO_DEEP
+    except ValueError as error:
+        return None, f"line {line}", str(error)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -135,33 +135,32 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-_decoder = json.JSONDecoder(object_pairs_hook=_without_repeats)
+def _integer(text: str) -> int | str:
+    """Returns a whole number, or its text if Arrow's 64 bits cannot hold it."""
+    return int(text) if len(text) < 20 and -(2**63) <= int(text) < 2**63 else text
 
 
-def _invalid(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"not valid JSON: {error.msg.removesuffix(' at')}"
-    return f"nested more than {_DEEPEST} levels deep" if isinstance(error, RecursionError) else str(error)
+def _float(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
 
 
-def _checked(place: str, value: Any) -> Record:
-    """Returns a decoded value as a row, with the problem if Arrow could not hold it."""
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=lambda name: None
+)
+"""NaN and infinity become null."""
+
+
+def _as_row(value: Any, place: str) -> Record:
+    """Returns a decoded value as a row, or why Arrow cannot hold it."""
     if not isinstance(value, dict):
         return Record(place, {}, f"a row must be an object, not {_KINDS.get(type(value), 'a number')}")
     if _is_deep(value):
-        return Record(place, {}, f"nested more than {_DEEPEST} levels deep")
-    for name, cell in value.items():
-        text = cell
-        try:
-            if isinstance(cell, (dict, list)):
-                text = json.dumps(cell, ensure_ascii=False, allow_nan=False)
-                Json().decode_example(text)
-            f"{name}{text}".encode()
-        except UnicodeEncodeError:
-            return Record(place, {}, "half of a surrogate pair (\\ud800 to \\udfff), which is no character")
-        except ValueError:
-            text = "NaN, Infinity or a whole number of more than 64 bits; write null or text"
-            return Record(place, {}, f"column {name!r} holds {text}")
+        return Record(place, {}, _TOO_DEEP)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return Record(place, {}, "half of a surrogate pair (\\ud800 to \\udfff), which is no character")
     return Record(place, value)
 
 
@@ -218,38 +217,33 @@ def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: P
     Raises:
         ValueError: there are too many columns.
     """
-    kinds: dict[str, set[str]] = {}
+    kinds: dict[str, set[type]] = {}
     for file, record in records():
         for name, cell in record.values.items():
-            found = kinds.setdefault(name, set())
-            if cell is not None:
-                is_long = isinstance(cell, int) and not -(2**63) <= cell < 2**63
-                found.add("str" if is_long else type(cell).__name__)
+            kinds.setdefault(name, set()).update([] if cell is None else [type(cell)])
         if len(kinds) > _MOST_COLUMNS:
             text = f"more than {_MOST_COLUMNS:,} columns; write a row as an object whose keys are the columns"
             raise ValueError(f"data source {file}, {record.place}: there are {text}")
-    features = Features({name: _feature(found) for name, found in kinds.items()})
-    written = Features(features | {PLACE: Value("string"), PROBLEM: Value("string")})
+    features = Features({name: _feature(types) for name, types in kinds.items()})
+    columns = Features(features | {PLACE: Value("string"), PROBLEM: Value("string")})
     target.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.replacing(target, shared=True) as part, ArrowWriter(path=str(part), features=written) as writer:
+    with atomic.replacing(target, shared=True) as part, ArrowWriter(path=str(part), features=columns) as writer:
         for file, record in records():
             row = {name: _cell(record.values.get(name), feature) for name, feature in features.items()}
             writer.write(row | {PLACE: f"{Path(file).name}, {record.place}", PROBLEM: record.problem or None})
         writer.finalize()
 
 
-def _feature(kinds: set[str]) -> Any:
-    if kinds in ({"int"}, {"float"}, {"bool"}):
-        return Value({"int": "int64", "float": "float64", "bool": "bool"}[kinds.pop()])
-    return Value("string") if kinds <= {"str", "int", "float"} else Json()
+def _feature(types: set[type]) -> Any:
+    if types in ({int}, {float}, {bool}):
+        return Value({int: "int64", float: "float64", bool: "bool"}[types.pop()])
+    return Value("string") if types <= {str, int, float} else Json()
 
 
 def _cell(cell: Any, feature: Any) -> Any:
-    """Returns a cell as its column stores it; in a column of text NaN and infinity become None."""
+    """Returns a cell as its column stores it; in a column of text, whole numbers have no decimal point."""
     if cell is None or (isinstance(feature, Value) and feature.dtype != "string"):
         return cell
     if isinstance(feature, Json):
         return json.dumps(cell)
-    if isinstance(cell, float):
-        return (str(int(cell)) if cell.is_integer() else repr(cell)) if math.isfinite(cell) else None
-    return str(cell)
+    return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)

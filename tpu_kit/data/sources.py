@@ -63,9 +63,9 @@ SHOWN = 5
 """Bad rows that an error names."""
 
 _KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-_FILL = f"put files of rows into it ({', '.join(_KINDS)})"
+_SAVED = ("dataset_info.json", "dataset_dict.json")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_VERSION = 2  # increase it when records.py reads other rows from the same file
+_VERSION = 3  # increase it when records.py reads other rows from the same file
 _SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
 _HELD_OUT_SHARE = 8  # one question in eight of "rationales" belongs to the held-out split
 _ANSWER = re.compile(r"(?:Therefore,? |So |Thus,? )?the answer is:?\s*(\S.{0,60}?)\.?\s*$", re.IGNORECASE | re.DOTALL)
@@ -73,7 +73,7 @@ _OPENING = re.compile(r"^Let's think step by step\.\s*")
 
 
 def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = False) -> Dataset:
-    """Loads the rows of a source.
+    """Loads the rows of a source; JSON and CSV files add the columns `records.PLACE` and `records.PROBLEM`.
 
     Args:
         source: "embedded", "rationales", a path, glob or URL (`gs://...`) of .jsonl, .json, .csv, .tsv or .parquet
@@ -81,28 +81,52 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
             colon if it has several (`openai/gsm8k:main`).
         split: a name, perhaps with a slice, as in `train[:1000]`. Files have one split, `train`.
         seed: of generated rows.
-        skip: return unreadable rows as rows of None, with the reason in the column `records.PROBLEM`.
+        skip: as in `check_rows`; the cells of an unreadable row are None.
 
     Raises:
         ValueError: the source does not exist or cannot be read; the text names the file and the line.
     """
     if source in GENERATED:
         rows = _generated(source, split, seed)
-    elif text := _text_files(source, split):
-        rows = _from_text(source, split, text)
-        problems = rows[PROBLEM][:]
-        if any(problems):
-            _check_problems(rows[PLACE][:], problems, source, skip)
-        rows = rows.remove_columns([PLACE] if any(problems) else [PLACE, PROBLEM])
-    elif _kind(source):
-        rows = _from_parquet(source, split)
-    elif Path(source).is_dir():
-        rows = _from_folder(source, split)
+    elif Path(source).is_dir() and any((Path(source) / name).is_file() for name in _SAVED):
+        rows = _from_saved(source, split)
+    elif files := _find_files(source, split):
+        rows = _from_parquet(source, split, files) if files.kind == "parquet" else _from_text(source, split, files)
+        if files.kind != "parquet":
+            check_rows(rows, rows[PROBLEM][:], source, skip=skip)
     else:
         rows = _from_hub(source, split)
     if not len(rows):
         raise ValueError(f"data source {source}, split {split}: it has no rows, or rows without columns")
     return rows
+
+
+def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, skip: bool) -> tuple[str, ...]:
+    """Returns the first rows that cannot be used, each with its place and its problem.
+
+    Args:
+        rows: of `load_rows`.
+        problems: why a row cannot be used; empty or None if it can.
+        source: of the rows, for the error.
+        skip: whether such rows may be left out, up to half of all rows.
+
+    Raises:
+        ValueError: there are such rows, and `skip` is false or they are more than half.
+    """
+    bad = [number for number, problem in enumerate(problems) if problem]
+    places = rows.select(bad[:SHOWN])[PLACE][:] if PLACE in rows.column_names else [f"row {n}" for n in bad[:SHOWN]]
+    shown = tuple(f"{place}: {problems[number]}" for place, number in zip(places, bad, strict=False))
+    most = 2 * len(bad) > len(problems)
+    if not bad or (skip and not most):
+        return shown
+    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    advice = "" if most else ", or skip them with data.on_bad_row=skip"
+    if skip:
+        advice = "; data.on_bad_row=skip skips at most half of the rows, and these are more than half"
+    raise ValueError(
+        f"{source}: {len(bad)} of {len(problems)} rows cannot be used: {'; '.join(shown)}{more}. "
+        f"Correct or delete them{advice}"
+    )
 
 
 def synthetic_rows(split: str) -> int:
@@ -113,188 +137,101 @@ def synthetic_rows(split: str) -> int:
     return int(match[2]) if match[2] else SYNTHETIC_ROWS
 
 
-def places(source: str, split: str, numbers: Sequence[int]) -> list[str]:
-    """Returns the places of rows of a source, such as "rows.jsonl, line 3"; empty texts where they are unknown."""
-    text = None if source in GENERATED or not numbers else _text_files(source, split)
-    if text is None:
-        return [""] * len(numbers)
-    return _from_text(source, split, text).select(numbers)[PLACE][:]
-
-
-def _check_problems(places: list[str], problems: list[str | None], source: str, skip: bool) -> None:
-    bad = [f"{place}: {problem}" for place, problem in zip(places, problems, strict=True) if problem]
-    if skip and len(bad) < len(problems):
-        return
-    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-    raise ValueError(
-        f"data source {source}: {len(bad)} of {len(problems)} rows cannot be read: {'; '.join(bad[:SHOWN])}{more}. "
-        "Correct or delete them" + ("" if skip else ", or skip them with data.on_bad_row=skip")
-    )
-
-
-def _suffix(source: str) -> str:
-    """Returns the suffix of a file name in lower case, without the suffix of a compression."""
-    suffixes = [suffix for suffix in Path(source).suffixes if suffix not in _COMPRESSED]
-    return suffixes[-1].lower() if suffixes else ""
-
-
-def _kind(source: str) -> str | None:
-    kind = _KINDS.get(_suffix(source))
-    if kind is None and ("://" in source or "*" in source or Path(source).is_file()):
-        raise ValueError(f"data source {source}: the name must end in {', '.join(_KINDS)}")
-    return kind
-
-
-class _TextFiles(NamedTuple):
-    """The JSON or CSV files of a source.
+class _Files(NamedTuple):
+    """The files of a source.
 
     Attributes:
         system: their fsspec file system.
-        files: their paths there, in order.
-        csv: whether they are CSV.
+        paths: their paths there, in order.
+        kind: "json", "csv" or "parquet".
     """
 
     system: Any
-    files: list[str]
-    csv: bool
+    paths: list[str]
+    kind: str
 
     def records(self) -> Iterator[tuple[str, Record]]:
-        """Yields all rows of the files."""
-        for file in self.files:
-            separator = ("\t" if ".tsv" in Path(file).name.lower() else ",") if self.csv else None
-            for record in read_records(self.system, file, separator):
-                yield file, record
+        """Yields all rows of JSON or CSV files."""
+        for path in self.paths:
+            separator = ("\t" if ".tsv" in Path(path).name.lower() else ",") if self.kind == "csv" else None
+            for record in read_records(self.system, path, separator):
+                yield path, record
 
 
-def _text_files(source: str, split: str) -> _TextFiles | None:
-    """Returns the JSON or CSV files of a path, glob, URL or folder; None if it has other files."""
-    if kind := _kind(source):
-        if kind == "parquet":
-            return None
-        _only_train(source, split)
-        system, found = _find_files(source)
-        return _TextFiles(system, found, kind == "csv")
-    if not Path(source).is_dir() or _is_saved(source):
+def _find_files(source: str, split: str) -> _Files | None:
+    """Returns the files of a path, glob, URL or folder; None if `datasets` must find them."""
+    if Path(source).is_dir() and not _kind(source):
+        return _files_of_folder(source, split)
+    if not (kind := _kind(source)):
+        if "://" in source or "*" in source or Path(source).is_file():
+            raise ValueError(f"data source {source}: the name must end in {', '.join(_KINDS)}")
         return None
-    try:
-        files = load_dataset_builder(source).config.data_files or {}
-    except Exception as error:
-        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}; {_FILL}") from error
-    name = split.partition("[")[0]
-    if name not in files:
-        raise ValueError(f"data source {source}: there is no split {name!r}; the folder has {', '.join(files)}")
-    found = [str(file) for file in files[name]]
-    kinds = {_KINDS.get(_suffix(file), "") for file in found}
-    if kinds not in ({"json"}, {"csv"}):
-        return None
-    _check_files(LocalFileSystem(), found)
-    return _TextFiles(LocalFileSystem(), found, kinds == {"csv"})
-
-
-def _only_train(source: str, split: str) -> None:
     if not re.match(r"train(\[|$)", split):
         raise ValueError(f"data source {source}: files have one split, train, not {split!r}")
+    return _Files(*_glob(source), kind)
 
 
-def _from_text(source: str, split: str, text: _TextFiles) -> Dataset:
-    stamps = [f"{file} {text.system.ukey(file)}" for file in text.files]
-    name = hashlib.blake2b(json.dumps([_VERSION, text.csv, stamps]).encode(), digest_size=16).hexdigest()
+def _kind(path: str) -> str | None:
+    """Returns the kind of a file by its name, without the suffix of a compression."""
+    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in _COMPRESSED]
+    return _KINDS.get(suffixes[-1].lower()) if suffixes else None
+
+
+def _files_of_folder(source: str, split: str) -> _Files | None:
+    """Returns the JSON or CSV files of a folder; None if it has other files, which `datasets` may read."""
+    try:
+        splits = load_dataset_builder(source).config.data_files or {}
+    except Exception as error:
+        advice = f"put files of rows into it ({', '.join(_KINDS)})"
+        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}; {advice}") from error
+    name = split.partition("[")[0]
+    if name not in splits:
+        raise ValueError(f"data source {source}: there is no split {name!r}; the folder has {', '.join(splits)}")
+    paths = [str(path) for path in splits[name]]
+    kinds = {str(_kind(path)) for path in paths}
+    if kinds not in ({"json"}, {"csv"}):
+        return None
+    _check_files(LocalFileSystem(), paths)
+    return _Files(LocalFileSystem(), paths, *kinds)
+
+
+def _from_text(source: str, split: str, files: _Files) -> Dataset:
+    stamps = [f"{path} {files.system.ukey(path)}" for path in files.paths]
+    name = hashlib.blake2b(json.dumps([_VERSION, files.kind, stamps]).encode(), digest_size=16).hexdigest()
     target = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit" / "rows" / f"{name}.arrow"
     if not target.exists():
         try:
-            write_records(text.records, target)
+            write_records(files.records, target)
         except OSError as error:
             raise ValueError(f"data source {source}: its rows cannot be kept in {target.parent}: {error}") from error
     rows = Dataset.from_file(str(target))
-    first, last = _span(source, split, len(rows))
-    return rows if (first, last) == (0, len(rows)) else rows.select(range(first, last))
-
-
-def _span(source: str, split: str, count: int) -> tuple[int, int]:
-    """Returns the first row of a split such as `train[10:20%]`, and the row after its last."""
-    name = split.partition("[")[0]
-    try:
-        (part,) = ReadInstruction.from_spec(split).to_absolute({name: count})
+    try:  # a slice such as train[10:20%]
+        (part,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(rows)})
     except Exception as error:
-        raise ValueError(f"data.split={split!r}: {_cause(error)}; {source} has {count} rows") from error
-    return part.from_ or 0, count if part.to is None else part.to
+        raise ValueError(f"data.split={split!r}: {_cause(error)}; {source} has {len(rows)} rows") from error
+    return rows.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
 
 
-def _from_parquet(source: str, split: str) -> Dataset:
-    _only_train(source, split)
-    system, found = _find_files(source)
-    files = [system.unstrip_protocol(file) if "://" in source else str(file) for file in found]
+def _from_parquet(source: str, split: str, files: _Files) -> Dataset:
+    paths = [files.system.unstrip_protocol(path) if "://" in source else path for path in files.paths]
     try:
         # Without the entity tag, the cache of an object would outlive its replacement.
         options = {"download_config": DownloadConfig(use_etag=True)}
-        rows = load_dataset("parquet", data_files={"train": files}, split=split, **options)
+        rows = load_dataset("parquet", data_files={split.partition("[")[0]: paths}, split=split, **options)
         rows.data.validate(full=True)  # the reader accepts text that is not UTF-8
         return rows
     except Exception as error:
         raise ValueError(f"data source {source}: cannot be read: {_cause(error)}") from error
 
 
-def _find_files(source: str) -> tuple[Any, list[str]]:
-    """Returns the file system of a path, glob or URL, and its files in order, none of them empty."""
-    from fsspec.core import url_to_fs
-
+def _from_saved(source: str, split: str) -> Dataset:
     try:
-        system, path = url_to_fs(source)
-        found = sorted(system.glob(path)) if any(c in path for c in "*?[") else [path]
-        _check_files(system, found)
-    except ImportError as error:
-        raise ValueError(f"data source {source}: {error}; for gs:// run: pip install gcsfs") from error
-    except FileNotFoundError:
-        found = []
-    except ValueError:
-        raise
-    except Exception as error:  # each kind of storage has its own errors
-        advice = "; log in with `gcloud auth application-default login`" if source.startswith("gs://") else ""
-        raise ValueError(f"data source {source}: no access: {type(error).__name__}: {error}{advice}") from error
-    if any(str(file).endswith(".zst") for file in found) and not importlib.util.find_spec("zstandard"):
-        raise ValueError(f"data source {source}: to read .zst: pip install zstandard")
-    if not found:
-        bucket = " (or no such bucket)" if "://" in source else ""
-        names = [] if bucket else [path.name for path in Path(source).absolute().parent.glob("*")]
-        near = "".join(f"; did you mean {Path(source).with_name(name)}?" for name in closest(Path(source).name, names))
-        raise ValueError(f"data source {source}: there is no such file{bucket}{near or '; check data.source'}")
-    return system, found
-
-
-def _check_files(system: Any, files: list[str]) -> None:
-    for file in files:
-        info = system.info(file)
-        if info["type"] == "directory":
-            raise ValueError(f"data source {file}: this is a folder, not a file; rename it, or name the files in it")
-        if info["type"] not in ("file", "link"):  # reading a pipe would never end
-            raise ValueError(f"data source {file}: this is not a regular file; name another")
-        if info["size"] == 0:
-            raise ValueError(f"data source {file}: the file is empty; write rows into it, or name another")
-
-
-def _cause(error: BaseException) -> str:
-    text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-    if "corresponds to no data" in text or "BatchSize must be greater than 0" in text:
-        return "it has no rows"
-    if "column names don't match" in text or "does not exist in schema" in text:
-        return f"the columns are not the same in all rows and files: {text}"
-    return text
-
-
-def _is_saved(source: str) -> bool:
-    return any((Path(source) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-
-
-def _from_folder(source: str, split: str) -> Dataset:
-    try:
-        if not _is_saved(source):
-            return load_dataset(source, split=split)
-        saved = load_from_disk(source)
-        for part in saved.values() if isinstance(saved, DatasetDict) else [saved]:
+        rows = load_from_disk(source)
+        for part in rows.values() if isinstance(rows, DatasetDict) else [rows]:
             part.data.validate(full=True)
     except Exception as error:
-        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}; {_FILL}") from error
-    return pick_split(saved, split)
+        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}") from error
+    return pick_split(rows, split)
 
 
 def _from_hub(source: str, split: str) -> Dataset:
@@ -303,10 +240,55 @@ def _from_hub(source: str, split: str) -> Dataset:
     try:
         return load_dataset(name, subset or None, split=split)
     except Exception as error:
+        problem = "there is no such file or folder, and the hub gave no such data set"
+        problem = "the folder cannot be read" if Path(source).is_dir() else problem
         raise ValueError(
-            f"data source {source}, split {split}: there is no such file or folder, and the hub gave no such data set: "
-            f"{type(error).__name__}: {error}; check the spelling and the network"
+            f"data source {source}, split {split}: {problem}: {type(error).__name__}: {error}; check the spelling and "
+            "the network"
         ) from error
+
+
+def _glob(source: str) -> tuple[Any, list[str]]:
+    """Returns the file system of a path, glob or URL, and its files in order, none of them empty."""
+    from fsspec.core import url_to_fs
+
+    try:
+        system, path = url_to_fs(source)
+        paths = sorted(system.glob(path)) if any(c in path for c in "*?[") else [path]
+        _check_files(system, paths)
+    except ImportError as error:
+        raise ValueError(f"data source {source}: {error}; for gs:// run: pip install gcsfs") from error
+    except FileNotFoundError:
+        paths = []
+    except ValueError:
+        raise
+    except Exception as error:  # each kind of storage has its own errors
+        advice = "; log in with `gcloud auth application-default login`" if source.startswith("gs://") else ""
+        raise ValueError(f"data source {source}: no access: {type(error).__name__}: {error}{advice}") from error
+    if any(path.endswith(".zst") for path in paths) and not importlib.util.find_spec("zstandard"):
+        raise ValueError(f"data source {source}: to read .zst: pip install zstandard")
+    if not paths:
+        bucket = " (or no such bucket)" if "://" in source else ""
+        names = [] if bucket else [path.name for path in Path(source).absolute().parent.glob("*")]
+        near = "".join(f"; did you mean {Path(source).with_name(name)}?" for name in closest(Path(source).name, names))
+        raise ValueError(f"data source {source}: there is no such file{bucket}{near or '; check data.source'}")
+    return system, paths
+
+
+def _check_files(system: Any, paths: list[str]) -> None:
+    for path in paths:
+        info = system.info(path)
+        if info["type"] == "directory":
+            raise ValueError(f"data source {path}: this is a folder, not a file; rename it, or name the files in it")
+        if info["type"] not in ("file", "link"):  # reading a pipe would never end
+            raise ValueError(f"data source {path}: this is not a regular file; name another")
+        if info["size"] == 0:
+            raise ValueError(f"data source {path}: the file is empty; write rows into it, or name another")
+
+
+def _cause(error: BaseException) -> str:
+    text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+    return "it has no rows" if "corresponds to no data" in text or "BatchSize must be greater" in text else text
 
 
 def _generated(source: str, split: str, seed: int) -> Dataset:
@@ -400,20 +382,14 @@ def kept_place(data: Dataset | DatasetDict, folder: Path) -> Path:
     Raises:
         ValueError: the data is not a `Dataset` or `DatasetDict`, or has no rows.
     """
-    parts = data.values() if isinstance(data, DatasetDict) else [data]
-    if not all(isinstance(part, Dataset) for part in parts):
-        raise ValueError(f"the data must be a datasets.Dataset, not {type(data).__name__}")
+    parts = data.values() if isinstance(data, DatasetDict) else [pick_split(data, "train")]
     if not all(len(part) for part in parts):
         raise ValueError("the data set given has no rows")
     return folder / hashlib.blake2b(" ".join(part._fingerprint for part in parts).encode(), digest_size=8).hexdigest()
 
 
 def keep_rows(data: Dataset | DatasetDict, folder: Path) -> str:
-    """Writes a data set to `kept_place`, so that other processes can load it; returns the path as their source.
-
-    Raises:
-        ValueError: as `kept_place`.
-    """
+    """Writes a data set to `kept_place`, so that other processes can load it; returns the path as their source."""
     target = kept_place(data, folder)
     if not target.exists():  # a run that is started again finds its rows there
         with atomic.replacing(target, shared=True) as part:

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import indent
@@ -20,11 +19,8 @@ from typing import Any
 import numpy as np
 
 from tpu_kit.config.loader import ConfigError, DataConfig, TrainConfig
-from tpu_kit.data.chat_encoding import Encoder, Example, ensure_chat_template, plain_prompt
-from tpu_kit.data.columns import Layout, detect_layout, is_filled
 from tpu_kit.data.held_out import QUESTIONS, UNKNOWN, Questions
 from tpu_kit.data.prepare import Prepared, prepare
-from tpu_kit.data.schemas import RowError
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.verifiers import Verifier, judge, verifier_named, well_formed
 from tpu_kit.generation.generator import Generator
@@ -36,8 +32,6 @@ from tpu_kit.models.error_correction import without_head
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.storage.object_store import ObjectFolder, at_hand, is_url
 
-_PROBLEM = ("question", "reasoning", "answer")  # of `schemas.problem`
-_ANSWERED = ("generate_rows", "eval_generate_rows")
 _BATCH = 32  # rows that a replica answers at a time
 _Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution, for 95 % intervals
 _SHOWN = 3  # samples in the table
@@ -219,16 +213,10 @@ class Comparison:
             {"question": base.question, "expected": base.expected, "base": base.to_dict(), "tuned": tuned.to_dict()}
             for base, tuned in zip(self.base.samples, self.tuned.samples, strict=True)
         ]
-        return {
-            "base": self.base.to_dict(),
-            "tuned": self.tuned.to_dict(),
-            "gained": self.gained,
-            "lost": self.lost,
-            "p_value": self.p_value,
-            "seen_in_training": self.seen_in_training,
-            "training_data_known": self.training_data_known,
-            "samples": samples,
-        } | ({"without_head": self.head.to_dict()} if self.head else {})
+        counts = {name: value for name, value in vars(self).items() if name not in ("base", "tuned", "head")}
+        models = {"base": self.base.to_dict(), "tuned": self.tuned.to_dict()}
+        head = {"without_head": self.head.to_dict()} if self.head else {}
+        return {**models, **counts, "samples": samples, **head}
 
     def __str__(self) -> str:
         before, after = self.base.figures(), self.tuned.figures()
@@ -306,30 +294,30 @@ def evaluate_adapter(
         config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
     url = str(adapter_dir).rstrip("/").rpartition("/")[0]
     run = url if is_url(adapter_dir) else Path(adapter_dir).absolute().parent
-    if prepared is not None:
-        questions, (rows, prompts, seen) = prepared.questions, _first_rows(config, prepared)
-    else:
+    if prepared is None:
         with at_hand(run, QUESTIONS) as beside:
             questions = Questions.read(beside)
-        rows, prompts, seen = held_out(config, questions)
+        prepared = held_out(config, questions)
+    else:
+        questions = prepared.questions
     with at_hand(adapter_dir) as folder, without_head(folder) as plain:
-        base = evaluate(config, rows, prompts, verifier=verifier)
-        tuned = evaluate(config, rows, prompts, folder, verifier)
-        found = compare(base, tuned, seen, known=questions is not None)
+        base = evaluate(config, prepared, verifier=verifier)
+        tuned = evaluate(config, prepared, folder, verifier)
+        seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
+        comparison = compare(base, tuned, seen, known=questions is not None)
         if plain != folder:
-            alone = evaluate(config, rows, prompts, plain, verifier)
-            found = dataclasses.replace(found, head=compare(alone, tuned))
-    if not replace and (before := _rows_of(run)) > len(rows):
-        print(
-            f"{run}/eval.json stays: it has {before} rows, and this evaluation {len(rows)}", file=sys.stderr, flush=True
-        )
-        return found
-    written = json.dumps(found.to_dict(), indent=2)
+            alone = evaluate(config, prepared, plain, verifier)
+            comparison = dataclasses.replace(comparison, head=compare(alone, tuned))
+    rows = len(base.samples)
+    if not replace and (before := _rows_of(run)) > rows:
+        print(f"{run}/eval.json stays: it has {before} rows, and this evaluation {rows}", file=sys.stderr, flush=True)
+        return comparison
+    written = json.dumps(comparison.to_dict(), indent=2)
     if isinstance(run, str):
         ObjectFolder(run).write("eval.json", written.encode())
     else:
         (run / "eval.json").write_text(written)
-    return found
+    return comparison
 
 
 def _rows_of(run: str | Path) -> int:
@@ -351,45 +339,40 @@ def check_answers(config: TrainConfig, prepared: Prepared) -> None:
             verifier can judge none of the rows.
     """
     tracking = config.tracking
-    wanted = max(tracking.generate_rows, tracking.eval_generate_rows)
+    name = "generate_rows" if tracking.generate_rows >= tracking.eval_generate_rows else "eval_generate_rows"
+    wanted = getattr(tracking, name)
     if not wanted:
         return
-    asked = next(
-        f"tracking.{name}={getattr(tracking, name)}" for name in _ANSWERED if getattr(tracking, name) == wanted
-    )
-    rows, prompts = prepared.eval_rows[:wanted], prepared.eval_prompts[:wanted]
-    if not rows or prepared.encoder is None:
+    asked, off = f"tracking.{name}={wanted}", f"tracking.{name}=0"
+    rows = prepared.eval_rows[:wanted]
+    if not rows:
         raise ConfigError([f"{asked} needs held-out rows, and there are none; remove data.eval_rows"])
-    tokenizer = prepared.encoder.tokenizer
     try:
-        ids = _encoded(tokenizer, rows, prompts)
+        lengths = [len(ids) for ids in _prompt_ids(prepared, wanted)]
     except ValueError as error:
         raise ConfigError([f"{asked}: {error}"]) from error
     if len(rows) < wanted:
         print(f"plan             {asked}: there are {len(rows)} held-out rows, and all are answered", flush=True)
-    off, longest, positions = asked.partition("=")[0] + "=0", max(map(len, ids)), _positions(config)
+    longest, positions = max(lengths), _positions(config)
     if longest + tracking.generate_tokens > positions:
         advice = f"use at most {positions - longest:g}" if positions > longest else "remove longer rows"
         raise ConfigError(
             [
                 f"tracking.generate_tokens={tracking.generate_tokens} and the {longest} tokens of held-out row "
-                f"{list(map(len, ids)).index(longest)} are more than the {positions:g} positions of the model; "
-                f"{advice}, or set {off}"
+                f"{lengths.index(longest)} are more than the {positions:g} positions of the model; {advice}, or set "
+                f"{off}"
             ]
         )
     rule = verifier_named(tracking.verifier)
-    verdicts = (judge(row, str(row.get("answer") or ""), config.data, rule) for row in rows)
-    errors = []
-    for verdict in verdicts:
-        if verdict.correct is not None:
-            return
-        errors.append(verdict.error or "the row has no answer to compare with")
-    raise ConfigError(
-        [
-            f"tracking.verifier={tracking.verifier} can judge none of the {len(rows)} held-out rows that {asked} asks "
-            f"for ({errors[0]}); use another verifier, or set {off}"
-        ]
-    )
+    verdicts = [judge(row, str(row.get("answer") or ""), config.data, rule) for row in rows]
+    if all(verdict.correct is None for verdict in verdicts):
+        reason = verdicts[0].error or "the row has no answer to compare with"
+        raise ConfigError(
+            [
+                f"tracking.verifier={tracking.verifier} can judge none of the {len(rows)} held-out rows that {asked} "
+                f"asks for ({reason}); use another verifier, or set {off}"
+            ]
+        )
 
 
 def _positions(config: TrainConfig) -> float:
@@ -400,8 +383,8 @@ def _positions(config: TrainConfig) -> float:
         return math.inf
 
 
-def held_out(config: TrainConfig, run: Questions | None = None) -> tuple[list[dict[str, Any]], list[str], int]:
-    """Returns the held-out rows, their prompts, and the number of rows left out because of the training data.
+def held_out(config: TrainConfig, run: Questions | None = None) -> Prepared:
+    """Prepares the data of a configuration to evaluate a model on its held-out rows.
 
     Args:
         config: the configuration.
@@ -418,150 +401,98 @@ def held_out(config: TrainConfig, run: Questions | None = None) -> tuple[list[di
             text = f"the run of the adapter did not know {new} of these {len(now)} questions, and {gone} of the "
             text += f"{len(before)} that it held out are not among them: the source has changed since, or is another"
             print(f"note: {text}", file=sys.stderr, flush=True)
-    return _first_rows(config, prepared)
-
-
-def _first_rows(config: TrainConfig, prepared: Prepared) -> tuple[list[dict[str, Any]], list[str], int]:
-    count = config.tracking.generate_rows or None
-    seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
-    return prepared.eval_rows[:count], prepared.eval_prompts[:count], seen
+    return prepared
 
 
 def evaluate(
     config: TrainConfig,
-    rows: Sequence[Mapping[str, Any]],
-    prompts: Sequence[str],
+    prepared: Prepared,
     adapter_dir: str | Path | None = None,
     verifier: str | Verifier | None = None,
 ) -> Evaluation:
     """Lets the model answer held-out rows, judges the answers, and measures the perplexity of the rows themselves.
 
     Args:
-        config: the run; `tracking.generate_tokens` limits an answer. The replicas of `config.launch` share the rows.
-        rows: `Prepared.eval_rows`, or the first of them.
-        prompts: `Prepared.eval_prompts` of these rows.
+        config: the run; `tracking.generate_rows` limits the rows (0 = all), `tracking.generate_tokens` an answer. The
+            replicas of `config.launch` share the rows.
+        prepared: the data, of `data.prepare.prepare`.
         adapter_dir: folder of the trained adapter; None evaluates the base model.
         verifier: a function of a row and the answer after the reasoning, or a name as in `tracking.verifier`, the
             default. The accuracy leaves out rows on which it fails.
 
     Raises:
-        ValueError: there are no rows, there is no such verifier, or as in `answer`.
+        ValueError: there are no held-out rows, there is no such verifier, or as in `answer`.
         LaunchError: a replica failed.
     """
-    if len(rows) != len(prompts):
-        raise ValueError(f"{len(rows)} rows and {len(prompts)} prompts: there must be one prompt for each row")
-    if not rows:
+    if prepared.eval is None:
         raise ValueError(
             "there are no rows to evaluate on; hold out rows with data.eval_rows, or give data.eval_source"
         )
+    count, limit = config.tracking.generate_rows or None, config.tracking.generate_tokens
     rule = verifier_named(verifier or config.tracking.verifier)
-    tokenizer, data, limit = load_tokenizer(config.model), config.data, config.tracking.generate_tokens
-    ask = GenerationRequest(_encoded(tokenizer, rows, prompts), Sampling(limit))
-    examples = _examples(tokenizer, rows, data)
-    ids = [example.input_ids for example in examples]
-    found = answer(config, [ask], ids, adapter_dir=adapter_dir, batch_size=_BATCH)
-    given, samples = found.completions[0], []
-    for row, prompt, reply in zip(rows, prompts, given, strict=True):
-        text = _opened(prompt, data) + reply.text
-        expected, verdict = row.get("answer"), judge(row, text, data, rule)
-        samples.append(
-            Sample(
-                question=str(row.get("question") or prompt),
-                expected=None if expected is None else str(expected),
-                answer=text,
-                correct=verdict.correct,
-                error=verdict.error,
-            )
-        )
+    rows, prompts = prepared.eval_rows[:count], prepared.eval_prompts[:count]
+    source_rows = prepared.eval.documents.source_rows
+    documents = np.flatnonzero(np.isin(source_rows, np.unique(source_rows)[:count]))
+    ids, masks = zip(*map(prepared.eval.document, documents.tolist()), strict=True)
+    ask = GenerationRequest(_prompt_ids(prepared, count), Sampling(limit))
+    answers = answer(config, [ask], [each.tolist() for each in ids], adapter_dir=adapter_dir, batch_size=_BATCH)
+    replies = answers.completions[0]
+    samples = tuple(
+        _sample(row, prompt, _opened(prompt, config.data) + reply.text, config.data, rule)
+        for row, prompt, reply in zip(rows, prompts, replies, strict=True)
+    )
     judged = [sample.correct for sample in samples if sample.correct is not None]
-    told = [
-        logprob
-        for example, rating in zip(examples, found.ratings, strict=True)
-        for logprob, loss in zip(rating.logprobs, example.loss_mask[1:], strict=True)
-        if loss
-    ]
+    logprobs = np.concatenate([np.array(rating.logprobs) for rating in answers.ratings])
+    logprobs = logprobs[np.concatenate([mask[1:] for mask in masks])]
     return Evaluation(
         accuracy=Accuracy.of(sum(judged), len(judged)),
-        format_adherence=sum(well_formed(sample.answer, data) for sample in samples) / len(samples),
-        mean_tokens=sum(len(reply.tokens) for reply in given) / len(given),
-        unfinished=sum(reply.finish_reason == "length" for reply in given) / len(given),
+        format_adherence=sum(well_formed(sample.answer, config.data) for sample in samples) / len(samples),
+        mean_tokens=sum(len(reply.tokens) for reply in replies) / len(replies),
+        unfinished=sum(reply.finish_reason == "length" for reply in replies) / len(replies),
         max_new_tokens=limit,
-        samples=tuple(samples),
-        perplexity=math.exp(-sum(told) / len(told)) if told else None,
-        perplexity_tokens=len(told),
+        samples=samples,
+        perplexity=math.exp(-logprobs.mean()),
+        perplexity_tokens=len(logprobs),
     )
 
 
-def _examples(tokenizer: Any, rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Example]:
-    """Encodes the rows as in training, cut to max_length; skips rows that training could not use."""
-    found = []
-    for row, layout in zip(rows, _layouts(rows, data), strict=False):
-        try:
-            made = Encoder(tokenizer, layout, data).examples(row)
-        except RowError:
-            continue
-        cut = [Example(ids[: data.max_length], mask[: data.max_length]) for ids, mask in made]
-        found += [example for example in cut if any(example.loss_mask)]
-    return found
+def _sample(row: dict[str, Any], prompt: str, text: str, data: DataConfig, rule: str | Verifier) -> Sample:
+    expected, verdict = row.get("answer"), judge(row, text, data, rule)
+    return Sample(
+        question=str(row.get("question") or prompt),
+        expected=None if expected is None else str(expected),
+        answer=text,
+        correct=verdict.correct,
+        error=verdict.error,
+    )
 
 
-def _layouts(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Layout]:
-    """Returns the layout of each row; nothing for rows that hold questions alone."""
-    empty = [name for name in rows[0] if not any(is_filled(row.get(name)) for row in rows)]
-    try:
-        layout = detect_layout(list(rows[0]), data, empty)
-        if layout.format != "cot":
-            return [layout] * len(rows)
-    except ValueError:
-        layout = None
-    if not all(isinstance(row.get(role), str) for row in rows for role in _PROBLEM):
-        return [layout] * len(rows) if layout else []
-    # In held-out rows the question includes context and options, and missing reasoning is empty.
-    system = layout.columns.get("system") if layout else (data.columns or {}).get("system")
-    shared = {"system": system} if system else {}
-    return [Layout("cot", shared | {role: role for role in _PROBLEM if row[role]}, ()) for row in rows]
-
-
-def count_correct(
-    model: Any,
-    tokenizer: Any,
-    config: TrainConfig,
-    rows: Sequence[Mapping[str, Any]],
-    prompts: Sequence[str],
-    rt: Runtime,
-) -> tuple[int, int]:
-    """Lets a model in training answer one or more held-out rows; every replica takes a part of them.
+def count_correct(model: Any, config: TrainConfig, prepared: Prepared, rt: Runtime) -> tuple[int, int]:
+    """Lets a model in training answer `tracking.eval_generate_rows` rows; every replica takes a part of them.
 
     Returns:
         The correct answers in this replica's part, and the rows with an answer to compare with.
     """
-    ids, data, limit = _encoded(tokenizer, rows, prompts), config.data, config.tracking.generate_tokens
+    assert prepared.encoder is not None, "there are held-out rows"
+    ids = _prompt_ids(prepared, config.tracking.eval_generate_rows)
+    data, limit, rule = config.data, config.tracking.generate_tokens, verifier_named(config.tracking.verifier)
     generator = Generator(
-        model, tokenizer, rt, max_prompt=max(map(len, ids)), max_new_tokens=limit,
+        model, prepared.encoder.tokenizer, rt, max_prompt=max(map(len, ids)), max_new_tokens=limit,
         batch_size=min(_BATCH, -(-len(ids) // rt.world_size)), data=data,
     )  # fmt: skip
-    given = generator.share(ids, Sampling(limit))
-    rule, verdicts = verifier_named(config.tracking.verifier), []
-    for (row, _), reply in given.items():
-        verdicts.append(judge(rows[row], _opened(prompts[row], data) + reply.text, data, rule).correct)
+    verdicts = []
+    for (row, _), reply in generator.share(ids, Sampling(limit)).items():
+        text = _opened(prepared.eval_prompts[row], data) + reply.text
+        verdicts.append(judge(prepared.eval_rows[row], text, data, rule).correct)
     return sum(filter(None, verdicts)), sum(verdict is not None for verdict in verdicts)
 
 
-def _encoded(tokenizer: Any, rows: Sequence[Mapping[str, Any]], prompts: Sequence[str]) -> list[list[int]]:
-    """Returns the token ids of the prompts; raises ValueError for an empty prompt."""
-    # A prompt that equals a cell of its row is plain text without a chat template, as in training.
-    plain = [prompt in row.values() for row, prompt in zip(rows, prompts, strict=True)]
-    if not all(plain):
-        ensure_chat_template(tokenizer)
-    ids = []
-    for prompt, special in zip(prompts, plain, strict=True):
-        plain_ids = (
-            plain_prompt(tokenizer, prompt) if special else tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        )
-        ids.append(list(plain_ids))
-    if empty := [row for row, prompt in enumerate(ids) if not prompt]:
+def _prompt_ids(prepared: Prepared, count: int | None) -> list[list[int]]:
+    """Returns the token ids of the first prompts; raises ValueError for an empty prompt."""
+    ids = prepared.eval_prompt_ids[:count]
+    if [] in ids:
         raise ValueError(
-            f"row {empty[0]}: its prompt is empty, so there is nothing to answer; for rows of plain text set "
+            f"row {ids.index([])}: its prompt is empty, so there is nothing to answer; for rows of plain text set "
             "tracking.generate_rows=0 and tracking.eval_generate_rows=0"
         )
     return ids

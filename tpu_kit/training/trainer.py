@@ -321,13 +321,11 @@ class Trainer:
 
     def _held_out_accuracy(self) -> float:
         """Returns the share of correct answers to held-out rows; NaN where no row has an answer to compare with."""
-        rt, prepared, count = self.rt, self.prepared, self.config.tracking.eval_generate_rows
+        rt = self.rt
         with self.state.averaged():
             if self.state.average is not None:
                 rt.sync()  # the generator's programs take the parts of the average as inputs
-            rows, prompts = prepared.eval_rows[:count], prepared.eval_prompts[:count]
-            assert prepared.encoder is not None, "there are held-out rows"
-            found = count_correct(self.model, prepared.encoder.tokenizer, self.config, rows, prompts, rt)
+            found = count_correct(self.model, self.config, self.prepared, rt)
         sums = rt.to_device([{"sums": torch.tensor(found, dtype=torch.float32)}])[0]["sums"]
         rt.all_reduce([sums])
         rt.sync()

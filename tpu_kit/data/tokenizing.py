@@ -1,0 +1,232 @@
+"""Loads the rows of a source and tokenises them, once for each content: the tokens are in the cache of `datasets`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetDict, Features, List, Value
+from datasets import config as datasets_config
+
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.batching import Documents
+from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_template, freeze_date
+from tpu_kit.data.columns import detect_layout, empty_columns, stores_arguments
+from tpu_kit.data.records import PLACE, PROBLEM
+from tpu_kit.data.schemas import RowError, final_answer, problem, without_none
+from tpu_kit.data.sources import check_rows, load_rows, pick_split
+
+_ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
+_CACHE_VERSION = 9  # increase it when the code below gives other tokens for the same row
+_DOCUMENT = Features(
+    {
+        "row": Value("int64"), "input_ids": List(Value("int32")), "loss_mask": List(Value("bool")),
+        "full_length": Value("int64"), "question": Value("int64"), "earlier": List(Value("int64")),
+        "kept": List(Value("int64")), "error": Value("string"),
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The documents of all usable rows of one source; the arrays have one entry per document.
+
+    Attributes:
+        source: the source of the rows.
+        rows: all its rows.
+        encoder: of the rows.
+        documents: cut to max_length.
+        full_lengths: tokens before truncation, int64 (documents,).
+        questions: the question of the document's row, int64 (documents,); see `Conversation.questions`.
+        earlier: the prompts of earlier replies in chats, int64 (prompts,).
+        earlier_documents: the document of each of them, int64 (prompts,).
+        kept: the counts of `Kept`, int64 (documents, 4).
+        skipped: the number of unusable rows.
+        skipped_rows: the first of them, each with its problem.
+    """
+
+    source: str
+    rows: Dataset
+    encoder: Encoder
+    documents: Documents
+    full_lengths: np.ndarray
+    questions: np.ndarray
+    earlier: np.ndarray
+    earlier_documents: np.ndarray
+    kept: np.ndarray
+    skipped: int
+    skipped_rows: tuple[str, ...]
+
+    def prompts(self, chosen: np.ndarray) -> np.ndarray:
+        """Returns the prompts of all trained replies in the rows of the chosen documents."""
+        return np.concatenate([self.questions[chosen], self.earlier[chosen[self.earlier_documents]]])
+
+    def one_of_each(self, questions: np.ndarray) -> np.ndarray:
+        """Returns the mask of the documents of one row for each question, the first one."""
+        unique, first = np.unique(self.questions, return_index=True)
+        source_rows = self.documents.source_rows
+        return np.isin(source_rows, source_rows[first[np.isin(unique, questions)]])
+
+    def count(self, chosen: np.ndarray) -> int:
+        """Returns the number of rows of the chosen documents."""
+        return len(np.unique(self.documents.source_rows[chosen]))
+
+    def raw_rows(self, numbers: np.ndarray) -> tuple[list[dict[str, Any]], list[str], list[list[int]]]:
+        """Returns `eval_rows`, `eval_prompts` and `eval_prompt_ids` of `Prepared`."""
+        encoder, rows = self.encoder, []
+        names = [name for name in self.rows.column_names if name not in (PLACE, PROBLEM)]
+        for row in self.rows.select(numbers).select_columns(names):
+            rows.append(without_none(row) if encoder.layout.filled else row)
+        talks = [encoder.conversation(row) for row in rows]
+        for row, talk in zip(rows, talks, strict=True):
+            if encoder.layout.format == "cot":
+                row |= problem(row, encoder.layout, encoder.config)
+            elif row.get("answer") is None and (said := final_answer(talk, encoder.config)):
+                row["answer"] = said
+        return rows, [encoder.prompt(talk) for talk in talks], [encoder.prompt_ids(talk) for talk in talks]
+
+
+def tokenize(
+    source: str | None,
+    split: str,
+    *,
+    tokenizer: Any,
+    config: DataConfig,
+    vocab_size: int | None,
+    dataset: Dataset | DatasetDict | None,
+) -> Tokenized:
+    """Loads the rows of a source (None: of `dataset`) and tokenises them, or reads them from the cache of `datasets`.
+
+    Raises:
+        ValueError: as `load_rows`, `detect_layout` and `check_rows`; or ids are outside the vocabulary.
+    """
+    if source is not None:
+        rows = load_rows(source, split, config.seed, skip=config.on_bad_row == "skip")
+    else:
+        assert dataset is not None
+        rows, source = pick_split(dataset, split), "the data set given"
+        if not len(rows):
+            raise ValueError(f"{source} has no rows")
+    encoder = _encoder(rows, tokenizer, config, source)
+    name, folder = _fingerprint(rows, encoder), Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
+    folder.mkdir(parents=True, exist_ok=True)
+    used = {*encoder.layout.columns.values(), PROBLEM} & {*rows.column_names}
+    table = rows.select_columns(sorted(used)).map(
+        partial(_tokenize_rows, encoder=encoder),
+        batched=True,
+        with_indices=True,
+        remove_columns=sorted(used),
+        features=_DOCUMENT,
+        num_proc=_processes(len(rows), config.num_proc),
+        cache_file_name=str(folder / f"{name}.arrow"),
+        new_fingerprint=name,
+        desc=f"Tokenising {source}",
+    )
+    columns = table.with_format("arrow")[:].combine_chunks()
+    bad = columns.filter(pc.not_equal(columns["error"], ""))
+    problems = dict(zip(bad["row"].to_pylist(), bad["error"].to_pylist(), strict=True))
+    shown = check_rows(rows, [problems.get(i) for i in range(len(rows))], source, skip=config.on_bad_row == "skip")
+    columns = columns.filter(pc.equal(columns["error"], "")).combine_chunks()
+    flat = {
+        name: columns[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        for name in ("input_ids", "loss_mask", "earlier", "kept")
+    }
+    numbers = {name: columns[name].to_numpy() for name in ("row", "full_length", "question")}
+    lengths, earlier = (pc.list_value_length(columns[name]).to_numpy() for name in ("input_ids", "earlier"))
+    documents = Documents(flat["input_ids"], flat["loss_mask"], lengths.astype(np.int64), numbers["row"])
+    tokens = Tokenized(
+        source, rows, encoder, documents, numbers["full_length"], numbers["question"], flat["earlier"],
+        np.repeat(np.arange(len(documents)), earlier), flat["kept"].reshape(-1, len(Kept._fields)), len(bad), shown,
+    )  # fmt: skip
+    _check_ids(tokens, vocab_size)
+    return tokens
+
+
+def _check_ids(tokens: Tokenized, vocab_size: int | None) -> None:
+    ids, lengths = tokens.documents.input_ids, tokens.documents.lengths
+    if vocab_size is not None and (highest := int(ids.max())) >= vocab_size:
+        row = tokens.documents.source_rows[np.searchsorted(np.cumsum(lengths), int(ids.argmax()), side="right")]
+        raise ValueError(
+            f"the tokenizer and the model do not belong together: {tokens.source}, row {row} has token "
+            f"{tokens.encoder.tokenizer.convert_ids_to_tokens(highest)!r} with id {highest}, and the model's "
+            f"vocabulary ends at {vocab_size - 1}"
+        )
+
+
+def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> Encoder:
+    """Finds the columns of rows, and sets the chat template that they need in the tokenizer."""
+    columns = [column for column in rows.column_names if column not in (PLACE, PROBLEM)]
+    try:
+        layout = detect_layout(columns, config, empty_columns(rows.select_columns(columns)))
+    except ValueError as error:
+        headed = Path(source).suffix in (".csv", ".tsv")
+        header = ". The first line of CSV names the columns, such as question,answer" if headed else ""
+        raise ValueError(f"{source}: {error}{header}") from error
+    plain = layout.format == "text"
+    if layout.format == "prompt_completion":
+        prompts = (row[layout.columns["prompt"]] for row in rows)
+        plain = isinstance(next((prompt for prompt in prompts if isinstance(prompt, str | list)), None), str)
+    if plain and config.system_prompt:
+        raise ValueError("data.system_prompt needs chats; these rows are plain text, without a chat template")
+    encoder = Encoder(tokenizer, replace(layout, filled=stores_arguments(rows.features)), config)
+    if not plain:
+        ensure_chat_template(tokenizer)
+        encoder.open_reasoning(rows)
+    return encoder
+
+
+def _tokenize_rows(batch: Mapping[str, list[Any]], numbers: list[int], encoder: Encoder) -> dict[str, list[Any]]:
+    """Returns the columns of `_DOCUMENT` for the documents of some rows; a bad row has one entry, with its error."""
+    entries: list[dict[str, Any]] = []
+    for number, cells in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+        row = dict(zip(batch, cells, strict=True))
+        try:
+            made, error = _tokenize_row(row, encoder), ""
+        except RowError as problem_of_row:
+            made, error = [{}], str(problem_of_row)
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as exception:  # an unexpected form
+            made, error = [{}], f"it cannot be read as {encoder.layout.format}: {type(exception).__name__}: {exception}"
+        entries += [entry | {"row": number, "error": error} for entry in made]
+    return {name: [entry.get(name) for entry in entries] for name in _DOCUMENT}
+
+
+def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> list[dict[str, Any]]:
+    if row.get(PROBLEM):
+        raise RowError(row[PROBLEM])
+    talk, end, entries = encoder.conversation(row), encoder.config.max_length, []
+    *earlier, question = talk.questions
+    for document in encoder.documents(talk):
+        ids, mask = encoder.encode(document)
+        cut = Example(ids[:end], mask[:end])
+        entries.append(
+            {"input_ids": cut.input_ids, "loss_mask": cut.loss_mask, "full_length": len(ids), "question": question,
+             "earlier": earlier, "kept": encoder.kept(document, cut)}
+        )  # fmt: skip
+    return entries
+
+
+def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
+    """Returns a hash of the rows, the tokenizer, the template and the settings that the tokens depend on."""
+    tokenizer, config = encoder.tokenizer, asdict(encoder.config)
+    for setting in ("source", "eval_source", "split", "eval_split", "date", "eval_rows", "seed", "shuffle", "num_proc",
+                    "packing", "too_long", "on_bad_row"):  # fmt: skip
+        del config[setting]  # represented by the rows or the template, or applied after tokenising
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    parts = [_CACHE_VERSION, rows._fingerprint, tokenizer.backend_tokenizer.to_str(), special, config]
+    parts += [freeze_date(str(tokenizer.chat_template), encoder.config.date), str(encoder.layout)]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _processes(rows: int, wanted: int | None) -> int | None:
+    """Returns the number of processes that tokenise, by default by rows and cores; None is this process alone."""
+    if wanted is None:
+        wanted = min(len(os.sched_getaffinity(0)), rows // _ROWS_PER_PROCESS)
+    return wanted if 1 < wanted <= rows else None
