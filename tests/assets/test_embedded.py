@@ -5,9 +5,10 @@ from collections import Counter
 
 import pytest
 
+from tests.support.embedded_answers import is_correct
 from tests.support.make_embedded import documents
 from tpu_kit.assets import embedded
-from tpu_kit.assets.embedded import cot_rows, is_correct, model_dir
+from tpu_kit.assets.embedded import cot_rows, model_dir
 
 HELD_OUT = cot_rows("eval", 600)
 TRAIN = cot_rows("train", 3000)

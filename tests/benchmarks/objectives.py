@@ -25,7 +25,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from tpu_kit.assets.embedded import cot_rows, is_correct
+from tests.support.embedded_answers import is_correct
+from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.exporting.export import export

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.assets.embedded import cot_rows, is_correct
+from tests.support.embedded_answers import is_correct
+from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import load_config
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.evaluation.evaluate import Accuracy, mcnemar

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
 
-from tests.support.child_processes import run_python
+from tests.support.embedded_answers import is_correct
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
-from tpu_kit.assets.embedded import is_correct, model_dir
+from tpu_kit.assets.embedded import model_dir
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data import tokenizing
 from tpu_kit.data.batching import eval_batches, permutation
@@ -354,24 +354,6 @@ def test_order_of_the_replicas_names_source_rows() -> None:
     made = run(packing=False)
     seen = [i for row in permutation(len(made.train), 0, 0) for i in made.train.source_rows(row)]
     assert sorted(seen) == list(range(60)) and not np.array_equal(seen, sorted(seen))
-
-
-def test_no_device_is_touched() -> None:
-    run_python(
-        """
-import sys
-from datasets import Dataset
-import tpu_kit.data.prepare
-from tpu_kit.config.loader import DataConfig
-from tests.support.tiny_tokenizer import tiny_tokenizer
-turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-data = Dataset.from_list([{"conversations": turns}] * 3)
-made = tpu_kit.data.prepare.prepare(DataConfig(eval_rows=0), tiny_tokenizer(), dataset=data)
-assert made.report.documents == 3
-xla = sys.modules.get("torch_xla")
-assert xla is None or not xla._XLAC._xla_runtime_is_initialized()
-"""
-    )
 
 
 GOOD = '{"question": "What is 2 + 3?", "answer": "5"}\n'

@@ -15,7 +15,7 @@ import pytest
 
 from tpu_kit.config.choices import VERIFIERS
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.evaluation.verifiers import _RULES, Verdict, judge, verifier_named, verify, well_formed
+from tpu_kit.evaluation.verifiers import _RULES, Verdict, judge, verifier_named, well_formed
 
 OTHER = DataConfig(source="rows.jsonl")
 
@@ -44,21 +44,11 @@ OTHER = DataConfig(source="rows.jsonl")
     ],
 )
 def test_verify(expected: Any, text: str, correct: bool | None) -> None:
-    assert verify({"answer": expected}, text, OTHER) is correct
+    assert judge({"answer": expected}, text, OTHER).correct is correct
 
 
 def test_a_row_without_an_answer_is_not_judged() -> None:
-    assert verify({"messages": []}, "18", OTHER) is None
-
-
-def test_embedded_rows_are_judged_by_their_own_rule() -> None:
-    text = "The answer is 18."
-    assert verify({"answer": "18"}, text, DataConfig()) is False
-    assert verify({"answer": "18"}, text, DataConfig(eval_source="rows.jsonl")) is True
-    assert verify({"answer": "18"}, text, DataConfig(source="rows.jsonl", eval_source="embedded")) is False
-    assert (
-        verify({"answer": "18"}, "<t>\n9 * 2 = 18\n</t>\n18", DataConfig(think_open="<t>", think_close="</t>")) is True
-    )
+    assert judge({"messages": []}, "18", OTHER).correct is None
 
 
 @pytest.mark.parametrize(

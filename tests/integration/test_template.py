@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from tests.support.child_processes import REPOSITORY, child_environment, run_python
+from tests.support.child_processes import REPOSITORY, child_environment
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models.loading import load_tokenizer
 
@@ -87,12 +87,11 @@ def test_the_five_lines_of_the_readme_train_on_rows_of_ones_own(desk: Path) -> N
     (desk / "my_rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:60]))
     set_parameters(desk / "mine.ipynb", {**given, "run_name": '"my-run"'})
     keep_in_cache(desk.parent / "hf", ast.literal_eval(given["name"]))
-    where = environment(desk, PJRT_DEVICE=None, HF_HOME=str(desk.parent / "hf"))
-    found = run_python("import tpu_kit; print(tpu_kit.__file__)", cwd=desk, env=where).stdout
-    assert Path(found.strip()).is_relative_to(desk.parent / "installed")
+    where = environment(desk, PJRT_DEVICE=None, HF_HOME=str(desk.parent / "hf"), PYTHONDONTWRITEBYTECODE=None)
     status, printed, cells = run_notebook(desk, where)
     assert status == 0, printed
     assert (desk / "runs" / "my-run" / "adapter" / "adapter_model.safetensors").is_file()
+    assert any((desk.parent / "installed").rglob("*.pyc")), "the kit of the wheel ran"
     assert {path.name for path in desk.iterdir()} == {"mine.ipynb", "my_rows.jsonl", "out.ipynb", "runs"}
     sources = [cell.source for cell in cells if cell.cell_type == "code"]
     data = sources.index("data = cells.show_data(config)")

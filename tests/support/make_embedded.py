@@ -28,6 +28,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tests.support.embedded_answers import is_correct
 from tpu_kit.assets import embedded
 from tpu_kit.assets.embedded import (
     ACTIVITIES,
@@ -373,7 +374,7 @@ def accuracy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, rows: l
         )
         output = model.generate(**inputs, do_sample=False, max_new_tokens=128)
         replies = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += sum(embedded.is_correct(row, reply) for row, reply in zip(chunk, replies, strict=True))
+        right += sum(is_correct(row, reply) for row, reply in zip(chunk, replies, strict=True))
     return right / len(rows)
 
 

@@ -533,6 +533,8 @@ def outcome(case: Case, source: str, tokenizer: Any) -> dict[str, Any]:
         return {"refused": str(error)}
     except BaseException as error:
         return {"raised": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()[-1500:]}
+    xla = sys.modules.get("torch_xla")
+    assert xla is None or not xla._XLAC._xla_runtime_is_initialized(), "preparing data touches no device"
     texts = []
     for number in range(len(made.train.documents)):
         ids, loss = made.train.document(number)

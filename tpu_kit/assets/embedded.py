@@ -2,7 +2,7 @@
 
 `model.name=embedded data.source=embedded` runs the whole pipeline on any machine. `tests/support/make_embedded.py`
 trained the model: it knows number facts, the vocabulary and one-step sums, and answers longer problems at once, mostly
-wrongly. Fine-tuning on `cot_rows` teaches it to write the steps down first, and `is_correct` measures the result.
+wrongly. Fine-tuning on `cot_rows` teaches it to write the steps down first.
 
 Code generates the problems from a seed. A hash of its text gives the split of a question, so no question of the
 held-out split is in the training split, whatever the seeds and the numbers of rows.
@@ -11,7 +11,6 @@ held-out split is in the training split, whatever the seeds and the numbers of r
 import hashlib
 import itertools
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +42,6 @@ TIMES = {2: "twice", 3: "three times"}
 
 _HELD_OUT_SHARE = 5  # one question in five is held out
 _MAX_ATTEMPTS = 200  # draws per row before giving up on finding a question that is new
-_ANSWER_END = re.compile(r"<\|(?:end|pad)\|>")
 
 
 class _OutOfRange(Exception):
@@ -242,26 +240,6 @@ def cot_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
         seen.add(question)
         rows.append({"question": question, "reasoning": "\n".join(lines), "answer": str(answer)})
     return rows
-
-
-def is_correct(row: dict[str, str], text: str, think_open: str = "<think>", think_close: str = "</think>") -> bool:
-    """Returns whether a model's reply ends in the row's answer.
-
-    The final part is the text after the last `think_close` (the whole text without tags), up to the first end-of-turn
-    or padding token. Without surrounding white space and one closing full stop it must equal `row["answer"]`. A reply
-    that ends within its reasoning is wrong. The rationale is not judged.
-
-    Args:
-        row: a row of `cot_rows`, or any dict with an "answer".
-        text: the reply, decoded with or without special tokens.
-        think_open: the tag that opens the rationale.
-        think_close: the tag that closes it.
-    """
-    text = _ANSWER_END.split(text, maxsplit=1)[0]
-    _, closed, answer = text.rpartition(think_close)
-    if think_open in answer or (not closed and think_open in text):
-        return False
-    return answer.strip().removesuffix(".").rstrip() == row["answer"].strip()
 
 
 def model_dir() -> Path:

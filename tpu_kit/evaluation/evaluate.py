@@ -1,8 +1,4 @@
-"""Evaluates a model's answers to held-out rows, before and after training.
-
-from tpu_kit.evaluation.evaluate import evaluate_adapter
-print(evaluate_adapter(config, "runs/my-run/adapter"))
-"""
+"""Evaluates a model's answers to held-out rows, before and after training."""
 
 from __future__ import annotations
 
@@ -45,8 +41,7 @@ class Accuracy:
 
         (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
-    (E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22, 1927). It stays within
-    0 to 1 and holds for few rows, unlike p +- z sqrt(p (1 - p) / n).
+    (E. B. Wilson, JASA 22, 1927). It holds for few rows, unlike p +- z sqrt(p (1 - p) / n).
 
     Attributes:
         correct: correctly answered rows.
@@ -141,8 +136,7 @@ class Evaluation:
         unfinished: share of answers that were cut off at `max_new_tokens`.
         max_new_tokens: the most tokens of an answer.
         samples: every row.
-        perplexity: e to the mean loss, in nats, of the rows' own tokens that carry loss in training; None without such
-            tokens.
+        perplexity: e to the mean loss, in nats, of the rows' own tokens that carry loss in training.
         perplexity_tokens: the number of these tokens.
     """
 

@@ -75,16 +75,16 @@ class Requests:
         groups: dict[Sampling, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(_sampling(request.args[1]), []).append(number)
+        contexts = [self._encode(request.args[0]) or [self._first] for request in requests]
         asks = [
-            GenerationRequest([self._encode(requests[number].args[0]) or [self._first] for number in numbers], sampling,
-                truncate=self._truncate)
+            GenerationRequest([contexts[number] for number in numbers], sampling, truncate=self._truncate)
             for sampling, numbers in groups.items()
-        ]  # fmt: skip
-        found = self._answer(asks).completions
-        texts: dict[int, str] = {}
-        for numbers, completions in zip(groups.values(), found, strict=True):
-            texts |= zip(numbers, (completion.text for completion in completions), strict=True)
-        return [texts[number] for number in range(len(requests))]
+        ]
+        texts = [""] * len(requests)
+        for numbers, completions in zip(groups.values(), self._answer(asks).completions, strict=True):
+            for number, completion in zip(numbers, completions, strict=True):
+                texts[number] = completion.text
+        return texts
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Returns the log-likelihood of each continuation in nats, and whether greedy decoding gives it.
@@ -145,23 +145,25 @@ class Requests:
         return int(self._tokenizer.eos_token_id if begin is None else begin)
 
     def _encode(self, text: str, special: bool = True) -> list[int]:
+        return self._with_ends(text, special)[0]
+
+    def _with_ends(self, text: str, special: bool = True) -> tuple[list[int], list[int]]:
+        """Returns the token ids of a text, and the character at which each token ends."""
         begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token_id
         special = special and not (begin and text.startswith(begin))  # a rendered chat includes it
-        ids = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
-        return ids[:-1] if special and ids[-1:] == [end] else ids
+        encoded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        ids = list(encoded["input_ids"])
+        if special and ids[-1:] == [end]:
+            ids.pop()  # some tokenizers end every text
+        return ids, [end for _, end in encoded["offset_mapping"]][: len(ids)]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Returns the tokens of the context and of the continuation, which includes the last spaces of the context."""
-        bare, whole = context.rstrip(), context + continuation
+        bare = context.rstrip()
         if not bare:
-            return [self._first], self._encode(whole, special=False)
-        begin = self._tokenizer.bos_token
-        special = not (begin and context.startswith(begin))
-        found = self._tokenizer(whole, add_special_tokens=special, return_offsets_mapping=True)
-        ids, ends = list(found["input_ids"]), [end for _, end in found["offset_mapping"]]
-        if special and ids[-1:] == [self._tokenizer.eos_token_id]:
-            ids.pop()  # some tokenizers end every text
-        cut = next((place for place, end in enumerate(ends[: len(ids)]) if end > len(bare)), len(ids))
+            return [self._first], self._encode(context + continuation, special=False)
+        ids, ends = self._with_ends(context + continuation)
+        cut = next((index for index, end in enumerate(ends) if end > len(bare)), len(ids))
         return ids[:cut] or [self._first], ids[cut:]
 
     def _cut(self, row: list[int], number: int) -> list[int]:
@@ -186,16 +188,14 @@ def windows(row: list[int], width: int) -> Iterable[tuple[list[int], int]]:
 
 
 def _sampling(options: Mapping[str, Any]) -> Sampling:
-    given = dict(options)
-    lengths = [given.pop(name) for name in _LENGTHS if name in given]
-    stop = given.pop("until", None) or []
-    temperature = given.pop("temperature", None)
-    if (drawn := given.pop("do_sample", None)) is False:
-        temperature = 0.0
-    elif temperature is None:
+    rest = dict(options)
+    lengths = [rest.pop(name) for name in _LENGTHS if name in rest]
+    stop = rest.pop("until", None) or []
+    stop = (stop,) if isinstance(stop, str) else tuple(filter(None, stop))
+    drawn, temperature = rest.pop("do_sample", None), rest.pop("temperature", None)
+    if drawn is False or temperature is None:
         temperature = 1.0 if drawn else 0.0
-    passed = {name: given.pop(name) for name in _PASSED_ON if name in given}
-    if given:
-        raise ValueError(f"generation options {', '.join(given)}: the generator does not have them; remove them")
-    texts = tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text)
-    return Sampling(int(lengths[0]) if lengths else 256, float(temperature), stop=texts, **passed)
+    passed = {name: rest.pop(name) for name in _PASSED_ON if name in rest}
+    if rest:
+        raise ValueError(f"generation options {', '.join(rest)}: the generator does not have them; remove them")
+    return Sampling(int(lengths[0]) if lengths else 256, float(temperature), stop=stop, **passed)

@@ -18,7 +18,6 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from tpu_kit.assets import embedded
 from tpu_kit.config.choices import VERIFIERS
 from tpu_kit.config.loader import ConfigError, DataConfig, parameters
 from tpu_kit.data.columns import last_boxed
@@ -39,6 +38,7 @@ _POWER_OF_TEN = re.compile(r"\s*(?:\\times|\\cdot|\N{MULTIPLICATION SIGN}|(?<= )
 _MARKUP = re.compile(r"\\(?:text|math)(?:bf|it|rm|)\{([^{}]*)\}|\*\*|\\(?=[$%])|\^\{?\\circ\}?|\\[,!]|\$([^$\\^]*)\$")
 _NEGATED = re.compile(r"\bnot (?:an? |the )?\S+", re.IGNORECASE)
 _LATEX = re.compile(r"\\|\^|\{,\}|^[(\[][^A-Za-z]*[)\]]$")
+_MATH_SECONDS = 5
 _LETTER = re.compile(r"\(?([A-Z])[.):]*")
 _CHOSEN = re.compile(r"(?:(?<=\s)|^)\(?[A-Z][.):]+(?=\s|$)|\b[A-Z](?=$|[,;]| or | and )")
 
@@ -62,10 +62,10 @@ class Verdict:
 def verifier_named(name: str | Verifier) -> str | Verifier:
     """Resolves a verifier for `judge`: a rule keeps its name, and "module:function" is imported.
 
-    The rules compare the statement of the reply, see `verify`: "auto" is `verify`; "numeric", "choice" and "math" are
-    its comparisons of numbers, letters and expressions; "exact" compares the text without surrounding white space;
-    "regex:PATTERN" the first group of the last match (or the whole match), as auto; "reasoning_gym" calls that
-    package's `score_answer` for the row's data set.
+    "auto" compares the statements (`_statement`) of row and reply by the kind of the row's answer, see `_same`;
+    "numeric", "choice" and "math" are its comparisons of numbers, letters and expressions; "exact" compares the text
+    without surrounding white space; "regex:PATTERN" the first group of the last match (or the whole match), as auto;
+    "reasoning_gym" calls that package's `score_answer` for the row's data set.
 
     Raises:
         ValueError: there is no such rule, module or function, or the pattern is invalid.
@@ -109,18 +109,17 @@ def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str |
         config: the data section.
         verifier: of `verifier_named`.
     """
+    said = text.rpartition(config.think_close)[2]
+    expected = "" if row.get("answer") is None else str(row["answer"]).strip()
     try:
-        if verifier == "auto":
-            return Verdict(verify(row, text, config))
-        said = text.rpartition(config.think_close)[2]
+        if not callable(verifier) and not expected:
+            return Verdict(None)
         if config.think_open in said:
             return Verdict(False)
         if callable(verifier):
             found = verifier(row, said.strip())
-        elif row.get("answer") is None or not str(row["answer"]).strip():
-            return Verdict(None)
         elif verifier.startswith("regex:"):
-            found = _matches(verifier.removeprefix("regex:"), str(row["answer"]), said)
+            found = _matches(verifier.removeprefix("regex:"), expected, said)
         else:
             found = _RULES[verifier](row, said)
         if found is not None and not isinstance(found, (bool, int, float)):
@@ -130,38 +129,14 @@ def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str |
         return Verdict(None, f"{type(error).__name__}: {error}".strip())
 
 
-def verify(row: Mapping[str, Any], text: str, config: DataConfig) -> bool | None:
-    r"""Judges whether a reply states the row's answer.
-
-    Embedded rows have their own rule, `embedded.is_correct`. Otherwise the statement is the text after "####" on the
-    last line, in the last \boxed{}, or after the last "answer is", "option is" or "solution is" up to the end of the
-    sentence; the whole text if it has none of these. The row's answer decides what is compared: a number with the last
-    number of the statement, whatever its unit; the letter of a choice with the letter that the statement names ("(B)",
-    "b) Paris", "Option B"); LaTeX as an expression, with math-verify; another text with the statement, its first words
-    ("Yes, because ...") or what follows its last "is", apart from case, emphasis and closing punctuation. A reply that
-    ends within its reasoning is wrong.
-
-    Args:
-        row: a row with the expected "answer".
-        text: the reply.
-        config: the data section: the tags, and whether the rows are the embedded ones.
-
-    Returns:
-        None if the row has no answer to compare with.
-    """
-    expected = row.get("answer")
-    if expected is None or not str(expected).strip():
-        return None
-    if (config.eval_source or config.source) == "embedded":
-        return embedded.is_correct({"answer": str(expected)}, text, config.think_open, config.think_close)
-    said = text.rpartition(config.think_close)[2]
-    if config.think_open in said:
-        return False
-    return _same(_statement(str(expected)), _statement(said))
-
-
 def _same(expected: str, given: str) -> bool:
-    """Compares two statements by the kind of the expected one."""
+    """Compares two statements by the kind of the expected one.
+
+    A number is compared with the last number of the statement, whatever its unit; the letter of a choice with the
+    letter that the statement names ("(B)", "b) Paris", "Option B"); LaTeX as an expression, with math-verify; another
+    text with the statement, its first words ("Yes, because ...") or what follows its last "is", apart from case,
+    emphasis and closing punctuation.
+    """
     for same in (_same_number, _same_letter, _same_expression):
         if (result := same(expected, given)) is not None:
             return result
@@ -232,14 +207,13 @@ def _reasoning_gym(row: Mapping[str, Any], said: str) -> float:
 
 
 _RULES: Mapping[str, Verifier] = {
+    "auto": lambda row, said: _same(_statement(str(row["answer"])), _statement(said)),
     "exact": lambda row, said: said.strip() == str(row["answer"]).strip(),
     "numeric": _rule(_same_number, "number"),
     "choice": _rule(_same_letter, "letter of a choice"),
     "math": _rule(partial(_same_expression, required=True), "expression"),
     "reasoning_gym": _reasoning_gym,
 }
-
-_MATH_SECONDS = 5
 
 
 def _matches(pattern: str, expected: str, said: str) -> bool:
@@ -251,7 +225,11 @@ def _matches(pattern: str, expected: str, said: str) -> bool:
 
 
 def _statement(text: str) -> str:
-    """Returns the part of a text that states its answer."""
+    r"""Returns the part of a text that states its answer; the whole text if no part does.
+
+    It follows "####" on the last line, is in the last \boxed{}, or follows the last "answer is", "option is" or
+    "solution is" up to the end of the sentence.
+    """
     text = text.strip()
     _, marked, last = text.rpartition("\n")[2].rpartition("####")
     if marked:
