@@ -10,7 +10,7 @@ from transformers import get_scheduler
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 from tpu_kit.config.loader import BatchPlan, DataConfig, OptimConfig
-from tpu_kit.data.batching import Update, deal, learning_rate, permutation, rows_of, updates
+from tpu_kit.data.batching import Update, learning_rate, permutation, rows_of, shard_rows, updates
 
 
 def plan(batch_size: int = 2, passes: int = 1, replicas: int = 1) -> BatchPlan:
@@ -151,7 +151,7 @@ def dealt(rows: int, replicas: int, batch: int, passes: int, **growth: Any) -> l
     split, data = plan(batch, passes, replicas), DataConfig(seed=5)
     found = []
     for update in updates(rows, split, OptimConfig(epochs=1.0, **growth)):
-        own = [deal(rows_of(update, rows, data), update, split, rank) for rank in range(replicas)]
+        own = [shard_rows(rows_of(update, rows, data), update, split, rank) for rank in range(replicas)]
         assert all(part.shape == (update.passes, batch) for part in own)
         found.append([part.flatten().tolist() for part in own])
     return found

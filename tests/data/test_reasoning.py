@@ -12,7 +12,7 @@ from datasets import Dataset
 from tests.data.test_chat_encoding import TRL, TRL_TEMPLATES
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.chat_encoding import Encoder, Kept, decoded_example
+from tpu_kit.data.chat_encoding import Encoder, ReasoningCounts, decoded_example
 from tpu_kit.data.columns import answer_of, detect_layout, last_boxed, reasoning_of, split_solution, with_own_tags
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.data.schemas import RowError
@@ -125,8 +125,8 @@ def test_templates_of_released_models(name: str, where: str) -> None:
     row = {"messages": chat(2, where)}
     made = replace(encoder(CHATML, row), tokenizer=tokenizer)
     examples = made.examples(row)
-    kept = map(made.kept, made.documents(made.conversation(row)), examples)
-    assert Kept(*map(sum, zip(*kept, strict=True))) == Kept(replies=2, held=2, found=2, empty=0)
+    kept = map(made.count_reasoning, made.documents(made.conversation(row)), examples)
+    assert ReasoningCounts(*map(sum, zip(*kept, strict=True))) == ReasoningCounts(replies=2, held=2, trained=2, empty=0)
     learnt = [text for example in examples for text, loss in decoded_example(tokenizer, example) if loss]
     assert len(learnt) == 2 and all(WORDS[i] in text and f"Answer {i}." in text for i, text in enumerate(learnt))
 
@@ -264,12 +264,12 @@ def test_what_is_kept_is_counted_in_the_tokens() -> None:
     made = encoder(KEY.replace(".split('</think>')[-1]", ""), row)
     (part,) = made.documents(made.conversation(row))
     example = made.encode(part)
-    assert made.kept(part, example) == Kept(replies=3, held=2, found=2, empty=0)
+    assert made.count_reasoning(part, example) == ReasoningCounts(replies=3, held=2, trained=2, empty=0)
     end = made.tokenizer.decode(example.input_ids).index("one more")
     cut = len(made.tokenizer(made.tokenizer.decode(example.input_ids)[:end])["input_ids"])
-    assert made.kept(part, type(example)(*(list(x)[:cut] for x in example))) == Kept(3, 2, 1, 0)
+    assert made.count_reasoning(part, type(example)(*(list(x)[:cut] for x in example))) == ReasoningCounts(3, 2, 1, 0)
     unlearnt = type(example)(example.input_ids, [False] * len(example.input_ids))
-    assert made.kept(part, unlearnt) == Kept(3, 2, 0, 0)
+    assert made.count_reasoning(part, unlearnt) == ReasoningCounts(3, 2, 0, 0)
 
 
 def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], **settings: Any) -> Prepared:
@@ -289,7 +289,7 @@ def rows_of(count: int, turns: int = 2) -> list[dict[str, Any]]:
 def test_the_report_counts_replies_with_reasoning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [*rows_of(5), {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
     report = ready(tmp_path, monkeypatch, rows).report
-    assert report.reasoning == Kept(replies=11, held=10, found=10, empty=1) and (
+    assert report.reasoning == ReasoningCounts(replies=11, held=10, trained=10, empty=1) and (
         report.rows_used,
         report.documents,
     ) == (6, 11)
@@ -297,8 +297,8 @@ def test_the_report_counts_replies_with_reasoning(tmp_path: Path, monkeypatch: p
     assert "\nwith reasoning   10 of 11 replies; 1 of the others with an empty reasoning block\n" in text
     assert "6 read, 6 used as 11 documents: the chat template renders earlier turns differently, so each reply" in text
     cut = ready(tmp_path, monkeypatch, rows, max_length=40, packing=False).report
-    assert cut.truncated and cut.reasoning.found < cut.reasoning.held
-    lost = cut.reasoning.held - cut.reasoning.found
+    assert cut.truncated and cut.reasoning.trained < cut.reasoning.held
+    lost = cut.reasoning.held - cut.reasoning.trained
     warning = f"; WARNING: the rows hold reasoning for {cut.reasoning.held}, and {lost} lose some of it: raise data."
     assert f"{warning}max_length" in str(cut)
     plain = ready(tmp_path, monkeypatch, [{"text": "one two"}, {"text": "three"}]).report

@@ -13,8 +13,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tests.support.object_store import bucket, object_store
-from tpu_kit.data.records import PLACE, PROBLEM
-from tpu_kit.data.sources import keep_rows, load_rows, pick_split
+from tpu_kit.data.records import LOCATION, PROBLEM
+from tpu_kit.data.sources import load_rows, pick_split, save_rows
 
 __all__ = ["bucket", "object_store"]  # fixtures
 
@@ -33,7 +33,7 @@ def write(path: Path, content: str | bytes) -> str:
 
 def load(source: str, split: str = "train", seed: int = 0) -> Dataset:
     rows = load_rows(source, split, seed)
-    return rows.select_columns([name for name in rows.column_names if name not in (PLACE, PROBLEM)])
+    return rows.select_columns([name for name in rows.column_names if name not in (LOCATION, PROBLEM)])
 
 
 def lines(rows: list) -> str:
@@ -178,9 +178,10 @@ def test_unreadable_rows_are_counted_or_have_their_reason(tmp_path: Path) -> Non
     assert [row["answer"] for row in rows] == [None] * 3 + ["0", "1", "2", "3", "4"] + [None] * 2
     assert [bool(problem) for problem in rows[PROBLEM]] == [True] * 3 + [False] * 5 + [True] * 2
     places = ["a.jsonl, line 5", "b.jsonl, line 4", "b.jsonl, line 5, column 2"]
-    assert [rows[PLACE][i] for i in (3, 8, 9)] == places
+    assert [rows[LOCATION][i] for i in (3, 8, 9)] == places
     assert (
-        load_rows(source, "train[3:]", skip=True)[PLACE][0] == places[0] and len(load_rows(source, "train[3:8]")) == 5
+        load_rows(source, "train[3:]", skip=True)[LOCATION][0] == places[0]
+        and len(load_rows(source, "train[3:8]")) == 5
     )
     assert not list((tmp_path / "cache").rglob("*.part"))
 
@@ -302,12 +303,12 @@ def test_what_is_no_dataset() -> None:
 
 def test_rows_in_memory_are_kept_where_other_processes_find_them(tmp_path: Path) -> None:
     data = Dataset.from_list(ROWS)
-    source = keep_rows(data, tmp_path)
+    source = save_rows(data, tmp_path)
     assert load(source).to_list() == ROWS
-    assert keep_rows(data, tmp_path) == source != keep_rows(Dataset.from_list(ROWS[:3]), tmp_path)
-    both = keep_rows(DatasetDict(train=data, test=Dataset.from_list(ROWS[:2])), tmp_path)
+    assert save_rows(data, tmp_path) == source != save_rows(Dataset.from_list(ROWS[:3]), tmp_path)
+    both = save_rows(DatasetDict(train=data, test=Dataset.from_list(ROWS[:2])), tmp_path)
     assert (len(load(both)), len(load(both, "test"))) == (5, 2)
     with pytest.raises(ValueError, match=r"must be a datasets.Dataset, not list"):
-        keep_rows(ROWS, tmp_path)
+        save_rows(ROWS, tmp_path)
     with pytest.raises(ValueError, match="the data set given has no rows"):
-        keep_rows(data.select([]), tmp_path)
+        save_rows(data.select([]), tmp_path)

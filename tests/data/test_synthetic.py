@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tpu_kit.config.loader import ConfigError, batch_arithmetic, load_config
-from tpu_kit.data.batching import deal, rows_of, updates
+from tpu_kit.data.batching import rows_of, shard_rows, updates
 from tpu_kit.data.prepare import prepare
 
 SETTINGS = {"source": "synthetic", "data.split": "train[:50]", "max_length": 16, "global_batch_size": 8, "epochs": 2}
@@ -51,7 +51,7 @@ def test_hosts_share_the_rows_of_each_update(hosts: int, replicas: int) -> None:
         found = []
         for update in updates(len(train), plan, config.optim):
             rows = rows_of(update, len(train), config.data)
-            parts = [deal(rows, update, plan, slice(rank, rank + 1)) for rank in range(world)]  # of each replica
+            parts = [shard_rows(rows, update, plan, slice(rank, rank + 1)) for rank in range(world)]  # of each replica
             order = np.concatenate(parts, axis=1).reshape(-1)  # pass by pass, as one replica takes them
             ids = train.tensors(order)["input_ids"].numpy()
             found.append([hashlib.sha256(row.tobytes()).hexdigest() for row in ids])

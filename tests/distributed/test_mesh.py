@@ -108,7 +108,7 @@ def test_each_host_gives_its_own_rows_and_none_is_lost(mesh: Mesh, monkeypatch: 
     given = []
     with use_mesh(mesh):
         for hosts.devices in HOSTS:
-            mine = sorted(set(row_shards(mesh, hosts.devices)))  # as `deal` selects rows
+            mine = sorted(set(row_shards(mesh, hosts.devices)))  # as `shard_rows` selects rows
             put_rows(whole.reshape(mesh.batch_shards, -1, 2)[mine].reshape(-1, 2))
             given += mine
         monkeypatch.setattr("tests.distributed.test_mesh.MESH", mesh)

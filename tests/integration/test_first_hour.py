@@ -126,7 +126,7 @@ def test_sixty_rows_are_read_as_they_are_meant(kind: str, tmp_path: Path) -> Non
     assert report.layout.startswith(FORMATS[kind][2])
     assert (report.rows_read, report.rows_used, report.held_out) == (60, 54, 6)
     with_reasoning = kind in ("messages", "sharegpt", "gsm8k", "openmathinstruct", "csv")
-    assert report.reasoning.found == (54 if with_reasoning else 0)
+    assert report.reasoning.trained == (54 if with_reasoning else 0)
     assert outlook.config.optim.batch_size == min(4, len(prepared.train)), "a default batch that they do not fill"
 
 

@@ -195,8 +195,8 @@ class PackedDataset:
                 ids[i, here], positions[i, here], segments[i, here] = tokens, np.arange(len(tokens)), segment
                 labels[i, here] = np.where(loss, tokens, IGNORED)
         arrays = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": segments}
-        found = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return found | {name: read(rows) for name, read in self.columns.items()}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return tensors | {name: read(rows) for name, read in self.columns.items()}
 
 
 @dataclass(frozen=True)

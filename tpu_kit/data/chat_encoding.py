@@ -60,19 +60,19 @@ class Document(NamedTuple):
     plain: bool = False
 
 
-class Kept(NamedTuple):
+class ReasoningCounts(NamedTuple):
     """Counts of the reasoning in the documents of a row.
 
     Attributes:
         replies: assistant turns that carry loss.
         held: replies with reasoning in the row.
-        found: replies whose whole reasoning is in the tokens that carry loss.
+        trained: replies whose whole reasoning is in the tokens that carry loss.
         empty: replies that carry loss on an empty reasoning block.
     """
 
     replies: int = 0
     held: int = 0
-    found: int = 0
+    trained: int = 0
     empty: int = 0
 
 
@@ -329,7 +329,7 @@ class Encoder:
         """The text after the `end` of the last assistant turn, which the model never generates."""
         return self._tails[0][len(self.end) :]
 
-    def kept(self, document: Document, example: Example) -> Kept:
+    def count_reasoning(self, document: Document, example: Example) -> ReasoningCounts:
         """Counts the replies of a document whose reasoning is in the decoded tokens that carry loss.
 
         Args:
@@ -341,14 +341,14 @@ class Encoder:
         closed = re.compile(rf"\s*(?:{re.escape(self.config.think_open)}\s*)?{re.escape(self.config.think_close)}")
         empty = sum(1 for (start, _), reasoning in replies if not reasoning and closed.match(document.text, start))
         if not held:
-            return Kept(len(replies), 0, 0, empty)
+            return ReasoningCounts(len(replies), 0, 0, empty)
         ids = [i for i, loss in zip(example.input_ids, example.loss_mask, strict=True) if loss]
-        text, place, found = _squeezed(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)), 0, 0
+        text, position, trained = _squeezed(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)), 0, 0
         for reasoning in held:
-            at = text.find(reasoning, place)
+            at = text.find(reasoning, position)
             if at >= 0:
-                place, found = at + len(reasoning), found + 1
-        return Kept(len(replies), len(held), found, empty)
+                position, trained = at + len(reasoning), trained + 1
+        return ReasoningCounts(len(replies), len(held), trained, empty)
 
     def _tokenize(self, document: Document) -> tuple[list[int], list[bool]]:
         """Returns the ids of a document, and the mask of those in one of its spans."""

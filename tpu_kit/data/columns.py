@@ -38,12 +38,12 @@ def _split(text: str, config: DataConfig) -> tuple[str, str] | None:
     where it begins but elsewhere.
     """
     opened = text.lstrip().startswith(config.think_open)
-    places = [match.start() for match in re.finditer(re.escape(config.think_close), text)]
-    own = [place for place in places if text[:place][-1:] not in {*" \t`'\"([*"}]
-    place = next(iter(own or places[:1] if opened else own), None)
-    if place is None or (not opened and config.think_open in text[:place]):
+    positions = [match.start() for match in re.finditer(re.escape(config.think_close), text)]
+    closing = [position for position in positions if text[:position][-1:] not in {*" \t`'\"([*"}]
+    position = next(iter(closing or positions[:1] if opened else closing), None)
+    if position is None or (not opened and config.think_open in text[:position]):
         return None
-    return text[:place], text[place + len(config.think_close) :]
+    return text[:position], text[position + len(config.think_close) :]
 
 
 def reasoning_of(text: str, config: DataConfig) -> str:
@@ -112,7 +112,7 @@ def split_solution(text: str, config: DataConfig, *, boxed: bool) -> tuple[str, 
 def last_boxed(text: str) -> str | None:
     r"""Returns the content of the last \boxed{} that is closed, nested braces included; None without one."""
     boxes = {box.end() for box in _BOX.finditer(text)}
-    last, found = -1, None
+    last, content = -1, None
     opened: list[int] = []
     for brace in _BRACE.finditer(text):
         if brace[0] == "{":
@@ -120,8 +120,8 @@ def last_boxed(text: str) -> str | None:
         elif brace[0] == "}" and opened:
             start = opened.pop()
             if start in boxes and start > last:
-                last, found = start, text[start : brace.start()].strip()
-    return found
+                last, content = start, text[start : brace.start()].strip()
+    return content
 
 
 _SOLUTIONS = ("solution", "generated_solution")  # worked solutions: reasoning beside an answer, else both
@@ -225,13 +225,13 @@ def detect_layout(columns: Sequence[str], config: DataConfig, empty: Collection[
     Raises:
         ValueError: an unknown role, a missing column, columns that fit no format, or several that fit one role.
     """
-    given = dict(config.columns or {})
-    if absent := sorted({column for column in given.values() if column} - set(columns)):
+    named = dict(config.columns or {})
+    if absent := sorted({column for column in named.values() if column} - set(columns)):
         raise ValueError(f"data.columns: no column {', '.join(absent)}; the data has {', '.join(columns)}")
 
     def find(role: str) -> str | None:
-        if role in given:
-            return given[role] or None
+        if role in named:
+            return named[role] or None
         for group in NAMES[role]:
             fitting = [column for column in columns if column.lower() in group and column not in empty]
             if len(fitting) > 1:
@@ -243,14 +243,14 @@ def detect_layout(columns: Sequence[str], config: DataConfig, empty: Collection[
 
     fmt = _format(config, find)
     roles = [role for role in ROLES.get(fmt, ()) if fmt == "cot" or role not in ("reasoning", "answer")]
-    if fmt == "messages" and "answer" in given:  # the last reply of a chat is in columns of its own
+    if fmt == "messages" and "answer" in named:  # the last reply of a chat is in columns of its own
         roles += ["reasoning", "answer"]
     used = {role: column for role in roles if (column := find(role))}
     is_instruction = used.get("question", "").lower() == "instruction"
-    if used.get("context", "").lower() == "input" and not is_instruction and "context" not in given:
+    if used.get("context", "").lower() == "input" and not is_instruction and "context" not in named:
         del used["context"]
     if used.get("reasoning") == used.get("answer"):  # a solution without another answer is both
-        used.pop("answer" if "reasoning" in given else "reasoning", None)
+        used.pop("answer" if "reasoning" in named else "reasoning", None)
     missing = [role for role in _NEEDED.get(fmt, ()) if role not in used]
     if not fmt or missing:
         wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
@@ -266,11 +266,11 @@ def _format(config: DataConfig, find: Callable[[str], str | None]) -> str:
     """Returns `data.format`, or the first format that the columns fit; empty if they fit none."""
     if config.format != "auto":
         return config.format
-    given = {role for role, column in (config.columns or {}).items() if column} - {"system"}
+    named = {role for role, column in (config.columns or {}).items() if column} - {"system"}
     for fmt in ("messages", "prompt_completion", "text"):
-        if given & (set(ROLES[fmt]) - set(ROLES["cot"])):
+        if named & (set(ROLES[fmt]) - set(ROLES["cot"])):
             return fmt
-    if given:
+    if named:
         return "cot"
     if find("messages"):
         return "messages"

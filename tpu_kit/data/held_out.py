@@ -72,11 +72,11 @@ def choose_questions(questions: np.ndarray, earlier: np.ndarray, config: DataCon
     unique = np.setdiff1d(questions, earlier)
     count = held_out_rows(config, len(unique))
     if len(unique) <= count:
-        found, advice = f"there are {len(unique)} different questions", "Set it lower, or to null for a tenth of them,"
+        problem = f"there are {len(unique)} different questions. Set it lower, or to null for a tenth of them,"
         if len(unique) == 1:
-            found, advice = "all rows ask the same question", "Give others, or name the right column in data.columns,"
+            problem = "all rows ask the same question. Give others, or name the right column in data.columns,"
         raise ValueError(
-            f"data.eval_rows={count} leaves nothing to train on: {found}. {advice} or set it to 0 for no evaluation"
+            f"data.eval_rows={count} leaves nothing to train on: {problem} or set it to 0 for no evaluation"
         )
     salted = [hashlib.blake2b(f"{config.seed} {key}".encode()).digest() for key in unique]
     return unique[sorted(range(len(unique)), key=salted.__getitem__)[:count]]

@@ -22,7 +22,7 @@ from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
-from tpu_kit.data.chat_encoding import Encoder, Example, Kept
+from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts
 from tpu_kit.data.held_out import Questions, choose_questions, held_out_rows
 from tpu_kit.data.sources import EMBEDDED_ROWS, GENERATED, SYNTHETIC, synthetic_rows
 from tpu_kit.data.tokenizing import Tokenized, tokenize
@@ -47,7 +47,7 @@ class DataReport:
         packed_rows: rows of max_length tokens after packing.
         fill: share of the slots of packed rows that hold tokens, without the emptiest row.
         lengths: tokens of each document before truncation.
-        reasoning: see `Kept`, summed over the documents.
+        reasoning: see `ReasoningCounts`, summed over the documents.
         held_out: rows held out for evaluation, with all rows of the same questions.
         repeated: those of them that are not evaluated either, because another row asks the same question.
         seen_in_training: rows of the held-out split dropped because the training split has their questions.
@@ -68,7 +68,7 @@ class DataReport:
     packed_rows: int
     fill: float
     lengths: tuple[int, ...]
-    reasoning: Kept = field(default_factory=Kept)
+    reasoning: ReasoningCounts = field(default_factory=ReasoningCounts)
     held_out: int = 0
     repeated: int = 0
     seen_in_training: int = 0
@@ -80,10 +80,11 @@ class DataReport:
 
     def __str__(self) -> str:
         middle, tail = np.percentile(self.lengths, [50, 95]).astype(int)
+        reasoning = f"{self.reasoning.trained:,} of {self.reasoning.replies:,} replies{self._reasoning_text()}"
         lines = [
             f"source           {self.source}: {self.layout}",
             f"rows             {self.rows_read:,} read, {self.rows_used:,} used{self._split()}",
-            f"with reasoning   {self.reasoning.found:,} of {self.reasoning.replies:,} replies{self._reasoning_text()}",
+            f"with reasoning   {reasoning}",
             f"held out         {self.held_out - self.repeated:,}; neither trained nor evaluated, because they ask the "
             f"same: {self.repeated:,}",
             f"too long         {self.dropped_too_long:,} dropped, {self.truncated:,} truncated, "
@@ -109,11 +110,11 @@ class DataReport:
         )
 
     def _reasoning_text(self) -> str:
-        _, held, found, empty = self.reasoning
+        _, held, trained, empty = self.reasoning
         text = f"; {empty:,} of the others with an empty reasoning block" if empty else ""
-        if found == held:
+        if trained == held:
             return text
-        return f"{text}; WARNING: the rows hold reasoning for {held:,}, and {held - found:,} lose some of it: " + (
+        return f"{text}; WARNING: the rows hold reasoning for {held:,}, and {held - trained:,} lose some of it: " + (
             "raise data.max_length" if self.truncated else "the tokenizer changes its text"
         )
 
@@ -286,7 +287,7 @@ def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: int) -> tuple[PackedD
         packed_rows=len(packed),
         fill=packed.fill(),
         lengths=tuple(tokens.full_lengths[used].tolist()),
-        reasoning=Kept(*tokens.kept[used].sum(axis=0).tolist()),
+        reasoning=ReasoningCounts(*tokens.reasoning[used].sum(axis=0).tolist()),
         dropped_too_long=int(dropped.sum()),
         truncated=int((long & used).sum()),
         dropped_no_loss=int((chosen & ~dropped & ~learns).sum()),

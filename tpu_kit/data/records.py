@@ -21,8 +21,8 @@ from datasets.arrow_writer import ArrowWriter
 from tpu_kit.data.columns import KNOWN
 from tpu_kit.storage import atomic
 
-PLACE = "tpu_kit:place"
-"""The column with the place of a row, such as "rows.jsonl, line 3"."""
+LOCATION = "tpu_kit:location"
+"""The column with the location of a row, such as "rows.jsonl, line 3"."""
 
 PROBLEM = "tpu_kit:problem"
 """The column with the reason why a row cannot be read; None if it can."""
@@ -37,12 +37,12 @@ class Record(NamedTuple):
     """One row of a file.
 
     Attributes:
-        place: its place: "line 3", or "row 2" of a JSON array, from 0.
+        location: its location: "line 3", or "row 2" of a JSON array, from 0.
         values: column -> cell; empty if the row has a problem.
         problem: why it cannot be read; empty if it can.
     """
 
-    place: str
+    location: str
     values: dict[str, Any]
     problem: str = ""
 
@@ -92,8 +92,8 @@ def _json(stream: Any, file: str) -> Iterator[Record]:
         yield from _json_document("".join(_text_lines(stream, file)), file)
         return
     for number, line in chain(first, lines):
-        value, place, problem = _decode(line, number)
-        yield Record(place, {}, problem) if problem else _as_row(value, place)
+        value, location, problem = _decode(line, number)
+        yield Record(location, {}, problem) if problem else _as_row(value, location)
 
 
 def _is_document(line: str, file: str) -> bool:
@@ -102,25 +102,25 @@ def _is_document(line: str, file: str) -> bool:
 
 
 def _json_document(text: str, file: str) -> Iterator[Record]:
-    document, place, problem = _decode(text, 1)
+    document, location, problem = _decode(text, 1)
     if problem:
-        raise ValueError(f"data source {file}, {place}: {problem}")
+        raise ValueError(f"data source {file}, {location}: {problem}")
     if isinstance(document, dict) and not {name.lower() for name in document} & KNOWN:  # such as {"data": [...]}
         lists = [x for x in document.values() if isinstance(x, list) and any(isinstance(row, dict) for row in x)]
         document = lists[0] if len(lists) == 1 else document
     if isinstance(document, list):
         yield from (_as_row(row, f"row {number}") for number, row in enumerate(document))
     else:
-        yield _as_row(document, place)
+        yield _as_row(document, location)
 
 
 def _decode(text: str, line: int) -> tuple[Any, str, str]:
-    """Returns the value of a text that begins on a line, its place, and why it is not valid (empty if it is)."""
+    """Returns the value of a text that begins on a line, its location, and why it is not valid (empty if it is)."""
     try:
         return _DECODER.decode(text), f"line {line}", ""
     except json.JSONDecodeError as error:
-        place = f"line {line + error.lineno - 1}, column {error.colno}"
-        return None, place, f"not valid JSON: {error.msg.removesuffix(' at')}"
+        location = f"line {line + error.lineno - 1}, column {error.colno}"
+        return None, location, f"not valid JSON: {error.msg.removesuffix(' at')}"
     except RecursionError:
         return None, f"line {line}", _TOO_DEEP
     except ValueError as error:
@@ -151,17 +151,17 @@ _DECODER = json.JSONDecoder(
 """NaN and infinity become null."""
 
 
-def _as_row(value: Any, place: str) -> Record:
+def _as_row(value: Any, location: str) -> Record:
     """Returns a decoded value as a row, or why Arrow cannot hold it."""
     if not isinstance(value, dict):
-        return Record(place, {}, f"a row must be an object, not {_KINDS.get(type(value), 'a number')}")
+        return Record(location, {}, f"a row must be an object, not {_KINDS.get(type(value), 'a number')}")
     if _is_deep(value):
-        return Record(place, {}, _TOO_DEEP)
+        return Record(location, {}, _TOO_DEEP)
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return Record(place, {}, "half of a surrogate pair (\\ud800 to \\udfff), which is no character")
-    return Record(place, value)
+        return Record(location, {}, "half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+    return Record(location, value)
 
 
 def _is_deep(value: Any, levels: int = _DEEPEST) -> bool:
@@ -182,7 +182,7 @@ def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
     line = 1
     try:
         for cells in reader:
-            place, line = f"line {line}", reader.line_num + 1
+            location, line = f"line {line}", reader.line_num + 1
             if not cells:  # a blank line
                 continue
             if not names:
@@ -191,10 +191,10 @@ def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
                     text = f"column {', '.join(twice)} occurs twice; rename one of them"
                     raise ValueError(f"data source {file}: {text}")
             elif len(cells) == len(names):
-                yield Record(place, dict(zip(names, cells, strict=True)))
+                yield Record(location, dict(zip(names, cells, strict=True)))
             else:
                 count = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
-                yield Record(place, {}, f"{count}, and the header has {len(names)}")
+                yield Record(location, {}, f"{count}, and the header has {len(names)}")
     except csv.Error as error:
         raise ValueError(
             f"data source {file}, line {line}: the quotes of a cell do not match ({error}); write a quote within "
@@ -206,7 +206,7 @@ def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
 
 
 def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: Path) -> None:
-    """Writes rows atomically as an Arrow file that `datasets` opens, with the columns `PLACE` and `PROBLEM`.
+    """Writes rows atomically as an Arrow file that `datasets` opens, with the columns `LOCATION` and `PROBLEM`.
 
     A column of texts and numbers becomes text; a column with lists or objects becomes JSON.
 
@@ -223,14 +223,14 @@ def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: P
             kinds.setdefault(name, set()).update([] if cell is None else [type(cell)])
         if len(kinds) > _MOST_COLUMNS:
             text = f"more than {_MOST_COLUMNS:,} columns; write a row as an object whose keys are the columns"
-            raise ValueError(f"data source {file}, {record.place}: there are {text}")
+            raise ValueError(f"data source {file}, {record.location}: there are {text}")
     features = Features({name: _feature(types) for name, types in kinds.items()})
-    columns = Features(features | {PLACE: Value("string"), PROBLEM: Value("string")})
+    columns = Features(features | {LOCATION: Value("string"), PROBLEM: Value("string")})
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic.replacing(target, shared=True) as part, ArrowWriter(path=str(part), features=columns) as writer:
         for file, record in records():
             row = {name: _cell(record.values.get(name), feature) for name, feature in features.items()}
-            writer.write(row | {PLACE: f"{Path(file).name}, {record.place}", PROBLEM: record.problem or None})
+            writer.write(row | {LOCATION: f"{Path(file).name}, {record.location}", PROBLEM: record.problem or None})
         writer.finalize()
 
 

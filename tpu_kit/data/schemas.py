@@ -56,14 +56,14 @@ class Conversation(NamedTuple):
         """
         if isinstance(self.messages, str):
             return [_hash(self.messages[: self.first] or self.messages)]
-        found, prompt = [], 0
+        hashes, prompt = [], 0
         for i, message in enumerate(self.messages):
             if i >= self.first and learns(message):
-                found.append(prompt)
+                hashes.append(prompt)
             if message["role"] != "system":
                 said = f"{message.get('content')}{message.get('tool_calls') or ''}"
                 prompt = _hash(f"{prompt} {message['role']}: {said}" if prompt else said)
-        return found
+        return hashes
 
 
 def _hash(text: str) -> int:
@@ -122,10 +122,10 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
     columns = layout.columns
     question, options = _cell(row, columns["question"]), _options(row, columns)
     if "context" in columns and is_filled(row.get(columns["context"])):
-        told = _cell(row, columns["context"])
+        context = _cell(row, columns["context"])
         # A passage comes before the question about it; an instruction comes before its input.
         first = columns["question"].lower() == "instruction"
-        question = f"{question}\n\n{told}" if first else f"{told}\n\n{question}"
+        question = f"{question}\n\n{context}" if first else f"{context}\n\n{question}"
     if options:
         question += "\n\n" + "\n".join(f"{label}) {text}" for label, text in options.items())
     reasoning, answer = _solved(row, columns, config, options)
@@ -195,10 +195,10 @@ def _chain_of_thought(row: Mapping[str, Any], layout: Layout, config: DataConfig
 
 def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str | None:
     """Returns the system prompt of the row, or else of the configuration."""
-    own = row.get(layout.columns["system"]) if "system" in layout.columns else None
-    if own is not None and not isinstance(own, str):
-        raise RowError(f"column {layout.columns['system']!r} holds a {type(own).__name__}, text is needed")
-    return with_own_tags(own, config) if own else config.system_prompt
+    text = row.get(layout.columns["system"]) if "system" in layout.columns else None
+    if text is not None and not isinstance(text, str):
+        raise RowError(f"column {layout.columns['system']!r} holds a {type(text).__name__}, text is needed")
+    return with_own_tags(text, config) if text else config.system_prompt
 
 
 def _last_turn(

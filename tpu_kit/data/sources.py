@@ -36,7 +36,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tpu_kit.assets import embedded
 from tpu_kit.config.fields import closest
-from tpu_kit.data.records import PLACE, PROBLEM, Record, read_records, write_records
+from tpu_kit.data.records import LOCATION, PROBLEM, Record, read_records, write_records
 from tpu_kit.hardware.host import ask_hub_once
 from tpu_kit.storage import atomic
 
@@ -73,7 +73,7 @@ _OPENING = re.compile(r"^Let's think step by step\.\s*")
 
 
 def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = False) -> Dataset:
-    """Loads the rows of a source; JSON and CSV files add the columns `records.PLACE` and `records.PROBLEM`.
+    """Loads the rows of a source; JSON and CSV files add the columns `records.LOCATION` and `records.PROBLEM`.
 
     Args:
         source: "embedded", "rationales", a path, glob or URL (`gs://...`) of .jsonl, .json, .csv, .tsv or .parquet
@@ -114,8 +114,10 @@ def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, sk
         ValueError: there are such rows, and `skip` is false or they are more than half.
     """
     bad = [number for number, problem in enumerate(problems) if problem]
-    places = rows.select(bad[:SHOWN])[PLACE][:] if PLACE in rows.column_names else [f"row {n}" for n in bad[:SHOWN]]
-    shown = tuple(f"{place}: {problems[number]}" for place, number in zip(places, bad, strict=False))
+    locations = [f"row {number}" for number in bad[:SHOWN]]
+    if LOCATION in rows.column_names:
+        locations = rows.select(bad[:SHOWN])[LOCATION][:]
+    shown = tuple(f"{location}: {problems[number]}" for location, number in zip(locations, bad, strict=False))
     most = 2 * len(bad) > len(problems)
     if not bad or (skip and not most):
         return shown
@@ -376,8 +378,8 @@ def pick_split(data: Dataset | DatasetDict, split: str) -> Dataset:
     return data
 
 
-def kept_place(data: Dataset | DatasetDict, folder: Path) -> Path:
-    """Returns the path in `folder` that `keep_rows` writes a data set to, by its content.
+def saved_rows_path(data: Dataset | DatasetDict, folder: Path) -> Path:
+    """Returns the path in `folder` that `save_rows` writes a data set to, by its content.
 
     Raises:
         ValueError: the data is not a `Dataset` or `DatasetDict`, or has no rows.
@@ -388,9 +390,9 @@ def kept_place(data: Dataset | DatasetDict, folder: Path) -> Path:
     return folder / hashlib.blake2b(" ".join(part._fingerprint for part in parts).encode(), digest_size=8).hexdigest()
 
 
-def keep_rows(data: Dataset | DatasetDict, folder: Path) -> str:
-    """Writes a data set to `kept_place`, so that other processes can load it; returns the path as their source."""
-    target = kept_place(data, folder)
+def save_rows(data: Dataset | DatasetDict, folder: Path) -> str:
+    """Writes a data set to `saved_rows_path`, so that other processes can load it; returns the path as their source."""
+    target = saved_rows_path(data, folder)
     if not target.exists():  # a run that is started again finds its rows there
         with atomic.replacing(target, shared=True) as part:
             data.save_to_disk(part)

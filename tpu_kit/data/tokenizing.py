@@ -18,19 +18,19 @@ from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents
-from tpu_kit.data.chat_encoding import Encoder, Example, Kept, ensure_chat_template, freeze_date
+from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts, ensure_chat_template, freeze_date
 from tpu_kit.data.columns import detect_layout, empty_columns, stores_arguments
-from tpu_kit.data.records import PLACE, PROBLEM
+from tpu_kit.data.records import LOCATION, PROBLEM
 from tpu_kit.data.schemas import RowError, final_answer, problem, without_none
 from tpu_kit.data.sources import check_rows, load_rows, pick_split
 
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
-_CACHE_VERSION = 9  # increase it when the code below gives other tokens for the same row
+_CACHE_VERSION = 10  # increase it when the code below gives other tokens for the same row
 _DOCUMENT = Features(
     {
         "row": Value("int64"), "input_ids": List(Value("int32")), "loss_mask": List(Value("bool")),
         "full_length": Value("int64"), "question": Value("int64"), "earlier": List(Value("int64")),
-        "kept": List(Value("int64")), "error": Value("string"),
+        "reasoning": List(Value("int64")), "error": Value("string"),
     }
 )  # fmt: skip
 
@@ -48,7 +48,7 @@ class Tokenized:
         questions: the question of the document's row, int64 (documents,); see `Conversation.questions`.
         earlier: the prompts of earlier replies in chats, int64 (prompts,).
         earlier_documents: the document of each of them, int64 (prompts,).
-        kept: the counts of `Kept`, int64 (documents, 4).
+        reasoning: the counts of `ReasoningCounts`, int64 (documents, 4).
         skipped: the number of unusable rows.
         skipped_rows: the first of them, each with its problem.
     """
@@ -61,7 +61,7 @@ class Tokenized:
     questions: np.ndarray
     earlier: np.ndarray
     earlier_documents: np.ndarray
-    kept: np.ndarray
+    reasoning: np.ndarray
     skipped: int
     skipped_rows: tuple[str, ...]
 
@@ -82,7 +82,7 @@ class Tokenized:
     def raw_rows(self, numbers: np.ndarray) -> tuple[list[dict[str, Any]], list[str], list[list[int]]]:
         """Returns `eval_rows`, `eval_prompts` and `eval_prompt_ids` of `Prepared`."""
         encoder, rows = self.encoder, []
-        names = [name for name in self.rows.column_names if name not in (PLACE, PROBLEM)]
+        names = [name for name in self.rows.column_names if name not in (LOCATION, PROBLEM)]
         for row in self.rows.select(numbers).select_columns(names):
             rows.append(without_none(row) if encoder.layout.filled else row)
         talks = [encoder.conversation(row) for row in rows]
@@ -137,14 +137,15 @@ def tokenize(
     columns = columns.filter(pc.equal(columns["error"], "")).combine_chunks()
     flat = {
         name: columns[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        for name in ("input_ids", "loss_mask", "earlier", "kept")
+        for name in ("input_ids", "loss_mask", "earlier", "reasoning")
     }
     numbers = {name: columns[name].to_numpy() for name in ("row", "full_length", "question")}
     lengths, earlier = (pc.list_value_length(columns[name]).to_numpy() for name in ("input_ids", "earlier"))
     documents = Documents(flat["input_ids"], flat["loss_mask"], lengths.astype(np.int64), numbers["row"])
     tokens = Tokenized(
         source, rows, encoder, documents, numbers["full_length"], numbers["question"], flat["earlier"],
-        np.repeat(np.arange(len(documents)), earlier), flat["kept"].reshape(-1, len(Kept._fields)), len(bad), shown,
+        np.repeat(np.arange(len(documents)), earlier), flat["reasoning"].reshape(-1, len(ReasoningCounts._fields)),
+        len(bad), shown,
     )  # fmt: skip
     _check_ids(tokens, vocab_size)
     return tokens
@@ -163,7 +164,7 @@ def _check_ids(tokens: Tokenized, vocab_size: int | None) -> None:
 
 def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> Encoder:
     """Finds the columns of rows, and sets the chat template that they need in the tokenizer."""
-    columns = [column for column in rows.column_names if column not in (PLACE, PROBLEM)]
+    columns = [column for column in rows.column_names if column not in (LOCATION, PROBLEM)]
     try:
         layout = detect_layout(columns, config, empty_columns(rows.select_columns(columns)))
     except ValueError as error:
@@ -208,7 +209,7 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> list[dict[str, An
         cut = Example(ids[:end], mask[:end])
         entries.append(
             {"input_ids": cut.input_ids, "loss_mask": cut.loss_mask, "full_length": len(ids), "question": question,
-             "earlier": earlier, "kept": encoder.kept(document, cut)}
+             "earlier": earlier, "reasoning": encoder.count_reasoning(document, cut)}
         )  # fmt: skip
     return entries
 

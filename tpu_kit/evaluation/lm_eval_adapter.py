@@ -113,10 +113,10 @@ class Requests:
                 rows.append(row)
                 owners.append(number)
                 lengths.append(new)
-        found = [0.0] * len(requests)
+        totals = [0.0] * len(requests)
         for owner, length, rating in zip(owners, lengths, self._answer([], rows).ratings, strict=True):
-            found[owner] += sum(rating.logprobs[-length:])
-        return found
+            totals[owner] += sum(rating.logprobs[-length:])
+        return totals
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Renders a chat as text."""

@@ -91,13 +91,12 @@ def imported(name: str) -> Callable[..., Any]:
     """
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        target: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"it cannot be imported ({error}); name a function as module:function") from error
-    if not callable(found):
-        raise ValueError(f"it is a {type(found).__name__}, not a function")
-    there: Callable[..., Any] = found
-    return there
+    if not callable(target):
+        raise ValueError(f"it is a {type(target).__name__}, not a function")
+    return target
 
 
 def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str | Verifier = "auto") -> Verdict:
@@ -109,27 +108,27 @@ def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str |
         config: the data section.
         verifier: of `verifier_named`.
     """
-    said = text.rpartition(config.think_close)[2]
+    answer = text.rpartition(config.think_close)[2]
     expected = "" if row.get("answer") is None else str(row["answer"]).strip()
     try:
         if not callable(verifier) and not expected:
             return Verdict(None)
-        if config.think_open in said:
+        if config.think_open in answer:
             return Verdict(False)
         if callable(verifier):
-            found = verifier(row, said.strip())
+            score = verifier(row, answer.strip())
         elif verifier.startswith("regex:"):
-            found = _matches(verifier.removeprefix("regex:"), expected, said)
+            score = _matches(verifier.removeprefix("regex:"), expected, answer)
         else:
-            found = _RULES[verifier](row, said)
-        if found is not None and not isinstance(found, (bool, int, float)):
-            raise TypeError(f"it returned {found!r}; return True, False, a number up to 1, or None")
-        return Verdict(None if found is None else float(found) == 1.0)
+            score = _RULES[verifier](row, answer)
+        if score is not None and not isinstance(score, (bool, int, float)):
+            raise TypeError(f"it returned {score!r}; return True, False, a number up to 1, or None")
+        return Verdict(None if score is None else float(score) == 1.0)
     except Exception as error:  # a user's function may raise anything; the other rows are still judged
         return Verdict(None, f"{type(error).__name__}: {error}".strip())
 
 
-def _same(expected: str, given: str) -> bool:
+def _same(expected: str, statement: str) -> bool:
     """Compares two statements by the kind of the expected one.
 
     A number is compared with the last number of the statement, whatever its unit; the letter of a choice with the
@@ -138,55 +137,57 @@ def _same(expected: str, given: str) -> bool:
     emphasis and closing punctuation.
     """
     for same in (_same_number, _same_letter, _same_expression):
-        if (result := same(expected, given)) is not None:
+        if (result := same(expected, statement)) is not None:
             return result
-    whole = _words(given)
+    whole = _words(statement)
     parts = (whole, re.split(r"[,.;:]\s", whole, maxsplit=1)[0])
     texts = (*parts, *(_LAST_IS.sub("", part) for part in parts))
     return _words(expected).replace(" ", "") in {text.replace(" ", "") for text in texts}
 
 
-def _same_number(expected: str, given: str) -> bool | None:
+def _same_number(expected: str, statement: str) -> bool | None:
     """Compares numbers and the signs of their units; None if the expected text is no number."""
-    expected, plain = _plain(expected), _plain(given)
+    expected, plain = _plain(expected), _plain(statement)
     if not _NUMBER.fullmatch(expected.strip(f"{_UNITS}°. ")):
         return None
-    last_line = given.rpartition("\n")[2]
+    last_line = statement.rpartition("\n")[2]
     if _LATEX.search(_plain(last_line)):
         return bool(_same_expression(expected, last_line, required=True))
     units = [set(_UNITS) & set(text) for text in (expected, plain)]
     return _number(expected) == _number(plain) and (not all(units) or units[0] == units[1])
 
 
-def _same_letter(expected: str, given: str) -> bool | None:
+def _same_letter(expected: str, statement: str) -> bool | None:
     """Compares letters of a choice; None if the expected text is none. A text that names two letters is wrong."""
-    wanted, given = _LETTER.fullmatch(_plain(expected)), _plain(given)
+    wanted, statement = _LETTER.fullmatch(_plain(expected)), _plain(statement)
     if wanted is None:
         return None
-    if alone := re.fullmatch(r"\(?([A-Za-z])[.):]*", given) or re.match(r"\(?([A-Za-z])[.):]+\s", given):
+    if alone := re.fullmatch(r"\(?([A-Za-z])[.):]*", statement) or re.match(r"\(?([A-Za-z])[.):]+\s", statement):
         return alone[1].upper() == wanted[1]
-    return {letter.strip("().: ") for letter in _CHOSEN.findall(given)} == {wanted[1]}
+    return {letter.strip("().: ") for letter in _CHOSEN.findall(statement)} == {wanted[1]}
 
 
-def _same_expression(expected: str, given: str, required: bool = False) -> bool | None:
+def _same_expression(expected: str, statement: str, required: bool = False) -> bool | None:
     """Compares with math-verify, whose time limits are signals of the main thread; None if nothing is LaTeX."""
     if not required and not _LATEX.search(_plain(expected)):
         return None
     import math_verify
 
     seconds = _MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
-    given = given if "$" in given or r"\(" in given else rf"\boxed{{{given}}}"
-    wanted, found = (math_verify.parse(text, parsing_timeout=seconds) for text in (rf"\boxed{{{expected}}}", given))
+    statement = statement if "$" in statement or r"\(" in statement else rf"\boxed{{{statement}}}"
+    wanted, parsed = (
+        math_verify.parse(text, parsing_timeout=seconds) for text in (rf"\boxed{{{expected}}}", statement)
+    )
     if not wanted:
         raise ValueError(f"the row's answer {expected[:60]!r} cannot be read by math-verify")
-    return bool(math_verify.verify(wanted, found, timeout_seconds=seconds))
+    return bool(math_verify.verify(wanted, parsed, timeout_seconds=seconds))
 
 
 def _rule(same: Callable[[str, str], bool | None], kind: str) -> Verifier:
     """Makes the verifier of one kind of answers out of its comparison."""
 
-    def verifier(row: Mapping[str, Any], said: str) -> bool:
-        result = same(_statement(str(row["answer"])), _statement(said))
+    def verifier(row: Mapping[str, Any], answer: str) -> bool:
+        result = same(_statement(str(row["answer"])), _statement(answer))
         if result is None:
             raise ValueError(f"the row's answer {str(row['answer'])[:60]!r} is no {kind}")
         return result
@@ -194,7 +195,7 @@ def _rule(same: Callable[[str, str], bool | None], kind: str) -> Verifier:
     return verifier
 
 
-def _reasoning_gym(row: Mapping[str, Any], said: str) -> float:
+def _reasoning_gym(row: Mapping[str, Any], answer: str) -> float:
     """Scores the final part alone: the package gives partial credit for an answer within other words."""
     import reasoning_gym
 
@@ -203,12 +204,12 @@ def _reasoning_gym(row: Mapping[str, Any], said: str) -> float:
     if "source_dataset" not in metadata:
         raise ValueError("the row has no metadata.source_dataset, which names its data set in reasoning-gym")
     score = reasoning_gym.get_score_answer_fn(metadata["source_dataset"])
-    return float(score(answer=_statement(said), entry={**row, "metadata": metadata}))
+    return float(score(answer=_statement(answer), entry={**row, "metadata": metadata}))
 
 
 _RULES: Mapping[str, Verifier] = {
-    "auto": lambda row, said: _same(_statement(str(row["answer"])), _statement(said)),
-    "exact": lambda row, said: said.strip() == str(row["answer"]).strip(),
+    "auto": lambda row, answer: _same(_statement(str(row["answer"])), _statement(answer)),
+    "exact": lambda row, answer: answer.strip() == str(row["answer"]).strip(),
     "numeric": _rule(_same_number, "number"),
     "choice": _rule(_same_letter, "letter of a choice"),
     "math": _rule(partial(_same_expression, required=True), "expression"),
@@ -216,12 +217,12 @@ _RULES: Mapping[str, Verifier] = {
 }
 
 
-def _matches(pattern: str, expected: str, said: str) -> bool:
-    found = list(re.finditer(pattern, said))
-    if not found:
+def _matches(pattern: str, expected: str, answer: str) -> bool:
+    matches = list(re.finditer(pattern, answer))
+    if not matches:
         return False
-    given = (found[-1][1] if found[-1].re.groups else found[-1][0]) or ""
-    return _same(_statement(expected), given)
+    statement = (matches[-1][1] if matches[-1].re.groups else matches[-1][0]) or ""
+    return _same(_statement(expected), statement)
 
 
 def _statement(text: str) -> str:
@@ -267,6 +268,6 @@ def _words(text: str) -> str:
 def well_formed(text: str, config: DataConfig) -> bool:
     """Returns whether a reply is one block of reasoning in its tags, not empty, and then an answer."""
     before, opened, rest = text.strip().partition(config.think_open)
-    reasoning, closed, said = rest.partition(config.think_close)
-    once = config.think_open not in rest and config.think_close not in said
-    return bool(opened and closed and once and not before and reasoning.strip() and said.strip())
+    reasoning, closed, answer = rest.partition(config.think_close)
+    once = config.think_open not in rest and config.think_close not in answer
+    return bool(opened and closed and once and not before and reasoning.strip() and answer.strip())

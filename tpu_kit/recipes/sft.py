@@ -24,7 +24,7 @@ from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic, plain
 from tpu_kit.data.batching import batch_line, updates
 from tpu_kit.data.prepare import Prepared, prepare, prepare_once
-from tpu_kit.data.sources import SYNTHETIC, keep_rows, kept_place
+from tpu_kit.data.sources import SYNTHETIC, save_rows, saved_rows_path
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import ONE, Hosts, find_hosts, keep_log
 from tpu_kit.distributed.launch import launch
@@ -172,10 +172,10 @@ def _train(
         if not config.remote:
             meeting.check_shared(folder)
     if dataset is not None:
-        config = replace(config, data=replace(config.data, source=str(kept_place(dataset, folder / "data"))))
+        config = replace(config, data=replace(config.data, source=str(saved_rows_path(dataset, folder / "data"))))
     refuse_early(config, hosts)
     if dataset is not None:
-        keep_rows(dataset, folder / "data")
+        save_rows(dataset, folder / "data")
     prepared, outlook = check_run(config, exact, hosts)
     config = outlook.config
     if meeting is not None:

@@ -21,7 +21,7 @@ import torch
 from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.checkpointing.manifest import Checkpoint
 from tpu_kit.config.loader import BatchPlan, TrainConfig
-from tpu_kit.data.batching import Update, deal, eval_batches, learning_rate, prefetch, rows_of, updates
+from tpu_kit.data.batching import Update, eval_batches, learning_rate, prefetch, rows_of, shard_rows, updates
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.mesh import current_mesh
 from tpu_kit.distributed.preemption import PreemptionGuard
@@ -217,7 +217,7 @@ class Trainer:
         rows = self.prepared.train
         for update in islice(self._updates(), self.step, None):
             taken = rows_of(update, len(rows), self.config.data)
-            mine = deal(taken, update, self.plan, self.rt.data_shards)
+            mine = shard_rows(taken, update, self.plan, self.rt.data_shards)
             yield update, int(rows.row_tokens[taken].sum()), [rows.tensors(part) for part in mine]
 
     # ----------------------------------------------------------------------------------------------------------- logs
