@@ -6,7 +6,9 @@ import datetime
 import functools
 import json
 import multiprocessing
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -62,15 +64,31 @@ def test_what_is_read_is_what_was_prepared(tmp_path: Path, eval_rows: int) -> No
 
 
 @dataclass
-class Host:
-    """The runtime of one replica alone on its host; its first barrier waits until `then` is done."""
+class Replica:
+    """The runtime of a replica."""
 
-    then: Callable[[], Any]
-    local_rank: int = 0
+    local_rank: int
+    barrier: Callable[[], Any]
 
-    def barrier(self) -> None:
-        then, self.then = self.then, lambda: None
-        then()
+
+def test_the_first_replica_of_a_host_prepares_and_all_read_the_same(cache: Path) -> None:
+    config = DataConfig(max_length=64, eval_rows=2)
+    rows = Dataset.from_list([{"question": f"{i}?", "answer": i} for i in range(9)])
+    barrier, prepared_by, tokenizers = threading.Barrier(2), [], [tiny_tokenizer(), tiny_tokenizer(None)]
+
+    def replica(rank: int) -> Prepared:
+        def make() -> Prepared:
+            prepared_by.append(rank)
+            return prepare(config, tokenizers[rank], dataset=rows)
+
+        return prepare_once(config, cast(Any, Replica(rank, barrier.wait)), tokenizers[rank], make)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(replica, (0, 1))
+    assert prepared_by == [0] and tokenizers[1].chat_template == tokenizers[0].chat_template
+    assert first.fingerprint == second.fingerprint and first.report == second.report
+    assert first.eval_prompts == second.eval_prompts and not second.train.documents.input_ids.flags.writeable
+    assert list((cache / "tpu_kit" / "prepared").iterdir()) == []  # nothing is left on the disk
 
 
 def test_hosts_may_share_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +98,8 @@ def test_hosts_may_share_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch)
     def prepared(host: str, then: Callable[[], Any]) -> Prepared:
         rows = Dataset.from_list([{"question": f"{i}?", "answer": host} for i in range(9)])
         monkeypatch.setattr(multiprocessing.current_process(), "authkey", host.encode(), raising=False)
-        make = functools.partial(prepare, config, tokenizer, dataset=rows)
-        return prepare_once(config, cast(Any, Host(then)), tokenizer, make)
+        make, barriers = functools.partial(prepare, config, tokenizer, dataset=rows), iter([then, lambda: None])
+        return prepare_once(config, cast(Any, Replica(0, lambda: next(barriers)())), tokenizer, make)
 
     others: list[Prepared] = []
     first = prepared("one", lambda: others.append(prepared("two", lambda: None)))
@@ -89,8 +107,8 @@ def test_hosts_may_share_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert list((cache / "tpu_kit" / "prepared").iterdir()) == []  # nothing is left on the disk
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_one_process_of_each_host_tokenises_and_all_have_the_same(tmp_path: Path, cache: Path, count: int) -> None:
+@pytest.mark.slow
+def test_one_process_of_each_host_tokenises_and_all_have_the_same(tmp_path: Path, cache: Path) -> None:
     """Two hosts share the folder of the run and the cache."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in cot_rows("train", 40)))
     config = load_config(
@@ -99,18 +117,15 @@ def test_one_process_of_each_host_tokenises_and_all_have_the_same(tmp_path: Path
          "device_type": "cpu", "num_replicas": 2, "max_length": 128, "base_dtype": "fp32"},
     )  # fmt: skip
     config.output_path.mkdir()
-    if count == 1:
-        launch(training_functions.prepared_data, config)
-    else:
 
-        def part(meeting: Meeting) -> None:
-            meeting.agree({})
-            launch(training_functions.prepared_data, config, meeting=meeting)
+    def part(meeting: Meeting) -> None:
+        meeting.agree({})
+        launch(training_functions.prepared_data, config, meeting=meeting)
 
-        address = f"127.0.0.1:{free_port()}"
-        assert together([Hosts(index, ("a", "b"), address) for index in (0, 1)], part, part) == [None, None]
-    read = [(tmp_path / "run" / f"rank-{rank}.json").read_text() for rank in range(2 * count)]
+    address = f"127.0.0.1:{free_port()}"
+    assert together([Hosts(index, ("a", "b"), address) for index in (0, 1)], part, part) == [None, None]
+    read = [(tmp_path / "run" / f"rank-{rank}.json").read_text() for rank in range(4)]
     notes: list[dict[str, Any]] = list(map(json.loads, read))
-    assert [note.pop("calls") for note in notes] == [[0], [], [2], []][: 2 * count]
+    assert [note.pop("calls") for note in notes] == [[0], [], [2], []]
     assert all(note == notes[0] for note in notes) and notes[0]["mapped"] and len(notes[0]["eval"]) == 4
     assert list((cache / "tpu_kit" / "prepared").iterdir()) == []  # nothing is left on the disk

@@ -332,7 +332,7 @@ def rows_of(update: Update, dataset_rows: int, data: DataConfig) -> np.ndarray:
     return order[update.first_row : update.first_row + update.rows]
 
 
-def deal(rows: np.ndarray, update: Update, plan: BatchPlan, shards: Sequence[int]) -> np.ndarray:
+def shard_rows(rows: np.ndarray, update: Update, plan: BatchPlan, shards: Sequence[int]) -> np.ndarray:
     """Returns the rows of these shards: (passes, rows of a batch) int64."""
     return rows.reshape(update.passes, plan.num_replicas, plan.batch_size)[:, shards].reshape(update.passes, -1)
 
