@@ -306,15 +306,6 @@ def test_skipped_rows_of_files_keep_the_numbers_of_the_file(tmp_path: Path) -> N
     assert sliced.report.skipped_rows == ("rows.jsonl, line 5: column 'answer' is empty",)
 
 
-def test_mixed_types_in_a_file_name_the_row(tmp_path: Path) -> None:
-    path = tmp_path / "mixed.jsonl"
-    path.write_text('{"question": "q", "answer": "a"}\n{"question": "p", "answer": ["a"]}\n')
-    with pytest.raises(
-        ValueError, match=r"mixed.jsonl: 1 of 2 rows cannot be used: mixed.jsonl, line 2: column 'answer' holds a list"
-    ):
-        prepare(DataConfig(source=str(path), eval_rows=0), tiny_tokenizer())
-
-
 def test_model_and_tokenizer_must_fit() -> None:
     with pytest.raises(
         ValueError, match=r"data.max_length=256 is longer than the 128 positions of the model; set it to 128"
@@ -363,16 +354,11 @@ GOOD = '{"question": "What is 2 + 3?", "answer": "5"}\n'
     ("rows", "settings", "text"),
     [
         ('{"a": 1}\n', {}, r"missing columns: they fit no format; the data has a\. Name them"),
-        (GOOD + '{"question": "", "answer": "5"}\n', {}, r"1 of 2 rows .*: rows.jsonl, line 2: column 'question'"),
-        (GOOD + '{"question": "q", "answer": null}\n', {}, r"line 2: column 'answer' is empty"),
-        ('{"prompt": "p", "completion": " "}\n', {}, r"the data has prompt, completion \(completion without values\)"),
-        ('{"prompt": "p", "completion": "c"}\n{"prompt": "q", "completion": " "}\n', {}, r"2: column 'completion'"),
         (GOOD + '{"question": "q", "answer": ["5"]}\n', {}, r"line 2: column 'answer' holds a list, text is needed"),
         (GOOD + "{bad}\n", {}, r"rows.jsonl, line 2, column 2: not valid JSON"),
         (GOOD, {"max_length": 8}, r"no loss tokens left: data.max_length=8 is too short for all 1 rows"),
         (GOOD, {"max_length": 1 << 20}, r"data.max_length=1048576 is longer than the \d+ positions of the model"),
         (GOOD, {"batch_size": 2}, r"data set smaller than one global batch: it has 1 rows after packing"),
-        ("", {}, r"rows.jsonl: the file is empty"),
     ],
 )  # fmt: skip
 def test_bad_input_reaches_who_calls_train(

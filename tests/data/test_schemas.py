@@ -196,11 +196,3 @@ def test_answers_that_are_numbers(value: Any, text: str) -> None:
 )
 def test_questions_are_compared_by_what_they_say(one: str, other: str, same: bool) -> None:
     assert (normalised(one) == normalised(other)) is same
-
-
-def test_a_question_is_the_same_in_every_format() -> None:
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    rows: list[dict[str, Any]] = [
-        {"messages": chat}, {"question": "q", "answer": "a"}, {"prompt": "q", "completion": "a"}
-    ]  # fmt: skip
-    assert len({question for row in rows for question in read(row).questions}) == 1
