@@ -3,10 +3,9 @@
 Every batch is `(batch, length)` whatever the data: XLA compiles one program for each shape. Segment ids separate the
 documents of a row, and the positions of each document start at 0, so no document attends to another.
 
-Rows are packed once for all replicas. Update `u` of an epoch takes rows `u * G` to `(u + 1) * G` of a permutation that
-depends on seed and epoch alone, where G is the global batch size; replicas and accumulation only divide these rows.
-Everything is a function of the configuration, the number of packed rows and the step. A resumed run therefore needs
-nothing but its step, and may use another number of replicas.
+Update `u` of an epoch takes rows `u * G` to `(u + 1) * G` of a permutation that depends on seed and epoch alone, where
+G is the global batch size; replicas and accumulation only divide these rows. A resumed run therefore needs nothing but
+its step, and may use another number of replicas.
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndar
     """Assigns documents to rows so that few token slots stay empty.
 
     Each row starts with the longest document left and adds the documents that fill the row best: a subset sum over
-    the histogram of lengths, as in the minimum bin slack heuristic of Gupta and Ho (1999). Each combination is repeated
-    while there are documents for it, so the time depends on the number of different lengths. Best-fit decreasing, as in
-    TRL's `pack_dataset`, leaves a gap in every row when the lengths are similar.
+    the histogram of lengths, as in the minimum bin slack heuristic of Gupta and Ho (1999). The time depends on the
+    number of different lengths.
 
     Args:
         lengths: tokens of each document, 1 to `row_length`.

@@ -238,7 +238,7 @@ class Encoder:
         return any(isinstance(turn, dict) and learns(turn) and in_message(turn, self.config) for turn in messages)
 
     def prompt(self, talk: Conversation) -> str:
-        """Returns the prompt of the last assistant turn: all text before it."""
+        """Returns the text before the last assistant turn."""
         if isinstance(talk.messages, str):
             return talk.messages[: talk.first]
         last = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant")

@@ -25,7 +25,7 @@ UNKNOWN = (
     f"The training data of the adapter are unknown (no run's {QUESTIONS} lies beside it): it may have been trained on "
     "these rows."
 )
-"""What an evaluation of such an adapter says."""
+"""The warning of an evaluation of such an adapter."""
 
 
 class Questions(NamedTuple):

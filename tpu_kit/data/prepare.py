@@ -1,7 +1,7 @@
 """Prepares the data of a run: loads rows, splits off held-out rows, tokenises, checks, packs and reports.
 
-The result of `prepare` depends on its arguments alone, and a checkpoint keeps its `fingerprint`. `prepare_once` runs it
-in one process of a host. The other replicas memory-map the arrays that it writes, so the host holds them once.
+The result of `prepare` depends on its arguments alone, and a checkpoint stores its `fingerprint`. Replicas memory-map
+the arrays that one process of their host writes, so the host holds them once.
 """
 
 from __future__ import annotations
@@ -301,10 +301,9 @@ def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: int) -> tuple[PackedD
 
 
 def prepare_once(config: DataConfig, rt: Runtime, tokenizer: Any, make: Callable[[], Prepared]) -> Prepared:
-    """Prepares the data in one replica of each host, and reads it in all replicas.
+    """Prepares the data with `make` in one replica of each host, and reads it in all replicas of the host.
 
-    Where `local_rank` is 0, `make` prepares the data; an error of it ends the launch. The tokenizer of each replica
-    gets the chat template of the prepared data.
+    The tokenizer of each replica gets the chat template of the prepared data.
     """
     # A launch's processes on one host have one random key. Hosts and launches may share the cache, but not the folder.
     name = hashlib.blake2b(multiprocessing.current_process().authkey, digest_size=16).hexdigest()
@@ -320,10 +319,7 @@ def prepare_once(config: DataConfig, rt: Runtime, tokenizer: Any, make: Callable
 
 
 def write_prepared(prepared: Prepared, folder: Path) -> None:
-    """Writes the result of `prepare` for other processes of this launch, each array as a file of its own.
-
-    The complete folder replaces an earlier one.
-    """
+    """Replaces a folder by the result of `prepare` for other processes of this launch, with a file for each array."""
     encoder, buffers = prepared.encoder, list[pickle.PickleBuffer]()
     state = (replace(prepared, encoder=None), encoder and (encoder.layout, encoder.tokenizer.chat_template))
     pickled = pickle.dumps(state, protocol=5, buffer_callback=buffers.append)
