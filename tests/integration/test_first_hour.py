@@ -175,7 +175,7 @@ MISTAKES: dict[str, tuple[Mapping[str, str | bytes], list[str], str]] = {
     ),
     "an empty answer": (
         {"gap.jsonl": lines(*ROWS, {"question": "And?", "answer": ""})}, ["source=gap.jsonl"],
-        "column 'answer' is empty (gap.jsonl, line 61). Correct or delete them, or skip them with data.on_bad_row=skip",
+        "gap.jsonl, line 61: column 'answer' is empty. Correct or delete them, or skip them with data.on_bad_row=skip",
     ),
     "a line that is no JSON": (
         {"bad.jsonl": lines(*ROWS) + "{'question': 1}\n"}, ["source=bad.jsonl"],

@@ -63,6 +63,7 @@ SHOWN = 5
 """Bad rows that an error names."""
 
 _KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+_FILL = f"put files of rows into it ({', '.join(_KINDS)})"
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _VERSION = 3  # increase it when records.py reads other rows from the same file
@@ -184,8 +185,7 @@ def _files_of_folder(source: str, split: str) -> _Files | None:
     try:
         splits = load_dataset_builder(source).config.data_files or {}
     except Exception as error:
-        advice = f"put files of rows into it ({', '.join(_KINDS)})"
-        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}; {advice}") from error
+        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}; {_FILL}") from error
     name = split.partition("[")[0]
     if name not in splits:
         raise ValueError(f"data source {source}: there is no split {name!r}; the folder has {', '.join(splits)}")
@@ -242,11 +242,11 @@ def _from_hub(source: str, split: str) -> Dataset:
     try:
         return load_dataset(name, subset or None, split=split)
     except Exception as error:
-        problem = "there is no such file or folder, and the hub gave no such data set"
-        problem = "the folder cannot be read" if Path(source).is_dir() else problem
+        if Path(source).is_dir():
+            raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}; {_FILL}") from error
         raise ValueError(
-            f"data source {source}, split {split}: {problem}: {type(error).__name__}: {error}; check the spelling and "
-            "the network"
+            f"data source {source}, split {split}: there is no such file or folder, and the hub gave no such data set: "
+            f"{type(error).__name__}: {error}; check the spelling and the network"
         ) from error
 
 
