@@ -45,9 +45,10 @@ def write_services(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `make notebooks` has run, with fewer replicas, updates and rows, and a tracker that writes files.
+    """Where `make notebooks` has run, with one replica, few updates and rows, and a tracker that writes files.
 
-    Notebook 6 takes the export of notebook 5 as its teacher.
+    Notebook 2 checks the plain CPU, as tests/diagnostics checks XLA. Notebook 6 takes the export of notebook 5 as its
+    teacher.
     """
     if Machine().version("torch_xla") is None:
         pytest.skip("torch_xla is not installed")
@@ -56,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{services}", "HOME": str(folder / "home")}
     few = [f"max_steps={STEPS}", "logging_steps=1", "warmup_steps=1", "eval_rows=4", "generate_rows=2"]
     few += ["generate_tokens=8", "thoughts_per_step=2", "teacher=runs/notebook-4/export/merged", "kit_source=git"]
-    arguments = ["num_replicas=2", "wandb=offline", "out=done", *few]
+    arguments = ["num_replicas=1", "device_type=cpu", "wandb=offline", "out=done", *few]
     done = run_python(
         ["-m", "tpu_kit", "notebooks", *map(str, NOTEBOOKS), *arguments],
         env={**environment, **CANARIES["environment"]}, cwd=folder, timeout=1700,
@@ -97,11 +98,9 @@ def test_install_finds_all_right_and_does_nothing(folder: Path) -> None:
 
 def test_verify_ends_in_ready(folder: Path) -> None:
     text = shown(outputs_of(folder, "2-"))
-    rows = ["All-reduce", "Host memory", "Matmul speed", "Splash kernel", "Step, scanned", "Tokens"]
-    for row in (*rows, "Training", "Checkpoint", "Resume", "Generation"):
+    for row in ("Host memory", "Step, scanned", "Training", "Checkpoint", "Resume", "Generation"):
         assert f"✓ {row} " in text, row
     assert "went on from step 4 to 8" in text and "Ready." in text
-    assert re.search(r"^core +all-reduce +TFLOP/s\n0 +3 .*\n1 +3 ", text, flags=re.MULTILINE)
 
 
 def test_plan_shows_what_fits_and_what_to_do(folder: Path) -> None:
