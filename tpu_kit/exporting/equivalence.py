@@ -22,7 +22,7 @@ from tpu_kit.config.loader import ModelConfig
 from tpu_kit.distributed.child_process import run_child
 from tpu_kit.exporting.streaming import stream
 
-KEPT = 32  # last positions of a prompt, whose logits are compared
+POSITIONS = 32  # last positions of a prompt, whose logits are compared
 NEW, LIKELIEST = 16, 10  # tokens that llama.cpp adds to a prompt, and the likeliest tokens that it reports for each
 _SECONDS = 3600
 
@@ -84,25 +84,27 @@ class Check:
         )
 
 
-def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]], kept: int = KEPT) -> list[torch.Tensor]:
-    """Returns the logits of the last positions of each prompt, (up to `kept`, V) fp32; the model runs on the CPU."""
+def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]], positions: int = POSITIONS) -> list[torch.Tensor]:
+    """Returns the logits of the last positions of each prompt, (up to `positions`, V) fp32, of a model on the CPU."""
     with torch.no_grad():
         return [
-            model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0, -kept:].float() for ids in prompts
+            model(input_ids=torch.tensor([[*ids]]), use_cache=False).logits[0, -positions:].float() for ids in prompts
         ]
 
 
-def compare(tuned: Sequence[torch.Tensor], found: Sequence[torch.Tensor], effect: float, stored: str, by: str) -> Check:
+def compare(
+    tuned: Sequence[torch.Tensor], exported: Sequence[torch.Tensor], effect: float, stored: str, by: str
+) -> Check:
     """Compares logits of an export with those of the tuned model.
 
     Args:
         tuned: of each prompt, (positions, V).
-        found: logits of the export, of the same shapes.
+        exported: logits of the export, of the same shapes.
         effect: `mean_difference` between tuned and base.
         stored: the type of the export's weights, a key of `LIMITS`.
         by: the program that read the export.
     """
-    here, there = torch.cat(list(tuned)), torch.cat(list(found))
+    here, there = torch.cat(list(tuned)), torch.cat(list(exported))
     same = here.argmax(1) == there.argmax(1)
     return _check(by, "logits", (here - there).abs(), same, here.std(dim=1), effect, stored)
 
@@ -123,8 +125,8 @@ def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] 
     Raises:
         ValueError: it cannot be read; the text ends with the error of transformers.
     """
-    found: list[torch.Tensor] = _in_child({"folder": str(folder.absolute()), "base": base, "prompts": [*prompts]})
-    return found
+    result: list[torch.Tensor] = _in_child({"folder": str(folder.absolute()), "base": base, "prompts": [*prompts]})
+    return result
 
 
 Answer = list[tuple[int, dict[int, float]]]

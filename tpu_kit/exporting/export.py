@@ -283,28 +283,28 @@ def _results(config: TrainConfig, run_dir: Path) -> str:
     """Returns a table of base and tuned model, and the figures of the run's metrics."""
     lines, records = [], read_metrics(run_dir)
     if (path := run_dir / "eval.json").is_file():
-        found = json.loads(path.read_text())
+        report = json.loads(path.read_text())
         lines += ["| on held-out rows | base | tuned |", "|---|---|---|"]
-        base, tuned = found["base"], found["tuned"]
+        base, tuned = report["base"], report["tuned"]
         shares = [Accuracy.of(one["accuracy"]["correct"], one["accuracy"]["total"]) for one in (base, tuned)]
         lines.append(f"| correct (95 % interval) | {shares[0]} | {shares[1]} |")
         lines.append(f"| well-formed reasoning | {base['format_adherence']:.1%} | {tuned['format_adherence']:.1%} |")
         lines.append(f"| tokens per answer | {base['mean_tokens']:.1f} | {tuned['mean_tokens']:.1f} |")
         if base.get("perplexity") and tuned.get("perplexity"):
             lines.append(f"| perplexity | {base['perplexity']:.4g} | {tuned['perplexity']:.4g} |")
-        lines += ["", f"{found['gained']} rows only the tuned model answers correctly, {found['lost']} only the base "
-                  f"(p = {found['p_value']:.2g}, McNemar's exact test).", ""]  # fmt: skip
-        lines += [] if found["training_data_known"] else [UNKNOWN, ""]
+        lines += ["", f"{report['gained']} rows only the tuned model answers correctly, {report['lost']} only the base "
+                  f"(p = {report['p_value']:.2g}, McNemar's exact test).", ""]  # fmt: skip
+        lines += [] if report["training_data_known"] else [UNKNOWN, ""]
     if trained := [record for record in records if record["kind"] == "train"]:
         last = trained[-1]
         lines += [f"- updates: {last['step']:,}", f"- learning rate at its peak: {config.optim.learning_rate:g}"]
         lines += [f"- tokens trained on: {last['tokens']:,}", f"- passes over the data: {last['epoch']:.3g}"]
         lines += [f"- training loss: {last['loss']:.5g}"] if last["loss"] is not None else []
     newest = [record for record in records if record["kind"] == "eval"][-1:]
-    kept = best_evaluation(records if config.optim.eval_steps is not None else newest)  # as `trainer.Trainer.weights`
-    if kept is not None:
-        lines.append(f"- held-out loss: {kept['loss']:.5g} (of these weights, after update {kept['step']:,})")
-        lines += [f"- held-out accuracy: {kept['accuracy']:.1%}"] if kept["accuracy"] is not None else []
+    best = best_evaluation(records if config.optim.eval_steps is not None else newest)  # as `trainer.Trainer.weights`
+    if best is not None:
+        lines.append(f"- held-out loss: {best['loss']:.5g} (of these weights, after update {best['step']:,})")
+        lines += [f"- held-out accuracy: {best['accuracy']:.1%}"] if best["accuracy"] is not None else []
     return "\n".join(lines) or "The run has none: set tracking.generate_rows to have held-out rows answered."
 
 

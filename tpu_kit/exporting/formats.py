@@ -108,8 +108,8 @@ def adapter(work: Work) -> Parts:
     base = {"revision": model.revision, "gguf_file": model.gguf_file} | {
         "pretrained_model_name_or_path": str(model_dir()) if model.name == "embedded" else model.name
     }
-    logits_ = reload(work.part, work.whole, {option: value for option, value in base.items() if value})
-    check = _accept(compare(work.tuned, logits_, work.effect, "fp32", "PEFT, on the base"))
+    exported = reload(work.part, work.whole, {option: value for option, value in base.items() if value})
+    check = _accept(compare(work.tuned, exported, work.effect, "fp32", "PEFT, on the base"))
     unnamed = f"the base model {Path(model.name).name} has no name on the hub: give base=owner/name to share this"
     notes = [] if work.base_id else [unnamed]
     use = (
@@ -145,8 +145,8 @@ def merged(work: Work, format: str) -> Parts:
     """Writes a folder for transformers, or for vLLM with the command that serves it."""
     checks = [_merge(work)]
     _save(work, work.part, getattr(torch, DTYPES[work.dtype]))
-    found = reload(work.part, work.whole)
-    checks.append(_accept(compare(work.tuned, found, work.effect, work.dtype, f"transformers, from {work.dtype}")))
+    exported = reload(work.part, work.whole)
+    checks.append(_accept(compare(work.tuned, exported, work.effect, work.dtype, f"transformers, from {work.dtype}")))
     if format == "merged":
         use = (
             "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -168,10 +168,10 @@ def gguf_model(work: Work, outtype: str, tools: Path) -> Parts:
     convert_model(scratch, target, outtype, tools)
     shutil.rmtree(scratch)
     _write_modelfile(work, target.name)
-    found, notes = _in_llama_cpp(work, target, outtype)
+    more, notes = _in_llama_cpp(work, target, outtype)
     notes.append("Ollama was not run: it uses its own template that is nearest to the file's chat template")
     use = f"```sh\nllama-server -m {target.name} --jinja\nollama create {work.config.run_name} -f Modelfile\n```"
-    return f"merged weights as GGUF ({outtype})", checks + found, notes, use
+    return f"merged weights as GGUF ({outtype})", checks + more, notes, use
 
 
 def gguf_adapter(work: Work, tools: Path) -> Parts:
@@ -186,12 +186,12 @@ def gguf_adapter(work: Work, tools: Path) -> Parts:
     plain = scratch / "base.gguf"
     if _has_llama_cpp():
         convert_model(scratch, plain, "f16", tools)
-    found, notes = _in_llama_cpp(work, plain, "f16", target)
+    more, notes = _in_llama_cpp(work, plain, "f16", target)
     shutil.rmtree(scratch)
     _write_modelfile(work, "base.gguf", target.name)
     notes.append("the Modelfile expects the base model's own GGUF file beside it, as base.gguf")
     use = f"```sh\nllama-server -m base.gguf --lora {target.name} --jinja\n```"
-    return "a LoRA adapter as GGUF", found, notes, use
+    return "a LoRA adapter as GGUF", more, notes, use
 
 
 def _write_modelfile(work: Work, source: str, adapter: str = "") -> None:
@@ -227,13 +227,13 @@ def _in_llama_cpp(work: Work, model: Path, stored: str, adapter: Path | None = N
         return [], ["not checked in llama.cpp, which is not installed: pip install xllamacpp, and export again"]
     answers, lengths = run_llama_cpp(model, work.prompts, work.texts, adapter)
     check = _accept(compare_llama_cpp(work.model, work.prompts, answers, work.effect, stored))
-    own = [len(work.tokenizer(text)["input_ids"]) for text in work.texts]
-    if own != lengths:
+    counts = [len(work.tokenizer(text)["input_ids"]) for text in work.texts]
+    if counts != lengths:
         raise ValueError(
-            f"llama.cpp makes {lengths} tokens of texts where the tokenizer makes {own}: the model was trained "
+            f"llama.cpp makes {lengths} tokens of texts where the tokenizer makes {counts}: the model was trained "
             "with other tokens. The export was removed; use format=merged"
         )
-    return [check], [f"the tokenizers of llama.cpp and transformers make as many tokens of {len(own)} texts"]
+    return [check], [f"the tokenizers of llama.cpp and transformers make as many tokens of {len(counts)} texts"]
 
 
 # -------------------------------------------------------------------------------------------- model folders
@@ -295,10 +295,10 @@ def converter() -> Iterator[Path]:
     if not archive.is_file():
         _fetch(archive)
     with archive.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != ARCHIVE_SHA256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != ARCHIVE_SHA256:
         raise ValueError(
-            f"{archive} has the SHA-256 {found} and should have {ARCHIVE_SHA256}: it is damaged or another version. "
+            f"{archive} has the SHA-256 {digest} and should have {ARCHIVE_SHA256}: it is damaged or another version. "
             "Delete it and run this again"
         )
     with tempfile.TemporaryDirectory(prefix="llama.cpp-") as folder, tarfile.open(archive) as files:
@@ -319,10 +319,10 @@ def _fetch(archive: Path) -> None:
         done = run_child(command, os.environ)
         fetched = Path(folder) / ARCHIVE
         if done.status or not fetched.is_file():
-            said = [line for line in done.errors.splitlines() if "ERROR" in line] or [done.last_lines(1)]
+            errors = [line for line in done.errors.splitlines() if "ERROR" in line] or [done.last_lines(1)]
             raise ValueError(
-                f"llama.cpp's converter cannot be fetched ({said[-1].strip()[:200]}). It is needed once: run this with "
-                f"a network, or put {ARCHIVE} of the Python package index into {archive.parent}"
+                f"llama.cpp's converter cannot be fetched ({errors[-1].strip()[:200]}). It is needed once: run this "
+                f"with a network, or put {ARCHIVE} of the Python package index into {archive.parent}"
             )
         fetched.replace(archive)
 

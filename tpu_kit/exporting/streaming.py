@@ -161,13 +161,13 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = model.config.name_or_path = str(folder)
-    kept = {name: files[name] for name in names.values()}
+    used = {name: files[name] for name in names.values()}
     if adapter is not None and not is_whole(adapter):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
             model = attach_adapter(model, adapter, config.name)
         _fill_adapter(model, adapter)
-    return StreamedModel(model.eval(), kept, names)
+    return StreamedModel(model.eval(), used, names)
 
 
 def _folder(config: ModelConfig) -> Path | None:
@@ -200,10 +200,10 @@ def _names(model: torch.nn.Module, files: Mapping[str, Path]) -> dict[int, str] 
     aliases: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(weight), []).append(name)
-    found = {number: next((name for name in names if name in files), "") for number, names in aliases.items()}
+    stored = {number: next((name for name in names if name in files), "") for number, names in aliases.items()}
     known = {name for names in aliases.values() for name in names}
     unknown = [name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq")]  # of old files
-    return None if not all(found.values()) or unknown or set(model.state_dict()) - known else found
+    return None if not all(stored.values()) or unknown or set(model.state_dict()) - known else stored
 
 
 def _fill_adapter(model: torch.nn.Module, folder: Path) -> None:

@@ -117,8 +117,8 @@ def choose(
         least = torch.finfo(torch.float32).min
         chances = torch.softmax(torch.where(rank < top_k, ordered, torch.full_like(ordered, least)), -1)
         before = chances.cumsum(-1) - chances
-        kept = (before < top_p) & (chances >= min_p * chances.amax(-1, keepdim=True)) & (rank < top_k)
-        token = ids.gather(-1, _draw(chances * kept, uniform).unsqueeze(-1)).squeeze(-1)
+        allowed = (before < top_p) & (chances >= min_p * chances.amax(-1, keepdim=True)) & (rank < top_k)
+        token = ids.gather(-1, _draw(chances * allowed, uniform).unsqueeze(-1)).squeeze(-1)
     chosen = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1)
     return Choice(token, chosen - torch.logsumexp(logits, -1))
 
@@ -171,7 +171,7 @@ class Decoder:
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
         """Makes the model use the cache, in evaluation mode and without gradients, while it is open."""
-        own, training = self._causal.config._attn_implementation, self._model.training
+        implementation, training = self._causal.config._attn_implementation, self._model.training
         self._causal.set_attn_implementation(kv_cache.CACHED)
         self._model.eval()
         kind, mixed = self._rt.local_device.type, self._dtype == torch.bfloat16 and hasattr(self._model, _COMPUTE)
@@ -181,7 +181,7 @@ class Decoder:
             with torch.no_grad(), compute, models.fixed_rotary(self._causal), unrolled(self._model), in_place:
                 yield
         finally:
-            self._causal.set_attn_implementation(own)
+            self._causal.set_attn_implementation(implementation)
             self._model.train(training)
 
     # ------------------------------------------------------------------------------------------------------- prefill
@@ -199,8 +199,8 @@ class Decoder:
                 input_ids=ids, position_ids=positions[None].expand_as(ids), **self._with(recorder)
             )
             start = torch.zeros(1, dtype=torch.int64, device=ids.device)
-            found = zip(buffers, [*recorder.found.keys, *recorder.found.values], strict=True)
-            return [self._write(old, new.to(old.dtype), start) for old, new in found]
+            pairs = zip(buffers, [*recorder.buffers.keys, *recorder.buffers.values], strict=True)
+            return [self._write(old, new.to(old.dtype), start) for old, new in pairs]
 
         (ids,) = self.send([batch.ids])
         inputs = [ids, *cache.keys, *cache.values]
@@ -212,10 +212,10 @@ class Decoder:
         self._replace(copies, [tensor.index_select(0, index) for tensor in inputs[1:]])
         return copies
 
-    def _replace(self, cache: Buffers, found: list[torch.Tensor]) -> None:
-        """Gives a cache new contents, sharded as its buffers, and clears the list `found`."""
-        found[:] = [constrain(tensor, heads_spec(tensor.shape)) for tensor in found]
-        replace_contents([*cache.keys, *cache.values], found)
+    def _replace(self, cache: Buffers, contents: list[torch.Tensor]) -> None:
+        """Gives a cache new contents, sharded as its buffers, and clears the list `contents`."""
+        contents[:] = [constrain(tensor, heads_spec(tensor.shape)) for tensor in contents]
+        replace_contents([*cache.keys, *cache.values], contents)
         self._rt.sync()
 
     def _write(self, buffer: torch.Tensor, new: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
@@ -261,14 +261,14 @@ class Decoder:
         """
         if self._rt.is_xla:
             return self._decode_program(kind, state, cache)
-        found = []
+        reports = []
         for _ in range(steps):
-            *state.carried, output = self._step(kind, state.carried, state.constant, cache)
+            *state.carried, report = self._step(kind, state.carried, state.constant, cache)
             state.done += 1
-            found.append(output)
+            reports.append(report)
             if self._rt.device_type == "cpu" and bool(state.carried[1].all()):
                 break
-        return torch.stack(found, 1).cpu()
+        return torch.stack(reports, 1).cpu()
 
     def _decode_program(self, kind: Kind, state: State, cache: Buffers) -> torch.Tensor:
         layers, count = len(self._layers), len(state.carried)
@@ -283,13 +283,13 @@ class Decoder:
 
         shapes = (kind, count, len(state.carried[0]), *(tuple(tensor.shape) for tensor in state.constant))
         program = self._program(("decode", *shapes), step, inputs, self.block, carried)
-        found = program(*inputs)
-        output, state.carried = found.pop(), found[:count]
-        del found[:count]
+        results = program(*inputs)
+        report, state.carried = results.pop(), results[:count]
+        del results[:count]
         state.done += self.block
-        self._replace(cache, found)
+        self._replace(cache, results)
         # (block, 2, B), the only read of the device in the block.
-        return self._rt.to_host([output])[0].transpose(0, 1)
+        return self._rt.to_host([report])[0].transpose(0, 1)
 
     def _step(
         self, kind: Kind, carried: Sequence[torch.Tensor], constant: Sequence[torch.Tensor], cache: Buffers
@@ -331,9 +331,9 @@ class Decoder:
             ValueError: the output head is not a plain linear layer.
         """
         (sent,) = self.send([ids])
-        (found,) = self._program(("score", *ids.shape), lambda ids: [self._scores(ids)], [sent])(sent)
+        (scores,) = self._program(("score", *ids.shape), lambda ids: [self._scores(ids)], [sent])(sent)
         self._rt.sync()
-        return self._rt.to_host([found])[0][:, :, :-1]
+        return self._rt.to_host([scores])[0][:, :, :-1]
 
     def _scores(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the result of `score` on the device, (2, B, W); the last position has no meaning."""

@@ -79,10 +79,10 @@ class Generator:
         self._rt, self._config = rt or runtime.current(), models.text_config(model)
         self._limits, self._batch_size = (max_prompt, max_new_tokens), batch_size
         self._positions = models.max_positions(self._config) or math.inf
-        self._texts = PromptCodec(tokenizer, models.base_model(model), data or DataConfig())
+        self._codec = PromptCodec(tokenizer, models.base_model(model), data or DataConfig())
         self._widths = widths_to(max_prompt)
         self._steps = -(-max_new_tokens // block) * block
-        self._decoder = Decoder(model, self._rt, block, self._widths[-1] + self._steps, self._texts.stops)
+        self._decoder = Decoder(model, self._rt, block, self._widths[-1] + self._steps, self._codec.stops)
 
     def generate(
         self,
@@ -105,8 +105,8 @@ class Generator:
         Raises:
             ValueError: there are no prompts, one is empty or too long, or it is a chat and there is no template.
         """
-        found = self.share(prompts, sampling or Sampling(self._limits[1]), n, truncate, replica=(0, 1))
-        return [found[row, sample] for row in range(len(prompts)) for sample in range(n)]
+        completions = self.share(prompts, sampling or Sampling(self._limits[1]), n, truncate, replica=(0, 1))
+        return [completions[row, sample] for row in range(len(prompts)) for sample in range(n)]
 
     def share(
         self,
@@ -137,7 +137,7 @@ class Generator:
         size = 1 if len(encoded) == 1 else max(1, self._batch_size // n)
         # The longest first, so that memory runs out at the start. The replicas' batches of a round are alike.
         order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]), reverse=True)
-        found: dict[tuple[int, int], Completion] = {}
+        completions: dict[tuple[int, int], Completion] = {}
         for start in range(0, len(order), size * world):
             together = order[start : start + size * world]
             mine = together[rank::world]
@@ -149,10 +149,10 @@ class Generator:
             for rows in self._batch(ids, mine, n, size, sampling, width, world):
                 if progress:
                     most = sampling.max_new_tokens
-                    progress(len(found) + sum(row.ended or len(row.tokens) == most for row in rows))
+                    progress(len(completions) + sum(row.ended or len(row.tokens) == most for row in rows))
             for place, row in enumerate(rows):
-                found[mine[place // n], place % n] = self._texts.completion(row, sampling)
-        return found
+                completions[mine[place // n], place % n] = self._codec.completion(row, sampling)
+        return completions
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, truncate: bool = False) -> Iterator[str]:
         """Completes one prompt, and yields its text in pieces, one for each block.
@@ -161,14 +161,14 @@ class Generator:
         """
         sampling = sampling or Sampling(self._limits[1])
         (ids,) = self._encode([prompt], sampling, truncate)
-        told = ""
+        sent = ""
         for (row,) in self._batch([ids], [0], 1, 1, sampling, self._width(len(ids) - 1)):
-            text = self._texts.text(row.tokens, sampling)
+            text = self._codec.text(row.tokens, sampling)
             if not row.ended and len(row.tokens) < sampling.max_new_tokens:
-                text = self._texts.settled(text, sampling)
-            if len(text) > len(told):
-                yield text[len(told) :]
-                told = text
+                text = self._codec.settled(text, sampling)
+            if len(text) > len(sent):
+                yield text[len(sent) :]
+                sent = text
 
     def score(
         self, prompts: Sequence[Prompt], continuations: Sequence[str | Sequence[int]]
@@ -187,17 +187,17 @@ class Generator:
         """
         pairs = []
         for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
-            head = self._texts.encode(prompt)
-            tail = self._texts.plain(continuation) if isinstance(continuation, str) else list(continuation)
+            head = self._codec.encode(prompt)
+            tail = self._codec.plain(continuation) if isinstance(continuation, str) else list(continuation)
             if not tail:
                 raise ValueError(f"continuation {number} is empty, so there is nothing to score")
             pairs.append((head, tail))
         ratings = self.rate([[*head, *tail] for head, tail in pairs])
-        found = []
+        scores = []
         for row, (_, tail) in enumerate(pairs):
             logprobs, likeliest = (part[-len(tail) :] for part in ratings[row])
-            found.append((sum(logprobs), all(likeliest)))
-        return found
+            scores.append((sum(logprobs), all(likeliest)))
+        return scores
 
     def rate(self, rows: Sequence[Sequence[int]], share: bool = False) -> dict[int, Rating]:
         """Computes the likelihood of the tokens of each row, by number of the row.
@@ -214,7 +214,7 @@ class Generator:
                 raise ValueError(f"row {number} has {length} tokens; it must have 2 to {self._positions:g}")
         rank, world = (self._rt.rank, self._rt.world_size) if share else (0, 1)
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]), reverse=True)
-        found: dict[int, Rating] = {}
+        ratings: dict[int, Rating] = {}
         start = 0
         with self._decoder.ready():
             while start < len(order):
@@ -229,8 +229,8 @@ class Generator:
                 logprobs, likeliest = self._decoder.score(ids)
                 for place, row in enumerate(mine):
                     end = len(rows[row]) - 1
-                    found[row] = Rating(logprobs[place, :end].tolist(), likeliest[place, :end].bool().tolist())
-        return found
+                    ratings[row] = Rating(logprobs[place, :end].tolist(), likeliest[place, :end].bool().tolist())
+        return ratings
 
     # -------------------------------------------------------------------------------------------------------- batches
 
@@ -243,10 +243,10 @@ class Generator:
                 f"max_new_tokens={sampling.max_new_tokens} is more than the {room} that this Generator was made for; "
                 "make it with a larger max_new_tokens"
             )
-        found = []
+        encoded = []
         for number, prompt in enumerate(prompts):
             try:
-                ids = self._texts.encode(prompt)
+                ids = self._codec.encode(prompt)
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error
             limit = min(most, self._positions - sampling.max_new_tokens)
@@ -256,8 +256,8 @@ class Generator:
                     f"made (max_prompt) and which the model's {self._positions:g} positions leave beside a reply of up "
                     f"to {sampling.max_new_tokens}; shorten it, or leave out its beginning with truncate=true"
                 )
-            found.append(ids[-int(limit) :] if len(ids) > limit else ids)
-        return found
+            encoded.append(ids[-int(limit) :] if len(ids) > limit else ids)
+        return encoded
 
     def _in_step(self, world: int) -> bool:
         """Whether the replicas must make the same number of steps: see cpu_simulation.py."""
@@ -281,7 +281,7 @@ class Generator:
         ids, lengths = filled([prompt[:-1] for prompt in prompts], width, size)
         last = torch.tensor([prompt[-1] for prompt in prompts] + [0] * (size - len(prompts)))
         batch = Batch(ids, lengths, last)
-        rows = [Row(self._texts.opens_reasoning(prompt)) for prompt in prompts for _ in range(n)]
+        rows = [Row(self._codec.opens_reasoning(prompt)) for prompt in prompts for _ in range(n)]
         fillers = size * n - len(rows)
         block = self._decoder.block
         steps = -(-sampling.max_new_tokens // block) * block
@@ -296,8 +296,8 @@ class Generator:
             going, most = True, sampling.max_new_tokens
             while going and state.done < steps:
                 tokens, logprobs = self._decoder.decode(sampling.kind, state, cache, min(block, most - state.done))
-                for row, said, chances in zip(rows, tokens.T.long().tolist(), logprobs.T.tolist(), strict=False):
-                    self._texts.extend(row, said, chances, sampling)
+                for row, new, chances in zip(rows, tokens.T.long().tolist(), logprobs.T.tolist(), strict=False):
+                    self._codec.extend(row, new, chances, sampling)
                 going = any(not row.ended and len(row.tokens) < most for row in rows)
                 if self._in_step(world):
                     going = self._any(going)
@@ -307,12 +307,12 @@ class Generator:
         """Whether `mine` is true in any replica of XLA:CPU."""
         _votes[self._rt.rank] = mine
         self._rt.barrier()
-        found = any(_votes.values())
+        result = any(_votes.values())
         self._rt.barrier()
-        return found
+        return result
 
     def _occurred(self, prompts: list[list[int]], n: int, fillers: int) -> torch.Tensor:
-        found = torch.zeros(len(prompts), self._decoder.vocabulary)
+        occurred = torch.zeros(len(prompts), self._decoder.vocabulary)
         for place, prompt in enumerate(prompts):
-            found[place, prompt] = 1.0
-        return torch.cat([found.repeat_interleave(n, 0), torch.zeros(fillers, self._decoder.vocabulary)])
+            occurred[place, prompt] = 1.0
+        return torch.cat([occurred.repeat_interleave(n, 0), torch.zeros(fillers, self._decoder.vocabulary)])

@@ -39,13 +39,13 @@ class Recorder:
     """Replaces transformers' cache in the prefill, and records the keys and values of the prompts."""
 
     def __init__(self) -> None:
-        self.found = Buffers([], [])
+        self.buffers = Buffers([], [])
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
         """Stores keys and values and returns those to attend to; called by the layers of transformers."""
-        assert layer == len(self.found.keys), "layers come in order"
-        self.found.keys.append(key)
-        self.found.values.append(value)
+        assert layer == len(self.buffers.keys), "layers come in order"
+        self.buffers.keys.append(key)
+        self.buffers.values.append(value)
         return key, value
 
 
@@ -152,14 +152,14 @@ def cached_attention(
         if device_type == "tpu":
             attend = functools.partial(attention.splash_attention, spec=spec, trains=False)
         options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "segment_ids": ones}
-        output: tuple[torch.Tensor, None] = attend(module, query, key, value, None, **options)
-        return output
+        result: tuple[torch.Tensor, None] = attend(module, query, key, value, None, **options)
+        return result
     # The query heads of a key head become query positions, which avoids repeating the cache for each query head.
     grouped = query.to(value.dtype).reshape(batch, key.shape[1], heads // key.shape[1], size)
     if softcap is None and device_type in ("cpu", "cuda"):
         mask = cache.mask(sliding_window)
-        found = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-        return found.reshape(batch, 1, heads, -1), None
+        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+        return output.reshape(batch, 1, heads, -1), None
     # On XLA the function above scales the whole cache instead of the query, and `matmul` joins rows and heads to one
     # dimension, for which a mesh would gather a cache sharded by heads.
     scores = torch.einsum("bhgd,bhsd->bhgs", grouped * (size**-0.5 if scaling is None else scaling), key)

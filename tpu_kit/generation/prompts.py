@@ -136,8 +136,8 @@ class PromptCodec:
         return text[: self._stop_in(text, sampling)]
 
     def _decode(self, tokens: Iterable[int]) -> str:
-        kept = [token for token in tokens if token not in self._dropped]
-        text: str = self._tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+        ids = [token for token in tokens if token not in self._dropped]
+        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return text
 
     def _stop_in(self, text: str, sampling: Sampling) -> int | None:
@@ -151,11 +151,11 @@ class PromptCodec:
     def settled(self, text: str, sampling: Sampling) -> str:
         """Returns the beginning of an unfinished text that later tokens cannot change."""
         text = text.rstrip("\ufffd")  # an incomplete character
-        held = max(
+        pending = max(
             (n for stop in sampling.stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
             default=0,
         )
-        return text[: len(text) - held]
+        return text[: len(text) - pending]
 
     def completion(self, row: Row, sampling: Sampling) -> Completion:
         """Makes the completion of a finished reply."""

@@ -158,7 +158,7 @@ def _chat_here(config: TrainConfig, adapter: Path | None, sampling: Sampling, te
         model, tokenizer, max_prompt=max(1, limit - sampling.max_new_tokens), max_new_tokens=sampling.max_new_tokens,
         batch_size=1, block=_CHAT_BLOCK, data=config.data,
     )  # fmt: skip
-    said: list[dict[str, str]] = []
+    conversation: list[dict[str, str]] = []
     print("/exit or Ctrl-D ends.", flush=True)
     # With O_NOCTTY the terminal stays the command's, so that Ctrl-C ends the command.
     with open(terminal, opener=lambda path, flags: os.open(path, flags | os.O_NOCTTY)) as typed:
@@ -169,8 +169,9 @@ def _chat_here(config: TrainConfig, adapter: Path | None, sampling: Sampling, te
                 print(flush=True)
                 return
             if line.strip():
-                said.append({"role": "user", "content": line.strip()})
-                said.append({"role": "assistant", "content": _print_reply(generator, said, sampling, truncate=True)})
+                conversation.append({"role": "user", "content": line.strip()})
+                text = _print_reply(generator, conversation, sampling, truncate=True)
+                conversation.append({"role": "assistant", "content": text})
 
 
 def _print_reply(generator: Generator, prompt: Prompt, sampling: Sampling, truncate: bool) -> str:
@@ -210,19 +211,19 @@ def answer(
             raise ValueError(f"batch_size={batch_size} and n={ask.n} must both be 1 or more")
     if max([len(rows), *(len(ask.prompts) for ask in asks)]) == 1:  # a prompt's samples come from one prefill
         config = on_one_replica(config)
-    asked = sum(len(ask.prompts) * ask.n for ask in asks)
+    count = sum(len(ask.prompts) * ask.n for ask in asks)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpu_kit-")))
-        if asked > 1:
+        if count > 1:
             model = "base model" if adapter_dir is None else "tuned model"
-            stack.enter_context(follow_answers(folder, config.output_path, model, asked))
+            stack.enter_context(follow_answers(folder, config.output_path, model, count))
         arguments = {"asks": list(asks), "rows": list(rows), "batch_size": batch_size, "folder": folder}
         launch_with_adapter(_answer_share, answer, config, adapter_dir, **arguments)
         shares = [pickle.loads(file.read_bytes()) for file in folder.glob("*.pickle")]
     completions = []
     for number, ask in enumerate(asks):
-        found = ChainMap(*(completed[number] for completed, _ in shares))
-        completions.append([found[row, n] for row in range(len(ask.prompts)) for n in range(ask.n)])
+        answers = ChainMap(*(completed[number] for completed, _ in shares))
+        completions.append([answers[row, n] for row in range(len(ask.prompts)) for n in range(ask.n)])
     ratings = ChainMap(*(ratings for _, ratings in shares))
     return Answers(completions, [ratings[row] for row in range(len(rows))])
 
@@ -303,8 +304,8 @@ def generator_for(
     room: int = 0,
 ) -> Generator:
     """Makes a generator with room for the longest of the prompts and `room` more tokens."""
-    texts = PromptCodec(tokenizer, models.base_model(model), config.data)
-    longest = max((len(texts.encode(prompt)) for prompt in prompts), default=1) + room
+    codec = PromptCodec(tokenizer, models.base_model(model), config.data)
+    longest = max((len(codec.encode(prompt)) for prompt in prompts), default=1) + room
     positions = models.max_positions(models.text_config(model)) or longest
     return Generator(
         model, tokenizer, max_prompt=min(longest, positions), max_new_tokens=max_new_tokens, batch_size=batch_size,
@@ -363,9 +364,9 @@ def load_for_generation(
     model: torch.nn.Module = load_base(config, torch.float32) if full else load_frozen(config)
     if folder is not None and saved is not None:
         model = _with_adapter(model, folder, *saved, config.name)
-    own = folder or Path(config.name)  # a whole model may have a head, too
-    if error_correction.has_head(own):
-        error_correction.attach(models.base_model(model).get_decoder(), own, models.text_config(model).hidden_size)
+    saved_in = folder or Path(config.name)  # a whole model may have a head, too
+    if error_correction.has_head(saved_in):
+        error_correction.attach(models.base_model(model).get_decoder(), saved_in, models.text_config(model).hidden_size)
     if on_cpu and sum(p.numel() for p in model.parameters()) <= _FP32_UP_TO:
         model = model.float()
     return model.to(device).eval()

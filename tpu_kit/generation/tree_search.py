@@ -165,8 +165,8 @@ def think(
     """
     one = on_one_replica(config)
     arguments = {"question": question, "options": options or SearchOptions()}
-    found: SearchResult = launch_with_adapter(_think_here, think, one, adapter_dir, **arguments)
-    return found
+    result: SearchResult = launch_with_adapter(_think_here, think, one, adapter_dir, **arguments)
+    return result
 
 
 def _think_here(config: TrainConfig, adapter: Path | None, question: str, options: SearchOptions) -> SearchResult:
@@ -174,9 +174,9 @@ def _think_here(config: TrainConfig, adapter: Path | None, question: str, option
     most = max(options.thought_tokens, options.answer_tokens)
     # The longest chain, with room for the template of the question, the tags and the question of self-evaluation.
     room = options.max_thoughts * options.thought_tokens + _FRAME
-    asked = [{"role": "user", "content": question}] if tokenizer.chat_template else question
+    prompt = [{"role": "user", "content": question}] if tokenizer.chat_template else question
     rows = options.beam * options.thoughts_per_step
-    generator = generator_for(model, tokenizer, config, [asked], most, rows, room)
+    generator = generator_for(model, tokenizer, config, [prompt], most, rows, room)
     return search(generator, tokenizer, question, options, config.data)
 
 
@@ -228,8 +228,8 @@ class _Search:
             children = self._expand(chosen)
             self._ended += [child for child in children if child.done or child.depth == self._options.max_thoughts]
             open_ = [child for child in children if child not in self._ended]
-            kept = open_ if self._options.strategy == "beam" else [*open_, *(n for n in frontier if n not in chosen)]
-            frontier = sorted(kept, key=lambda node: -node.score)
+            others = [] if self._options.strategy == "beam" else [node for node in frontier if node not in chosen]
+            frontier = sorted([*open_, *others], key=lambda node: -node.score)
             if self._options.strategy == "beam":
                 frontier = frontier[: self._options.beam]
             if len(self._ended) >= self._options.beam and not self._hopeful(frontier):
@@ -238,8 +238,8 @@ class _Search:
 
     def _hopeful(self, frontier: Sequence[Thought]) -> bool:
         """Whether an open chain is better than the worst of the best ended chains."""
-        kept = sorted((node.score for node in self._ended), reverse=True)[: self._options.beam]
-        return any(node.score > kept[-1] for node in frontier)
+        best = sorted((node.score for node in self._ended), reverse=True)[: self._options.beam]
+        return any(node.score > best[-1] for node in frontier)
 
     def _expand(self, nodes: Sequence[Thought]) -> list[Thought]:
         """Proposes the next steps of all nodes as one batch, and scores them."""
@@ -281,16 +281,16 @@ class _Search:
         if how == "logprob":
             return [child.logprob / child.length for child in children]
         if how == "self-evaluation":
-            asked = [self._judged(child) for child in children for _ in _VERDICTS]
-            said = self._generator.score(asked, _VERDICTS * len(children))
+            prompts = [self._judged(child) for child in children for _ in _VERDICTS]
+            likelihoods = self._generator.score(prompts, _VERDICTS * len(children))
             self.tokens += self._judging * len(children)
-            pairs = [(said[2 * place][0], said[2 * place + 1][0]) for place in range(len(children))]
+            pairs = [(likelihoods[2 * place][0], likelihoods[2 * place + 1][0]) for place in range(len(children))]
             return [1 / (1 + math.exp(min(700.0, no - yes))) for yes, no in pairs]
         assert callable(how)
-        found = [float(how(self.root.text, child.steps)) for child in children]
-        if wrong := [value for value in found if not math.isfinite(value)]:
+        scores = [float(how(self.root.text, child.steps)) for child in children]
+        if wrong := [value for value in scores if not math.isfinite(value)]:
             raise ValueError(f"search: the scoring function gave {wrong[0]}; it must give a finite number")
-        return found
+        return scores
 
     def _judged(self, child: Thought) -> Prompt:
         steps = "\n".join(child.steps)

@@ -120,15 +120,15 @@ def secrets(*names: str) -> dict[str, str]:
         The source of each secret, never its value: the first of "environment", "Colab secrets" and "Kaggle secrets"
         that has it, or "not found", also if the service does not grant it to this notebook.
     """
-    found = dict.fromkeys(names, "not found")
+    sources = dict.fromkeys(names, "not found")
     for name in names:
         for source, read in _SECRETS.items():
             # Each service has its own errors for "no such secret" and "not granted"; elsewhere the import fails.
             with contextlib.suppress(Exception):
                 if value := read(name):
-                    os.environ[name], found[name] = value, source
+                    os.environ[name], sources[name] = value, source
                     break
-    return found
+    return sources
 
 
 def show_verdict(checks: Sequence[Check]) -> None:
@@ -239,7 +239,7 @@ def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
     table = []
     for sample in samples[:rows]:
         answers = {name: sample[name] for name in ("base", "tuned")}
-        cells = {name: f"{said['answer']}\n({verdicts[said['correct']]})" for name, said in answers.items()}
+        cells = {name: f"{answer['answer']}\n({verdicts[answer['correct']]})" for name, answer in answers.items()}
         table.append({"question": sample["question"], "expected": sample["expected"], **cells})
     show_table(table)
 

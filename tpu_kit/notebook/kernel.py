@@ -74,12 +74,12 @@ def parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 def assigned(source: str) -> dict[str, ast.expr | None]:
     """Returns the names that the statements of a cell assign, with their expressions; raises SyntaxError."""
-    found: dict[str, ast.expr | None] = {}
+    values: dict[str, ast.expr | None] = {}
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Assign | ast.AnnAssign):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            found |= {target.id: statement.value for target in targets if isinstance(target, ast.Name)}
-    return found
+            values |= {target.id: statement.value for target in targets if isinstance(target, ast.Name)}
+    return values
 
 
 def check_names(given: Mapping[str, Any], known: Collection[str]) -> None:

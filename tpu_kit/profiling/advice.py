@@ -69,8 +69,8 @@ class StepTimes:
     @cached_property
     def advice(self) -> list[Advice]:
         """What to change, the largest gain first."""
-        found = [*_slow_parts(self), *(_of_recordings(self) if self.recordings else ())]
-        return sorted(found, key=lambda one: -one.gain)
+        advice = [*_slow_parts(self), *(_of_recordings(self) if self.recordings else ())]
+        return sorted(advice, key=lambda one: -one.gain)
 
     def share(self, bucket: str) -> float:
         """The share of a step in a bucket."""

@@ -64,14 +64,14 @@ def _measured(config: TrainConfig, steps: int) -> Profile:
             "told above; profile it again"
         )
     trace, room = read_trace(folder, steps), outlook.room
-    found = Profile(
+    result = Profile(
         config=outlook.config, device=room.name if room else recordings[0].device_type,
         replicas=room.replicas if room else len(recordings),
         split=trace.split(), costs=_costs(trace), recordings=recordings, trace=trace,
         folder=folder,
     )  # fmt: skip
-    (folder / "profile.png").write_bytes(found._repr_png_())
-    return found
+    (folder / "profile.png").write_bytes(result._repr_png_())
+    return result
 
 
 def _short(config: TrainConfig, folder: Path, steps: int) -> TrainConfig:
@@ -95,8 +95,8 @@ def _costs(trace: Trace) -> tuple[Cost, ...]:
 
 
 def _predicted(config: TrainConfig, chip: str) -> Profile:
-    (found,) = plan(config, [chip])
-    config, where = found.config, found.where
+    (planned,) = plan(config, [chip])
+    config, where = planned.config, planned.where
     if where.topology is None:
         raise ValueError(f"the TPU compiler cannot compile for {where.name}; name another chip, such as v5e")
     compiled = compile_step(config, where.topology, num_replicas=where.devices)

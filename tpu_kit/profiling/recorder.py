@@ -72,7 +72,7 @@ def record(config: TrainConfig) -> None:
     steps = (config.optim.max_steps - WARM_UP - AFTER) * 4 // 5
     with sft.trainer(config) as (loop, agreement, _):
         recorder = _Recorder(loop.rt, config.output_path, steps, lambda: loop.state.report)
-        recorder.found.fill = loop.prepared.train.fill()
+        recorder.recording.fill = loop.prepared.train.fill()
         loop.checkpoints, loop.prepared = None, replace(loop.prepared, eval=None)
         loop.mark = recorder.mark
         try:
@@ -87,7 +87,7 @@ class _Recorder:
     def __init__(self, rt: Runtime, folder: Path, steps: int, result: Callable[[], torch.Tensor]) -> None:
         self.rt, self.folder, self.steps, self._result = rt, folder, steps, result
         self._last: torch.Tensor | None = None
-        self.found = Recording(rt.rank, rt.device_type)
+        self.recording = Recording(rt.rank, rt.device_type)
         self._annotation: Any = None
         self._phase, self._since, self._begun = "", time.perf_counter(), 0.0
         self._before: dict[str, int] = {}
@@ -100,7 +100,7 @@ class _Recorder:
             self._annotation.__exit__(None, None, None)
             self._annotation = None
         if self._phase and first <= step - (phase == "input") <= last:
-            self.found.phases[self._phase] += now - self._since
+            self.recording.phases[self._phase] += now - self._since
         if phase == "input":
             self._between_steps(step, now)
         self._phase, self._since = phase, time.perf_counter()
@@ -118,15 +118,15 @@ class _Recorder:
     def _between_steps(self, step: int, now: float) -> None:
         done = step - 1
         if done == 1:
-            self.found.first_seconds = now - self._begun
+            self.recording.first_seconds = now - self._begun
         if step == WARM_UP + 1:
             self._before = self.rt.counters()
             if self._session is not None:
                 self._session.begin(self.steps, now - self._begun)
         if done == WARM_UP + self.steps:
             counts = self.rt.counters().items()
-            self.found.counts = {name: count - self._before.get(name, 0) for name, count in counts}
-            self.found.steps = self.steps
+            self.recording.counts = {name: count - self._before.get(name, 0) for name, count in counts}
+            self.recording.steps = self.steps
             if self._session is not None:
                 self._session.end()
         self._begun = time.perf_counter()
@@ -137,8 +137,8 @@ class _Recorder:
             self._annotation.__exit__(None, None, None)
         if self._session is not None:
             self._session.close()
-        self.found.peak_bytes, _ = self.rt.memory()
-        atomic.write_text(self.folder / f"recording-{self.found.rank}.json", json.dumps(asdict(self.found)))
+        self.recording.peak_bytes, _ = self.rt.memory()
+        atomic.write_text(self.folder / f"recording-{self.recording.rank}.json", json.dumps(asdict(self.recording)))
 
 
 class _XlaSession:
@@ -148,9 +148,9 @@ class _XlaSession:
         import torch_xla.debug.profiler as profiler
 
         self._profiler, self._folder = profiler, folder
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self._port = found.getsockname()[1]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
         self._server = profiler.start_server(self._port)
         self._trace: Future[None] | None = None
 

@@ -80,7 +80,7 @@ def _tables(p: Profile) -> dict[str, tables.Rows]:
     for one in p.costs:
         if layer := one.name.rpartition("/")[0] if p.compiled else one.source:
             layers[layer] += one.seconds
-    found: dict[str, list[dict[str, object]]] = {
+    rows_of: dict[str, list[dict[str, object]]] = {
         "Time of a step": [
             {"part": name, "ms": f"{1000 * seconds:.2f}", "share": f"{p.share(name):.1%}"}
             for name, seconds in p.split.items()
@@ -99,7 +99,7 @@ def _tables(p: Profile) -> dict[str, tables.Rows]:
             for one in p.recordings
         ],
     }
-    return {title: rows for title, rows in found.items() if rows}
+    return {title: rows for title, rows in rows_of.items() if rows}
 
 
 def _notes(p: Profile) -> list[str]:

@@ -134,8 +134,8 @@ def read_trace(folder: Path, steps: int) -> Trace:
         )
     inside = [one for one in phases if whole[0] <= one.step <= whole[-1]]
     window = (inside[0].start, max(one.end for one in inside))
-    kept = [one for one in events if one.end > window[0] and one.start < window[1]]
-    return Trace(len(whole), kept, window)
+    inside_window = [one for one in events if one.end > window[0] and one.start < window[1]]
+    return Trace(len(whole), inside_window, window)
 
 
 def _in_child(path: Path) -> list[Event]:
