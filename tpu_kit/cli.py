@@ -21,8 +21,6 @@ from typing import Any, NoReturn, get_origin
 import tpu_kit
 from tpu_kit.config.fields import ConfigField, closest, knob, knobs_of
 from tpu_kit.config.loader import UNREADABLE, ConfigError, describe, explain, load_config, read_value
-from tpu_kit.config.migration_hints import NAMES
-from tpu_kit.config.schema import parameters
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.generation.sampling import Sampling, SearchOptions
 from tpu_kit.pods.engines import ENGINES
@@ -62,34 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses the files and flags of a command; raises ConfigError where argparse would end the process.
-
-    Attributes:
-        details: exit codes and other text for `--help`.
-        own: the dataclasses of its own `key=value`.
-        others: whether it takes other `key=value`: parameters of a run or of a notebook.
-    """
-
-    details = ""
-    own: Sequence[type] = ()
-    others = False
+    """Raises ConfigError where argparse would end the process."""
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError with the correct form."""
         raise ConfigError([f"{message}; write {' '.join(self.format_usage().split()[1:])}"])
-
-    def format_help(self) -> str:
-        """Returns the text of --help."""
-        parts = [self.details]
-        if own := [str(one) for kind in self.own for one in knobs_of(kind).values()]:
-            parts.append("\n".join(["Its own key=value:", *own]))
-        if self.prog.endswith(" train"):
-            note = "(without their section where no other has the name, as in batch_size=2)"
-            parts.append(f"Parameters {note}:\n{explain()}")
-        elif self.others:
-            parts.append("The other parameters are those of `train`; its --help lists them.")
-        self.epilog = "\n\n".join(parts)
-        return super().format_help()
 
 
 _STYLE = partial(argparse.RawDescriptionHelpFormatter, width=120)
@@ -105,21 +80,40 @@ Run = Callable[[argparse.Namespace], int]
 def command(
     details: str, arguments: Mapping[str, Mapping[str, Any]], own: Sequence[type] = (), others: bool = True
 ) -> Callable[[Run], Run]:
-    """Registers a function as a command of its name, with its docstring as the summary."""
+    """Registers a function as a command of its name, with its docstring as the summary.
+
+    Args:
+        details: what --help adds, such as exit codes.
+        arguments: files and flags, as `add_argument` takes them.
+        own: the dataclasses of its own `key=value`.
+        others: whether it takes other `key=value`: parameters of a run or of a notebook.
+    """
 
     def add(run: Run) -> Run:
+        name, parts = run.__name__, [details]
+        if texts := [str(one) for kind in own for one in knobs_of(kind).values()]:
+            parts.append("\n".join(["Its own key=value:", *texts]))
+        if name == "train":
+            note = "(without their section where no other has the name, as in batch_size=2)"
+            parts.append(f"Parameters {note}:\n{explain()}")
+        elif others:
+            parts.append("The other parameters are those of `train`; its --help lists them.")
         parser = _COMMANDS.add_parser(
-            run.__name__, help=run.__doc__, description=run.__doc__, formatter_class=_STYLE, allow_abbrev=False
-        )
-        for name, options in arguments.items():
-            parser.add_argument(name, **options)
+            name, help=run.__doc__, description=run.__doc__, epilog="\n\n".join(parts), formatter_class=_STYLE,
+            allow_abbrev=False,
+        )  # fmt: skip
+        for argument, options in arguments.items():
+            parser.add_argument(argument, **options)
         parser.set_defaults(function=run)
-        parser.details, parser.own, parser.others = details, own, others
         if own or others:
             parser.usage = " ".join([*parser.format_usage().split()[1:], "[key=value ...]"])
+        _KEYS[name] = own, others
         return run
 
     return add
+
+
+_KEYS: dict[str, tuple[Sequence[type], bool]] = {}  # command -> its dataclasses, and whether it takes other keys
 
 
 def parse(texts: Sequence[str]) -> argparse.Namespace:
@@ -134,30 +128,27 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
         SystemExit: after --help or --version.
     """
     name, *texts = texts
-    if name.startswith("-") or {"-h", "--help"} & set(texts):
-        _PARSER.parse_args([name] if name.startswith("-") else [name, "--help"])
-    parser, problems = COMMANDS[name], list[str]()
-    pairs = [text for text in texts if (parser.own or parser.others) and _is_pair(text)]
-    own, settings = _read_own(parser.own, pairs, problems)
-    if settings and not parser.others:
-        known = ", ".join(one for kind in parser.own for one in knobs_of(kind))
-        problems += [f"{text.partition('=')[0]}: no such option; there are {known}" for text in settings]
+    kinds, others = _KEYS.get(name, ((), False))
+    pairs = [text for text in texts if (kinds or others) and _is_pair(text)]
     words = [text for text in texts if text not in pairs]
-    _, *actions = parser._actions  # argparse's own --help is the first
-    flags = [*(option for action in actions for option in action.option_strings), "--help"]
-    followed = zip(words, [*words[1:], ""], strict=False)
-    unknown = [pair for pair in followed if pair[0].startswith("-") and pair[0].partition("=")[0] not in flags]
-    if problems := problems + [_no_such_flag(parser, *pair, flags) for pair in unknown]:
-        raise ConfigError(problems)
-    given, more = _PARSER.parse_known_args([name, *words])
+    given, more = _PARSER.parse_known_args([name, "--help"] if {"-h", "--help"} & {*words} else [name, *words])
+    parser, problems = COMMANDS[name], list[str]()
+    if flags := [text for text in more if text.startswith("-")]:
+        known = ", ".join(option for action in parser._actions for option in action.option_strings)
+        raise ConfigError([f"{flag}: no such option; there are {known}; a parameter is key=value" for flag in flags])
     if more and "config" in given:
         files = ", ".join([given.config, *more])
         raise ConfigError([f"{files}: one configuration file at most; the others are key=value"])
     if more:
         parser.error(f"{', '.join(more)}: not expected")
-    given.own, given.settings = own, settings
+    given.own, given.settings = _read_own(kinds, pairs, problems)
+    if given.settings and not others:
+        keys = ", ".join(one for kind in kinds for one in knobs_of(kind))
+        problems += [f"{text.partition('=')[0]}: no such option; there are {keys}" for text in given.settings]
+    if problems:
+        raise ConfigError(problems)
     if "config" in given:
-        given.config = load_config(given.config, settings)
+        given.config = load_config(given.config, given.settings)
     return given
 
 
@@ -165,21 +156,6 @@ def _is_pair(text: str) -> bool:
     """Returns whether a text is `key=value`, and no flag or path such as runs/learning_rate=0.1."""
     key, equals, _ = text.partition("=")
     return bool(equals) and "/" not in key and not key.startswith("-")
-
-
-def _no_such_flag(parser: Parser, flag: str, following: str, flags: Sequence[str]) -> str:
-    """Returns the error text for an unknown flag; for a parameter with dashes, the correct form."""
-    name, equals, value = flag.partition("=")
-    if not equals and not following.startswith("-"):
-        value = following
-    key = name.lstrip("-").replace("-", "_")
-    names = {one for kind in parser.own for one in knobs_of(kind)}
-    if parser.others:
-        names |= {name for one in parameters().values() for name in (one.name, one.leaf)}
-        key = NAMES.get(key, key)
-    if key in names:
-        return f"{name}: a parameter has no dashes; write {key}={value or '...'}"
-    return f"{name}: no such option; there are {', '.join(flags)}"
 
 
 def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) -> tuple[list[Any], list[str]]:
@@ -405,20 +381,13 @@ def notebooks(given: argparse.Namespace) -> int:
     return run([Path(file) for file in given.notebooks], Path(given.own[0].out), values)
 
 
-def _chips(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError("name at least one chip after it, such as --chip v5e,v6e")
-    return names
-
-
 @command(
     "batch_size and remat are chosen unless they are given. A folder with only a config.json is a model.\n\n"
     "Exit codes: 0 the plans are printed (also of runs that do not fit), 2 bad arguments.",
     {
         **_CONFIG,
         "--chip": {
-            "nargs": "?", "const": "", "action": "extend", "type": _chips, "metavar": "NAME,...",
+            "metavar": "NAME,...",
             "help": "chips (v5e), slices (v5litepod-8) or topologies (v5e:2x4) to plan for; v5e by default",
         },
         "--exact": {"action": "store_true", "help": "ask the real TPU compiler; some minutes for each chip"},
@@ -431,9 +400,9 @@ def _chips(text: str) -> list[str]:
 )  # fmt: skip
 def plan(given: argparse.Namespace) -> int:
     """Find the settings that fit a TPU, their duration and their cost."""
+    from tpu_kit.config import tables
     from tpu_kit.hardware.slices import find_slice
     from tpu_kit.models.architecture import known_models
-    from tpu_kit.planning import tables
     from tpu_kit.planning.mesh_choice import largest_models
     from tpu_kit.planning.planner import plan as find
     from tpu_kit.planning.report import report
@@ -441,14 +410,14 @@ def plan(given: argparse.Namespace) -> int:
     if given.models and not given.chip:
         print(known_models())
         return OK
+    names = [name.strip() for name in (given.chip or "v5e").split(",")]
     try:
         if given.models:
-            for name in given.chip:
-                where = find_slice(name, None)
+            for where in [find_slice(name, None) for name in names]:
                 print(f"{where.name}: the largest models by formula, LoRA r=16, rows of 1,024 tokens")
                 print(tables.to_text(largest_models(where)))
             return OK
-        found = find(given.config, given.chip or ["v5e"], given.exact)
+        found = find(given.config, names, given.exact)
     except ValueError as error:
         print(error, file=sys.stderr)
         return BAD_USAGE

@@ -49,15 +49,12 @@ def check_roles(columns: Mapping[str, str], fmt: str) -> None:
     known = sorted({role for roles in ROLES.values() for role in roles})
     if unknown := sorted(set(columns) - set(known)):
         raise ValueError(f"names the unknown role {', '.join(unknown)}; the roles are {', '.join(known)}")
-    named = [role for role, column in columns.items() if column]
-    if fmt == "auto":
-        if not any(set(named) <= set(roles) for roles in ROLES.values()):
-            of_each = "; ".join(f"{name} has {', '.join(roles)}" for name, roles in ROLES.items())
-            raise ValueError(f"names the roles {', '.join(named)} of different formats: {of_each}; name those of one")
-    elif foreign := [role for role in named if role not in ROLES[fmt]]:
+    named = {role for role, column in columns.items() if column}
+    formats = ROLES if fmt == "auto" else {fmt: ROLES[fmt]}
+    if not any(named <= set(roles) for roles in formats.values()):
+        of_each = "; ".join(f"{name} has {', '.join(roles)}" for name, roles in formats.items())
         raise ValueError(
-            f"names {', '.join(foreign)}, and a row of data.format={fmt} has {', '.join(ROLES[fmt])}; remove that "
-            "role, or set another data.format"
+            f"names {', '.join(sorted(named))}, and {of_each}; name roles of one format, data.format={fmt}"
         )
 
 

@@ -98,7 +98,7 @@ class ConfigField:
         result, found = _convert(value, self.hint)
         if not found:
             raise ValueError(f"{self.name}: {show(value)} is not {wanted(self.hint)}{self._fix(value)}")
-        if not all(map(_is_writable, _texts(result))):
+        if re.search("[\0\ud800-\udfff]", "".join(_texts(result))):
             text = "holds a character that no file can (NUL, or one of half a pair)"
             raise ValueError(f"{self.name}: {show(value)} {text}; remove it")
         if isinstance(result, int | float) and not isinstance(result, bool):
@@ -170,10 +170,8 @@ def wanted(hint: Any) -> str:
     }
     texts = []
     for member in _members(hint):
-        if get_origin(member) is Literal:
-            texts += [f'"{choice}"' for choice in get_args(member)]
-        else:
-            texts.append(words[get_origin(member) or member])
+        choices = get_args(member) if get_origin(member) is Literal else ()
+        texts += [f'"{choice}"' for choice in choices] or [words[get_origin(member) or member]]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
@@ -192,15 +190,20 @@ def is_secret_value(value: object) -> bool:
     return _SECRET_VALUE.search(str(value)) is not None
 
 
+def hide_secrets(text: str) -> str:
+    """Returns a text without tokens, keys and passwords, and without the values of secret environment variables."""
+    for name, value in os.environ.items():
+        if is_secret_name(name) and len(value) > 5:
+            text = text.replace(value, "***")
+    return _SECRET_VALUE.sub("***", text)
+
+
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns values by dotted name as one dictionary per section."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
-        section, dot, leaf = name.partition(".")
-        if dot:
-            nested.setdefault(section, {})[leaf] = value
-        else:
-            nested[name] = value
+        *section, leaf = name.split(".", 1)
+        (nested.setdefault(section[0], {}) if section else nested)[leaf] = value
     return nested
 
 
@@ -275,10 +278,6 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return list(value) if isinstance(value, tuple) else []
-
-
-def _is_writable(text: str) -> bool:
-    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _number(value: Any) -> int | float:

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from tpu_kit.config import migration_hints
+from tpu_kit.config import migration_hints, tables
 from tpu_kit.config.fields import SECRET_ADVICE, ConfigError, closest, is_secret_name, near_multiples, nest, show
 from tpu_kit.config.mesh import environment_mesh, mesh_text
 from tpu_kit.config.schema import (  # noqa: F401 - other modules import the sections from here
@@ -40,6 +40,7 @@ from tpu_kit.config.schema import (  # noqa: F401 - other modules import the sec
     TrainConfig,
     parameters,
 )
+from tpu_kit.config.schema import parameters as all_parameters
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -106,16 +107,19 @@ def load_config(
     """
     reader = _Reader()
     try:
-        if mesh := environment_mesh():
-            reader.mapping({"launch.mesh": mesh}, "environment")
+        reader.mapping({"launch.mesh": mesh} if (mesh := environment_mesh()) else {}, "environment")
     except ValueError as error:
         reader.problems.append(str(error))
-    if isinstance(path, Mapping):
-        reader.mapping(path, "file")
-    elif path is not None:
-        reader.foreign(path)
-    if parameters is not None:
-        reader.mapping(parameters, "notebook parameter")
+    if isinstance(path, str | Path):
+        leaves = {parameter.leaf for parameter in all_parameters().values()}
+        values, notes, problems = migration_hints.translate(_read_file(path), {*all_parameters(), *leaves})
+        for note in notes:
+            print(f"note: {path}: {note}", file=sys.stderr, flush=True)
+        reader.problems += problems
+    else:
+        values = path or {}
+    reader.mapping(values, "file")
+    reader.mapping(parameters or {}, "notebook parameter")
     if isinstance(overrides, Mapping):
         reader.mapping(overrides, "command line")
     else:
@@ -156,15 +160,6 @@ class _Reader:
             raise ConfigError(self.problems)
         return config
 
-    def foreign(self, path: str | Path) -> None:
-        """Reads a file, and prints on stderr how parameters of another trainer are translated."""
-        leaves = {parameter.leaf for parameter in parameters().values()}
-        values, notes, problems = migration_hints.translate(_read_file(path), {*parameters(), *leaves})
-        for note in notes:
-            print(f"note: {path}: {note}", file=sys.stderr, flush=True)
-        self.problems += problems
-        self.mapping(values, "file")
-
     def mapping(self, values: Mapping[str, Any], source: str) -> None:
         seen: dict[str, Any] = {}
         for key, value in _flat(values):
@@ -190,13 +185,13 @@ class _Reader:
                     continue
                 try:
                     read = read_value(value)
-                    if read is None and parameters()[name].default is None and value not in ("null", "~"):
-                        text = f"{show(value)} reads as null; write {name}=null for none"
-                        self.problems.append(f"{name}: {text}")
-                        continue
-                    self._set(name, read, source)
                 except UNREADABLE as error:
                     self.problems.append(f"{name}: {show(value)} cannot be read ({_first_line(error)}); quote it")
+                    continue
+                if read is None and parameters()[name].default is None and value not in ("null", "~"):
+                    self.problems.append(f"{name}: {show(value)} reads as null; write {name}=null for none")
+                else:
+                    self._set(name, read, source)
 
     def _set(self, name: str, value: Any, source: str) -> None:
         parameter, _, role = name.partition("columns.")
@@ -228,28 +223,26 @@ class _Reader:
 
 def _unknown(key: str, value: object, same: Sequence[str]) -> str:
     known, key = parameters(), _shortened(key)
-    if advice := migration_hints.instead(key.lstrip("-").replace("-", "_"), value):
+    leaf = key.lstrip("-").rpartition(".")[2].replace("-", "_")  # --batch-size, as in other programs
+    if advice := migration_hints.instead(leaf, value):
         return f"{key}: no such parameter (given {show(value)}); {advice}"
     if same:
         return f"{key}: {show(value)} could be for {' or '.join(same)}; write one of these"
     if key in SECTIONS:
         first = next(name for name in known if name.startswith(f"{key}."))
         return f"{key}: {show(value)} is given for a whole section; set one of its parameters, such as {first}"
-    leaf = key.lstrip("-").rpartition(".")[2].replace("-", "_")  # --batch-size, as in other programs
     leaves = {parameter.leaf for parameter in known.values()}
     if is_secret_name(key) and not closest(leaf, leaves, similarity=0.9):
         return f"{key}: {SECRET_ADVICE}"
     guesses = (
         [name for name, parameter in known.items() if parameter.leaf == leaf]
-        or [name for name in (migration_hints.NAMES.get(leaf.lower()), leaf.replace("_", ".", 1)) if name in known]
+        or [name for name in (migration_hints.NAMES.get(leaf.lower()),) if name in known]
         or closest(key, known)
         or [name for guess in closest(leaf, leaves) for name in known if known[name].leaf == guess]
     )
-    advice = (
-        f"did you mean {' or '.join(dict.fromkeys(guesses))}?"
-        if guesses
-        else "`python -m tpu_kit train --help` lists them all"
-    )
+    advice = "`python -m tpu_kit train --help` lists them all"
+    if guesses:
+        advice = f"did you mean {' or '.join(dict.fromkeys(guesses))}?"
     return f"{key}: no such parameter (given {'a value' if is_secret_name(key) else show(value)}); {advice}"
 
 
@@ -329,9 +322,12 @@ def _shortened(text: str | Path) -> str:
 
 def describe(config: TrainConfig) -> str:
     """Returns a table of every parameter: name, value and the source of the value."""
-    rows = [(name, show(config[name]), config.sources.get(name, "default")) for name in parameters()]
-    wide = [max(len(row[i]) for row in rows) for i in range(2)]
-    return "\n".join(f"{name:<{wide[0]}}  {value:<{wide[1]}}  {source}" for name, value, source in rows)
+    return tables.to_text(
+        [
+            {"parameter": name, "value": show(config[name]), "source": config.sources.get(name, "default")}
+            for name in parameters()
+        ]
+    )
 
 
 def explain() -> str:
@@ -347,14 +343,10 @@ def explain() -> str:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The rows of one update.
+    """The rows of one update, as `OptimConfig` names them.
 
     Attributes:
-        batch_size: rows per replica in one pass.
-        gradient_accumulation: passes per update.
-        num_replicas: number of replicas.
-        global_batch_size: rows per update over all replicas.
-        tokens_per_update: tokens per update over all replicas, padding included.
+        tokens_per_update: over all replicas, padding included.
     """
 
     batch_size: int
@@ -403,13 +395,7 @@ def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested values by dotted name."""
-    found: dict[str, Any] = {}
-    for section, values in nested.items():
-        if isinstance(values, Mapping):
-            found |= {f"{section}.{leaf}": value for leaf, value in values.items()}
-        else:
-            found[section] = values
-    return found
+    return dict(_flat(nested))
 
 
 # Parameters that may change when a run resumes: its length, its evaluations, its machine and its order of computation.

@@ -1,7 +1,6 @@
 """A device mesh: named axes over which batches and weights are sharded, and how users write one.
 
-This module refuses texts that are no mesh, and sizes that are not the number of devices. `conflicts` refuses
-settings that a mesh does not support, and `Mesh.problems` names a model axis that does not divide the heads.
+`conflicts` refuses the settings that a mesh does not support.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 AXES = ("data", "fsdp", "model")
 BATCH = ("data", "fsdp")
@@ -65,29 +65,22 @@ class Mesh:
 
     def coordinates(self, device: int) -> dict[str, int]:
         """The place of a device on each axis."""
-        found = {}
-        for name, size in reversed(self.sizes.items()):
-            device, found[name] = divmod(device, size)
-        return {name: found[name] for name in AXES}
+        model, fsdp = device % self.model, device // self.model % self.fsdp
+        return {"data": device // self.model // self.fsdp, "fsdp": fsdp, "model": model}
 
     def layout(self) -> str:
         """Returns the numbers of the devices by axis, such as "[[0, 1], [2, 3]] by data, fsdp"."""
+        import numpy as np  # a laptop that only reads a configuration may not have it
+
         used = [name for name in AXES if self.sizes[name] > 1] or ["fsdp"]
-        numbers: list[object] = list(range(self.size))
-        for name in reversed(used[1:]):
-            size = self.sizes[name]
-            numbers = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-        return f"{numbers} by {', '.join(used)}"
+        numbers = np.arange(self.size).reshape([self.sizes[name] for name in used])
+        return f"{numbers.tolist()} by {', '.join(used)}"
 
     def problems(self, heads: int, kv_heads: int) -> list[str]:
         """Returns a text for each number of attention heads that the model axis does not divide."""
+        fix = f"do not divide by model={self.model}; use a smaller model axis, and fsdp for the rest"
         counts = {"attention heads": heads, "key-value heads": kv_heads}
-        fix = "use a smaller model axis, and fsdp for the rest"
-        return [
-            f"launch.mesh: {self}: {n} {name} do not divide by model={self.model}; {fix}"
-            for name, n in counts.items()
-            if n % self.model
-        ]
+        return [f"launch.mesh: {self}: {n} {name} {fix}" for name, n in counts.items() if n % self.model]
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1) or "fsdp=1"
@@ -151,23 +144,15 @@ def resolve_mesh(text: str, devices: int, rules: Mapping[str, str] | None = None
     """
     sizes = parse_mesh(text)
     fixed = math.prod(size for size in sizes.values() if size > 0)
+    near = f"fsdp={devices}" + (f", or data=2,fsdp={devices // 2}" if devices % 2 == 0 and devices > 2 else "")
     if -1 in sizes.values():
         if devices % fixed:
-            raise ValueError(
-                f"launch.mesh={text}: {fixed} does not divide the {devices} devices, so nothing is left for -1; use "
-                f"{_near(devices)}"
-            )
+            problem = f"{fixed} does not divide the {devices} devices, so nothing is left for -1"
+            raise ValueError(f"launch.mesh={text}: {problem}; use {near}")
         sizes = {name: devices // fixed if size == -1 else size for name, size in sizes.items()}
     elif fixed != devices:
-        raise ValueError(
-            f"launch.mesh={text} is a mesh of {fixed} devices, and there are {devices}; use {_near(devices)}"
-        )
+        raise ValueError(f"launch.mesh={text} is a mesh of {fixed} devices, and there are {devices}; use {near}")
     return Mesh(**sizes, rules=parse_rules(rules))
-
-
-def _near(devices: int) -> str:
-    half = f", or data=2,fsdp={devices // 2}" if devices % 2 == 0 and devices > 2 else ""
-    return f"fsdp={devices}{half}"
 
 
 def environment_mesh(environ: Mapping[str, str] | None = None) -> str | None:
@@ -180,16 +165,14 @@ def environment_mesh(environ: Mapping[str, str] | None = None) -> str | None:
     sizes, names = environ.get("TPU_MESH_CONFIG"), environ.get("TPU_AXIS_NAMES")
     if not sizes and not names:
         return None
-    if not sizes or not names or len(sizes.split(",")) != len(names.split(",")):
-        raise ValueError(
-            f"TPU_MESH_CONFIG={sizes!r} and TPU_AXIS_NAMES={names!r}: both are needed, with a size for each name, such "
-            'as "1,8,1" and "data,fsdp,model"; or unset both and use launch.mesh'
-        )
-    text = ",".join(
-        f"{name.strip()}={size.strip()}" for name, size in zip(names.split(","), sizes.split(","), strict=True)
-    )
+    given, advice = f"TPU_MESH_CONFIG={sizes} with TPU_AXIS_NAMES={names}", "unset both and use launch.mesh"
+    pairs = list(zip_longest((names or "").split(","), (sizes or "").split(",")))
+    if not all(name and size for name, size in pairs):
+        example = '"1,8,1" and "data,fsdp,model"'
+        raise ValueError(f"{given}: both are needed, with a size for each name, as {example}; or {advice}")
+    text = ",".join(f"{name.strip()}={size.strip()}" for name, size in pairs)
     try:
         parse_mesh(text)
     except ValueError as error:
-        raise ValueError(f"TPU_MESH_CONFIG={sizes} with TPU_AXIS_NAMES={names}: the mesh {error}") from error
+        raise ValueError(f"{given}: the mesh {error}") from error
     return text

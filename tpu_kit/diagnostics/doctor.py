@@ -17,7 +17,7 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TextIO
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.hardware import chips, host, machine
@@ -42,11 +42,20 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     from tpu_kit.distributed import runtime
 
     config, at = config or TrainConfig(), at or Machine()
-    failed = False
-    for check in _accelerator(config, at):
+    tpus, asked, failed, replicas = at.tpus(), config.launch.device_type, False, None
+    for check in (
+        machine.check_python(at),
+        machine.check_packages(at, asked == "tpu" or (asked == "auto" and bool(tpus))),
+        machine.check_process(at),
+        machine.check_tpu(at, asked == "tpu"),
+        machine.check_metadata(at),
+        machine.check_holder(at),
+        machine.check_lock(at),
+        machine.check_replicas(at, config),
+        machine.check_settings(at),
+    ):
         failed = failed or check.status == "failure"
         yield check
-    replicas = None
     try:
         backend = runtime.detect(config.launch, at)
     except (ValueError, ImportError, OSError) as error:  # to count GPUs it loads torch, which may be broken
@@ -55,7 +64,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     else:
         replicas = backend.num_replicas
         yield Check("Device type", "ok", str(backend))
-    replicas = replicas or sum(chips.chip(name).devices_per_chip for name in at.tpus()) or 1
+    replicas = replicas or sum(chips.CHIPS[name].devices_per_chip for name in tpus) or 1
     yield host.check_memory(at, config, replicas)
     yield host.check_disk(at, config)
     yield host.check_files(config)
@@ -65,20 +74,6 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
         yield Check("Replicas run", "skipped", "not tried: mend the failures above first")
     else:
         yield from check_device(at, config, replicas)
-
-
-def _accelerator(config: TrainConfig, at: Machine) -> Iterator[Check]:
-    asked = config.launch.device_type
-    on_tpu = asked == "tpu" or (asked == "auto" and bool(at.tpus()))
-    yield machine.check_python(at)
-    yield machine.check_packages(at, on_tpu)
-    yield machine.check_process(at)
-    yield machine.check_tpu(at, asked == "tpu")
-    yield machine.check_metadata(at)
-    yield machine.check_holder(at)
-    yield machine.check_lock(at)
-    yield machine.check_replicas(at, config)
-    yield machine.check_settings(at)
 
 
 def probe(config: TrainConfig) -> dict[str, Any]:
@@ -104,26 +99,21 @@ def probe(config: TrainConfig) -> dict[str, Any]:
     width, products, executions = _MATMUL.get(rt.device_type, _MATMUL_CPU)
     generator = torch.Generator().manual_seed(0)
     block = torch.randn(256, width, generator=generator).repeat(width // 256, 1) / math.sqrt(width)
-    weight, x = block.bfloat16().to(rt.local_device), block.bfloat16().to(rt.local_device)
+    weight = block.bfloat16().to(rt.local_device)
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(products):
-            x = x @ weight
-        rt.sync()
-        return x
-
-    def wait(x: torch.Tensor) -> None:
+    def run(x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            for _ in range(products):
+                x = x @ weight
+            rt.sync()
         head = x[:1, :1].clone()
         rt.sync()
-        rt.to_host([head])
+        rt.to_host([head])  # waits
+        return x
 
-    for _ in range(2):
-        x = run(x)
-        wait(x)
+    x = run(run(weight, 1), 1)  # which compiles
     before, start = rt.counters(), time.perf_counter()
-    for _ in range(executions):
-        x = run(x)
-    wait(x)
+    run(x, executions)
     seconds, after = time.perf_counter() - start, rt.counters()
     used, limit = rt.memory()
     flops = 2 * width**3 * products * executions / seconds
@@ -164,7 +154,7 @@ def check_device(at: Machine, config: TrainConfig, replicas: int, seconds: float
     config = replace(config, launch=replace(config.launch, hang_timeout=min(config.launch.hang_timeout, seconds / 2)))
     retry = "python -m tpu_kit doctor device_type=xla-cpu num_replicas=2 tells whether it is the software or the TPU"
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with captured(io.StringIO()):
             measured = launch(probe, config, seconds)
     except (LaunchError, ValueError) as error:
         yield Check(name, "failure", brief(error), retry)
@@ -177,6 +167,13 @@ def check_device(at: Machine, config: TrainConfig, replicas: int, seconds: float
     else:
         yield Check(name, "ok", f"{text}; rank 0's process took {measured['host_bytes'] / GIB:.1f} GiB of host memory")
     yield from judge(measured, next(iter(at.tpus()), None))
+
+
+@contextlib.contextmanager
+def captured(output: TextIO) -> Iterator[None]:
+    """Sends what this process prints into `output`."""
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        yield
 
 
 def brief(error: Exception) -> str:

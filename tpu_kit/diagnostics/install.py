@@ -1,13 +1,12 @@
-"""Installs the kit's packages with one command of pip or uv, and checks that their versions match.
+"""Installs the packages that the kit lacks with one command of pip or uv, and checks that they work together.
 
-Every notebook calls `ensure`; notebook 1 shows its parts: `look`, `decide`, `carry_out`, `check`. This module needs
-nothing but Python.
+Every notebook calls `ensure`; notebook 1 shows its parts: `look`, `decide`, `carry_out`, `check`. Needs nothing but
+Python.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -16,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions, requires
 from pathlib import Path
@@ -28,14 +27,15 @@ from tpu_kit.hardware.compatibility import (
     PACKAGES,
     PAIRINGS,
     PYTHONS,
+    REPOSITORY,
     bare,
     beside_torch_tpu,
     environment_line,
-    find_pairing,
+    installed_version,
     mismatches,
+    requirements,
 )
-from tpu_kit.hardware.compatibility import REPOSITORY as REPOSITORY
-from tpu_kit.hardware.machine import Check, Machine
+from tpu_kit.hardware.machine import Check, Machine, replaced_modules
 from tpu_kit.notebook.kernel import check_names, explain_missing_names, parameters
 from tpu_kit.notebook.kernel import show_checks as show_checks
 from tpu_kit.notebook.kernel import show_table as show_table
@@ -44,15 +44,8 @@ Kind = Literal["tpu", "gpu"]
 """The packages to install: torch with torch_xla, libtpu and jax, for a TPU or its simulation; or torch alone."""
 
 _LINUX = "Linux x86_64"
-_OPTIONS = ("kit_source", "hardware", "extras", "torch_index", "restart")
-# A kernel that loaded one of these before the installation keeps the old version.
-_LOADED = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "transformers", "peft", "datasets", "tpu_kit")
-_LINE = re.compile(r"([\w.-]+)(?:\[[^\]]*\])?\s*([^;]*?)\s*(?:;\s*(.*))?")
 
 explain_missing_names()
-
-
-# -------------------------------------------------------------------------------------------------------- what is there
 
 
 @dataclass(frozen=True)
@@ -84,65 +77,59 @@ class Site:
 
     def version(self, package: str) -> str | None:
         """The installed version of a package."""
-        return self.versions.get(normal(package))
+        return self.versions.get(_normal(package))
 
     def rows(self) -> list[dict[str, str]]:
         """The rows of a table."""
-        have = {name: self.version(name) for name in (*PACKAGES, "transformers", "peft")}
-        return [
-            {"what": "runs on", "found": self.place},
-            {"what": "accelerator", "found": self.accelerator or "none: the CPU rehearses the TPU's path"},
-            {"what": "system", "found": self.system},
-            {"what": "Python", "found": ".".join(map(str, self.python))},
-            *({"what": name, "found": version or "not installed"} for name, version in have.items()),
-            {"what": "tpu_kit", "found": str(Path(__file__).parents[1])},
-        ]
-
-
-def normal(name: str) -> str:
-    """The normalised name of a package."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def installed() -> dict[str, str]:
-    """Versions of all installed packages, by normalised name; of two copies, the one that Python imports."""
-    return {normal(one.name): one.version for one in reversed(list(distributions())) if one.name}
+        versions = {name: self.version(name) or "not installed" for name in (*PACKAGES, "transformers", "peft")}
+        found = {
+            "runs on": self.place,
+            "accelerator": self.accelerator or "none: the CPU rehearses the TPU's path",
+            "system": self.system,
+            "Python": _dotted(self.python),
+            **versions,
+            "tpu_kit": str(Path(__file__).parents[1]),
+        }
+        return [{"what": name, "found": text} for name, text in found.items()]
 
 
 def look(at: Machine | None = None) -> Site:
     """Finds the machine and its packages, without importing them and without touching a device."""
     at = at or Machine()
     tpus, gpu = at.tpus(), (at.root / "proc/driver/nvidia/version").exists()
-    accelerator = f"{len(tpus)} x {tpus[0]}" if tpus else "NVIDIA GPU" if gpu else ""
-    if "COLAB_RELEASE_TAG" in at.environ:
-        place = "Colab"
-    elif "KAGGLE_KERNEL_RUN_TYPE" in at.environ:
-        place = "Kaggle"
-    else:
-        place = "TPU VM" if tpus else "GPU machine" if gpu else "computer without an accelerator"
+    services = {"COLAB_RELEASE_TAG": "Colab", "KAGGLE_KERNEL_RUN_TYPE": "Kaggle"}
+    machine = "TPU VM" if tpus else "GPU machine" if gpu else "computer without an accelerator"
     return Site(
-        place, accelerator, f"{platform.system()} {platform.machine()}", at.python, installed(),
-        shutil.which("uv") or "", importlib.util.find_spec("pip") is not None,
+        next((name for variable, name in services.items() if variable in at.environ), machine),
+        f"{len(tpus)} x {tpus[0]}" if tpus else "NVIDIA GPU" if gpu else "",
+        f"{platform.system()} {platform.machine()}", at.python, _installed(), shutil.which("uv") or "",
+        importlib.util.find_spec("pip") is not None,
     )  # fmt: skip
 
 
-def pairings() -> list[dict[str, str]]:
-    """Returns the versions that pair, as rows of a table; the first row is installed where nothing is there."""
-    pythons = f"{_dotted(PYTHONS[0])} to {_dotted(PYTHONS[-1])}"
-    return [
-        {
-            "torch and torch_xla": pairing.torch, "libtpu": " or ".join(pairing.libtpu),
-            "jax and jaxlib": " or ".join(pairing.jax), "Python": pythons, "system": _LINUX,
-        }
-        for pairing in PAIRINGS
-    ]  # fmt: skip
+def _installed() -> dict[str, str]:
+    """Versions of all installed packages, by normalised name; of two copies, the one that Python imports."""
+    return {_normal(one.name): one.version for one in reversed(list(distributions())) if one.name}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _dotted(python: tuple[int, int]) -> str:
     return ".".join(map(str, python))
 
 
-# ------------------------------------------------------------------------------------------------------ what is missing
+def pairings() -> list[dict[str, str]]:
+    """Returns the versions that pair, as rows of a table; the first row is installed where nothing is there."""
+    return [
+        {
+            "torch and torch_xla": pairing.torch, "libtpu": " or ".join(pairing.libtpu),
+            "jax and jaxlib": " or ".join(pairing.jax), "system": _LINUX,
+            "Python": f"{_dotted(PYTHONS[0])} to {_dotted(PYTHONS[-1])}",
+        }
+        for pairing in PAIRINGS
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -179,12 +166,7 @@ class Decision:
 
 
 def decide(
-    site: Site,
-    hardware: str = "auto",
-    torch_index: str = "",
-    source: str = "",
-    extras: Sequence[str] = (),
-    pins: str | None = None,
+    site: Site, hardware: str = "auto", torch_index: str = "", source: str = "", extras: Sequence[str] = ()
 ) -> Decision:
     """Decides what to install. Packages that fit stay as they are.
 
@@ -195,130 +177,78 @@ def decide(
         torch_index: address of an index with other wheels of torch.
         source: where the kit came from; a folder of wheels replaces the package index.
         extras: extras of the kit to install too, such as "trackers".
-        pins: text of the requirements file with the tested versions; read by default.
     """
     kind, against = _kind(site, hardware)
     if against:
         return Decision("impossible", kind, tuple(against), ways_out=_ways_out(site, kind, source))
-    tested = _pins(pins if pins is not None else requirements(kind, source).read_text())
-    add, wrong, names = {}, [], list(PACKAGES) if kind == "tpu" else []
+    wrong: dict[str, tuple[str, str]] = {}  # package -> what its version must be, and the bounds to install it with
     if kind == "tpu":
-        add = mismatches(site.version, site.python, with_tpu=True)
-        pairing = find_pairing(site.version) or PAIRINGS[0]
-        wrong = [
-            f"{name} is {site.version(name)}, and must be {' or '.join(pairing.allowed(name))}"
-            for name in add
-            if site.version(name)
-        ]
-        # Built for one torch: with another one, importing transformers fails.
-        beside = {name: pin for name, pin in pairing.beside.items() if bare(site.version(name) or pin) != pin}
-        wrong += [f"{name} {site.version(name)} is built for another torch: {pin}" for name, pin in beside.items()]
-        add |= beside
-    add = {name: f"=={pin}" for name, pin in add.items()}
-    for name, bounds in _needed(extras).items():
-        if name in names:
+        pairs = mismatches(site.version, site.python, with_tpu=True)
+        wrong |= {name: (" or ".join(versions), f"=={versions[0]}") for name, versions in pairs.items()}
+    tested = _read_requirements(requirements(kind).read_text().splitlines())
+    for name, bounds in _read_requirements(requires("tpu_kit") or [], extras).items():
+        if kind == "tpu" and name in PACKAGES:
             continue
-        names.append(name)
         have = site.version(name)
-        if have is not None and not _within(have, bounds):
-            wrong.append(f"{name} is {have}, and must be {bounds}")
         if have is None or not _within(have, bounds):
-            add[name] = tested.get(normal(name), bounds)
-    absent = [name for name in add if site.version(name) is None]
-    wrong = [f"not installed: {', '.join(absent)}"] * bool(absent) + wrong
+            wrong[name] = bounds, tested.get(name, bounds)
     if not wrong:
         pair = ", ".join(f"{name} {site.version(name)}" for name in (PACKAGES if kind == "tpu" else ("torch",)))
-        return Decision("nothing", kind, (f"all {len(names)} packages are there, and {pair} pair",))
+        return Decision("nothing", kind, (f"all packages are there, and {pair} pair",))
+    absent = [name for name in wrong if site.version(name) is None]
+    why = [f"not installed: {', '.join(absent)}"] * bool(absent)
+    why += [f"{name} is {now}, and must be {must}" for name, (must, _) in wrong.items() if (now := site.version(name))]
     if not site.uv and not site.pip:
-        why = "this Python has no pip, and there is no uv: run `python -m ensurepip`, or install uv, and look again"
-        return Decision("impossible", kind, (why,), ways_out=(why,))
-    tool = [site.uv, "pip"] if site.uv else [sys.executable, "-m", "pip"]
-    line = [*tool, "install", *(["--python", sys.executable] if site.uv else []), "--quiet"]
-    if wheels := wheel_folder(source):
-        line += ["--no-index", "--find-links", wheels]
-    if torch_index and "torch" in add:
+        advice = "this Python has no pip, and there is no uv: run `python -m ensurepip`, or install uv, and look again"
+        return Decision("impossible", kind, (advice,), ways_out=(advice,))
+    uv, pip = [site.uv, "pip", "install", "--python", sys.executable], [sys.executable, "-m", "pip", "install"]
+    line = [*(uv if site.uv else pip), "--quiet"]
+    folder = Path(source).expanduser()
+    if source and folder.is_dir() and any(folder.glob("*.whl")):  # such as a Kaggle dataset
+        line += ["--no-index", "--find-links", str(folder)]
+    if torch_index and "torch" in wrong:
         line += ["--extra-index-url", torch_index, *(["--index-strategy", "unsafe-best-match"] if site.uv else [])]
-    wanted = tuple(f"{name}{bounds}" for name, bounds in add.items())
+    add = tuple(f"{name}{bounds}" for name, (_, bounds) in wrong.items())
     keep: tuple[str, ...] = ()
-    if len(absent) == len(add):  # without versions that pip cannot read
-        readable = [(name, one) for name, one in sorted(site.versions.items()) if re.fullmatch(r"\d[\w.+!-]*", one)]
-        keep = tuple(f"{name}=={one}" for name, one in readable)
-    return Decision("install", kind, tuple(wrong), wanted, keep, (*line, *wanted))
+    if len(absent) == len(wrong):  # without versions that pip cannot read
+        readable = [(name, now) for name, now in sorted(site.versions.items()) if re.fullmatch(r"\d[\w.+!-]*", now)]
+        keep = tuple(f"{name}=={now}" for name, now in readable)
+    return Decision("install", kind, tuple(why), add, keep, (*line, *add))
 
 
 def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
     """Which packages to install, and the reasons why that is impossible."""
-    on_linux = site.system == _LINUX
-    kind: Kind
-    if hardware != "auto":
-        kind = hardware  # type: ignore[assignment]  # `options` has checked the text
-    else:
-        # torch without torch_xla stays as it is if no TPU is attached.
-        alone = site.version("torch") is not None and site.version("torch_xla") is None and not site.has_tpu
-        kind = "gpu" if "GPU" in site.accelerator or not on_linux or alone else "tpu"
+    # torch without torch_xla stays as it is if no TPU is attached.
+    alone = site.version("torch") is not None and site.version("torch_xla") is None and not site.has_tpu
+    for_gpu = "GPU" in site.accelerator or site.system != _LINUX or alone if hardware == "auto" else hardware == "gpu"
     against = []
     if site.python not in PYTHONS:
         against.append(f"Python {_dotted(site.python)}: the kit needs 3.11 to 3.13")
-    if kind != "gpu" and not on_linux:
+    if not for_gpu and site.system != _LINUX:
         against.append(f"{site.system}: torch_xla has wheels for {_LINUX} alone; hardware='gpu' installs torch alone")
-    if kind == "tpu" and (other := site.version("torch_tpu")):
+    if not for_gpu and (other := site.version("torch_tpu")):
         against.append(beside_torch_tpu(other))
-    return kind, against
+    return "gpu" if for_gpu else "tpu", against
 
 
-def requirements(kind: Kind, source: str = "") -> Path:
-    """Returns the file with the tested versions, from the folder that the kit is installed from, or from the kit."""
-    name = f"requirements-{kind}.txt"
-    beside = Path(source).expanduser() / name
-    return beside if source and beside.is_file() else Path(__file__).parents[1] / name
-
-
-def wheel_folder(source: str) -> str:
-    """The folder, if `source` is one with wheels, such as a Kaggle dataset; else empty."""
-    folder = Path(source).expanduser()
-    return str(folder) if source and folder.is_dir() and any(folder.glob("*.whl")) else ""
-
-
-def _needed(extras: Sequence[str]) -> dict[str, str]:
-    """The requirements of the kit with these extras: package to bounds such as ">=5.15"."""
-    project_file = Path(__file__).parents[2] / "pyproject.toml"
-    if project_file.is_file():  # a clone: newer than the metadata of an editable installation
-        import tomllib
-
-        project = tomllib.loads(project_file.read_text())["project"]
-        lines = list(project["dependencies"])
-        for extra, needs in project["optional-dependencies"].items():
-            lines += [f'{line}; extra == "{extra}"' for line in needs]
-    else:
-        lines = requires("tpu_kit") or []
+def _read_requirements(lines: Sequence[str], extras: Sequence[str] = ()) -> dict[str, str]:
+    """Reads requirements without those of other extras: package to bounds such as ">=5.15"."""
     found = {}
     for line in lines:
-        match = _LINE.fullmatch(line)
-        assert match is not None, line
-        name, bounds, marker = match.groups()
-        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker or "")
-        if extra is None or extra[1] in extras:
-            found[name] = bounds.replace(" ", "")
+        match = re.fullmatch(r"([\w.-]+)(?:\[[^\]]*\])?\s*([^;]*?)\s*(?:;\s*(.*))?", line.split("#")[0].strip())
+        if match is not None:
+            extra = re.search(r"extra == ['\"]([\w-]+)['\"]", match[3] or "")
+            if extra is None or extra[1] in extras:
+                found[match[1]] = match[2].replace(" ", "")
     return found
 
 
-def _pins(text: str) -> dict[str, str]:
-    """The tested versions of a requirements file: normalised name to bounds."""
-    lines = [line.split("#")[0].strip() for line in text.splitlines()]
-    matches = [_LINE.fullmatch(line) for line in lines if line]
-    return {normal(match[1]): match[2].replace(" ", "") for match in matches if match}
-
-
 def _within(version: str, bounds: str) -> bool:
-    have = _numbers(bare(version))
-    tests: dict[str, Callable[[list[int]], bool]] = {
-        "==": have.__eq__, "!=": have.__ne__, ">=": have.__ge__, "<=": have.__le__, "<": have.__lt__, ">": have.__gt__,
-    }  # fmt: skip
-    return all(tests[sign](_numbers(bound)) for sign, bound in re.findall(r"([=<>!]+)([^,]+)", bounds))
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
+    """Whether a version is within bounds; compares the numbers alone, as `packaging` may be missing."""
+    tests = {"==": "__eq__", "!=": "__ne__", ">=": "__ge__", "<=": "__le__", "<": "__lt__", ">": "__gt__"}
+    have, *others = ([int(n) for n in re.findall(r"\d+", text)] for text in (bare(version), *bounds.split(",")))
+    signs = re.findall(r"[=<>!]+", bounds)
+    return all(getattr(have, tests[sign])(other) for sign, other in zip(signs, others, strict=True))
 
 
 def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
@@ -330,11 +260,11 @@ def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
     }.get(site.place, ())
     local = Path(source).expanduser()
     kit = str(local) if source and local.exists() else "tpu_kit" if source == "index" else f"git+{REPOSITORY}"
-    own = environment_line(str(requirements(kind, source)), kit)
     python = "~/tpu_kit-env/bin/python"
     return (
         *service,
-        f"an environment of its own: {own} && {python} -m ipykernel install --user --name tpu_kit",
+        f"an environment of its own: {environment_line(kind, kit)} && {python} -m ipykernel install --user "
+        "--name tpu_kit",
         f"then choose the kernel tpu_kit, or run there: {python} -m tpu_kit train embedded-cot",
     )
 
@@ -349,7 +279,7 @@ def options(namespace: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: an unknown name, with the nearest one, or an invalid value.
     """
     given = parameters(namespace)
-    check_names(given, _OPTIONS)
+    check_names(given, ("kit_source", "hardware", "extras", "torch_index", "restart"))
     if given.get("hardware", "auto") not in ("auto", "tpu", "gpu"):
         raise ConfigError([f"hardware={given['hardware']!r}: there are auto, tpu and gpu"])
     return given
@@ -370,8 +300,8 @@ def ensure(kit_source: str = "git") -> None:
         print(f"tpu_kit is ready: {decision.why[0]}")
         return
     carry_out(decision)
-    if stale():
-        raise ValueError("Restart the kernel, then run all cells again: " + "; ".join(stale()))
+    if replaced := "; ".join(replaced_modules(installed_version)):
+        raise ValueError(f"Restart the kernel, then run all cells again: {replaced}")
 
 
 def carry_out(decision: Decision) -> None:
@@ -385,14 +315,13 @@ def carry_out(decision: Decision) -> None:
     if decision.action == "nothing":
         print("Nothing was to be done.")
         return
-    before = installed()
+    before = _installed()
     with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="tpu_kit-keep-") as keep:
         keep.write("\n".join(decision.keep))
         keep.flush()
-        # As constraints: if a package conflicts with an installed one, pip fails and replaces nothing.
-        kept = {"PIP_CONSTRAINT": keep.name, "UV_CONSTRAINT": keep.name} if decision.keep else {}
-        _run(decision.command, {**os.environ, **kept})
-    after = installed()
+        # If a package conflicts with an installed one, pip fails and replaces nothing.
+        _run([*decision.command, *(["--constraint", keep.name] if decision.keep else [])])
+    after = _installed()
     added = [f"{name} {version}" for name, version in after.items() if name not in before]
     replaced = [f"{name} {before[name]} -> {now}" for name, now in after.items() if before.get(name, now) != now]
     print("Added:", ", ".join(added) or "nothing")
@@ -400,83 +329,52 @@ def carry_out(decision: Decision) -> None:
     print("Left as they were:", sum(after.get(name) == version for name, version in before.items()), "packages")
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _run(command: Sequence[str]) -> None:
     print("$", shlex.join(command), flush=True)
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout is not None
-    said = []
+    output = []
     for line in process.stdout:
         print(line, end="", flush=True)
-        said.append(line.rstrip())
+        output.append(line.rstrip())
     if process.wait():
-        raise ValueError(f"{shlex.join(command)} failed{_advice(said)}:\n" + "\n".join(said[-10:]))
-
-
-def _advice(said: Sequence[str]) -> str:
-    text = "\n".join(said)
-    if "No space left" in text:
-        return " (the disk is full: without a GPU set torch_index to an index without CUDA, or free some room)"
-    if "Temporary failure in name resolution" in text or "Failed to establish a new connection" in text:
-        return " (no network: on Kaggle turn on Settings > Internet, or attach a dataset of wheels as kit_source)"
-    if "ResolutionImpossible" in text or "conflict" in text:
-        return " (what is missing conflicts with a package that is here; nothing was replaced: use a new environment)"
-    return ""
+        raise ValueError(f"{shlex.join(command)} failed:\n" + "\n".join(output[-10:]))
 
 
 _CHILD = """
 import importlib, json, sys
-found, error = {}, ""
-try:
-    for name in sys.argv[1].split():
-        found[name] = getattr(importlib.import_module(name), "__version__", "")
-    if "torch_xla" in found:
-        import torch
-        found["sum"] = (torch.ones(3, device=importlib.import_module("torch_xla").device()) + 1).sum().item()
-except BaseException as problem:
-    error = f"{type(problem).__name__}: {problem}"
-print(json.dumps({"found": found, "error": error}))
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    print(name, getattr(module, "__version__", ""))
+if "torch_xla" in sys.argv:
+    import torch, torch_xla
+    assert (torch.ones(3, device=torch_xla.device()) + 1).sum().item() == 6, "(1 + 1) * 3 is not 6 on torch_xla's CPU"
 """
 
 
 def check(decision: Decision) -> list[Check]:
     """Loads the packages in a new process, as a run does, and computes one sum with torch_xla on its CPU."""
-    names = {"tpu": "torch torch_xla libtpu jax", "gpu": "torch"}[decision.kind]
+    pair = ["torch", "torch_xla", "libtpu", "jax"] if decision.kind == "tpu" else ["torch"]
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "USE_TORCH_XLA": "1"}
-    done = run_child(["-c", _CHILD, f"{names} transformers peft datasets omegaconf tpu_kit"], environment)
-    answer = json.loads((done.output.splitlines() or ['{"found": {}, "error": ""}'])[-1])
-    error = answer["error"] or (f"the process ended with {done.how}" if done.status else "")
-    found = answer["found"]
-    pair = " ".join(f"{name} {found[name]}".strip() for name in names.split() if name in found) or "nothing"
-    if error:
-        cause = ": torch and torch_xla do not pair" if "undefined symbol" in error else ""
-        text = f"{pair} loaded, then {error[:300]}{cause}"
-        return [Check("They pair", "failure", text, "run this notebook again from the top")]
-    rows = [Check("They pair", "ok", f"{pair} load together")]
-    if "sum" in found:
-        status: Literal["ok", "failure"] = "ok" if found["sum"] == 6 else "failure"
-        rows.append(Check("They compute", status, f"(1 + 1) * 3 is {found['sum']:g} on torch_xla's CPU"))
-    return rows
-
-
-def stale() -> list[str]:
-    """The packages that this process loaded before another version was installed."""
-    versions, found = installed(), []
-    for name in _LOADED:
-        loaded, now = getattr(sys.modules.get(name), "__version__", None), versions.get(normal(name))
-        if loaded and now and bare(loaded) != bare(now):
-            found.append(f"{name} {loaded} is loaded, {now} is installed")
-    return found
+    names = [*pair, "transformers", "peft", "datasets", "omegaconf", "tpu_kit"]
+    done = run_child(["-c", _CHILD, *names], environment)
+    lines = [line.strip() for line in done.output.splitlines() if line.split()[:1] and line.split()[0] in pair]
+    loaded = " ".join(lines) or "nothing"
+    if done.status:
+        text = f"{loaded} loaded, then {done.last_lines(1)[:300]} ({done.how})"
+        return [Check("They work", "failure", text, "run this notebook again from the top")]
+    return [Check("They work", "ok", f"{loaded} load together, and compute")]
 
 
 def restart(allowed: bool = False) -> None:
     """Prints whether the kernel must be restarted, and restarts it if allowed."""
-    old = stale()
-    if not old:
+    replaced = "; ".join(replaced_modules(installed_version))
+    if not replaced:
         print("The kernel can stay as it is.")
         return
-    print("The kernel must be restarted: " + "; ".join(old))
+    print(f"The kernel must be restarted: {replaced}")
     if not allowed:
         print("Kernel > Restart (Colab: Runtime > Restart session), then go on with the next notebook.")
         print("Or set restart = True above, run its cell and this one again, and it restarts by itself.")

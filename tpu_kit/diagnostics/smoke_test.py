@@ -1,7 +1,6 @@
 """Functions that `verify` launches on the devices, to compare a device with the CPU or to measure it.
 
-Each comparison computes the same on the replica's device and with plain PyTorch on the host, and returns figures that
-`verify` judges. XLA:CPU runs the same code, with the splash kernel in Pallas' interpreter.
+XLA:CPU runs the same code, with the splash kernel in Pallas' interpreter.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from tpu_kit.models import causal_lm as models
 from tpu_kit.models.loading import read_config
 from tpu_kit.planning.trace import empty_model
 from tpu_kit.training.objectives import SupervisedObjective
-from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import prepare_model, train_step
 from tpu_kit.xla.pallas import SplashSettings
 
@@ -82,16 +80,6 @@ def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
     rt, found = runtime.current(), {}
     for name, case in CASES.items():
         print(f"splash, {name}", flush=True)  # for the report if the process dies
-
-        def plain(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor, case: Case = case
-        ) -> torch.Tensor:
-            options: dict[str, Any] = {"sliding_window": case.window, "softcap": case.softcap}
-            output, _ = attention.sdpa_attention(
-                torch.nn.Module(), query, key, value, None, segment_ids=segments, **options
-            )
-            return output.transpose(1, 2)
-
         generator = torch.Generator().manual_seed(0)
         shapes = [(1, count, LENGTH, case.head_dim) for count in (case.heads, case.pairs, case.pairs, case.heads)]
         states = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
@@ -99,10 +87,18 @@ def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
         if case.segments:
             segments[:, LENGTH // 3 :], segments[:, -7:] = 2, 0
         ours = _differentiate(_splash(case, rt), states, segments, rt, torch.bfloat16)
-        expected = _differentiate(plain, states, segments, _host(), torch.float32)
+        expected = _differentiate(_plain(case), states, segments, _host(), torch.float32)
         parts = zip(("output", "query", "key", "value"), ours, expected, strict=True)
         found[name] = {part: float((a.float() - b).norm() / b.norm()) for part, a, b in parts}
     return found
+
+
+def _plain(case: Case) -> Attend:
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {"sliding_window": case.window, "softcap": case.softcap, "segment_ids": segments}
+        return attention.sdpa_attention(torch.nn.Module(), query, key, value, None, **options)[0].transpose(1, 2)
+
+    return call
 
 
 def _splash(case: Case, rt: Runtime) -> Attend:
@@ -160,22 +156,26 @@ def _step(config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]) -> t
         for name, parameter in models.trainable_parameters(model).items():
             if "lora_B" in name:  # with zeros, half of the gradients would be zero
                 parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
-    state, batches, control = _ready(model, config, rt, batch)
-    train_step(model, state, batches, control, SupervisedObjective(config.optim), config.optim, rt)
-    rt.sync()
-    loss, tokens, norm = rt.to_host([state.report])[0][:3].tolist()
+    loss, tokens, norm = _stepper(model, config, rt, batch)(1)[:3].tolist()
     return loss / max(tokens, 1), norm
 
 
-def _ready(
+def _stepper(
     model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
-) -> tuple[TrainState, list[dict[str, torch.Tensor]], torch.Tensor]:
-    """The arguments of `train_step`, on the device."""
+) -> Callable[[int], torch.Tensor]:
+    """Moves model and batch to the device; returns a function that takes some steps and returns the last's report."""
     state = prepare_model(model, config, rt)
     sent, rest = rt.to_device([batch, {"control": torch.tensor([1e-4, 1.0, 1.0])}])
     rt.sync()
     rt.barrier()
-    return state, [sent], rest["control"]
+
+    def run(steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            train_step(model, state, [sent], rest["control"], SupervisedObjective(config.optim), config.optim, rt)
+            rt.sync()
+        return rt.to_host([state.report])[0]
+
+    return run
 
 
 def _rows(config: TrainConfig, count: int) -> dict[str, torch.Tensor]:
@@ -200,15 +200,7 @@ def measure_step(config: TrainConfig) -> dict[str, float | None]:
     rt = runtime.current()
     with _building:
         model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
-    batch = _rows(config, batch_arithmetic(config, rt.world_size).batch_size)
-    state, batches, control = _ready(model, config, rt, batch)
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            train_step(model, state, batches, control, SupervisedObjective(config.optim), config.optim, rt)
-            rt.sync()
-        rt.to_host([state.report])
-
+    run = _stepper(model, config, rt, _rows(config, batch_arithmetic(config, rt.world_size).batch_size))
     run(WARM_UP)
     start = time.perf_counter()
     run(TIMED)

@@ -1,18 +1,14 @@
-"""Compares a device's results with the CPU's, measures its speed and memory, and runs a small training as a smoke test.
+"""Compares a device's results with the CPU's, measures its speed and memory, and runs a small training.
 
-Each check of `verify` is a launch with a time limit: a failure, a hang or a crash does not stop the others. The results
-go to verify-report.json, which the user can attach to an issue, and to this machine's calibration, which `plan` and
-`train` use.
+Each check is a launch with a time limit: a failure, a hang or a crash does not stop the others. The results go to a
+report, which the user can attach to an issue, and to this machine's calibration, which `plan` and `train` use.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
 import platform
-import re
 import sys
 import tempfile
 import time
@@ -22,13 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
 from tpu_kit.diagnostics import doctor, smoke_test
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.hardware import calibration, chips
 from tpu_kit.hardware.calibration import Calibration
-from tpu_kit.hardware.chips import Chip
 from tpu_kit.hardware.compatibility import PACKAGES, TESTED, installed_version
 from tpu_kit.hardware.machine import Check, Machine, Status
 from tpu_kit.models.architecture import read_shape
@@ -58,8 +54,6 @@ GAP_TOLERANCE = 0.1
 MEMORY_RATIOS = (0.5, 1.25)
 TIME_RATIOS = (0.5, 4.0)
 """Bounds of measured over predicted; a ratio outside is not kept for plans."""
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-
 _FIRST, _THEN = 4, 8  # updates before and after the checkpoint
 _QUESTION = "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?"
 _RUN = {
@@ -214,7 +208,7 @@ class _FirstContact:
         config = self._shapes()[0]
         seconds = self._step(config)["seconds"]
         assert seconds is not None
-        chip = _chip(self.known.device)
+        chip = chips.CHIPS.get(self.known.device)
         if chip is None or chip.bf16_flops is None:
             raise NotMeasured(f"{seconds:.3f} s a step; no peak of {self.known.device} is known to compare with")
         predicted = step_time(work(config, read_shape(config.model), batch_arithmetic(config, 1)), chip, 1).seconds
@@ -241,18 +235,18 @@ class _FirstContact:
         `action` describes what the kit does after a failure, which is then a warning; without it it is a failure.
         """
         self._announce(f"{name}: {self._limit:.0f} s at most for each launch")
-        said, start, figures = io.StringIO(), time.monotonic(), {}
+        output, start, figures = io.StringIO(), time.monotonic(), {}
         failed: Status = "warning" if action else "failure"
         status, error = failed, ""
         try:
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            with doctor.captured(output):
                 figures = run()
             good, found = judge(figures)
             status = "ok" if good else failed
         except NotMeasured as reason:
             status, found = "skipped", f"not measured: {reason}"
         except Exception as failure:  # of any kind: the next checks must still run
-            error = f"{str(failure) or type(failure).__name__}\n\nIts last output:\n{said.getvalue()[-4000:]}"
+            error = f"{str(failure) or type(failure).__name__}\n\nIts last output:\n{output.getvalue()[-4000:]}"
             found = doctor.brief(failure)
         advice = "; ".join(filter(None, [action, f"attach {Path(self.known.report).name} to an issue"]))
         return Record(
@@ -264,13 +258,6 @@ class _FirstContact:
 def _name(config: TrainConfig) -> str:
     rows, length = config.optim.batch_size, config.data.max_length
     return f"{Path(config.model.name).name}, {rows} x {length} tokens"
-
-
-def _chip(device: str) -> Chip | None:
-    try:
-        return chips.chip(device)
-    except ValueError:
-        return None
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
@@ -333,15 +320,7 @@ def _write_report(path: Path, backend: runtime.Backend, known: Calibration, reco
             for one in records
         ],
     }  # fmt: skip
-    atomic.write_text(path, without_secrets(json.dumps(content, indent=1)))
-
-
-def without_secrets(text: str) -> str:
-    """Removes the values of secret environment variables, tokens of the hub and the home folder's path from a text."""
-    for name, value in os.environ.items():
-        if _SECRET.search(name) and len(value) > 5:
-            text = text.replace(value, "***")
-    return re.sub(r"\bhf_\w{8,}", "***", text).replace(str(Path.home()), "~")
+    atomic.write_text(path, hide_secrets(json.dumps(content, indent=1)).replace(str(Path.home()), "~"))
 
 
 def report(config: TrainConfig, file: str = REPORT) -> int:
@@ -373,7 +352,7 @@ def rehearse(config: TrainConfig) -> Iterator[Check]:
         small = replace(small, launch=config.launch)
         longer = replace(small, optim=replace(small.optim, max_steps=_THEN))
         try:
-            seconds, said, result = _quietly(lambda: train(small))
+            seconds, result = _timed(lambda: train(small))
             losses = [record["loss"] for record in read_metrics(folder)]
             text = f"{result.step} updates in {seconds:.0f} s, loss {losses[0]:.2f} -> {losses[-1]:.2f}"
             if compiles := result.metrics.get("compiles"):
@@ -387,16 +366,14 @@ def rehearse(config: TrainConfig) -> Iterator[Check]:
             text = f"step {found[-1].step}, {found[-1].size / 1e6:.1f} MB, every file as its manifest says"
             yield Check("Checkpoint", "ok", text)
 
-            seconds, said, result = _quietly(lambda: train(longer))
+            seconds, result = _timed(lambda: train(longer))
             resumed = read_metrics(folder)[-1]["resumed_from"]
             text = f"went on from step {resumed} to {result.step} in {seconds:.0f} s"
-            yield Check("Resume", "ok" if resumed == _FIRST else "failure", text, "" if resumed else said[-300:])
+            yield Check("Resume", "ok" if resumed == _FIRST else "failure", text)
 
             prompt = [{"role": "user", "content": _QUESTION}]
             sampling = Sampling(max_new_tokens=32)
-            seconds, said, (reply,) = _quietly(
-                lambda: generate(longer, [prompt], sampling, adapter_dir=result.adapter_dir)
-            )
+            seconds, (reply,) = _timed(lambda: generate(longer, [prompt], sampling, adapter_dir=result.adapter_dir))
             yield Check("Generation", "ok", f"{len(reply.tokens)} tokens with the adapter, in {seconds:.0f} s in all")
         except (RuntimeError, ValueError, OSError) as error:
             where = f"device_type={config.launch.device_type}"
@@ -404,9 +381,9 @@ def rehearse(config: TrainConfig) -> Iterator[Check]:
             yield Check("Rehearsal", "failure", doctor.brief(error), fix)
 
 
-def _quietly(run: Callable[[], T]) -> tuple[float, str, T]:
-    """Runs a function; returns the seconds, its output, and its result."""
-    said, start = io.StringIO(), time.monotonic()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+def _timed(run: Callable[[], T]) -> tuple[float, T]:
+    """Runs a function without its output; returns the seconds and its result."""
+    start = time.monotonic()
+    with doctor.captured(io.StringIO()):
         result = run()
-    return time.monotonic() - start, said.getvalue(), result
+    return time.monotonic() - start, result

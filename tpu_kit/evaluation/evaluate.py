@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tpu_kit.config import tables
 from tpu_kit.config.loader import ConfigError, DataConfig, TrainConfig
 from tpu_kit.data.held_out import QUESTIONS, UNKNOWN, Questions
 from tpu_kit.data.prepare import Prepared, prepare
@@ -214,10 +215,9 @@ class Comparison:
 
     def __str__(self) -> str:
         before, after = self.base.figures(), self.tuned.figures()
-        rows = [("", "base", "tuned")]
-        rows += [(name, before.get(name, "0"), after.get(name, "0")) for name in before | after]
-        wide = [max(len(row[i]) for row in rows) + 2 for i in range(2)]
-        lines = [f"{name:<{wide[0]}}{base:<{wide[1]}}{tuned}" for name, base, tuned in rows]
+        figures = before | after
+        rows = [{"": name, "base": before.get(name, "0"), "tuned": after.get(name, "0")} for name in figures]
+        lines = [tables.to_text(rows)]
         if self.base.accuracy.total:
             lines.append(
                 f"{self.gained} rows only the tuned model answers correctly, {self.lost} only the base; "

@@ -1,8 +1,6 @@
-"""Stores the measurements that `verify` made on this machine, by kind of device; `plan` and `train` use them.
+"""Stores what `verify` measured on this machine, a JSON file for each kind of device in the user's cache.
 
-A JSON file in the user's cache holds them. Ratios of measured to predicted values correct predictions. If the splash
-kernel failed, `Calibration.apply` changes attention=auto to sdpa; if the loop over layers failed, it changes
-scan_layers=auto to off. Results of other versions of torch_xla, libtpu or tpu_kit are ignored.
+`plan` and `train` correct their predictions by the ratios of measured to predicted values, and avoid what failed.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.hardware import chips
-from tpu_kit.hardware.compatibility import installed_version
+from tpu_kit.hardware.compatibility import PACKAGES, installed_version
 from tpu_kit.hardware.machine import Machine
 
 _AGAIN = "`python -m tpu_kit verify` again"
@@ -58,7 +55,7 @@ class Calibration:
 
     @property
     def notes(self) -> list[str]:
-        """The ratios, and the reason why a file is ignored, a line each."""
+        """The ratios, and why a file is ignored, a line each."""
         return [text for text in (str(self), self.ignored) if text]
 
     def apply(self, config: TrainConfig) -> tuple[TrainConfig, list[str]]:
@@ -94,16 +91,13 @@ def load(device: str) -> Calibration:
     path = _path(device)
     try:
         found = Calibration(**json.loads(path.read_text()))
-        old = ", ".join(
-            f"{name} {found.versions.get(name)} (now {now})"
-            for name, now in _versions().items()
-            if found.versions.get(name) != now
-        )
+        differ = {name: now for name, now in _versions().items() if found.versions.get(name) != now}
     except FileNotFoundError:
         return Calibration(device)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return Calibration(device, ignored=f"{path} is ignored, as it cannot be read ({error}): run {_AGAIN}")
-    if old:
+    if differ:
+        old = ", ".join(f"{name} {found.versions.get(name)} (now {now})" for name, now in differ.items())
         text = f"what was measured on {found.made} is ignored, as it was with {old}: run {_AGAIN}"
         return Calibration(device, ignored=text)
     return found
@@ -111,8 +105,8 @@ def load(device: str) -> Calibration:
 
 def device_of(device_type: str, at: Machine) -> str:
     """The name under which the calibration of a machine's devices is kept."""
-    found = at.tpus() if device_type == "tpu" else []
-    return chips.chip(found[0]).name if found else device_type
+    tpus = at.tpus() if device_type == "tpu" else []
+    return tpus[0] if tpus else device_type
 
 
 def _path(device: str) -> Path:
@@ -121,8 +115,7 @@ def _path(device: str) -> Path:
 
 
 def _versions() -> dict[str, str | None]:
-    names = ("torch", "torch_xla", "libtpu", "jax")
-    return {name: installed_version(name) for name in names} | {"tpu_kit's code": _code()}
+    return {name: installed_version(name) for name in PACKAGES} | {"tpu_kit's code": _code()}
 
 
 @cache

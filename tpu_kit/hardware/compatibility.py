@@ -1,84 +1,77 @@
-"""The table of versions of torch, torch_xla, libtpu and jax that work together. Needs nothing but Python.
+"""Versions of torch, torch_xla, libtpu and jax that work together, and commands that install them.
 
-The doctor (`machine`), `install` and `compile_check` read it.
+Needs nothing but Python.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 Python = tuple[int, int]  # major and minor version
+Version = Callable[[str], str | None]
+"""Returns the installed version of a package, or None."""
 
-
-@dataclass(frozen=True)
-class Pairing:
-    """A release of torch_xla, and the versions of the other packages that run with it.
-
-    Attributes:
-        torch: torch and torch_xla have the same version; torch_xla is compiled against that torch.
-        libtpu: versions of the TPU's driver and compiler, with the Pythons that have wheels of them; the first that
-            fits is installed.
-        jax: versions of jax and jaxlib; the first is installed.
-        beside: packages of notebook images that are not needed, but are built for one torch.
-        kernel_format: the newest serialization of Pallas kernels that its libtpu reads; None if it reads the format
-            that its jax exports.
-    """
-
-    torch: str
-    libtpu: Mapping[str, tuple[Python, ...]]
-    jax: tuple[str, ...]
-    beside: Mapping[str, str]
-    kernel_format: int | None = None
-
-    def libtpu_for(self, python: Python) -> str | None:
-        """The libtpu to install for a Python; None where it has no wheel."""
-        return next((version for version, pythons in self.libtpu.items() if python in pythons), None)
-
-    def versions(self, python: Python) -> dict[str, str]:
-        """The versions to install for a Python, by package; without libtpu if it has no wheel."""
-        driver = self.libtpu_for(python)
-        found = {"torch": self.torch, "torch_xla": self.torch}
-        return found | ({"libtpu": driver} if driver else {}) | {"jax": self.jax[0], "jaxlib": self.jax[0]}
-
-    def allowed(self, package: str) -> tuple[str, ...]:
-        """The versions of a package that pair with this torch_xla."""
-        if package == "libtpu":
-            return tuple(self.libtpu)
-        return self.jax if package in ("jax", "jaxlib") else (self.torch,)
-
+REPOSITORY = "https://github.com/tpu-kit/tpu_kit"
+"""The kit's repository; a test compares the notebooks, README.md and pyproject.toml with it."""
 
 PYTHONS: tuple[Python, ...] = ((3, 11), (3, 12), (3, 13))
 """transformers 5 needs 3.11; torch_xla has no wheel for 3.14."""
 
-PAIRINGS: tuple[Pairing, ...] = (
-    # torch_xla's last release. Its extras pin libtpu 0.0.21 and jax 0.7.1. Colab's TPU image of 2026-08-19 has libtpu
-    # 0.0.21.1 and jax 0.7.2 (tests/images/colab-tpu.txt); both were run with it.
-    Pairing(
-        torch="2.9.0",
-        libtpu={"0.0.21": ((3, 11), (3, 12)), "0.0.21.1": PYTHONS},
-        jax=("0.7.1", "0.7.2"),
-        beside={"torchvision": "0.24.0", "torchaudio": "2.9.0"},
-    ),
-    # Kaggle's TPU image (tests/images/kaggle-tpu.txt) has jax 0.7.2 and libtpu 0.0.17. The extras of torch_xla pin that
-    # libtpu too, and jax 0.6.2, which was not tried.
-    Pairing(
-        torch="2.8.0",
-        libtpu={"0.0.17": PYTHONS},
-        jax=("0.7.2",),
-        beside={"torchvision": "0.23.0", "torchaudio": "2.8.0"},
-        kernel_format=4,  # of jax 0.7.2 it said "Unsupported version: expected <= 4 but got 7", 2026-11-22
-    ),
-)
-REPOSITORY = "https://github.com/tpu-kit/tpu_kit"
-"""The kit's repository; a test compares the notebooks, README.md and pyproject.toml with it."""
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "jaxlib")
 """The packages of a pairing."""
 
 TESTED = {"transformers": ("5.15", "5.23"), "peft": ("0.21", "0.21")}
 """The first and the last minor version with which the tests ran."""
+
+_NO_WHEEL = {("0.0.21", (3, 13))}  # versions of libtpu, and a Python for which they have no wheel
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A release of torch_xla and the versions of other packages that run with it; of several, the first is installed.
+
+    Attributes:
+        torch: of torch, torch_xla and torchaudio; torch_xla is compiled against that torch.
+        libtpu: of the TPU's driver and compiler.
+        jax: of jax and jaxlib.
+        torchvision: not needed, but notebook images have it, and it is built for one torch.
+        kernel_format: the newest serialization of Pallas kernels that its libtpu reads; None if it reads the format
+            that its jax exports.
+    """
+
+    torch: str
+    libtpu: tuple[str, ...]
+    jax: tuple[str, ...]
+    torchvision: str
+    kernel_format: int | None = None
+
+    def allowed(self, python: Python) -> dict[str, tuple[str, ...]]:
+        """The versions that pair, by package; the first has a wheel for this Python."""
+        libtpu = sorted(self.libtpu, key=lambda version: (version, python) in _NO_WHEEL)
+        return {
+            "torch": (self.torch,), "torch_xla": (self.torch,), "libtpu": tuple(libtpu), "jax": self.jax,
+            "jaxlib": self.jax, "torchvision": (self.torchvision,), "torchaudio": (self.torch,),
+        }  # fmt: skip
+
+    def versions(self, python: Python) -> dict[str, str]:
+        """The versions to install for a Python, by package."""
+        return {name: self.allowed(python)[name][0] for name in PACKAGES}
+
+
+PAIRINGS: tuple[Pairing, ...] = (
+    # torch_xla's last release. Its extras pin libtpu 0.0.21 and jax 0.7.1. Colab's TPU image of 2026-08-19 has libtpu
+    # 0.0.21.1 and jax 0.7.2 (tests/images/colab-tpu.txt); both were run with it.
+    Pairing("2.9.0", libtpu=("0.0.21", "0.0.21.1"), jax=("0.7.1", "0.7.2"), torchvision="0.24.0"),
+    # Kaggle's TPU image (tests/images/kaggle-tpu.txt) has jax 0.7.2 and libtpu 0.0.17. The extras of torch_xla pin that
+    # libtpu too, and jax 0.6.2, which was not tried. Of jax 0.7.2's kernels this libtpu said "Unsupported version:
+    # expected <= 4 but got 7", 2026-11-22.
+    Pairing("2.8.0", libtpu=("0.0.17",), jax=("0.7.2",), torchvision="0.23.0", kernel_format=4),
+)
 
 
 def bare(version: str) -> str:
@@ -94,55 +87,56 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def find_pairing(version: Callable[[str], str | None]) -> Pairing | None:
-    """Finds the pairing whose torch and torch_xla are installed; None if there is none.
+def find_pairing(version: Version) -> Pairing | None:
+    """Finds the pairing whose torch and torch_xla are installed; None if there is none."""
+    installed = {bare(version(name) or "") for name in ("torch", "torch_xla")}
+    return next((pairing for pairing in PAIRINGS if installed == {pairing.torch}), None)
+
+
+def mismatches(version: Version, python: Python, *, with_tpu: bool) -> dict[str, tuple[str, ...]]:
+    """Finds the packages that do not pair: package to allowed versions, of which the first is the one to install.
+
+    If torch and torch_xla belong to no pairing, the newest one is meant.
 
     Args:
-        version: returns the installed version of a package, or None.
-    """
-    for pairing in PAIRINGS:
-        if all(bare(version(name) or "") == pairing.torch for name in ("torch", "torch_xla")):
-            return pairing
-    return None
-
-
-def mismatches(version: Callable[[str], str | None], python: Python, *, with_tpu: bool) -> dict[str, str]:
-    """Finds what to install so that the packages pair: package to version; empty if they pair.
-
-    Packages that pair already are kept. If torch and torch_xla belong to no pairing, the newest one is chosen.
-
-    Args:
-        version: returns the installed version of a package, or None.
+        version: of the installed packages.
         python: version of the Python to install for.
         with_tpu: whether a TPU, or its compiler, is used, which need libtpu and jax.
     """
-    pairing = find_pairing(version) or PAIRINGS[0]
-    wanted = pairing.versions(python)
-    found = {}
-    for name, pick in wanted.items():
-        have = version(name)
-        needed = with_tpu or name in ("torch", "torch_xla")
-        if needed if have is None else bare(have) not in pairing.allowed(name):
-            found[name] = pick
-    if {"jax", "jaxlib"} & set(found) or bare(version("jax") or "") != bare(version("jaxlib") or ""):
-        found |= {name: wanted[name] for name in ("jax", "jaxlib") if with_tpu or version(name) is not None}
-    return {name: wanted[name] for name in wanted if name in found}
+    allowed = (find_pairing(version) or PAIRINGS[0]).allowed(python)
+    needed = PACKAGES if with_tpu else ("torch", "torch_xla")
+    have = {name: version(name) for name in allowed}
+    wrong = {
+        name
+        for name, versions in allowed.items()
+        if (name in needed if (now := have[name]) is None else bare(now) not in versions)
+    }
+    if {"jax", "jaxlib"} & wrong or bare(have["jax"] or "") != bare(have["jaxlib"] or ""):
+        wrong |= {name for name in ("jax", "jaxlib") if with_tpu or have[name] is not None}
+    return {name: versions for name, versions in allowed.items() if name in wrong}
 
 
-def install_line(python: Python) -> str:
-    """The line of pip that installs the newest pairing."""
-    return "pip install " + " ".join(f'"{name}=={pin}"' for name, pin in PAIRINGS[0].versions(python).items())
+def install_line(pins: dict[str, str]) -> str:
+    """The line of pip that installs these versions."""
+    return "pip install " + " ".join(f'"{name}=={pin}"' for name, pin in pins.items())
 
 
-def environment_line(requirements: str, kit: str) -> str:
+def requirements(kind: str) -> Path:
+    """The file of the tested versions for a "tpu" or a "gpu", in the installed kit."""
+    return Path(__file__).parents[1] / f"requirements-{kind}.txt"
+
+
+def environment_line(kind: str = "tpu", kit: str = "") -> str:
     """The line of the shell that makes an environment of its own for the kit, with a Python that uv finds or fetches.
 
     Args:
-        requirements: the file of the tested versions.
-        kit: what pip installs the kit from.
+        kind: "tpu" or "gpu".
+        kit: what pip installs the kit from; by default its clone or its repository.
     """
-    given = shlex.join(["-r", requirements, kit])
-    return f"pip install uv && uv venv --python 3.12 ~/tpu_kit-env && uv pip install --python ~/tpu_kit-env {given}"
+    clone = Path(__file__).parents[2]
+    kit = kit or (str(clone) if (clone / "pyproject.toml").is_file() else f"git+{REPOSITORY}")
+    wanted = shlex.join(["-r", str(requirements(kind)), kit])
+    return f"pip install uv && uv venv --python 3.12 ~/tpu_kit-env && uv pip install --python ~/tpu_kit-env {wanted}"
 
 
 def beside_torch_tpu(version: str) -> str:
@@ -156,9 +150,9 @@ def beside_torch_tpu(version: str) -> str:
 
 def is_tested(package: str, version: str) -> bool:
     """Whether a version of a package in `TESTED` is between the versions that the tests ran with."""
-    first, last = TESTED[package]
-    return _minor(first) <= _minor(version) <= _minor(last)
+    first, now, last = (_minor(text) for text in (TESTED[package][0], version, TESTED[package][1]))
+    return first <= now <= last
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+def _minor(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]

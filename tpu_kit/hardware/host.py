@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
+import http.client
 import math
 import netrc
 import os
 import re
 import shutil
+import ssl
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,12 @@ from tpu_kit.hardware import chips
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Check, Machine, Status
 
-_TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
 # A replica's process without weights: imports and runtime took 0.93 GiB on XLA:CPU; the rest is a guess for the driver.
 PROCESS_BYTES = 1.5 * GIB
-_KEPT = 0.2
-"""Share of a model's weights that int8 and int4 leave in bf16, if only its name is known: embedding and head have 13 %
-in Llama 3.1 8B, 10 in Qwen2.5 3B, 21 in Llama 3.2 1B, 28 in Qwen2.5 0.5B."""
-_STACK = 0.45
-"""Share of the largest stack among the layers' matrices, if only the model's name is known: 27 % in Llama 3.1 8B
-(gate_proj), 44 in Phi 3 mini (gate_up_proj)."""
+_OTHERS, _STACK = 0.2, 0.45
+"""Shares, where only a model's name is known: of the weights those outside of the layers' matrices, such as embedding
+and head (13 % in Llama 3.1 8B, 28 in Qwen2.5 0.5B); of the matrices their largest stack (27 % in Llama 3.1 8B, 44 in
+Phi 3 mini)."""
 
 
 def _folder(config: TrainConfig) -> Path:
@@ -64,32 +63,26 @@ def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
     """Peak bytes of host memory of a replica's base weights while they are loaded; None if not known.
 
     Trained weights are in fp32. int8 and int4 weights are rounded as they are read (`quantized`): the host holds the
-    result and one stack (`layer_scan`). A GGUF file, or a model that another tool has quantised, becomes bf16 first.
+    result and one stack (`layer_scan`). A GGUF file becomes bf16 first.
 
     Args:
         config: the run.
         sharded: over the devices of a mesh, whose memory is not the host's: the weights stay mapped from files, and the
             host holds the shards of one stack (`partition.to_mesh`).
     """
-    saved, _ = model_bytes(config)
-    model, folder = config.model, _folder(config)
-    dtype = model.base_dtype if config.lora.r else "fp32"
+    saved, local = model_bytes(config)
+    model, dtype = config.model, config.model.base_dtype if config.lora.r else "fp32"
     if saved is None or model.gguf_file:
         return saved if saved is None or dtype != "fp32" else 2 * saved
-    if found := _count(folder) if folder.is_dir() else None:
-        matrices, others, stack = found
-    else:
-        named_in_fp32 = model.base_dtype == "fp32" and not folder.is_dir()
-        numbers = saved / (4 if named_in_fp32 else 2)
-        matrices, others = (1 - _KEPT) * numbers, _KEPT * numbers
-        stack = _STACK * matrices
-    if _is_quantized(folder):
-        return (matrices + others) * (4 if dtype == "fp32" else 2)
+    numbers = saved / (4 if model.base_dtype == "fp32" and not local else 2)
+    matrices = (1 - _OTHERS) * numbers
+    counted = _count(_folder(config)) if local else None
+    matrices, others, stack = counted or (matrices, numbers - matrices, _STACK * matrices)
+    each = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5 + 4 / model.quant_group}[dtype]
     if dtype in ("fp32", "bf16"):
-        return ((stack if sharded else matrices) + others) * (4 if dtype == "fp32" else 2)
-    each = 1 if dtype == "int8" else 0.5 + 4 / model.quant_group
-    held = stack if sharded and model.quant_cache is not None else matrices + stack
-    return held * each + others * 2
+        return ((stack if sharded else matrices) + others) * each
+    mapped = sharded and model.quant_cache is not None
+    return (stack if mapped else matrices + stack) * each + others * 2
 
 
 def _count(folder: Path) -> tuple[float, float, float] | None:
@@ -99,28 +92,20 @@ def _count(folder: Path) -> tuple[float, float, float] | None:
     """
     from safetensors import SafetensorError, safe_open
 
-    stacks: dict[str, int] = {}
-    others = 0
+    stacks, others = Counter[str](), 0
     try:
         for path in folder.glob("*.safetensors"):
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118  the file is not a mapping
                     shape = file.get_slice(name).get_shape()
-                    place, layers = re.subn(r"\.\d+\.", ".", name)
+                    stack, layers = re.subn(r"\.\d+\.", ".", name)
                     if layers and len(shape) == 2 and "vision" not in name:
-                        stacks[place] = stacks.get(place, 0) + math.prod(shape)
+                        stacks[stack] += math.prod(shape)
                     else:
                         others += math.prod(shape)
     except (OSError, SafetensorError):
         return None
-    return (sum(stacks.values()), others, max(stacks.values())) if stacks else None
-
-
-def _is_quantized(folder: Path) -> bool:
-    try:
-        return "quantization_config" in json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
+    return (stacks.total(), others, max(stacks.values())) if stacks else None
 
 
 def free_memory(at: Machine) -> float | None:
@@ -196,17 +181,15 @@ def _is_path(name: str, source: str) -> bool:
     return "://" not in source and (source.startswith((".", "/", "~")) or source.count("/") > 1 or of_file)
 
 
-def _missing(config: TrainConfig) -> list[str]:
-    """The parameters that name a path of this machine that does not exist."""
-    named = {name: config[name] for name in _SOURCES if config[name] and _is_path(name, config[name])}
-    return [name for name, path in named.items() if not glob.glob(os.path.expanduser(path)) and not Path(path).exists()]
-
-
 def check_files(config: TrainConfig) -> Check:
     """Checks that the files and folders of this machine that the run reads exist."""
     texts, fixes = [], []
-    for name in _missing(config):
+    for name in _SOURCES:
+        if not config[name] or not _is_path(name, config[name]):
+            continue
         path = Path(config[name]).expanduser()
+        if path.exists() or glob.glob(str(path)):
+            continue
         texts.append(f"{name}={config[name]}: there is no such file or folder")
         near = closest(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [])
         fixes.append(f"{name}={path.parent / near[0] if near else f'its path, absolute or from {Path.cwd()}'}")
@@ -215,40 +198,46 @@ def check_files(config: TrainConfig) -> Check:
     return Check("Files", "ok", "all paths that the run names are there")
 
 
-_ASKING = 3.0  # seconds in which a server must answer
-_ASKED_AGAIN = 300.0  # seconds after which the hub is tried again
+_ASKING = 3.0  # seconds in which the hub must answer
+_ASKED_AGAIN = 300.0  # seconds after which it is tried again
 _ASKED = "TPU_KIT_HUB_ASKED"  # environment variable, inherited by child processes: the time of the last try (time.time)
 
 
-def _answered(ask: Callable[[], int], seconds: float) -> tuple[int | None, str]:
-    """The status that `ask` returns, or None and the reason."""
-    outcome: list[tuple[int | None, str]] = [(None, f"no answer in {seconds:g} s")]
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any) -> None:
+        return None
 
-    def work() -> None:
+
+def _head(url: str, token: str | None = None, seconds: float = _ASKING) -> tuple[int | None, str]:
+    """Requests a page's headers, through a proxy if one is set; redirects do not get the token.
+
+    Returns:
+        The status, or None and the reason. A server whose certificate is not accepted here has answered: the libraries
+        may have other certificates.
+    """
+    outcome: list[tuple[int | None, str]] = [(None, f"no answer in {seconds:g} s")]
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def ask() -> None:
         try:
-            outcome[0] = (ask(), "")
+            request = urllib.request.Request(url, method="HEAD", headers=headers)
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds) as answer:
+                outcome[0] = (answer.status, "")
         except urllib.error.HTTPError as error:
             outcome[0] = (error.code, "")
-        except Exception as error:  # of the system, urllib or the hub's library
-            outcome[0] = (None, str(getattr(error, "reason", error)))
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            outcome[0] = (200 if isinstance(reason, ssl.SSLError) else None, str(reason))
 
     # In a thread, because the lookup of a name has no timeout.
-    thread = threading.Thread(target=work, daemon=True)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
     return outcome[0]
 
 
-def _head(url: str, token: str | None = None, seconds: float = _ASKING) -> tuple[int | None, str]:
-    """Requests a page's headers, through a proxy if one is set; redirects do not get the token. As `_answered`."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-
-    def ask() -> int:
-        request = urllib.request.Request(url, method="HEAD", headers=headers)
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds) as answer:
-            return int(answer.status)
-
-    return _answered(ask, seconds)
+def _endpoint(environ: Mapping[str, str]) -> str:
+    return (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
 def ask_hub_once() -> None:
@@ -258,39 +247,21 @@ def ask_hub_once() -> None:
     inherit the result, and the hub is tried again after five minutes. Nothing is requested if HF_HUB_OFFLINE is set,
     also to 0.
     """
-    environ, before = os.environ, os.environ.get(_ASKED)
-    if before is None and {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & environ.keys():
+    before = os.environ.get(_ASKED)
+    if before is None and {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & os.environ.keys():
         return
     if before is not None and time.time() - float(before) < _ASKED_AGAIN:
         return
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    _set_offline(False)
-    # Through the library's own session, for its proxy and its certificates.
-    status, problem = _answered(lambda: get_session().head(constants.ENDPOINT, timeout=_ASKING).status_code, _ASKING)
-    environ[_ASKED] = str(time.time())
-    if status is None:
-        _set_offline(True)
-        print(
-            f"{constants.ENDPOINT}: {problem}; only what is in its cache on this machine is used (HF_HUB_OFFLINE=0 "
-            "tries longer)",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-
-
-def _set_offline(offline: bool) -> None:
+    status, problem = _head(_endpoint(os.environ))
+    os.environ[_ASKED] = str(time.time())
     os.environ.pop("HF_HUB_OFFLINE", None)
-    if offline:
+    if status is None:
         os.environ["HF_HUB_OFFLINE"] = "1"
+        advice = "only what is in its cache on this machine is used (HF_HUB_OFFLINE=0 tries longer)"
+        print(f"{_endpoint(os.environ)}: {problem}; {advice}", file=sys.stderr, flush=True)
     for name in ("huggingface_hub.constants", "datasets.config"):  # have read the variable, if they are loaded
         if module := sys.modules.get(name):
-            module.HF_HUB_OFFLINE = offline  # type: ignore[attr-defined]  # of a module by name
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *args: Any) -> None:
-        return None
+            module.HF_HUB_OFFLINE = status is None  # type: ignore[attr-defined]  # of a module by name
 
 
 def check_hub(at: Machine, config: TrainConfig) -> Check:
@@ -305,9 +276,9 @@ def check_hub(at: Machine, config: TrainConfig) -> Check:
     here = ("embedded", "rationales")
     away = [s for s in given if s not in here and "://" not in s and "*" not in s and not Path(s).exists()]
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        if environ.get(variable, "").upper() in _TRUE:
+        if environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):  # as huggingface_hub reads them
             return Check(name, "skipped", f"offline by {variable}; {text}")
-    endpoint = (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    endpoint = _endpoint(environ)
     page = f"/{model}/resolve/{config.model.revision or 'main'}/config.json" if model in away else ""
     status, problem = _head(endpoint + page, token if page else None)
     if status is None and away:

@@ -1,8 +1,8 @@
 """Checks this machine without touching a device: one `Check` per question, with the command that fixes it.
 
 Versions come from the packages' metadata, chips from /sys, processes that hold them from /proc, the rest from the
-environment. So the checks are quick, safe in a notebook's kernel, and independent of what was imported. `doctor` orders
-them and adds the checks that need a device.
+environment: quick, and safe in a notebook's kernel. Needs only Python, so that `install` works where nothing is
+installed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import http.client
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,29 +20,25 @@ from typing import TYPE_CHECKING, Literal
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.compatibility import (
     PACKAGES,
-    PAIRINGS,
     PYTHONS,
-    REPOSITORY,
     TESTED,
+    Version,
     bare,
     beside_torch_tpu,
     environment_line,
-    find_pairing,
     install_line,
     installed_version,
     is_tested,
     mismatches,
 )
 
-if TYPE_CHECKING:  # this module needs only Python, so that `install` works where nothing is installed yet
+if TYPE_CHECKING:
     from tpu_kit.config.loader import TrainConfig
 
 Status = Literal["ok", "warning", "failure", "skipped"]
 MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001  the dash is intended
 
-# As in torch_xla._internal.tpu and tpu-info.
-_GOOGLE = "0x1ae0"
-_PCI = {"0x005e": "v4", "0x0063": "v5e", "0x0062": "v5p", "0x006f": "v6e", "0x0076": "v7x"}
+_GOOGLE = "0x1ae0"  # vendor id on the PCI bus
 
 # Each process of a launch gets its own values of these; see `preset_per_process`.
 PER_PROCESS = (
@@ -81,7 +77,7 @@ class Machine:
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    version: Callable[[str], str | None] = installed_version
+    version: Version = installed_version
     python: tuple[int, int] = (sys.version_info[0], sys.version_info[1])
     metadata_server: str = field(default_factory=lambda: os.environ.get("GCE_METADATA_HOST") or "169.254.169.254")
 
@@ -109,8 +105,8 @@ class Machine:
         """Chips on the PCI bus, such as ["v5e", "v5e"]; they are not opened."""
         devices = sorted((self.root / "sys/bus/pci/devices").glob("*"))
         names = [str(device.relative_to(self.root)) for device in devices]
-        found = [_PCI.get(self.read(f"{name}/device")) for name in names if self.read(f"{name}/vendor") == _GOOGLE]
-        return [kind for kind in found if kind]
+        ids = [self.read(f"{name}/device") for name in names if self.read(f"{name}/vendor") == _GOOGLE]
+        return [chip.name for each in ids for chip in chips.CHIPS.values() if chip.pci_device == each]
 
     def nodes(self) -> list[Path]:
         """The chips' device files. /dev/vfio/vfio is the driver's, not a chip's."""
@@ -134,10 +130,9 @@ class Machine:
 
 
 def _link(path: Path) -> str:
-    try:
+    with contextlib.suppress(OSError):
         return os.readlink(path)
-    except OSError:
-        return ""
+    return ""
 
 
 def check_python(machine: Machine) -> Check:
@@ -145,63 +140,54 @@ def check_python(machine: Machine) -> Check:
     found = "Python " + ".".join(map(str, machine.python))
     if machine.python in PYTHONS:
         return Check("Python", "ok", found)
-    return Check("Python", "failure", f"{found}: the kit and torch_xla need 3.11 to 3.13", _new_environment())
+    return Check("Python", "failure", f"{found}: the kit and torch_xla need 3.11 to 3.13", environment_line())
 
 
 def check_packages(machine: Machine, on_tpu: bool) -> Check:
     """Checks by their metadata that torch, torch_xla, libtpu and jax pair: a wrong pair fails at import."""
     have = {name: version for name in PACKAGES if (version := machine.version(name))}
     found = " ".join(f"{name} {version}" for name, version in have.items()) or "torch is not installed"
-    then, install = ", then restart the kernel", install_line(machine.python)
+    then, name = ", then restart the kernel", "Packages"
     if "torch" not in have:
-        return Check("Packages", "failure", found, "pip install -r requirements-gpu.txt (requirements-tpu.txt for TPU)")
+        return Check(name, "failure", found, "pip install -r requirements-gpu.txt (requirements-tpu.txt for TPU)")
     if beside := machine.version("torch_tpu"):
         status: Status = "failure" if on_tpu or "torch_xla" in have else "warning"
         found += f"; {beside_torch_tpu(beside)}. Without a TPU the kit trains on CPU and GPU here too"
-        return Check("Packages", status, found, _new_environment())
+        return Check(name, status, found, environment_line())
+    wrong = mismatches(machine.version, machine.python, with_tpu=on_tpu)
+    line = install_line({package: versions[0] for package, versions in wrong.items()})
     if "torch_xla" not in have:
         found += "; torch_xla is not installed, so there is no TPU and no rehearsal of one"
-        fix = install + then if on_tpu else f"{install} (only for TPU and its rehearsal)"
-        return Check("Packages", "failure" if on_tpu else "skipped", found, fix)
-    if wrong := mismatches(machine.version, machine.python, with_tpu=on_tpu):
-        pairing = find_pairing(machine.version)
-        must = ", ".join(f"{name} must be {' or '.join((pairing or PAIRINGS[0]).allowed(name))}" for name in wrong)
-        line = "pip install " + " ".join(f'"{name}=={pin}"' for name, pin in wrong.items())
-        return Check("Packages", "failure", f"{found}: {must}", line + then)
-    pairing = find_pairing(machine.version)
-    assert pairing is not None, "nothing mismatches"
-    built = {name: pin for name, pin in pairing.beside.items() if bare(machine.version(name) or pin) != pin}
-    if built:
-        found += f"; {' and '.join(built)} built for another torch: importing transformers may fail"
-        return Check("Packages", "warning", found, f"pip uninstall -y {' '.join(built)}{then}")
-    moved = {name: now for name in TESTED if (now := machine.version(name)) and not is_tested(name, now)}
-    if moved:
-        for name, now in moved.items():
-            found += f"; {name} {now}, tested with {' to '.join(dict.fromkeys(TESTED[name]))}"
+        if on_tpu:
+            return Check(name, "failure", found, line + then)
+        return Check(name, "skipped", found, f"{line} (only for TPU and its rehearsal)")
+    if wrong:
+        must = ", ".join(f"{package} must be {' or '.join(versions)}" for package, versions in wrong.items())
+        return Check(name, "failure", f"{found}: {must}", line + then)
+    if moved := {one: now for one in TESTED if (now := machine.version(one)) and not is_tested(one, now)}:
+        for one, now in moved.items():
+            found += f"; {one} {now}, tested with {' to '.join(dict.fromkeys(TESTED[one]))}"
         found += ": its releases have broken TPU before"
-        pins = " ".join(f'"{name}=={TESTED[name][1]}.*"' for name in moved)
-        return Check("Packages", "warning", found, f"pip install {pins}{then}; or a short rehearsal, if you need it")
+        fix = install_line({one: f"{TESTED[one][1]}.*" for one in moved})
+        return Check(name, "warning", found, f"{fix}{then}; or a short rehearsal, if you need it")
     if machine.version("tensorflow"):
         found += "; tensorflow beside them loads a TPU driver of its own and may take the chip"
-        return Check("Packages", "warning", found, f"pip uninstall -y tensorflow{then}")
-    return Check("Packages", "ok", found)
+        return Check(name, "warning", found, f"pip uninstall -y tensorflow{then}")
+    return Check(name, "ok", found)
 
 
-def _new_environment() -> str:
-    package = Path(__file__).parents[1]
-    clone = (package.parent / "pyproject.toml").is_file()
-    return environment_line(
-        str(package / "requirements-tpu.txt"), str(package.parent) if clone else f"git+{REPOSITORY}"
-    )
+def replaced_modules(version: Version) -> Iterator[str]:
+    """Yields a text for each package that this process loaded before another version was installed."""
+    for name in ("torch", "torch_xla", "jax", "jaxlib", "numpy", "transformers", "peft", "datasets", "tpu_kit"):
+        loaded, now = getattr(sys.modules.get(name), "__version__", None), version(name)
+        if loaded and now and bare(loaded) != bare(now):
+            yield f"{name} {loaded} is loaded, {now} is installed: pip replaced it under this process"
 
 
 def check_process(machine: Machine) -> Check:
     """Checks that this process (a notebook's kernel) can launch: same packages loaded, XLA runtime not initialised."""
-    for name in ("torch", "torch_xla"):
-        loaded, installed = getattr(sys.modules.get(name), "__version__", None), machine.version(name)
-        if loaded and installed and bare(loaded) != bare(installed):
-            found = f"{name} {loaded} is loaded, {installed} is installed: pip replaced it under this process"
-            return Check("This process", "failure", found, restart())
+    if replaced := "; ".join(replaced_modules(machine.version)):
+        return Check("This process", "failure", replaced, restart())
     # Only if the module is loaded already; the call initialises nothing.
     extension = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
     if extension is not None and extension._xla_runtime_is_initialized():
@@ -245,42 +231,41 @@ def check_tpu(machine: Machine, asked: bool) -> Check:
 
 def check_metadata(machine: Machine) -> Check:
     """Checks that torch_xla can get the TPU's topology, for which it asks the metadata server while it is imported."""
-    found = machine.tpus()
+    name, found = "TPU metadata", machine.tpus()
     if not found:
-        return Check("TPU metadata", "skipped", "not asked for: torch_xla does so only where there are chips")
+        return Check(name, "skipped", "not asked for: torch_xla does so only where there are chips")
     chip = chips.chip(found[0])
     topology = chip.topologies.get(len(found))
     bounds = ",".join(map(str, topology.chips_per_host_bounds)) if topology else "X,Y,Z"
     # The HOST names: with the PROCESS names torch_xla would not set them anew for each process.
-    values = {
-        "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": chip.slice_name(len(found)),
-        "TPU_HOST_BOUNDS": "1,1,1", "TPU_CHIPS_PER_HOST_BOUNDS": bounds, "TPU_WORKER_ID": "0",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-    }  # fmt: skip
-    fix = "export " + " ".join(f"{name}={value}" for name, value in values.items())
+    fix = (
+        f"export TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE={chip.slice_name(len(found))} TPU_HOST_BOUNDS=1,1,1 "
+        f"TPU_CHIPS_PER_HOST_BOUNDS={bounds} TPU_WORKER_ID=0 TPU_WORKER_HOSTNAMES=localhost"
+    )
     if machine.environ.get("TPU_SKIP_MDS_QUERY"):
         if kind := machine.environ.get("TPU_ACCELERATOR_TYPE"):
-            return Check("TPU metadata", "ok", f"from the environment: {kind}")
-        return Check("TPU metadata", "failure", "TPU_SKIP_MDS_QUERY is set, TPU_ACCELERATOR_TYPE is not", fix)
+            return Check(name, "ok", f"from the environment: {kind}")
+        return Check(name, "failure", "TPU_SKIP_MDS_QUERY is set, TPU_ACCELERATOR_TYPE is not", fix)
     try:
         text = machine.metadata("attributes/tpu-env", timeout=1)  # the key that torch_xla reads
-        if found_type := re.search(r"ACCELERATOR_TYPE:\s*'?([\w-]+)", text or ""):
-            return Check("TPU metadata", "ok", f"the metadata server says {found_type[1]}")
+        if match := re.search(r"ACCELERATOR_TYPE:\s*'?([\w-]+)", text or ""):
+            return Check(name, "ok", f"the metadata server says {match[1]}")
         problem = "the metadata server does not know the TPU's type"
     except (OSError, http.client.HTTPException) as error:
         problem = f"no metadata server ({error or type(error).__name__})"
-    return Check("TPU metadata", "failure", f"{problem}: importing torch_xla would fail or hang", fix)
+    return Check(name, "failure", f"{problem}: importing torch_xla would fail or hang", fix)
 
 
 def check_holder(machine: Machine) -> Check:
     """Checks which process has the chip open; a TPU serves one at a time."""
-    nodes = machine.nodes()
+    name, nodes = "Chip in use", machine.nodes()
     if not nodes:
-        return Check("Chip in use", "skipped", "no device files")
-    return _held("Chip in use", "failure", machine.holders(nodes)) or Check("Chip in use", "ok", "by no process")
+        return Check(name, "skipped", "no device files")
+    return _held(machine, nodes, name, "failure") or Check(name, "ok", "by no process")
 
 
-def _held(name: str, status: Status, holders: Mapping[int, str]) -> Check | None:
+def _held(machine: Machine, paths: Iterable[Path], name: str, status: Status) -> Check | None:
+    holders = machine.holders(paths)
     if os.getpid() in holders:
         return Check(name, status, f"held by this process, PID {os.getpid()}", restart())
     text = "; ".join(f"PID {pid}: {command}" for pid, command in holders.items())
@@ -288,24 +273,20 @@ def _held(name: str, status: Status, holders: Mapping[int, str]) -> Check | None
 
 
 def check_lock(machine: Machine) -> Check:
-    """Checks whether libtpu's lock file is held, or left by a process that was killed."""
+    """Checks whether libtpu's lock file is held, or left by a process that was killed.
+
+    The file is not opened: a process loses a POSIX lock when it closes *any* of its descriptors of the file, so in a
+    kernel that holds the TPU this would release the lock.
+    """
     path, name = machine.root / "tmp/libtpu_lockfile", "libtpu lock"
-    try:
-        status = path.stat()
-    except OSError:
+    if not path.exists():
         return Check(name, "ok", "no lock file")
     if not machine.nodes():  # libtpu also takes the lock to compile for a TPU that is not there
         return Check(name, "skipped", "no device files")
-    # The file is never opened here: it is a POSIX lock (flock does not see it), which a process loses when it closes
-    # *any* of its descriptors of the file. In a kernel that holds the TPU, opening it would release the lock.
-    # "1: POSIX ADVISORY WRITE <pid> <device>:<inode> 0 EOF"; a pid outside our namespace is 0.
-    locks = [words for line in machine.read("proc/locks").splitlines() if (words := line.split())[1:2] == ["POSIX"]]
-    pids = [int(words[4]) for words in locks if words[5].endswith(f":{status.st_ino}") and int(words[4]) > 0]
-    if held := _held(name, "warning", {pid: machine.command(pid) for pid in pids} | machine.holders([path])):
+    if held := _held(machine, [path], name, "warning"):
         return held
-    # libtpu makes the file with mode 600, and so cannot open the file of another user.
-    if os.geteuid() not in (0, status.st_uid):
-        text = f"{path} was left behind by a killed process of another user: libtpu cannot open it"
+    if os.geteuid() not in (0, path.stat().st_uid):  # libtpu makes it with mode 600
+        text = f"{path} is of another user: libtpu cannot open it; its process was killed, or still holds the TPU"
         return Check(name, "failure", text, f"sudo rm {path}")
     text = f"{path} was left behind by a process that was killed; libtpu takes it over"
     return Check(name, "warning", text, f"rm {path}")

@@ -19,9 +19,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tpu_kit.config import tables
 from tpu_kit.config.fields import ConfigError, closest
 from tpu_kit.hardware.machine import MARKS, Check
-from tpu_kit.planning import tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -333,7 +333,7 @@ def check_available() -> str:
     if found not in known:
         raise CompilerUnavailable(
             f"libtpu is {found}; the kit reads the answers of {', '.join(known)}: "
-            f"pip install libtpu=={PAIRINGS[0].libtpu_for(sys.version_info[:2])}"
+            f"pip install libtpu=={PAIRINGS[0].versions(sys.version_info[:2])['libtpu']}"
         )
     return found
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tpu_kit.config import tables
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import GIB, MIB
-from tpu_kit.planning import tables
 from tpu_kit.planning.cost import RESTART_SECONDS, SPOT_HOURS_BETWEEN_INTERRUPTIONS, factors, link_seconds
 from tpu_kit.planning.planner import Plan
 

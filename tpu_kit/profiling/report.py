@@ -9,8 +9,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tpu_kit.config import tables
 from tpu_kit.hardware.chips import GIB
-from tpu_kit.planning import tables
 from tpu_kit.planning.compile_check import Compiled
 from tpu_kit.planning.cost import factors
 from tpu_kit.profiling.advice import StepTimes
