@@ -212,11 +212,6 @@ def test_no_module_and_no_public_name_loads_torch_xla() -> None:
     run_python(public + import_all(MODULES, "torch_xla"))
 
 
-def test_every_module_imports_without_the_xla_stack() -> None:
-    blocked = f"import sys\nsys.modules |= dict.fromkeys({XLA_STACK})\n"
-    run_python(blocked + f"import importlib\nfor name in {MODULES}: importlib.import_module(name)")
-
-
 @pytest.mark.slow
 def test_light_modules_in_a_fresh_environment(tmp_path: Path) -> None:
     """Nothing but OmegaConf and Python: what a laptop needs to read a config or ask the doctor."""

@@ -15,6 +15,7 @@ from tpu_kit.config.fields import (
     ConfigError,
     ConfigField,
     closest,
+    hide_secrets,
     is_secret_name,
     knob,
     knobs_of,
@@ -123,7 +124,7 @@ def test_secrets_are_neither_taken_nor_shown(secret: str) -> None:
         with pytest.raises(ValueError, match=r"part.leaf: the value looks like a secret; .* environment") as caught:
             parameter(hint).read(value)
         assert secret not in str(caught.value)
-    assert secret not in show({"a": secret})
+    assert secret not in show({"a": secret}) and secret not in hide_secrets(f"it is {secret} here")
 
 
 @pytest.mark.parametrize(

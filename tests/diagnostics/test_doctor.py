@@ -9,6 +9,7 @@ import pytest
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import load_config
 from tpu_kit.diagnostics.doctor import check_device, judge
+from tpu_kit.distributed import launch
 from tpu_kit.hardware.machine import MARKS, Check, Machine
 
 HAS_XLA = Machine().version("torch_xla") is not None
@@ -83,7 +84,9 @@ def test_table() -> None:
     assert list(MARKS.values()) == ["✓", "!", "✗", "–"]  # noqa: RUF001  a dash is meant
 
 
-def test_fewer_replicas_than_there_should_be() -> None:
+def test_fewer_replicas_than_there_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = MEASURED | {"device_type": "cpu", "replicas": 1, "total": 1.0, "cores": [[1.0, 1e9, 0.0]]}
+    monkeypatch.setattr(launch, "launch", lambda *_: one)
     machine = Machine(environ={"CPU_NUM_DEVICES": "1"})
     rows = list(check_device(machine, load_config(None, ["device_type=cpu"]), 2))
     assert rows[0].status == "failure" and "1 on cpu" in rows[0].found

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import replace
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,20 +22,11 @@ import pytest
 from tests.support.child_processes import REPOSITORY, run_python
 from tpu_kit.config.fields import ConfigError
 from tpu_kit.diagnostics import install
-from tpu_kit.diagnostics.install import REPOSITORY as ADDRESS
-from tpu_kit.diagnostics.install import Decision, Site, decide, installed, look, pairings, requirements
-from tpu_kit.hardware.compatibility import PAIRINGS
+from tpu_kit.diagnostics.install import Decision, Site, decide, look, pairings
+from tpu_kit.hardware.compatibility import PAIRINGS, installed_version, requirements
+from tpu_kit.hardware.compatibility import REPOSITORY as ADDRESS
 from tpu_kit.hardware.machine import Check, Machine
 
-PINNED = """\
-torch==2.9.0
-torch_xla==2.9.0  # the pair
-libtpu==0.0.21; python_version < "3.13"
-
-transformers==5.23.0
-peft==0.21.2
-omegaconf==2.4.0
-"""
 PAIR = {"torch": "2.9.0+cpu", "torch-xla": "2.9.0", "libtpu": "0.0.21", "jax": "0.7.1", "jaxlib": "0.7.1"}
 KAGGLE = {"torch": "2.8.0+cpu", "torch-xla": "2.8.0", "libtpu": "0.0.17", "jax": "0.7.2", "jaxlib": "0.7.2"}
 RIGHT = PAIR | {
@@ -47,26 +39,24 @@ WITHOUT: dict[str, str] = {}
 
 
 def test_where_all_is_right_nothing_is_done(capsys: pytest.CaptureFixture[str]) -> None:
-    decision = decide(LAPTOP, pins=PINNED)
+    decision = decide(LAPTOP)
     assert (decision.action, decision.kind, decision.command) == ("nothing", "tpu", ())
     pair = "torch 2.9.0+cpu, torch_xla 2.9.0, libtpu 0.0.21, jax 0.7.1, jaxlib 0.7.1 pair"
-    assert str(decision) == f"Nothing to do: all 11 packages are there, and {pair}"
+    assert str(decision) == f"Nothing to do: all packages are there, and {pair}"
     install.carry_out(decision)
     assert capsys.readouterr().out == "Nothing was to be done.\n"
 
 
 def test_one_line_installs_all() -> None:
-    decision = decide(replace(LAPTOP, versions=WITHOUT), pins=PINNED)
+    decision = decide(replace(LAPTOP, versions=WITHOUT))
     names = "torch, torch_xla, libtpu, jax, jaxlib, datasets, math-verify, matplotlib, omegaconf, peft, transformers"
     assert decision.why == (f"not installed: {names}",)
     wanted = (
-        "torch==2.9.0", "torch_xla==2.9.0", "libtpu==0.0.21", "jax==0.7.1", "jaxlib==0.7.1", "datasets>=4.8",
-        "math-verify>=0.9", "matplotlib>=3.10", "omegaconf==2.4.0", "peft==0.21.2", "transformers==5.23.0",
+        "torch==2.9.0", "torch_xla==2.9.0", "libtpu==0.0.21", "jax==0.7.1", "jaxlib==0.7.1", "datasets==5.2.0",
+        "math-verify==0.9.0", "matplotlib==3.11.2", "omegaconf==2.4.0", "peft==0.21.2", "transformers==5.23.0",
     )  # fmt: skip
     assert decision.command == (sys.executable, "-m", "pip", "install", "--quiet", *wanted)
-    with_uv = decide(
-        replace(LAPTOP, versions=WITHOUT, uv="/bin/uv", pip=False), torch_index="https://a.b/cpu", pins=PINNED
-    )
+    with_uv = decide(replace(LAPTOP, versions=WITHOUT, uv="/bin/uv", pip=False), torch_index="https://a.b/cpu")
     assert with_uv.command == (
         "/bin/uv", "pip", "install", "--python", sys.executable, "--quiet",
         "--extra-index-url", "https://a.b/cpu", "--index-strategy", "unsafe-best-match", *wanted,
@@ -77,7 +67,7 @@ def test_what_pairs_is_left_alone_and_what_is_missing_is_added() -> None:
     """Another libtpu and jax than the pins, as Colab has them: neither is touched."""
     image = RIGHT | {"libtpu": "0.0.21.1", "jax": "0.7.2", "jaxlib": "0.7.2", "transformers": "5.15.0"}
     there = {name: version for name, version in image.items() if name not in ("peft", "omegaconf")}
-    decision = decide(replace(COLAB, python=(3, 13), versions=there), pins=PINNED)
+    decision = decide(replace(COLAB, python=(3, 13), versions=there))
     assert decision.add == ("omegaconf==2.4.0", "peft==0.21.2")
     assert decision.command == (sys.executable, "-m", "pip", "install", "--quiet", *decision.add)
     assert set(decision.keep) == {f"{name}=={version}" for name, version in there.items()}
@@ -85,14 +75,14 @@ def test_what_pairs_is_left_alone_and_what_is_missing_is_added() -> None:
 
 
 def test_extras_are_installed_when_asked_for() -> None:
-    added = decide(LAPTOP, extras=["notebooks"], pins="papermill==2.7.0").add
-    assert added == ("ipykernel>=6.17", "nbconvert>=7.16", "papermill==2.7.0")
+    added = decide(LAPTOP, extras=["notebooks"]).add
+    assert added == ("ipykernel==7.4.0", "nbconvert==7.17.2", "papermill==2.7.0")
     assert decide(replace(LAPTOP, versions=RIGHT | {"gcsfs": "2026.1"}), extras=["gcs"]).action == "nothing"
 
 
 def test_a_folder_of_wheels_is_the_only_place_to_look(tmp_path: Path) -> None:
     (tmp_path / "tpu_kit-0.1.0-py3-none-any.whl").touch()
-    decision = decide(replace(LAPTOP, versions=PAIR), source=str(tmp_path), pins=PINNED)
+    decision = decide(replace(LAPTOP, versions=PAIR), source=str(tmp_path))
     assert decision.command[5:8] == ("--no-index", "--find-links", str(tmp_path))
 
 
@@ -110,18 +100,18 @@ def test_a_torch_that_is_used_alone_is_left_alone() -> None:
         ("torch", "2.9.1", "torch is 2.9.1, and must be 2.9.0"),
         ("libtpu", "0.0.20", "libtpu is 0.0.20, and must be 0.0.21 or 0.0.21.1"),
         ("transformers", "4.57.0", "transformers is 4.57.0, and must be >=5.15"),
-        ("torchvision", "0.20.0", "torchvision 0.20.0 is built for another torch: 0.24.0"),
+        ("torchvision", "0.20.0", "torchvision is 0.20.0, and must be 0.24.0"),
     ],
 )
 def test_what_is_wrong_is_named_and_mended(name: str, version: str, why: str) -> None:
-    decision = decide(replace(COLAB, versions={**RIGHT, name: version}), pins=PINNED)
+    decision = decide(replace(COLAB, versions={**RIGHT, name: version}))
     assert (decision.action, decision.why) == ("install", (why,))
     assert ("torchvision==0.24.0" in decision.command) == (name == "torchvision")
     assert len(decision.add) == 1 and decision.keep == ()
 
 
 def test_torch_tpu_of_the_users_own_environment_stays() -> None:
-    decision = decide(replace(LAPTOP, versions={"torch": "2.13.0", "torch-tpu": "0.2.0"}), hardware="tpu", pins=PINNED)
+    decision = decide(replace(LAPTOP, versions={"torch": "2.13.0", "torch-tpu": "0.2.0"}), hardware="tpu")
     assert decision.action == "impossible" and decision.command == ()
     assert "torch_tpu 0.2.0 needs torch 2.11 or later, and the kit on a TPU torch_xla 2.9.0 or 2.8.0" in str(decision)
     assert "uv venv --python 3.12 ~/tpu_kit-env" in str(decision)
@@ -157,7 +147,7 @@ def test_what_is_installed_for(site: Site, hardware: str, kind: str) -> None:
     ],
 )
 def test_where_no_wheel_fits_the_ways_out_are_named(site: Site, hardware: str, why: str, way: str) -> None:
-    decision = decide(site, hardware, pins=PINNED)
+    decision = decide(site, hardware)
     assert decision.action == "impossible" and decision.command == ()
     assert any(why in line for line in decision.why), decision.why
     assert way in str(decision)
@@ -180,16 +170,13 @@ def test_the_pairs_are_shown() -> None:
     assert pairings()[0]["libtpu"] == "0.0.21 or 0.0.21.1"
 
 
-def test_pins_come_from_the_folder_that_the_kit_came_from(tmp_path: Path) -> None:
+def test_versions_that_were_tested_are_installed() -> None:
     assert requirements("tpu").read_text() == (REPOSITORY / "requirements-tpu.txt").read_text()
-    assert requirements("gpu", str(tmp_path)) == requirements("gpu")
-    (tmp_path / "requirements-gpu.txt").write_text("transformers==5.22.0\n")
-    assert requirements("gpu", str(tmp_path)) == tmp_path / "requirements-gpu.txt"
     versions = {name: version for name, version in RIGHT.items() if name not in (*PAIR, "transformers")}
     site = replace(LAPTOP, versions=versions | {"torch": "2.13.0"})
-    assert decide(site, "gpu", source=str(tmp_path)).add == ("transformers==5.22.0",)
+    assert decide(site, "gpu").add == ("transformers==5.23.0",)
     newer = decide(replace(site, versions=site.versions | {"torch": "3.0", "transformers": "5.23.0"}), "gpu")
-    assert newer.why == ("torch is 3.0, and must be >=2.8,<3",)
+    assert newer.why == ("torch is 3.0, and must be <3,>=2.8",)
 
 
 def machine(tmp_path: Path, **environ: str) -> Machine:
@@ -227,7 +214,7 @@ def test_options_of_the_notebook() -> None:
 
 def test_a_failing_line_ends_with_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
     code = "print('Collecting torch'); print('OSError: No space left on device'); raise SystemExit(1)"
-    with pytest.raises(ValueError, match=r"failed \(the disk is full: .* torch_index(.|\n)*No space left") as caught:
+    with pytest.raises(ValueError, match=r"failed:\n") as caught:
         install.carry_out(Decision("install", "tpu", ("a",), command=(sys.executable, "-c", code)))
     assert str(caught.value).endswith("Collecting torch\nOSError: No space left on device")
     assert "Collecting torch" in capsys.readouterr().out
@@ -252,7 +239,7 @@ def test_a_replaced_package_needs_a_new_kernel(
     monkeypatch.setattr(numpy, "__version__", "1.0.0")
     install.restart()
     out = capsys.readouterr().out
-    assert f"must be restarted: numpy 1.0.0 is loaded, {installed()['numpy']} is installed" in out
+    assert f"must be restarted: numpy 1.0.0 is loaded, {installed_version('numpy')} is installed" in out
     assert "Kernel > Restart" in out
 
 
@@ -276,7 +263,6 @@ def test_another_index_is_where_torch_comes_from(tool: str, tmp_path: Path, monk
     if uv is None:
         pytest.skip("needs uv: pip install uv")
     default, cpu = write_index(tmp_path / "a", "2.9.0", "cuda"), write_index(tmp_path / "b", "2.9.0+cpu", "cpu")
-    (tmp_path / "requirements-gpu.txt").write_text("torch==2.9.0\n")
     there = {name: version for name, version in RIGHT.items() if name not in PAIR}
     for name, value in {"INDEX_URL": default, "TARGET": str(tmp_path / "got"), "CONFIG_FILE": os.devnull}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
@@ -284,21 +270,25 @@ def test_another_index_is_where_torch_comes_from(tool: str, tmp_path: Path, monk
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("UV_DEFAULT_INDEX", default)
     site = replace(LAPTOP, versions=there, uv=uv)
-    decision = decide(site, "gpu", cpu, str(tmp_path))
+    decision = decide(site, "gpu", cpu)
     if uv:  # which has no variable for it
         decision = replace(decision, command=(*decision.command, "--target", str(tmp_path / "got")))
     install.carry_out(decision)
     assert (tmp_path / "got" / "torch.py").read_text() == "built = 'cpu'"
 
 
-def test_it_needs_nothing_but_python() -> None:
+def test_it_needs_nothing_but_python(tmp_path: Path) -> None:
     """Of any version that a service may bring: what is said of one that does not fit must be said there."""
-    code = """
+    about = tmp_path / "tpu_kit-0.1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(distribution("tpu_kit").read_text("METADATA") or "")
+    code = f"""
 import sys
+sys.path.append({str(tmp_path)!r})
 from tpu_kit.diagnostics import install
 install.decide(install.look())
-install.show_table([{"a": 1}])
-outside = {name.split(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+install.show_table([{{"a": 1}}])
+outside = {{name.split(".")[0] for name in sys.modules}} - set(sys.stdlib_module_names)
 print(sorted(outside), *(module.__file__ for name, module in sys.modules.items() if name.startswith("tpu_kit")))
 """
     said = run_python(["-S", "-c", code]).stdout.splitlines()[-1]
@@ -313,7 +303,7 @@ print(sorted(outside), *(module.__file__ for name, module in sys.modules.items()
 
 
 def steps(python: Path) -> list[dict[str, Any]]:
-    """What a notebook's cells do, in another environment: decide, install, check, decide again."""
+    """What a notebook's cells do, in another environment that has the kit: decide, install, check, decide again."""
     code = """
 import json
 from dataclasses import asdict
@@ -324,7 +314,7 @@ checks = install.check(first)
 second = install.decide(install.look())
 print(json.dumps([asdict(first), {"checks": [asdict(row) for row in checks]}, asdict(second)]))
 """
-    done = run_python(code, executable=python, timeout=3000, env={"PYTHONPATH": str(REPOSITORY)})
+    done = run_python(code, executable=python, timeout=3000, env={"PYTHONPATH": ""})
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -337,7 +327,7 @@ def fresh(folder: Path) -> Path:
 def test_where_all_is_right_the_second_time_too() -> None:
     first, checked, second = steps(Path(sys.executable))
     assert first["action"] == second["action"] == "nothing"
-    assert [row["status"] for row in checked["checks"]] == ["ok", "ok"]
+    assert [row["status"] for row in checked["checks"]] == ["ok"]
 
 
 def bare_kernel(python: Path, folder: Path) -> dict[str, str]:
@@ -383,10 +373,10 @@ def test_from_nothing_in_a_bare_kernel_as_a_service_has_it(tmp_path: Path, clone
     environment = bare_kernel(python, tmp_path / "jupyter")
     said = run_notebook(tmp_path, environment, clone)
     assert "not installed: torch, torch_xla, libtpu" in said and "Added: " in said
-    assert f"They pair torch {PAIRINGS[0].torch}" in " ".join(said.split()) and "✓ They compute" in said
+    assert f"They work torch {PAIRINGS[0].torch}" in " ".join(said.split()) and "✓ They work" in said
     assert "The kernel can stay as it is." in said
     again = run_notebook(tmp_path, environment, clone)
-    assert "Nothing to do: all " in again and "Nothing was to be done." in again and "✓ They compute" in again
+    assert "Nothing to do: all " in again and "Nothing was to be done." in again and "✓ They work" in again
     assert "pip install" not in again
     found = run_python(
         "import tpu_kit; print(tpu_kit.__file__)", executable=python, env={"PYTHONPATH": ""}, cwd=tmp_path
@@ -407,17 +397,18 @@ def test_a_kernel_whose_python_does_not_fit_is_told_the_ways_out(tmp_path: Path,
     environment = bare_kernel(tmp_path / "env" / "bin" / "python", tmp_path / "jupyter")
     said = run_notebook(tmp_path, environment, clone, expect=1)
     assert "It cannot be installed here:" in said and ": the kit needs 3.11 to 3.13" in said
-    assert "uv venv --python 3.12" in said and f"'{clone / 'requirements-tpu.txt'}' '{clone}'" in said
+    assert "uv venv --python 3.12" in said and f"requirements-tpu.txt '{clone}'" in said
 
 
 @pytest.mark.slow
-def test_from_a_torch_xla_that_does_not_pair(tmp_path: Path) -> None:
+def test_from_a_torch_xla_that_does_not_pair(tmp_path: Path, clone: Path) -> None:
     python = fresh(tmp_path / "env")
-    run_python(["-m", "pip", "install", "--quiet", "--no-deps", "torch_xla==2.8.0"], executable=python, timeout=1000)
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "torch_xla==2.8.0", str(clone)]
+    run_python(install, executable=python, timeout=1000)
     first, checked, second = steps(python)
     assert "torch_xla is 2.8.0, and must be 2.9.0" in first["why"]
     assert second["action"] == "nothing"
-    assert [row["status"] for row in checked["checks"]] == ["ok", "ok"]
+    assert [row["status"] for row in checked["checks"]] == ["ok"]
 
 
 def test_a_pair_that_does_not_load_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,4 +417,4 @@ def test_a_pair_that_does_not_load_is_a_failure(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (check,) = install.check(Decision("nothing", "tpu", ()))
     assert isinstance(check, Check) and check.status == "failure"
-    assert "undefined symbol" in check.found and check.found.endswith("torch and torch_xla do not pair")
+    assert check.found.startswith("torch 2.9.1 loaded, then ImportError: _XLAC.so: undefined symbol")

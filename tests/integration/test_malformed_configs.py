@@ -301,9 +301,9 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["verifier=regex:("], "tracking.verifier: 'regex:(' has a pattern that cannot be read (missing ), "),
     (
         ["format=cot", "columns.text=body"],
-        "data.columns: {'text': 'body'} names text, and a row of data.format=cot ",
+        "data.columns: {'text': 'body'} names text; cot has ",
     ),
-    (["columns={messages: chat, completion: reply}"], "names the roles messages, completion of different formats"),
+    (["columns={messages: chat, completion: reply}"], "names completion, messages; "),
 ]
 
 
