@@ -90,7 +90,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
         VERIFY,
     ),
     "verify": (1, NEVER, VERIFY),
-    "verify._FirstContact._shapes": (
+    "verify._Checks._shapes": (
         1,
         NEVER,
         VERIFY,

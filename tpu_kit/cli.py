@@ -37,10 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         print(f"{texts[0]}: no such command; {advice}", file=sys.stderr)
         return BAD_USAGE
-    given = None
+    args = None
     try:
-        given = parse(texts)
-        return given.function(given)
+        args = parse(texts)
+        return args.function(args)
     except SystemExit:  # --help or --version
         return OK
     except ConfigError as error:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tpu_kit.distributed.launch import LaunchError
         from tpu_kit.distributed.meeting import HostError
 
-        if given is None or not isinstance(error, ValueError | LaunchError | HostError):
+        if args is None or not isinstance(error, ValueError | LaunchError | HostError):
             raise
         print(error, file=sys.stderr)  # the text has the traceback of a failed replica
         return PREEMPTED if isinstance(error, HostError) and error.again else FAILED
@@ -91,7 +91,7 @@ def command(
 
     def add(run: Run) -> Run:
         name, parts = run.__name__, [details]
-        if texts := [str(one) for kind in own for one in knobs_of(kind).values()]:
+        if texts := [str(parameter) for kind in own for parameter in knobs_of(kind).values()]:
             parts.append("\n".join(["Its own key=value:", *texts]))
         if name == "train":
             note = "(without their section where no other has the name, as in batch_size=2)"
@@ -120,8 +120,8 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
     """Reads a command and its arguments.
 
     Returns:
-        The files and flags; `function`, of the command; `config`, if the command takes a configuration; `own`, an
-        instance of each of its dataclasses; `settings`, the other `key=value` texts.
+        The files and flags; `function`, of the command; `config`, if the command takes a configuration; `options`,
+        an instance of each of its dataclasses; `settings`, the other `key=value` texts.
 
     Raises:
         ConfigError: flags or values are wrong, a file is missing, or there are too many files.
@@ -131,25 +131,25 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
     kinds, others = _KEYS.get(name, ((), False))
     pairs = [text for text in texts if (kinds or others) and _is_pair(text)]
     words = [text for text in texts if text not in pairs]
-    given, more = _PARSER.parse_known_args([name, "--help"] if {"-h", "--help"} & {*words} else [name, *words])
+    args, more = _PARSER.parse_known_args([name, "--help"] if {"-h", "--help"} & {*words} else [name, *words])
     parser, problems = COMMANDS[name], list[str]()
     if flags := [text for text in more if text.startswith("-")]:
         known = ", ".join(option for action in parser._actions for option in action.option_strings)
         raise ConfigError([f"{flag}: no such option; there are {known}; a parameter is key=value" for flag in flags])
-    if more and "config" in given:
-        files = ", ".join([given.config, *more])
+    if more and "config" in args:
+        files = ", ".join([args.config, *more])
         raise ConfigError([f"{files}: one configuration file at most; the others are key=value"])
     if more:
         parser.error(f"{', '.join(more)}: not expected")
-    given.own, given.settings = _read_own(kinds, pairs, problems)
-    if given.settings and not others:
-        keys = ", ".join(one for kind in kinds for one in knobs_of(kind))
-        problems += [f"{text.partition('=')[0]}: no such option; there are {keys}" for text in given.settings]
+    args.options, args.settings = _read_own(kinds, pairs, problems)
+    if args.settings and not others:
+        keys = ", ".join(key for kind in kinds for key in knobs_of(kind))
+        problems += [f"{text.partition('=')[0]}: no such option; there are {keys}" for text in args.settings]
     if problems:
         raise ConfigError(problems)
-    if "config" in given:
-        given.config = load_config(given.config, given.settings)
-    return given
+    if "config" in args:
+        args.config = load_config(args.config, args.settings)
+    return args
 
 
 def _is_pair(text: str) -> bool:
@@ -176,18 +176,18 @@ def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) 
     return made, [pair for pair in pairs if pair.partition("=")[0] not in names]
 
 
-def _value(one: ConfigField, text: str, before: Sequence[str]) -> Any:
-    """Returns the value of a field; a list has an item for each time that it is given."""
-    if get_origin(one.hint) is tuple:
-        return one.read((*before, text))
-    if one.name == "score" and ":" in text:
+def _value(parameter: ConfigField, text: str, before: Sequence[str]) -> Any:
+    """Returns the value of a field; a list has an item for each time that it is set."""
+    if get_origin(parameter.hint) is tuple:
+        return parameter.read((*before, text))
+    if parameter.name == "score" and ":" in text:
         from tpu_kit.evaluation.verifiers import imported
 
         try:
             return imported(text)
         except ValueError as error:
             raise ValueError(f"score={text}: {error}") from error
-    return one.read(text if one.text_only else _plain(one.name, text))
+    return parameter.read(text if parameter.text_only else _plain(parameter.name, text))
 
 
 def _plain(name: str, text: str) -> Any:
@@ -213,11 +213,11 @@ _ADAPTER = "The adapter folder of a run, also in gs://; null = the base model."
     },
     others=False,
 )
-def checkpoints(given: argparse.Namespace) -> int:
+def checkpoints(args: argparse.Namespace) -> int:
     """List a run's checkpoints: steps, sizes, age, validity, metrics."""
     from tpu_kit.checkpointing.manager import report
 
-    return report(given.run, given.verify, given.json)
+    return report(args.run, args.verify, args.json)
 
 
 _TRAINS = (
@@ -228,24 +228,24 @@ _EXACT = {"--exact": {"action": "store_true", "help": "ask the TPU compiler firs
 
 
 @command(f"teacher=FOLDER names the teacher; files=FOLDER keeps its logits.\n\n{_TRAINS}", _CONFIG | _EXACT)
-def distill(given: argparse.Namespace) -> int:
+def distill(args: argparse.Namespace) -> int:
     """Fine-tune a model that learns from a larger one."""
-    return _fine_tune(given, "tpu_kit.recipes.distillation")
+    return _fine_tune(args, "tpu_kit.recipes.distillation")
 
 
-def _fine_tune(given: argparse.Namespace, recipe: str) -> int:
-    print(describe(given.config), flush=True)
-    result = getattr(importlib.import_module(recipe), given.function.__name__)(given.config, exact=given.exact)
+def _fine_tune(args: argparse.Namespace, recipe: str) -> int:
+    print(describe(args.config), flush=True)
+    result = getattr(importlib.import_module(recipe), args.function.__name__)(args.config, exact=args.exact)
     print(result)
     return PREEMPTED if result.status == "preempted" else OK
 
 
 @command("Exit codes: 0 the run can start, 1 it cannot, 2 bad configuration.", _CONFIG | _JSON)
-def doctor(given: argparse.Namespace) -> int:
+def doctor(args: argparse.Namespace) -> int:
     """Check this machine for a run, each finding with its fix."""
     from tpu_kit.diagnostics.doctor import report
 
-    return report(given.config, given.json)
+    return report(args.config, args.json)
 
 
 @dataclass
@@ -270,23 +270,23 @@ class _Result:
     _CONFIG | _JSON,
     (_Result,),
 )
-def evaluate(given: argparse.Namespace) -> int:
+def evaluate(args: argparse.Namespace) -> int:
     """Compare the base and the tuned model on held-out rows."""
     from tpu_kit.evaluation import evaluate as evaluation
 
-    (own,) = given.own
-    if own.adapter:
-        comparison = evaluation.evaluate_adapter(given.config, own.adapter)
+    (options,) = args.options
+    if options.adapter:
+        comparison = evaluation.evaluate_adapter(args.config, options.adapter)
         text, plain = str(comparison), comparison.to_dict()
     else:
-        prepared = evaluation.held_out(given.config)
-        found = evaluation.evaluate(given.config, prepared)
+        prepared = evaluation.held_out(args.config)
+        report = evaluation.evaluate(args.config, prepared)
         seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
-        text = f"{found}\n{seen} rows left out, because the training data have their questions"
-        plain = {"base": found.to_dict(), "seen_in_training": seen}
+        text = f"{report}\n{seen} rows left out, because the training data have their questions"
+        plain = {"base": report.to_dict(), "seen_in_training": seen}
     written = json.dumps(plain, indent=2)
-    own.write(written)
-    print(written if given.json else text)
+    options.write(written)
+    print(written if args.json else text)
     return OK
 
 
@@ -296,12 +296,12 @@ def evaluate(given: argparse.Namespace) -> int:
     (ExportOptions,),
     others=False,
 )
-def export(given: argparse.Namespace) -> int:
+def export(args: argparse.Namespace) -> int:
     """Write a tuned model for PEFT, transformers, vLLM, llama.cpp or Ollama, and check it."""
     from tpu_kit.exporting.export import export as run
 
-    done = run(given.run, **asdict(given.own[0]))
-    print(json.dumps(asdict(done), indent=1) if given.json else done)
+    done = run(args.run, **asdict(args.options[0]))
+    print(json.dumps(asdict(done), indent=1) if args.json else done)
     return OK
 
 
@@ -316,11 +316,11 @@ class _Prompts:
     truncate: bool = knob(False, "Cut off the beginning of a prompt that is too long.")
 
     def __post_init__(self) -> None:
-        found = [*self.prompt, *(_read_prompts(self.prompts) if self.prompts else [])]
-        if not found and not sys.stdin.isatty():
+        prompts = [*self.prompt, *(_read_prompts(self.prompts) if self.prompts else [])]
+        if not prompts and not sys.stdin.isatty():
             raise ValueError('prompt: there is none; give prompt="..." or prompts=FILE')
-        chats = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in found]
-        self.asked = chats if self.chat else found
+        chats = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in prompts]
+        self.asked = chats if self.chat else prompts
 
 
 def _read_prompts(file: str) -> list[Any]:
@@ -341,22 +341,22 @@ def _read_prompts(file: str) -> list[Any]:
     _CONFIG | _JSON,
     (_Prompts, Sampling),
 )
-def generate(given: argparse.Namespace) -> int:
+def generate(args: argparse.Namespace) -> int:
     """Answer prompts with a base or tuned model."""
     from tpu_kit.generation import service as generation
     from tpu_kit.generation.prompts import to_json
 
-    own, sampling = given.own
-    if not own.asked:
-        generation.chat(given.config, sampling, adapter_dir=own.adapter)
+    request, sampling = args.options
+    if not request.asked:
+        generation.chat(args.config, sampling, adapter_dir=request.adapter)
         return OK
-    options = {"adapter_dir": own.adapter, "truncate": own.truncate}
-    if len(own.asked) == own.n == 1 and not given.json:
-        generation.stream(given.config, own.asked[0], sampling, **options)
+    settings = {"adapter_dir": request.adapter, "truncate": request.truncate}
+    if len(request.asked) == request.n == 1 and not args.json:
+        generation.stream(args.config, request.asked[0], sampling, **settings)
         return OK
-    found = generation.generate(given.config, own.asked, sampling, own.n, batch_size=own.rows, **options)
-    texts = (f"[{row // own.n}.{row % own.n}] {reply.text.strip()}" for row, reply in enumerate(found))
-    print(to_json(found) if given.json else "\n\n".join(texts))
+    replies = generation.generate(args.config, request.asked, sampling, request.n, batch_size=request.rows, **settings)
+    texts = (f"[{row // request.n}.{row % request.n}] {reply.text.strip()}" for row, reply in enumerate(replies))
+    print(to_json(replies) if args.json else "\n\n".join(texts))
     return OK
 
 
@@ -372,17 +372,17 @@ class _Executed:
     {"notebooks": {"nargs": "+", "metavar": "FILE.ipynb"}},
     (_Executed,),
 )
-def notebooks(given: argparse.Namespace) -> int:
+def notebooks(args: argparse.Namespace) -> int:
     """Run notebooks one after the other, into executed notebooks and HTML."""
     from tpu_kit.notebook.runner import run
 
-    pairs = (setting.partition("=") for setting in given.settings)
+    pairs = (setting.partition("=") for setting in args.settings)
     values = {name: _plain(name, text) for name, _, text in pairs}
-    return run([Path(file) for file in given.notebooks], Path(given.own[0].out), values)
+    return run([Path(file) for file in args.notebooks], Path(args.options[0].out), values)
 
 
 @command(
-    "batch_size and remat are chosen unless they are given. A folder with only a config.json is a model.\n\n"
+    "batch_size and remat are chosen unless they are set. A folder with only a config.json is a model.\n\n"
     "Exit codes: 0 the plans are printed (also of runs that do not fit), 2 bad arguments.",
     {
         **_CONFIG,
@@ -398,7 +398,7 @@ def notebooks(given: argparse.Namespace) -> int:
         **_JSON,
     },
 )  # fmt: skip
-def plan(given: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> int:
     """Find the settings that fit a TPU, their duration and their cost."""
     from tpu_kit.config import tables
     from tpu_kit.hardware.slices import find_slice
@@ -407,24 +407,24 @@ def plan(given: argparse.Namespace) -> int:
     from tpu_kit.planning.planner import plan as find
     from tpu_kit.planning.report import report
 
-    if given.models and not given.chip:
+    if args.models and not args.chip:
         print(known_models())
         return OK
-    names = [name.strip() for name in (given.chip or "v5e").split(",")]
+    names = [name.strip() for name in (args.chip or "v5e").split(",")]
     try:
-        if given.models:
+        if args.models:
             for where in [find_slice(name, None) for name in names]:
                 print(f"{where.name}: the largest models by formula, LoRA r=16, rows of 1,024 tokens")
                 print(tables.to_text(largest_models(where)))
             return OK
-        found = find(given.config, names, given.exact)
+        plans = find(args.config, names, args.exact)
     except ValueError as error:
         print(error, file=sys.stderr)
         return BAD_USAGE
-    for one in found:
-        if one.note:
-            print(f"{one.where.name}: {one.note}", file=sys.stderr)
-    print(json.dumps([one.to_dict() for one in found], indent=2) if given.json else report(given.config, found))
+    for plan in plans:
+        if plan.note:
+            print(f"{plan.where.name}: {plan.note}", file=sys.stderr)
+    print(json.dumps([plan.to_dict() for plan in plans], indent=2) if args.json else report(args.config, plans))
     return OK
 
 
@@ -441,13 +441,13 @@ def plan(given: argparse.Namespace) -> int:
         "--out": {"metavar": "FOLDER", "help": "the folder for the files; pods/RUN_NAME by default"},
     },
 )
-def pod(given: argparse.Namespace) -> int:
+def pod(args: argparse.Namespace) -> int:
     """Write the files and commands that run a configuration on a slice of several hosts."""
     from tpu_kit.pods.report import write
     from tpu_kit.pods.slice_job import check_job
 
-    job = check_job(given.config, given.slice, given.engine, given.zone, given.image, given.spot)
-    print(write(job, given.engine, Path(given.out or f"pods/{job.name}")))
+    job = check_job(args.config, args.slice, args.engine, args.zone, args.image, args.spot)
+    print(write(job, args.engine, Path(args.out or f"pods/{job.name}")))
     return OK
 
 
@@ -464,12 +464,12 @@ class _Window:
     _CONFIG,
     (_Window,),
 )
-def profile(given: argparse.Namespace) -> int:
+def profile(args: argparse.Namespace) -> int:
     """Measure or predict where the time of a step goes, and what to change."""
     from tpu_kit.profiling.profile import profile as run
 
-    (own,) = given.own
-    print(run(given.config, own.steps, own.chip))
+    (options,) = args.options
+    print(run(args.config, options.steps, options.chip))
     return OK
 
 
@@ -484,21 +484,21 @@ class _Question(_Result):
 
 
 @command("Exit codes: 0 done, 1 error, 2 bad arguments.", _CONFIG | _JSON, (_Question, SearchOptions))
-def search(given: argparse.Namespace) -> int:
+def search(args: argparse.Namespace) -> int:
     """Answer a question by a tree of thoughts, and print the tree."""
     from tpu_kit.generation.tree_search import think
 
-    own, options = given.own
-    found = think(given.config, own.prompt, options, adapter_dir=own.adapter)
-    own.write(found._repr_html_())
-    print(json.dumps(found.to_dict(), indent=2) if given.json else found)
+    question, options = args.options
+    tree = think(args.config, question.prompt, options, adapter_dir=question.adapter)
+    question.write(tree._repr_html_())
+    print(json.dumps(tree.to_dict(), indent=2) if args.json else tree)
     return OK
 
 
 @command(_TRAINS, _CONFIG | _EXACT)
-def train(given: argparse.Namespace) -> int:
+def train(args: argparse.Namespace) -> int:
     """Fine-tune a model."""
-    return _fine_tune(given, "tpu_kit.recipes.sft")
+    return _fine_tune(args, "tpu_kit.recipes.sft")
 
 
 @dataclass
@@ -512,8 +512,8 @@ class _Report:
     _CONFIG,
     (_Report,),
 )
-def verify(given: argparse.Namespace) -> int:
+def verify(args: argparse.Namespace) -> int:
     """Compare this machine's devices with the CPU and measure them; plan and train use the results."""
     from tpu_kit.diagnostics.verify import report
 
-    return report(given.config, given.own[0].report)
+    return report(args.config, args.options[0].report)

@@ -62,7 +62,7 @@ def test_later_sources_win_and_are_remembered(write: Any) -> None:
         ["optim.batch_size", "1", "file"],
         ["optim.max_steps", "3", "command", "line"],
     ]
-    assert len(table) == len(parameters())
+    assert len(table) == 1 + len(parameters())
     assert "checkpoint" in describe(from_dict(config.to_dict(), source="checkpoint")).split("optim.eps")[1]
 
 

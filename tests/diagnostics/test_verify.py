@@ -31,6 +31,8 @@ from tpu_kit.recipes.sft import train
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 TOKEN = "canary-of-the-hub-4711"
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, and replicas that compile quickly."""
@@ -41,12 +43,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def first_contact(home: Path, device: str = "xla-cpu", limit: float | None = None) -> verify._FirstContact:
+def first_contact(home: Path, device: str = "xla-cpu", limit: float | None = None) -> verify._Checks:
     """The checks on one replica; a chip's name compares what is measured with that chip."""
     kind = "xla-cpu" if device not in ("cpu", "tpu") else device
     config = load_config(None, [f"device_type={kind}", "num_replicas=1"])
     known = calibration.begin(device, home / "report.json")
-    found = verify._FirstContact(config, runtime.detect(config.launch), known, lambda text: None)
+    found = verify._Checks(config, runtime.detect(config.launch), known, lambda text: None)
     found._limit = limit or found._limit
     return found
 
@@ -75,9 +77,7 @@ def quick_launch(function: Any, config: TrainConfig, seconds: float) -> Any:
 
 
 @pytest.fixture(scope="module", params=["quick", pytest.param("replicas", marks=pytest.mark.slow)])
-def failed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, int, str]]:
+def failed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int, str]]:
     """The folder, exit code and text of the command where nothing works."""
     folder = tmp_path_factory.mktemp("verify")
     with pytest.MonkeyPatch.context() as patch:
@@ -181,7 +181,7 @@ def test_sdpa_is_taken_where_splash_fails(home: Path, monkeypatch: pytest.Monkey
     splash = contact._splash()
     assert splash.status == "warning"
     assert splash.found.startswith("differs from plain attention in 4 of 4: output, segments: "), splash.found
-    config, (warning,) = contact.known.apply(load_config())
+    config, (warning,) = contact.measured.apply(load_config())
     assert config.model.attention == "sdpa" and "attention=auto is sdpa: splash failed" in warning
 
 
@@ -193,7 +193,7 @@ def test_a_step_that_is_wrong_without_the_loop_says_nothing_of_the_loop(
     monkeypatch.setattr(verify.smoke_test, "compare_step", verify_functions.wrong_norm)
     contact = first_contact(home)
     assert brief(contact._steps()) == [("Step, scanned", "warning"), ("Step, unrolled", "failure")]
-    assert contact.known.scan == ""
+    assert contact.measured.scan == ""
 
 
 def test_a_step_that_is_wrong_either_way_says_nothing_of_the_loop(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_a_step_that_is_wrong_either_way_says_nothing_of_the_loop(home: Path, mo
     monkeypatch.setattr(verify, "launch", lambda *_: figures)
     contact = first_contact(home, "cpu")
     assert brief(contact._steps()) == [("Step, scanned", "warning"), ("Step, unrolled", "failure")]
-    assert contact.known.scan == ""
+    assert contact.measured.scan == ""
 
 
 def test_verdicts_of_what_is_no_number_or_nothing() -> None:
@@ -269,7 +269,7 @@ def test_measured_memory_is_compared_and_kept(home: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(verify, "compile_step", compile_step)
     record = contact._measure("Memory", contact._memory, MEMORY_RATIOS, "the compiler's figure")
     assert record.status == "ok" and asked == [("v5e", 2, 300.0)]
-    assert contact.known.memory == pytest.approx(10 / 9)
+    assert contact.measured.memory == pytest.approx(10 / 9)
     assert record.found == "embedded, 2 x 128 tokens: 1.11 of the compiler's figure"
 
 
@@ -278,7 +278,7 @@ def test_a_ratio_beyond_belief_is_a_failure_and_not_kept(home: Path) -> None:
     contact = first_contact(home, "v5e")
     for ratio, status in ((4.1, "warning"), (0.4, "warning"), (1.5, "ok")):
         record = contact._measure("Step time", lambda r=ratio: {"a": compare(r, 1.0)}, TIME_RATIOS, "the roofline")  # type: ignore[misc]
-        assert (record.status, contact.known.time) == (status, ratio if status == "ok" else None)
+        assert (record.status, contact.measured.time) == (status, ratio if status == "ok" else None)
         assert record.found == f"a: {ratio:.2f} of the roofline"
         assert bool(record.fix) == (status != "ok")
 
@@ -288,15 +288,15 @@ def test_time_is_compared_with_the_roofline_of_a_chip_that_is_known(home: Path) 
     contact, step = first_contact(home), {"seconds": 0.009, "peak_bytes": None}
     contact._steps_taken["embedded, 2 x 128 tokens"] = step
     record = contact._measure("Step time", contact._time, TIME_RATIOS, "the roofline")
-    assert (record.status, contact.known.time) == ("skipped", None)
+    assert (record.status, contact.measured.time) == ("skipped", None)
     assert record.found == "not measured: 0.009 s a step; no peak of xla-cpu is known to compare with"
     with pytest.raises(verify.NotMeasured, match="xla-cpu does not count the memory"):
         contact._memory()
-    contact.known = calibration.begin("v5e", home / "report.json")
+    contact.measured = calibration.begin("v5e", home / "report.json")
     record = contact._measure("Step time", contact._time, TIME_RATIOS, "the roofline")
     (figures,) = record.figures.values()
     assert 0.004 < figures["predicted"] < 0.005, "of so small a step the host's share is nearly all"
-    assert record.status == "ok" and contact.known.time == 0.009 / figures["predicted"]
+    assert record.status == "ok" and contact.measured.time == 0.009 / figures["predicted"]
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def layer_pairs(text: str | None) -> tuple[tuple[int, int], ...]:
     Raises:
         ValueError: the text has another form.
     """
-    found = [re.fullmatch(r"\s*([1-9]\d*):([1-9]\d*)\s*", part) for part in (text or "").split(",")]
-    if text is not None and not all(found):
+    pairs = [re.fullmatch(r"\s*([1-9]\d*):([1-9]\d*)\s*", part) for part in (text or "").split(",")]
+    if text is not None and not all(pairs):
         raise ValueError("does not name pairs of layers from 1 on; write the model's : the teacher's, as in 12:14")
-    return tuple((int(one[1]), int(one[2])) for one in found if one)
+    return tuple((int(pair[1]), int(pair[2])) for pair in pairs if pair)

@@ -95,8 +95,8 @@ class ConfigField:
         """
         if is_secret_value(value):
             raise ValueError(f"{self.name}: the value looks like a secret; {SECRET_ADVICE}")
-        result, found = _convert(value, self.hint)
-        if not found:
+        result, converted = _convert(value, self.hint)
+        if not converted:
             raise ValueError(f"{self.name}: {show(value)} is not {wanted(self.hint)}{self._fix(value)}")
         if re.search("[\0\ud800-\udfff]", "".join(_texts(result))):
             text = "holds a character that no file can (NUL, or one of half a pair)"
@@ -132,16 +132,16 @@ class ConfigField:
 
 def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
     """Returns all parameters of a dataclass and of its nested dataclasses by dotted name, in declaration order."""
-    found: dict[str, ConfigField] = {}
+    parameters: dict[str, ConfigField] = {}
     hints = get_type_hints(cls)
     for f in fields(cls):
         name = prefix + f.name
         if is_dataclass(hints[f.name]):
-            found |= knobs_of(hints[f.name], f"{name}.")
+            parameters |= knobs_of(hints[f.name], f"{name}.")
         elif "help" in f.metadata:
             assert f.default is not MISSING, name
-            found[name] = ConfigField(name, hints[f.name], f.default, **f.metadata)
-    return found
+            parameters[name] = ConfigField(name, hints[f.name], f.default, **f.metadata)
+    return parameters
 
 
 def show(value: object) -> str:

@@ -110,14 +110,13 @@ def load_config(
         reader.mapping({"launch.mesh": mesh} if (mesh := environment_mesh()) else {}, "environment")
     except ValueError as error:
         reader.problems.append(str(error))
+    values = path if isinstance(path, Mapping) else {}
     if isinstance(path, str | Path):
         leaves = {parameter.leaf for parameter in all_parameters().values()}
         values, notes, problems = migration_hints.translate(_read_file(path), {*all_parameters(), *leaves})
         for note in notes:
             print(f"note: {path}: {note}", file=sys.stderr, flush=True)
         reader.problems += problems
-    else:
-        values = path or {}
     reader.mapping(values, "file")
     reader.mapping(parameters or {}, "notebook parameter")
     if isinstance(overrides, Mapping):

@@ -118,7 +118,7 @@ def parse_rules(rules: Mapping[str, str] | None) -> tuple[tuple[str, Spec], ...]
     Raises:
         ValueError: an entry is no axis, or a rule names an axis twice.
     """
-    found = []
+    specs = []
     for glob, text in (rules or {}).items():
         entries = [[name.strip() for name in entry.split("+")] for entry in text.split(",")]
         axes = [name for entry in entries for name in entry if entry != ["None"]]
@@ -126,8 +126,8 @@ def parse_rules(rules: Mapping[str, str] | None) -> tuple[tuple[str, Spec], ...]
             raise ValueError(f"{glob}: {text!r} has {wrong[0]!r}; a dimension is fsdp, model, model+fsdp or None")
         if len(set(axes)) < len(axes):
             raise ValueError(f"{glob}: {text!r} has {max(axes, key=axes.count)} twice; an axis shards one dimension")
-        found.append((glob, tuple(None if entry == ["None"] else tuple(entry) for entry in entries)))
-    return tuple(found)
+        specs.append((glob, tuple(None if entry == ["None"] else tuple(entry) for entry in entries)))
+    return tuple(specs)
 
 
 def mesh_size(text: str) -> int | None:
@@ -165,14 +165,14 @@ def environment_mesh(environ: Mapping[str, str] | None = None) -> str | None:
     sizes, names = environ.get("TPU_MESH_CONFIG"), environ.get("TPU_AXIS_NAMES")
     if not sizes and not names:
         return None
-    given, advice = f"TPU_MESH_CONFIG={sizes} with TPU_AXIS_NAMES={names}", "unset both and use launch.mesh"
+    variables, advice = f"TPU_MESH_CONFIG={sizes} with TPU_AXIS_NAMES={names}", "unset both and use launch.mesh"
     pairs = list(zip_longest((names or "").split(","), (sizes or "").split(",")))
     if not all(name and size for name, size in pairs):
         example = '"1,8,1" and "data,fsdp,model"'
-        raise ValueError(f"{given}: both are needed, with a size for each name, as {example}; or {advice}")
+        raise ValueError(f"{variables}: both are needed, with a size for each name, as {example}; or {advice}")
     text = ",".join(f"{name.strip()}={size.strip()}" for name, size in pairs)
     try:
         parse_mesh(text)
     except ValueError as error:
-        raise ValueError(f"{given}: the mesh {error}") from error
+        raise ValueError(f"{variables}: the mesh {error}") from error
     return text

@@ -29,49 +29,51 @@ def translate(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[s
         The values by our names; a note for each translated or ignored value; a problem for each value without a
         counterpart.
     """
-    found: dict[str, Any] = {}
+    translated: dict[str, Any] = {}
     notes, problems, small_adamw = [], [], ""
     for key, value in values.items():
         name, text, choices = NAMES.get(key, ""), str(value).lower(), _VALUES.get(key, {})
-        told, advice = f"{key}={show(value)}", "" if text in choices else _advice("missing", key, text)
+        assignment, advice = f"{key}={show(value)}", "" if text in choices else _advice("missing", key, text)
         tool, why = "" if text in choices else instead(key, value), _advice("ignored", key, text)
         unset = value is None or text in ("false", "", "[]")
         if key in ("optim", "optimizer") and re.fullmatch(_SMALL_ADAMW, text):
-            small_adamw = told
+            small_adamw = assignment
         elif (key in known and text not in choices) or (key == "optim" and not isinstance(value, str)):
-            found[key] = value
+            translated[key] = value
         elif choices.get(text) == _DEFAULT or (unset and (tool or advice)) or (value is None and (name or why)):
-            notes.append(f"{told} is ignored: it is the default")
+            notes.append(f"{assignment} is ignored: it is the default")
         elif why:
-            notes.append(f"{told} is ignored: {why}")
+            notes.append(f"{assignment} is ignored: {why}")
         elif key == "datasets" and isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
-            found[name] = value[0].get("path")
-            notes.append(f"datasets -> {name}={show(found[name])}")
+            translated[name] = value[0].get("path")
+            notes.append(f"datasets -> {name}={show(translated[name])}")
         elif key == "report_to" and text in ("tensorboard", "['tensorboard']"):
-            found["tracking.tensorboard"] = True
-            notes.append(f"{told} -> tracking.tensorboard=true")
+            translated["tracking.tensorboard"] = True
+            notes.append(f"{assignment} -> tracking.tensorboard=true")
         elif advice:
             problems.append(f"{key}: {show(value)} has no counterpart here; {advice}")
         elif tool or not name:
-            found[key] = value  # `load_config` refuses it with advice
+            translated[key] = value  # `load_config` refuses it with advice
         else:
             ours = choices.get(text, value)
-            if name in found and found[name] != ours:
-                problems.append(f"{name}: given twice, as {show(found[name])} and as {told}; remove one of them")
-            found[name] = ours
-            notes.append(f"{told} -> {name}={show(ours)}")
-    if small_adamw and _trains_all(found):
+            if name in translated and translated[name] != ours:
+                problems.append(
+                    f"{name}: given twice, as {show(translated[name])} and as {assignment}; remove one of them"
+                )
+            translated[name] = ours
+            notes.append(f"{assignment} -> {name}={show(ours)}")
+    if small_adamw and _trains_all(translated):
         problems.append(f"{small_adamw} has no counterpart here with lora.r=0; {instead('optim', 'adamw_8bit')}")
     elif small_adamw:
-        found["optim.optimizer"] = "adamw"
+        translated["optim.optimizer"] = "adamw"
         notes.append(f"{small_adamw} -> optim.optimizer='adamw': the moments of adapters are small")
-    return found, notes, problems
+    return translated, notes, problems
 
 
 def _trains_all(values: Mapping[str, Any]) -> bool:
     section = values.get("lora")
-    own = section.get("r") if isinstance(section, Mapping) else None
-    return 0 in (own, values.get("lora.r"), values.get("r"))
+    rank = section.get("r") if isinstance(section, Mapping) else None
+    return 0 in (rank, values.get("lora.r"), values.get("r"))
 
 
 def instead(name: str, value: object) -> str:

@@ -339,11 +339,11 @@ class TrainConfig:
     @property
     def teacher(self) -> ModelConfig | None:
         """The teacher as a model to load; None without one."""
-        given, model = self.distill, replace(self.model, revision=None, gguf_file=None)
-        if given.teacher is None:
+        distill, model = self.distill, replace(self.model, revision=None, gguf_file=None)
+        if distill.teacher is None:
             return None
-        trusted = given.teacher_trust_remote_code
-        return replace(model, name=given.teacher, base_dtype=given.teacher_dtype, trust_remote_code=trusted)
+        trusted = distill.teacher_trust_remote_code
+        return replace(model, name=distill.teacher, base_dtype=distill.teacher_dtype, trust_remote_code=trusted)
 
     @property
     def output_path(self) -> Path:

@@ -7,6 +7,7 @@ Python.
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
 import platform
 import re
@@ -233,22 +234,26 @@ def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
 
 def _read_requirements(lines: Sequence[str], extras: Sequence[str] = ()) -> dict[str, str]:
     """Reads requirements without those of other extras: package to bounds such as ">=5.15"."""
-    found = {}
+    bounds = {}
     for line in lines:
         match = re.fullmatch(r"([\w.-]+)(?:\[[^\]]*\])?\s*([^;]*?)\s*(?:;\s*(.*))?", line.split("#")[0].strip())
         if match is not None:
             extra = re.search(r"extra == ['\"]([\w-]+)['\"]", match[3] or "")
             if extra is None or extra[1] in extras:
-                found[match[1]] = match[2].replace(" ", "")
-    return found
+                bounds[match[1]] = match[2].replace(" ", "")
+    return bounds
 
 
 def _within(version: str, bounds: str) -> bool:
     """Whether a version is within bounds; compares the numbers alone, as `packaging` may be missing."""
-    tests = {"==": "__eq__", "!=": "__ne__", ">=": "__ge__", "<=": "__le__", "<": "__lt__", ">": "__gt__"}
-    have, *others = ([int(n) for n in re.findall(r"\d+", text)] for text in (bare(version), *bounds.split(",")))
-    signs = re.findall(r"[=<>!]+", bounds)
-    return all(getattr(have, tests[sign])(other) for sign, other in zip(signs, others, strict=True))
+    tests = {"==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le, "<": operator.lt}
+    return all(
+        tests[sign](_numbers(bare(version)), _numbers(bound)) for sign, bound in re.findall(r"([=<>!]+)([^,]+)", bounds)
+    )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
@@ -278,11 +283,11 @@ def options(namespace: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: an unknown name, with the nearest one, or an invalid value.
     """
-    given = parameters(namespace)
-    check_names(given, ("kit_source", "hardware", "extras", "torch_index", "restart"))
-    if given.get("hardware", "auto") not in ("auto", "tpu", "gpu"):
-        raise ConfigError([f"hardware={given['hardware']!r}: there are auto, tpu and gpu"])
-    return given
+    options = parameters(namespace)
+    check_names(options, ("kit_source", "hardware", "extras", "torch_index", "restart"))
+    if options.get("hardware", "auto") not in ("auto", "tpu", "gpu"):
+        raise ConfigError([f"hardware={options['hardware']!r}: there are auto, tpu and gpu"])
+    return options
 
 
 def ensure(kit_source: str = "git") -> None:

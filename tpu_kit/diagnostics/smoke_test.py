@@ -77,7 +77,7 @@ def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
         By name of `CASES`: for the output and the gradients of query, key and value, the norm of the difference over
         the norm of the expected result.
     """
-    rt, found = runtime.current(), {}
+    rt, differences = runtime.current(), {}
     for name, case in CASES.items():
         print(f"splash, {name}", flush=True)  # for the report if the process dies
         generator = torch.Generator().manual_seed(0)
@@ -89,8 +89,8 @@ def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
         ours = _differentiate(_splash(case, rt), states, segments, rt, torch.bfloat16)
         expected = _differentiate(_plain(case), states, segments, _host(), torch.float32)
         parts = zip(("output", "query", "key", "value"), ours, expected, strict=True)
-        found[name] = {part: float((a.float() - b).norm() / b.norm()) for part, a, b in parts}
-    return found
+        differences[name] = {part: float((a.float() - b).norm() / b.norm()) for part, a, b in parts}
+    return differences
 
 
 def _plain(case: Case) -> Attend:
@@ -118,9 +118,9 @@ def _differentiate(
     query, key, value, upstream = (tensor.to(rt.local_device, dtype) for tensor in states)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     output = attend(query, key, value, segments.to(rt.local_device))
-    found = [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
+    results = [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
     rt.sync()
-    return rt.to_host(found)
+    return rt.to_host(results)
 
 
 def _host() -> Runtime:
@@ -236,4 +236,4 @@ def _complete(config: TrainConfig, rt: Runtime) -> list[list[int]]:
     model, tokenizer = load_here(config, None, rt)
     generator = Generator(model, tokenizer, rt, max_prompt=64, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    return [list(found.tokens) for found in generator.generate(prompts, Sampling(NEW_TOKENS))]
+    return [list(reply.tokens) for reply in generator.generate(prompts, Sampling(NEW_TOKENS))]

@@ -102,32 +102,32 @@ def verify(
     except (ValueError, ImportError, OSError) as error:
         yield Record("Verify", "failure", str(error), "python -m tpu_kit doctor")
         return
-    known = calibration.begin(calibration.device_of(backend.device_type, at), path)
+    measured = calibration.begin(calibration.device_of(backend.device_type, at), path)
     try:
-        _write_report(path, backend, known, records)
+        _write_report(path, backend, measured, records)
     except OSError as error:
         found = f"{path} cannot be written to ({error.strerror})"
         yield Record("Report", "failure", found, "report=/another/place.json")
         return
-    first_contact = _FirstContact(config, backend, known, announce)
-    for record in first_contact.checks():
+    checks = _Checks(config, backend, measured, announce)
+    for record in checks.run():
         records.append(record)
-        first_contact.known.save()
-        _write_report(path, backend, first_contact.known, records)
+        checks.measured.save()
+        _write_report(path, backend, checks.measured, records)
         yield record
 
 
-class _FirstContact:
+class _Checks:
     """The checks in their order, and the calibration after each.
 
     Attributes:
-        known: the calibration so far; a kernel that failed is not used by the next checks.
+        measured: the calibration so far; a kernel that failed is not used by the next checks.
     """
 
     def __init__(
-        self, config: TrainConfig, backend: runtime.Backend, known: Calibration, announce: Callable[[str], None]
+        self, config: TrainConfig, backend: runtime.Backend, measured: Calibration, announce: Callable[[str], None]
     ) -> None:
-        self.known, self._backend, self._announce = known, backend, announce
+        self.measured, self._backend, self._announce = measured, backend, announce
         self._limit = SECONDS.get(backend.device_type, _SECONDS)
         # Less than the limit, so that a hang is reported with its stacks.
         hang = min(config.launch.hang_timeout, self._limit / 2)
@@ -135,7 +135,7 @@ class _FirstContact:
         self._one = replace(self._all, num_replicas=1)
         self._steps_taken: dict[str, dict[str, float | None]] = {}
 
-    def checks(self) -> Iterator[Record]:
+    def run(self) -> Iterator[Record]:
         """Runs the checks."""
         yield self._check("Cores", partial(launch, doctor.probe, self._config(), self._limit), _judge_cores, "exact")
         yield self._splash()
@@ -152,7 +152,7 @@ class _FirstContact:
         """A run of the embedded model, without kernels or loops that have failed."""
         values = {"model.name": "embedded", "data.source": "embedded", "max_length": 128, **settings}
         config = load_config(None, parameters=values)
-        return self.known.apply(replace(config, launch=self._one if one else self._all))[0]
+        return self.measured.apply(replace(config, launch=self._one if one else self._all))[0]
 
     def _splash(self) -> Record:
         if self._backend.device_type not in ("tpu", "xla-cpu"):
@@ -162,7 +162,7 @@ class _FirstContact:
             _judge_kernel, f"relative difference at most {KERNEL_TOLERANCE}",
             "attention=auto takes sdpa here from now on",
         )  # fmt: skip
-        self.known = replace(self.known, splash="" if record.status == "ok" else record.found)
+        self.measured = replace(self.measured, splash="" if record.status == "ok" else record.found)
         return record
 
     def _steps(self) -> Iterator[Record]:
@@ -179,7 +179,7 @@ class _FirstContact:
             if scan == "on":
                 failed = record.found
             elif record.status == "ok":
-                self.known = replace(self.known, scan=failed)
+                self.measured = replace(self.measured, scan=failed)
             yield record
             if record.status == "ok":
                 return
@@ -195,22 +195,22 @@ class _FirstContact:
         return self._steps_taken[name]
 
     def _memory(self) -> dict[str, dict[str, float]]:
-        found = {}
+        ratios = {}
         for config in self._shapes():
             measured = self._step(config)["peak_bytes"]
             if measured is None:
                 raise NotMeasured(f"{self._backend.device_type} does not count the memory of its programs")
-            compiled = compile_step(config, self.known.device, progress=False, time_limit=self._limit).total_bytes
-            found[_name(config)] = compare(measured, compiled)
-        return found
+            compiled = compile_step(config, self.measured.device, progress=False, time_limit=self._limit).total_bytes
+            ratios[_name(config)] = compare(measured, compiled)
+        return ratios
 
     def _time(self) -> dict[str, dict[str, float]]:
         config = self._shapes()[0]
         seconds = self._step(config)["seconds"]
         assert seconds is not None
-        chip = chips.CHIPS.get(self.known.device)
+        chip = chips.CHIPS.get(self.measured.device)
         if chip is None or chip.bf16_flops is None:
-            raise NotMeasured(f"{seconds:.3f} s a step; no peak of {self.known.device} is known to compare with")
+            raise NotMeasured(f"{seconds:.3f} s a step; no peak of {self.measured.device} is known to compare with")
         predicted = step_time(work(config, read_shape(config.model), batch_arithmetic(config, 1)), chip, 1).seconds
         return {_name(config): compare(seconds, predicted)}
 
@@ -223,7 +223,7 @@ class _FirstContact:
         record = self._check(name, run, judge, tolerance, action)
         if record.status == "ok":
             ratio = max(one["ratio"] for one in record.figures.values())
-            self.known = replace(self.known, **{"memory" if name == "Memory" else "time": ratio})
+            self.measured = replace(self.measured, **{"memory" if name == "Memory" else "time": ratio})
         return record
 
     def _check(
@@ -248,7 +248,7 @@ class _FirstContact:
         except Exception as failure:  # of any kind: the next checks must still run
             error = f"{str(failure) or type(failure).__name__}\n\nIts last output:\n{output.getvalue()[-4000:]}"
             found = doctor.brief(failure)
-        advice = "; ".join(filter(None, [action, f"attach {Path(self.known.report).name} to an issue"]))
+        advice = "; ".join(filter(None, [action, f"attach {Path(self.measured.report).name} to an issue"]))
         return Record(
             name, status, found[:400], advice if status == failed else "",
             figures=figures, tolerance=tolerance, seconds=round(time.monotonic() - start, 1), error=error,
@@ -306,12 +306,12 @@ def _judge_ratios(figures: Mapping[str, Mapping[str, float]], bounds: tuple[floa
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def _write_report(path: Path, backend: runtime.Backend, known: Calibration, records: Sequence[Record]) -> None:
+def _write_report(path: Path, backend: runtime.Backend, measured: Calibration, records: Sequence[Record]) -> None:
     names = (*PACKAGES, *TESTED)
     content = {
-        "tpu_kit": installed_version("tpu_kit"), "made": known.made, "python": platform.python_version(),
-        "versions": {name: installed_version(name) for name in names}, "device": known.device,
-        "backend": str(backend), "calibration": asdict(known),
+        "tpu_kit": installed_version("tpu_kit"), "made": measured.made, "python": platform.python_version(),
+        "versions": {name: installed_version(name) for name in names}, "device": measured.device,
+        "backend": str(backend), "calibration": asdict(measured),
         "checks": [
             {
                 "passed": None if one.status == "skipped" else one.status == "ok", "next_action": one.fix,
@@ -359,11 +359,11 @@ def rehearse(config: TrainConfig) -> Iterator[Check]:
                 text += f", {compiles:.0f} programs compiled, as at each start"
             yield Check("Training", "ok" if losses[-1] < losses[0] else "warning", text)
 
-            found, damaged = manager.scan(small.checkpoints_place, verify=True)
-            if damaged or not found or found[-1].step != _FIRST:
+            checkpoints, damaged = manager.scan(small.checkpoints_place, verify=True)
+            if damaged or not checkpoints or checkpoints[-1].step != _FIRST:
                 yield Check("Checkpoint", "failure", f"there is no whole one of step {_FIRST}", "check the disk")
                 return
-            text = f"step {found[-1].step}, {found[-1].size / 1e6:.1f} MB, every file as its manifest says"
+            text = f"step {checkpoints[-1].step}, {checkpoints[-1].size / 1e6:.1f} MB, every file as its manifest says"
             yield Check("Checkpoint", "ok", text)
 
             seconds, result = _timed(lambda: train(longer))

@@ -90,17 +90,17 @@ def load(device: str) -> Calibration:
     """Loads the calibration of a kind of device; an empty one if there is none for the installed versions."""
     path = _path(device)
     try:
-        found = Calibration(**json.loads(path.read_text()))
-        differ = {name: now for name, now in _versions().items() if found.versions.get(name) != now}
+        saved = Calibration(**json.loads(path.read_text()))
+        differ = {name: now for name, now in _versions().items() if saved.versions.get(name) != now}
     except FileNotFoundError:
         return Calibration(device)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return Calibration(device, ignored=f"{path} is ignored, as it cannot be read ({error}): run {_AGAIN}")
     if differ:
-        old = ", ".join(f"{name} {found.versions.get(name)} (now {now})" for name, now in differ.items())
-        text = f"what was measured on {found.made} is ignored, as it was with {old}: run {_AGAIN}"
+        old = ", ".join(f"{name} {saved.versions.get(name)} (now {now})" for name, now in differ.items())
+        text = f"what was measured on {saved.made} is ignored, as it was with {old}: run {_AGAIN}"
         return Calibration(device, ignored=text)
-    return found
+    return saved
 
 
 def device_of(device_type: str, at: Machine) -> str:

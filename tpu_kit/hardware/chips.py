@@ -156,13 +156,13 @@ def chip(name: str) -> Chip:
     Raises:
         ValueError: unknown; names the nearest. Variants that differ in speed (an H100 PCIe) are unknown on purpose.
     """
-    found = _BY_NAME.get(_plain(name))
-    if found is None:
+    match = _BY_NAME.get(_plain(name))
+    if match is None:
         matches = difflib.get_close_matches(_plain(name), _BY_NAME, n=4, cutoff=0.5)
         near = dict.fromkeys(_BY_NAME[match].name for match in matches)
         hint = f"did you mean {' or '.join(near)}?" if near else "use one of the known names."
         raise ValueError(f"unknown chip {name!r}: {hint} Known: {', '.join(CHIPS)}.")
-    return found
+    return match
 
 
 def parse_accelerator_type(name: str) -> tuple[Chip, int]:

@@ -116,12 +116,12 @@ class Machine:
     def holders(self, paths: Iterable[Path]) -> dict[int, str]:
         """Process id -> command line of each process that has one of these files open, as far as /proc shows it."""
         wanted = {str(path) for path in paths}
-        found: dict[int, str] = {}
+        holders: dict[int, str] = {}
         for folder in (self.root / "proc").glob("[0-9]*") if wanted else ():
             with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
                 if any(_link(fd) in wanted for fd in (folder / "fd").iterdir()):
-                    found[int(folder.name)] = self.command(int(folder.name))
-        return found
+                    holders[int(folder.name)] = self.command(int(folder.name))
+        return holders
 
     def command(self, pid: int) -> str:
         """Command line of a process, shortened."""
@@ -137,10 +137,10 @@ def _link(path: Path) -> str:
 
 def check_python(machine: Machine) -> Check:
     """Checks that wheels of torch_xla and libtpu exist for this Python."""
-    found = "Python " + ".".join(map(str, machine.python))
+    python = "Python " + ".".join(map(str, machine.python))
     if machine.python in PYTHONS:
-        return Check("Python", "ok", found)
-    return Check("Python", "failure", f"{found}: the kit and torch_xla need 3.11 to 3.13", environment_line())
+        return Check("Python", "ok", python)
+    return Check("Python", "failure", f"{python}: the kit and torch_xla need 3.11 to 3.13", environment_line())
 
 
 def check_packages(machine: Machine, on_tpu: bool) -> Check:
@@ -164,11 +164,12 @@ def check_packages(machine: Machine, on_tpu: bool) -> Check:
     if wrong:
         must = ", ".join(f"{package} must be {' or '.join(versions)}" for package, versions in wrong.items())
         return Check(name, "failure", f"{found}: {must}", line + then)
-    if moved := {one: now for one in TESTED if (now := machine.version(one)) and not is_tested(one, now)}:
-        for one, now in moved.items():
-            found += f"; {one} {now}, tested with {' to '.join(dict.fromkeys(TESTED[one]))}"
+    versions = {package: machine.version(package) for package in TESTED}
+    if moved := {package: now for package, now in versions.items() if now and not is_tested(package, now)}:
+        for package, now in moved.items():
+            found += f"; {package} {now}, tested with {' to '.join(dict.fromkeys(TESTED[package]))}"
         found += ": its releases have broken TPU before"
-        fix = install_line({one: f"{TESTED[one][1]}.*" for one in moved})
+        fix = install_line({package: f"{TESTED[package][1]}.*" for package in moved})
         return Check(name, "warning", found, f"{fix}{then}; or a short rehearsal, if you need it")
     if machine.version("tensorflow"):
         found += "; tensorflow beside them loads a TPU driver of its own and may take the chip"
@@ -211,15 +212,15 @@ def restart() -> str:
 
 def check_tpu(machine: Machine, asked: bool) -> Check:
     """Checks which chips are on the PCI bus, and that this user can open them."""
-    found, nodes = machine.tpus(), machine.nodes()
+    tpus, nodes = machine.tpus(), machine.nodes()
     named = machine.environ.get("TPU_ACCELERATOR_TYPE") or machine.environ.get("TPU_NAME")
-    if not found:
+    if not tpus:
         text = f"none attached, though the environment names {named}" if named else "none attached"
         if asked or named:
             fix = "Colab: Runtime > Change runtime type; Kaggle: Settings > Accelerator; or device_type=xla-cpu"
             return Check("TPU", "failure" if asked else "warning", text, fix)
         return Check("TPU", "skipped", text)
-    text = f"{len(found)} x {found[0]}" + (f" ({named})" if named else "")
+    text = f"{len(tpus)} x {tpus[0]}" + (f" ({named})" if named else "")
     if not nodes:
         text += ", but /dev has no accel* or vfio/* file for them: the container has no access to the devices"
         return Check("TPU", "failure", text, "docker run --privileged --net=host ...")
@@ -231,15 +232,15 @@ def check_tpu(machine: Machine, asked: bool) -> Check:
 
 def check_metadata(machine: Machine) -> Check:
     """Checks that torch_xla can get the TPU's topology, for which it asks the metadata server while it is imported."""
-    name, found = "TPU metadata", machine.tpus()
-    if not found:
+    name, tpus = "TPU metadata", machine.tpus()
+    if not tpus:
         return Check(name, "skipped", "not asked for: torch_xla does so only where there are chips")
-    chip = chips.chip(found[0])
-    topology = chip.topologies.get(len(found))
+    chip = chips.chip(tpus[0])
+    topology = chip.topologies.get(len(tpus))
     bounds = ",".join(map(str, topology.chips_per_host_bounds)) if topology else "X,Y,Z"
     # The HOST names: with the PROCESS names torch_xla would not set them anew for each process.
     fix = (
-        f"export TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE={chip.slice_name(len(found))} TPU_HOST_BOUNDS=1,1,1 "
+        f"export TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE={chip.slice_name(len(tpus))} TPU_HOST_BOUNDS=1,1,1 "
         f"TPU_CHIPS_PER_HOST_BOUNDS={bounds} TPU_WORKER_ID=0 TPU_WORKER_HOSTNAMES=localhost"
     )
     if machine.environ.get("TPU_SKIP_MDS_QUERY"):
@@ -294,10 +295,10 @@ def check_lock(machine: Machine) -> Check:
 
 def check_replicas(machine: Machine, config: TrainConfig) -> Check:
     """Checks that the TPU devices can be divided among the replicas of the config."""
-    found, asked = machine.tpus(), config.launch.num_replicas
-    if not found or config.launch.device_type not in ("auto", "tpu"):
+    tpus, asked = machine.tpus(), config.launch.num_replicas
+    if not tpus or config.launch.device_type not in ("auto", "tpu"):
         return Check("Replicas", "skipped", "no TPU to divide")
-    devices = len(found) * chips.chip(found[0]).devices_per_chip
+    devices = len(tpus) * chips.chip(tpus[0]).devices_per_chip
     if asked not in (None, 1, devices):
         text = f"num_replicas={asked} with {devices} TPU devices: torch_xla starts one process, or one for each"
         return Check("Replicas", "failure", text, f"num_replicas={devices}, or leave it out")

@@ -102,20 +102,20 @@ def find_slice(name: str, num_replicas: int | None) -> TargetSlice:
         most = f"{name} has {devices[sizes[-1]]} devices; use 1 to that many"
         raise ValueError(f"launch.num_replicas={num_replicas}: {most}")
     size, several = fitting[0], "" if slices == 1 else f"{slices}x"
-    known = kind.topologies.get(size)
+    topology = kind.topologies.get(size)
     return TargetSlice(
         kind, several + kind.slice_name(size), slices * size, num_replicas or devices[size],
-        several + known.name if known else None, calibration=load(kind.name), slices=slices,
+        several + topology.name if topology else None, calibration=load(kind.name), slices=slices,
     )  # fmt: skip
 
 
 def _slices(name: str) -> tuple[int, str]:
     """Splits "2xv5e-8" into the number of slices and the name of each."""
-    found = re.fullmatch(r"(?:(\d+)x)?(.*)", name.strip())
-    assert found is not None
-    if found[1] and int(found[1]) < 1:
-        raise ValueError(f"{name!r} names no slice; write 2x{found[2]} for two of them")
-    return int(found[1] or 1), found[2]
+    match = re.fullmatch(r"(?:(\d+)x)?(.*)", name.strip())
+    assert match is not None
+    if match[1] and int(match[1]) < 1:
+        raise ValueError(f"{name!r} names no slice; write 2x{match[2]} for two of them")
+    return int(match[1] or 1), match[2]
 
 
 def find_topology(name: str, num_replicas: int) -> tuple[Chip, Topology]:
@@ -130,12 +130,12 @@ def find_topology(name: str, num_replicas: int) -> tuple[Chip, Topology]:
     if not kind.topologies:
         compilable = [name for name, chip in chips.CHIPS.items() if chip.topologies]
         raise ValueError(f"libtpu cannot compile for {kind.name}; it can for {', '.join(compilable)}")
-    wanted, names = f"{kind.name}:{shape}", [one.name for one in kind.topologies.values()]
+    wanted, names = f"{kind.name}:{shape}", [topology.name for topology in kind.topologies.values()]
     if shape and wanted not in names:
         near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.0)
         raise ValueError(f"there is no topology {each}: did you mean {near[0]}? Known: {', '.join(names)}")
-    candidates = [replace(one, slices=slices) for one in kind.topologies.values() if not shape or one.name == wanted]
-    for topology in sorted(candidates, key=lambda one: one.chips):
+    fitting = [each for each in kind.topologies.values() if not shape or each.name == wanted]
+    for topology in sorted((replace(each, slices=slices) for each in fitting), key=lambda each: each.chips):
         devices = topology.chips * kind.devices_per_chip
         if 1 <= num_replicas <= devices:
             return kind, topology
