@@ -72,7 +72,6 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "kv_cache.cached_attention": (1, COMPILER, "test_service"),
     "launch._check_host": (2, RECORDED, "test_launch"),
     "machine.check_holder": (1, RECORDED, "test_machine"),
-    "machine.check_lock": (1, RECORDED, "test_machine"),
     "machine.check_metadata": (1, RECORDED, "test_machine"),
     "machine.check_replicas": (2, RECORDED, "test_machine"),
     "machine.check_settings": (2, RECORDED, "test_machine"),

@@ -77,9 +77,9 @@ def test_device_memory_unknown() -> None:
 
 
 def test_table() -> None:
-    rows = [Check("TPU", "ok", "4 x v5e"), Check("libtpu lock", "warning", "held by PID 7: python", "kill 7")]
+    rows = [Check("TPU", "ok", "4 x v5e"), Check("Chip in use", "warning", "held by PID 7: python", "kill 7")]
     assert "\n".join(map(str, rows)) == (
-        "✓ TPU                4 x v5e\n! libtpu lock        held by PID 7: python\n                     -> kill 7"
+        "✓ TPU                4 x v5e\n! Chip in use        held by PID 7: python\n                     -> kill 7"
     )
     assert list(MARKS.values()) == ["✓", "!", "✗", "–"]  # noqa: RUF001  a dash is meant
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -334,51 +333,11 @@ def test_chip_held_by_this_process(tmp_path: Path) -> None:
     assert check.found == f"held by this process, PID {os.getpid()}" and check.fix.startswith(f"kill {os.getpid()}")
 
 
-LOCK = "import fcntl, sys; held = open(sys.argv[1], 'w'); fcntl.lockf(held, fcntl.LOCK_EX)"  # as libtpu does it
-
-
-def test_lock(tmp_path: Path) -> None:
-    (tmp_path / "proc").symlink_to("/proc")
-    at, path = fake(tmp_path), tmp_path / "tmp/libtpu_lockfile"
-    add_nodes(tmp_path, "vfio/0")
-    assert machine.check_lock(at) == Check("libtpu lock", "ok", "no lock file")
-    path.parent.mkdir()
-    path.touch()
-    stale = machine.check_lock(at)
-    assert stale.status == "warning" and stale.fix == f"rm {path}" and "was left behind" in stale.found
-    with child(LOCK, path) as holder:
-        held = machine.check_lock(at)
-    assert held.status == "warning" and held.fix == f"kill {holder.pid}" and f"held by PID {holder.pid}" in held.found
-
-
-def test_who_holds_the_lock_where_there_is_no_tpu_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "proc").symlink_to("/proc")
-    path = tmp_path / "tmp/libtpu_lockfile"
-    path.parent.mkdir()
-    with child(LOCK, path) as holder:  # libtpu takes it to compile for a TPU, too
-        check = machine.check_lock(fake(tmp_path))
-    assert check == Check("libtpu lock", "skipped", "no device files")
-    assert str(holder.pid) not in str(check)
-
-
-def test_looking_does_not_free_the_lock_of_this_process(tmp_path: Path) -> None:
-    (tmp_path / "proc").symlink_to("/proc")
-    add_nodes(tmp_path, "vfio/0")
-    path = tmp_path / "tmp/libtpu_lockfile"
-    path.parent.mkdir()
-    with path.open("w") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        check = machine.check_lock(fake(tmp_path))
-        attempt = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-        assert "BlockingIOError" in run_python(["-c", attempt, str(path)], expect=1).stderr
-    assert check.found == f"held by this process, PID {os.getpid()}"
-
-
 def test_lock_left_by_another_user(open_folder: Path) -> None:
     (open_folder / "tmp").mkdir()
     add_nodes(open_folder, "vfio/0")
     (open_folder / "tmp/libtpu_lockfile").touch(mode=0o600)
-    printed = as_another_user("print(repr(check_lock(Machine(root=root))))", open_folder)
+    printed = as_another_user("print(repr(check_holder(Machine(root=root))))", open_folder)
     assert "is of another user: libtpu cannot open it" in printed and "status='failure'" in printed
     assert f"sudo rm {open_folder}/tmp/libtpu_lockfile" in printed
 

@@ -1,5 +1,5 @@
 """The configuration of one run: parameters, rules across them, and how YAML, command line and notebooks set them.
 
-Offers `loader.load_config` and `schema.TrainConfig`; `stored` reads the configurations that runs keep.
+Offers `loader.load_config` and `schema.TrainConfig`; `tables` formats rows as text and HTML.
 Must not know torch, devices or files other than YAML.
 """

@@ -50,7 +50,6 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
         machine.check_tpu(at, asked == "tpu"),
         machine.check_metadata(at),
         machine.check_holder(at),
-        machine.check_lock(at),
         machine.check_replicas(at, config),
         machine.check_settings(at),
     ):

@@ -117,7 +117,7 @@ class Machine:
         """Process id -> command line of each process that has one of these files open, as far as /proc shows it."""
         wanted = {str(path) for path in paths}
         holders: dict[int, str] = {}
-        for folder in (self.root / "proc").glob("[0-9]*") if wanted else ():
+        for folder in (self.root / "proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
                 if any(_link(fd) in wanted for fd in (folder / "fd").iterdir()):
                     holders[int(folder.name)] = self.command(int(folder.name))
@@ -258,39 +258,21 @@ def check_metadata(machine: Machine) -> Check:
 
 
 def check_holder(machine: Machine) -> Check:
-    """Checks which process has the chip open; a TPU serves one at a time."""
-    name, nodes = "Chip in use", machine.nodes()
+    """Checks that no process has the chip open, as a TPU serves one at a time, and that libtpu can open its lock."""
+    name, nodes, lock = "Chip in use", machine.nodes(), machine.root / "tmp/libtpu_lockfile"
     if not nodes:
         return Check(name, "skipped", "no device files")
-    return _held(machine, nodes, name, "failure") or Check(name, "ok", "by no process")
-
-
-def _held(machine: Machine, paths: Iterable[Path], name: str, status: Status) -> Check | None:
-    holders = machine.holders(paths)
+    holders = machine.holders(nodes)
     if os.getpid() in holders:
-        return Check(name, status, f"held by this process, PID {os.getpid()}", restart())
-    text = "; ".join(f"PID {pid}: {command}" for pid, command in holders.items())
-    return Check(name, status, f"held by {text}", f"kill {' '.join(map(str, holders))}") if holders else None
-
-
-def check_lock(machine: Machine) -> Check:
-    """Checks whether libtpu's lock file is held, or left by a process that was killed.
-
-    The file is not opened: a process loses a POSIX lock when it closes *any* of its descriptors of the file, so in a
-    kernel that holds the TPU this would release the lock.
-    """
-    path, name = machine.root / "tmp/libtpu_lockfile", "libtpu lock"
-    if not path.exists():
-        return Check(name, "ok", "no lock file")
-    if not machine.nodes():  # libtpu also takes the lock to compile for a TPU that is not there
-        return Check(name, "skipped", "no device files")
-    if held := _held(machine, [path], name, "warning"):
-        return held
-    if os.geteuid() not in (0, path.stat().st_uid):  # libtpu makes it with mode 600
-        text = f"{path} is of another user: libtpu cannot open it; its process was killed, or still holds the TPU"
-        return Check(name, "failure", text, f"sudo rm {path}")
-    text = f"{path} was left behind by a process that was killed; libtpu takes it over"
-    return Check(name, "warning", text, f"rm {path}")
+        return Check(name, "failure", f"held by this process, PID {os.getpid()}", restart())
+    if holders:
+        text = "; ".join(f"PID {pid}: {command}" for pid, command in holders.items())
+        return Check(name, "failure", f"held by {text}", f"kill {' '.join(map(str, holders))}")
+    # libtpu makes it with mode 600. It is not opened here: a process that holds the lock would lose it by closing it.
+    if lock.exists() and os.geteuid() not in (0, lock.stat().st_uid):
+        text = f"{lock} is of another user: libtpu cannot open it; that user's process was killed, or holds the TPU"
+        return Check(name, "failure", text, f"sudo rm {lock}")
+    return Check(name, "ok", "by no process")
 
 
 def check_replicas(machine: Machine, config: TrainConfig) -> Check:
