@@ -24,7 +24,7 @@ def asks_for_a_tpu(node: ast.AST) -> bool:
         sides = [{key.value for key in node.keys if isinstance(key, ast.Constant)}]
     else:
         asked = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
-        return asked in ("tpus", "nodes")
+        return asked in ("tpus", "nodes", "tpu_devices")
     return any(side & {"tpu", "TPU"} and "xla-cpu" not in side for side in sides)
 
 
@@ -62,7 +62,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "service._read": (1, NEVER, "the cast of a small model's fp32 weights to bf16 before it answers"),
     "attention.choose": (1, COMPILER, "test_attention"),
     "doctor": (1, NEVER, "the doctor's rows and its measurement"),
-    "doctor.diagnose": (3, NEVER, "the doctor's rows and its measurement"),
+    "doctor.diagnose": (4, NEVER, "the doctor's rows and its measurement"),
     "doctor.check_device": (1, NEVER, "the doctor's rows and its measurement"),
     "doctor.judge": (1, RECORDED, "test_doctor"),
     "hosts.find_hosts": (1, RECORDED, "test_hosts"),
@@ -73,9 +73,9 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "launch._check_host": (2, RECORDED, "test_launch"),
     "machine.check_holder": (1, RECORDED, "test_machine"),
     "machine.check_metadata": (1, RECORDED, "test_machine"),
-    "machine.check_replicas": (2, RECORDED, "test_machine"),
     "machine.check_settings": (2, RECORDED, "test_machine"),
     "machine.check_tpu": (2, RECORDED, "test_machine"),
+    "machine.Machine.tpu_devices": (1, RECORDED, "test_machine"),
     "machine.preset_per_process": (1, RECORDED, "test_machine"),
     "preflight.Preflight._table": (1, RECORDED, "test_preflight"),
     "calibration.device_of": (
@@ -113,6 +113,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "preflight._placed": (1, RECORDED, "test_mesh_choice"),
     "runtime.detect": (1, RECORDED, "test_runtime"),
     "runtime._mesh": (3, RECORDED, "test_runtime"),
+    "runtime._replicas": (1, RECORDED, "test_runtime"),
     "runtime._choose": (4, RECORDED, "test_runtime"),
     "runtime._require": (3, RECORDED, "test_runtime"),
     "layer_scan.scan_layers": (1, COMPILER, "test_compile_check"),

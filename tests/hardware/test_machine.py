@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.child_processes import REPOSITORY, run_python
-from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed import launch
 from tpu_kit.distributed.runtime import Backend
 from tpu_kit.hardware import machine
@@ -340,34 +339,6 @@ def test_lock_left_by_another_user(open_folder: Path) -> None:
     printed = as_another_user("print(repr(check_holder(Machine(root=root))))", open_folder)
     assert "is of another user: libtpu cannot open it" in printed and "status='failure'" in printed
     assert f"sudo rm {open_folder}/tmp/libtpu_lockfile" in printed
-
-
-def config(*overrides: str) -> TrainConfig:
-    return load_config(None, overrides)
-
-
-@pytest.mark.parametrize(
-    ("pci", "overrides", "environ", "status", "text", "fix"),
-    [
-        ([], [], {}, "skipped", "no TPU to divide", ""),
-        ([V5E] * 4, ["device_type=xla-cpu", "num_replicas=8"], {}, "skipped", "no TPU to divide", ""),
-        ([V5E] * 4, [], {}, "ok", "4 for 4 TPU devices", ""),
-        ([V5E] * 4, ["num_replicas=1"], {"TPU_VISIBLE_CHIPS": "0"}, "ok", "1 for 4 TPU devices", ""),
-        ([V7X] * 4, ["num_replicas=8"], {}, "ok", "8 for 8 TPU devices", ""),
-        ([V5E] * 4, ["num_replicas=8"], {}, "failure", "num_replicas=8 with 4 TPU devices: torch_xla starts one",
-         "num_replicas=4, or leave it out"),
-        # As Kaggle's image sets it.
-        ([V5E] * 8, [], {"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0"}, "ok",
-         "CLOUD_TPU_TASK_ID, TPU_PROCESS_ADDRESSES of the environment left out", ""),
-    ],
-)  # fmt: skip
-def test_replicas(
-    tmp_path: Path, pci: list[tuple[str, str, str]], overrides: list[str], environ: dict[str, str], status: str,
-    text: str, fix: str,
-) -> None:  # fmt: skip
-    check = machine.check_replicas(fake(tmp_path, *pci, environ=environ), config(*overrides))
-    assert (check.status, check.fix) == (status, fix)
-    assert text in check.found
 
 
 def test_replicas_do_not_inherit_what_kaggles_image_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,6 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
         machine.check_tpu(at, asked == "tpu"),
         machine.check_metadata(at),
         machine.check_holder(at),
-        machine.check_replicas(at, config),
         machine.check_settings(at),
     ):
         failed = failed or check.status == "failure"
@@ -63,7 +62,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     else:
         replicas = backend.num_replicas
         yield Check("Device type", "ok", str(backend))
-    replicas = replicas or sum(chips.CHIPS[name].devices_per_chip for name in tpus) or 1
+    replicas = replicas or at.tpu_devices() or 1
     yield host.check_memory(at, config, replicas)
     yield host.check_disk(at, config)
     yield host.check_files(config)

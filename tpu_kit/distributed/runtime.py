@@ -18,7 +18,7 @@ from tpu_kit.hardware import chips
 from tpu_kit.hardware.calibration import Calibration, load
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.hardware.host import PROCESS_BYTES, free_memory
-from tpu_kit.hardware.machine import Machine, check_replicas
+from tpu_kit.hardware.machine import Machine
 from tpu_kit.hardware.slices import TargetSlice, find_slice
 
 if TYPE_CHECKING:
@@ -158,12 +158,11 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
         if (asked or 1) > there:
             raise ValueError(f"launch.num_replicas={asked}, but there are {there} GPU(s); use {there} or leave it out")
         return asked or there
-    if asked not in (None, 1):
-        check = check_replicas(at, TrainConfig(launch=LaunchConfig(device_type="tpu", num_replicas=asked)))
-        if check.status == "failure":
-            raise ValueError(f"{check.found}; use {check.fix}")
-        return None
-    return asked
+    devices = at.tpu_devices()
+    if devices and asked not in (None, 1, devices):
+        text = f"launch.num_replicas={asked} with {devices} TPU devices: torch_xla starts one process, or one for each"
+        raise ValueError(f"{text}; use num_replicas={devices}, or leave it out")
+    return 1 if asked == 1 else None
 
 
 def _mesh(text: str, device_type: str, launch: LaunchConfig, at: Machine, hosts: Hosts) -> Mesh:
@@ -174,8 +173,7 @@ def _mesh(text: str, device_type: str, launch: LaunchConfig, at: Machine, hosts:
             "xla-cpu, or remove launch.mesh"
         )
     if device_type == "tpu":
-        found = at.tpus()
-        devices = len(found) * chips.chip(found[0]).devices_per_chip if found else len(at.nodes())
+        devices = at.tpu_devices() or len(at.nodes())
         return resolve_mesh(text, devices * hosts.count, launch.mesh_rules)
     return resolve_mesh(text, mesh_size(text) or _replicas(device_type, None, at) or 1, launch.mesh_rules)
 

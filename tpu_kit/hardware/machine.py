@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.compatibility import (
@@ -31,9 +31,6 @@ from tpu_kit.hardware.compatibility import (
     is_tested,
     mismatches,
 )
-
-if TYPE_CHECKING:
-    from tpu_kit.config.loader import TrainConfig
 
 Status = Literal["ok", "warning", "failure", "skipped"]
 MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001  the dash is intended
@@ -107,6 +104,10 @@ class Machine:
         names = [str(device.relative_to(self.root)) for device in devices]
         ids = [self.read(f"{name}/device") for name in names if self.read(f"{name}/vendor") == _GOOGLE]
         return [chip.name for each in ids for chip in chips.CHIPS.values() if chip.pci_device == each]
+
+    def tpu_devices(self) -> int:
+        """Number of devices of these chips, as PyTorch/XLA counts them."""
+        return sum(chips.CHIPS[name].devices_per_chip for name in self.tpus())
 
     def nodes(self) -> list[Path]:
         """The chips' device files. /dev/vfio/vfio is the driver's, not a chip's."""
@@ -275,20 +276,6 @@ def check_holder(machine: Machine) -> Check:
     return Check(name, "ok", "by no process")
 
 
-def check_replicas(machine: Machine, config: TrainConfig) -> Check:
-    """Checks that the TPU devices can be divided among the replicas of the config."""
-    tpus, asked = machine.tpus(), config.launch.num_replicas
-    if not tpus or config.launch.device_type not in ("auto", "tpu"):
-        return Check("Replicas", "skipped", "no TPU to divide")
-    devices = len(tpus) * chips.chip(tpus[0]).devices_per_chip
-    if asked not in (None, 1, devices):
-        text = f"num_replicas={asked} with {devices} TPU devices: torch_xla starts one process, or one for each"
-        return Check("Replicas", "failure", text, f"num_replicas={devices}, or leave it out")
-    preset = preset_per_process(machine) if asked != 1 else []
-    note = f"; {', '.join(preset)} of the environment left out, as each process gets its own" if preset else ""
-    return Check("Replicas", "ok", f"{asked or devices} for {devices} TPU devices{note}")
-
-
 def preset_per_process(machine: Machine) -> list[str]:
     """Variables of the environment that the replicas of a launch must not inherit.
 
@@ -296,8 +283,7 @@ def preset_per_process(machine: Machine) -> list[str]:
     image sets TPU_PROCESS_ADDRESSES=local (tpu/Dockerfile of Kaggle/docker-python). On several hosts the cluster sets
     such values, and they stay.
     """
-    devices = sum(chips.chip(name).devices_per_chip for name in machine.tpus())
-    if devices < 2 or "," in machine.environ.get("TPU_WORKER_HOSTNAMES", ""):
+    if machine.tpu_devices() < 2 or "," in machine.environ.get("TPU_WORKER_HOSTNAMES", ""):
         return []
     return [name for name in PER_PROCESS if name in machine.environ]
 
