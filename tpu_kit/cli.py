@@ -20,7 +20,7 @@ from typing import Any, NoReturn, get_origin
 
 import tpu_kit
 from tpu_kit.config.fields import ConfigField, closest, knob, knobs_of
-from tpu_kit.config.loader import UNREADABLE, ConfigError, describe, explain, load_config, read_value
+from tpu_kit.config.loader import ConfigError, describe, explain, load_config, read_value
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.generation.sampling import Sampling, SearchOptions
 from tpu_kit.pods.engines import ENGINES
@@ -168,7 +168,7 @@ def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) 
             try:
                 values[name] = _value(fields[name], text, values.get(name, ()))
             except ValueError as error:
-                problems.append(str(error))
+                problems += error.problems if isinstance(error, ConfigError) else [str(error)]
         try:
             made.append(kind(**values))
         except ValueError as error:
@@ -187,14 +187,7 @@ def _value(parameter: ConfigField, text: str, before: Sequence[str]) -> Any:
             return imported(text)
         except ValueError as error:
             raise ValueError(f"score={text}: {error}") from error
-    return parameter.read(text if parameter.text_only else _plain(parameter.name, text))
-
-
-def _plain(name: str, text: str) -> Any:
-    try:
-        return read_value(text)
-    except UNREADABLE:
-        raise ConfigError([f"{name}: {text!r} cannot be read; quote it"]) from None
+    return parameter.read(text if parameter.text_only else read_value(parameter.name, text))
 
 
 # ------------------------------------------------------------------------------------------------------------ commands
@@ -377,7 +370,7 @@ def notebooks(args: argparse.Namespace) -> int:
     from tpu_kit.notebook.runner import run
 
     pairs = (setting.partition("=") for setting in args.settings)
-    values = {name: _plain(name, text) for name, _, text in pairs}
+    values = {name: read_value(name, text) for name, _, text in pairs}
     return run([Path(file) for file in args.notebooks], Path(args.options[0].out), values)
 
 

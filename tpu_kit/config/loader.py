@@ -44,10 +44,10 @@ from tpu_kit.config.schema import parameters as all_parameters
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
-UNREADABLE = (
+# What YAML and OmegaConf raise on text that they cannot read; the constructors of tags raise any of these.
+_UNREADABLE = (
     YAMLError, OmegaConfBaseException, ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError,
 )  # fmt: skip
-"""What YAML and OmegaConf raise on text that they cannot read; the constructors of tags raise any of these."""
 
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _RESOLVER = yaml.SafeLoader("")
@@ -78,10 +78,13 @@ def check_yaml(text: str) -> None:
             raise MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-def read_value(text: str) -> Any:
-    """Returns the value of a text on the command line; raises one of `UNREADABLE`."""
-    check_yaml(text)
-    values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+def read_value(name: str, text: str) -> Any:
+    """Returns the value of `name=text` on the command line; raises ConfigError if it is not YAML."""
+    try:
+        check_yaml(text)
+        values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except _UNREADABLE as error:
+        raise ConfigError([f"{name}: {show(text)} cannot be read ({_first_line(error)}); quote it"]) from None
     assert isinstance(values, dict)
     return values["value"]
 
@@ -183,9 +186,9 @@ class _Reader:
                     self._set(name, None if value == "null" else value, source)
                     continue
                 try:
-                    read = read_value(value)
-                except UNREADABLE as error:
-                    self.problems.append(f"{name}: {show(value)} cannot be read ({_first_line(error)}); quote it")
+                    read = read_value(name, value)
+                except ConfigError as error:
+                    self.problems += error.problems
                     continue
                 if read is None and parameters()[name].default is None and value not in ("null", "~"):
                     self.problems.append(f"{name}: {show(value)} reads as null; write {name}=null for none")
@@ -290,7 +293,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     except MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError([f"{path}{line}: not valid YAML: {error.problem}; correct it there"]) from None
-    except UNREADABLE as error:
+    except _UNREADABLE as error:
         advice = r"correct it there (write \${ for a ${ that is text)"
         raise ConfigError([f"{path}: {_first_line(error)}; {advice}"]) from None
     if not isinstance(values, dict):
