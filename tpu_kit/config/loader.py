@@ -414,11 +414,6 @@ ANEW = "another output_dir, or checkpoint.resume=never (which moves the old chec
 """How to start a new run in place of an earlier one."""
 
 
-def plain(config: TrainConfig) -> dict[str, Any]:
-    """Returns every parameter by dotted name, with a value for JSON."""
-    return flatten(config.to_dict())
-
-
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Returns the parameters that differ: those that may, and those that make it another run.
 
@@ -434,4 +429,4 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str
 def is_another(before: TrainConfig, now: TrainConfig, replicas: int) -> bool:
     """Returns whether a run of one configuration cannot resume with the other, on as many replicas."""
     rows = [batch_arithmetic(config, replicas).global_batch_size for config in (before, now)]
-    return rows[0] != rows[1] or bool(changes(plain(before), plain(now))[1])
+    return rows[0] != rows[1] or bool(changes(before.flat_values(), now.flat_values())[1])

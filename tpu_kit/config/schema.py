@@ -367,9 +367,13 @@ class TrainConfig:
         """The folder or address of its checkpoints."""
         return f"{self.remote}/checkpoints" if self.remote else self.output_path / "checkpoints"
 
+    def flat_values(self) -> dict[str, Any]:
+        """Returns every parameter by dotted name, with a value for JSON."""
+        return {name: _plain(self[name]) for name in parameters()}
+
     def to_dict(self) -> dict[str, Any]:
         """Returns nested values for JSON, which `from_dict` reads back."""
-        return nest({name: _plain(self[name]) for name in parameters()})
+        return nest(self.flat_values())
 
     def to_yaml(self) -> str:
         """Returns the text of a YAML file that `load_config` reads back as an equal configuration."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from tpu_kit.checkpointing.manager import scan
-from tpu_kit.config.loader import ANEW, BatchPlan, TrainConfig, batch_arithmetic, changes, flatten, plain
+from tpu_kit.config.loader import ANEW, BatchPlan, TrainConfig, batch_arithmetic, changes, flatten
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.planning.cost import predict_time
@@ -153,7 +153,7 @@ def _saved(config: TrainConfig) -> int | None:
         stored = flatten(found[-1].document("config")) if found else {}
     except (OSError, ValueError):  # an object store does not answer, or a file is damaged: the run raises it too
         return None
-    return found[-1].step if found and not changes(stored, plain(config))[1] else None
+    return found[-1].step if found and not changes(stored, config.flat_values())[1] else None
 
 
 def _advice(overrides: dict[str, Any], why: str, saved: int | None) -> str:

@@ -21,7 +21,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
-from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic, plain
+from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.data.batching import batch_line, updates
 from tpu_kit.data.prepare import Prepared, prepare, prepare_once
 from tpu_kit.data.sources import SYNTHETIC, save_rows, saved_rows_path
@@ -147,7 +147,7 @@ def train(
         meeting = stack.enter_context(open_meeting(hosts, config.launch))
         if meeting is not None:
             print(f"hosts            {hosts.count}, by {hosts.source}; this is {hosts.name(hosts.index)}", flush=True)
-            meeting.agree({"number of hosts": hosts.count, "packages": versions(), **plain(config)})
+            meeting.agree({"number of hosts": hosts.count, "packages": versions(), **config.flat_values()})
         return _train(config, dataset, exact, prepare_more, meeting, stack)
 
 

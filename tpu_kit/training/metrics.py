@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_kit.config.loader import ConfigError, TrainConfig, plain
+from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.distributed.progress import open_bar
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.host import check_wandb
@@ -438,7 +438,8 @@ def log_result(
                 safe = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
                 lines = [_COLUMNS, ("---",) * len(_COLUMNS), *safe]
                 board.add_text("answers", "\n".join(map("|".join, lines)), step)
-            values = {name: one if isinstance(one, int | float) else str(one) for name, one in plain(config).items()}
+            parameters = config.flat_values().items()
+            values = {name: value if isinstance(value, int | float) else str(value) for name, value in parameters}
             board.add_hparams(values, figures, run_name=".", global_step=step)
     if config.tracking.wandb != "off":
         import wandb

@@ -13,7 +13,7 @@ import torch
 
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError, Select
-from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, flatten, plain
+from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, flatten
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import device_memory_budget
 from tpu_kit.models import base_identity
@@ -104,7 +104,7 @@ def check_resume(
     if found.step > total:
         raise ValueError(_too_short(found, config, total))
     if not quiet:
-        before, now = flatten(stored), plain(config)
+        before, now = flatten(stored), config.flat_values()
         differ = "".join(f"; {name} is {now[name]!r}, was {before[name]!r}" for name in changes(before, now)[0])
         print(f"resumed          from step {found.step}, {found.path}{differ}", file=sys.stdout, flush=True)
 
@@ -134,7 +134,7 @@ def weights_of(step: int, config: TrainConfig) -> Tensors:
 
 
 def _other_parameters(stored: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    before, now = flatten(stored), plain(config)
+    before, now = flatten(stored), config.flat_values()
     return [f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]]
 
 
