@@ -34,7 +34,7 @@ RIGHT = PAIR | {
     "matplotlib": "3.11.2",
 }  # fmt: skip
 LAPTOP = Site("computer without an accelerator", "", "Linux x86_64", (3, 12), RIGHT, "", True)
-COLAB = replace(LAPTOP, place="Colab", accelerator="1 x v5e")
+COLAB = replace(LAPTOP, platform="Colab", accelerator="1 x v5e")
 WITHOUT: dict[str, str] = {}
 
 
@@ -123,7 +123,7 @@ def test_torch_tpu_of_the_users_own_environment_stays() -> None:
         (COLAB, "auto", "tpu"),
         (LAPTOP, "auto", "tpu"),
         (LAPTOP, "gpu", "gpu"),
-        (replace(LAPTOP, place="GPU machine", accelerator="NVIDIA GPU"), "auto", "gpu"),
+        (replace(LAPTOP, platform="GPU machine", accelerator="NVIDIA GPU"), "auto", "gpu"),
         (replace(LAPTOP, python=(3, 13)), "auto", "tpu"),
         (replace(LAPTOP, system="Darwin arm64", python=(3, 13)), "auto", "gpu"),
         (replace(LAPTOP, system="Linux aarch64"), "auto", "gpu"),
@@ -140,7 +140,7 @@ def test_what_is_installed_for(site: Site, hardware: str, kind: str) -> None:
     ("site", "hardware", "why", "way"),
     [
         (replace(COLAB, python=(3, 14)), "auto", "Python 3.14: the kit needs 3.11 to 3.13", "Runtime version"),
-        (replace(COLAB, place="Kaggle", python=(3, 10)), "auto", "Python 3.10: the kit needs 3.11", "Environment"),
+        (replace(COLAB, platform="Kaggle", python=(3, 10)), "auto", "Python 3.10: the kit needs 3.11", "Environment"),
         (replace(LAPTOP, python=(3, 14)), "auto", "Python 3.14: the kit needs 3.11 to 3.13", "uv venv --python 3.12"),
         (replace(LAPTOP, system="Darwin arm64"), "tpu", "torch_xla has wheels for Linux x86_64", "hardware='gpu'"),
         (replace(LAPTOP, versions=WITHOUT, pip=False), "auto", "no pip, and there is no uv", "ensurepip"),
@@ -184,20 +184,20 @@ def machine(tmp_path: Path, **environ: str) -> Machine:
 
 
 def test_look(tmp_path: Path) -> None:
-    assert look(machine(tmp_path)).place == "computer without an accelerator"
-    assert look(machine(tmp_path, COLAB_RELEASE_TAG="release-2026")).place == "Colab"
-    assert look(machine(tmp_path, KAGGLE_KERNEL_RUN_TYPE="Batch")).place == "Kaggle"
+    assert look(machine(tmp_path)).platform == "computer without an accelerator"
+    assert look(machine(tmp_path, COLAB_RELEASE_TAG="release-2026")).platform == "Colab"
+    assert look(machine(tmp_path, KAGGLE_KERNEL_RUN_TYPE="Batch")).platform == "Kaggle"
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version")
     found = look(machine(tmp_path))
-    assert (found.place, found.accelerator, found.has_tpu) == ("GPU machine", "NVIDIA GPU", False)
+    assert (found.platform, found.accelerator, found.has_tpu) == ("GPU machine", "NVIDIA GPU", False)
     for number in range(4):
         folder = tmp_path / f"sys/bus/pci/devices/0000:00:0{number}.0"
         folder.mkdir(parents=True)
         (folder / "vendor").write_text("0x1ae0\n")
         (folder / "device").write_text("0x0063\n")
     found = look(machine(tmp_path))
-    assert (found.place, found.accelerator, found.has_tpu) == ("TPU VM", "4 x v5e", True)
+    assert (found.platform, found.accelerator, found.has_tpu) == ("TPU VM", "4 x v5e", True)
     assert found.versions["pytest"] and found.python == sys.version_info[:2]
 
 

@@ -54,7 +54,7 @@ class Site:
     """The machine and its installed packages.
 
     Attributes:
-        place: "Colab", "Kaggle", "TPU VM", "GPU machine" or "computer without an accelerator".
+        platform: "Colab", "Kaggle", "TPU VM", "GPU machine" or "computer without an accelerator".
         accelerator: such as "4 x v5e"; empty if there is none.
         system: operating system and processor, such as "Linux x86_64".
         python: major and minor version.
@@ -63,7 +63,7 @@ class Site:
         pip: whether this Python has pip.
     """
 
-    place: str
+    platform: str
     accelerator: str
     system: str
     python: tuple[int, int]
@@ -84,7 +84,7 @@ class Site:
         """The rows of a table."""
         versions = {name: self.version(name) or "not installed" for name in (*PACKAGES, "transformers", "peft")}
         found = {
-            "runs on": self.place,
+            "runs on": self.platform,
             "accelerator": self.accelerator or "none: the CPU rehearses the TPU's path",
             "system": self.system,
             "Python": _dotted(self.python),
@@ -262,7 +262,7 @@ def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
     service = {
         "Colab": ("Runtime > Change runtime type > Runtime version: one with Python 3.11 to 3.13; then run all again",),
         "Kaggle": ("Settings > Environment: one with Python 3.11 to 3.13; then run all again",),
-    }.get(site.place, ())
+    }.get(site.platform, ())
     local = Path(source).expanduser()
     kit = str(local) if source and local.exists() else "tpu_kit" if source == "index" else f"git+{REPOSITORY}"
     python = "~/tpu_kit-env/bin/python"

@@ -227,7 +227,7 @@ def _head(url: str, token: str | None = None, seconds: float = _ASKING) -> tuple
             outcome[0] = (error.code, "")
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
-            outcome[0] = (200 if isinstance(reason, ssl.SSLError) else None, str(reason))
+            outcome[0] = (200 if isinstance(reason, ssl.SSLCertVerificationError) else None, str(reason))
 
     # In a thread, because the lookup of a name has no timeout.
     thread = threading.Thread(target=ask, daemon=True)
