@@ -182,7 +182,6 @@ def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) ->
         (["export", "run", "format=xyz"], "format=xyz: there are adapter, merged"),
         (["export", "run", "dtype=int4"], "dtype=int4: there are bf16"),
         (["generate", "--prompt", "a b"], "--prompt: no such option"),
-        (["evaluate", "out=none/found.json"], "out=none/found.json: there is no folder none; make it"),
     ],
 )
 def test_bad_usage(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,7 +194,6 @@ def _value(parameter: ConfigField, text: str, before: Sequence[str]) -> Any:
 
 _CONFIG = {"config": {"nargs": "?", "metavar": "config.yaml", "help": "a file, or the name of a shipped configuration"}}
 _JSON = {"--json": {"action": "store_true", "help": "print JSON, and nothing else"}}
-_ADAPTER = "The adapter folder of a run, also in gs://; null = the base model."
 
 
 @command(
@@ -242,17 +241,8 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 @dataclass
-class _Result:
-    adapter: str | None = knob(None, _ADAPTER)
-    out: str | None = knob(None, "A file for the result: JSON from evaluate, HTML from search.")
-
-    def __post_init__(self) -> None:
-        if self.out and not Path(self.out).absolute().parent.is_dir():
-            raise ValueError(f"out={self.out}: there is no folder {Path(self.out).parent}; make it, or name another")
-
-    def write(self, text: str) -> None:
-        if self.out:
-            Path(self.out).write_text(text)
+class _Adapter:
+    adapter: str | None = knob(None, "The adapter folder of a run, also in gs://; null = the base model.")
 
 
 @command(
@@ -261,7 +251,7 @@ class _Result:
     "With an adapter the result is written as eval.json into the run's folder, unless that has more rows.\n\n"
     "Exit codes: 0 done, 1 error, 2 bad arguments.",
     _CONFIG | _JSON,
-    (_Result,),
+    (_Adapter,),
 )
 def evaluate(args: argparse.Namespace) -> int:
     """Compare the base and the tuned model on held-out rows."""
@@ -270,16 +260,14 @@ def evaluate(args: argparse.Namespace) -> int:
     (options,) = args.options
     if options.adapter:
         comparison = evaluation.evaluate_adapter(args.config, options.adapter)
-        text, plain = str(comparison), comparison.to_dict()
+        text, values = str(comparison), comparison.to_dict()
     else:
         prepared = evaluation.held_out(args.config)
         report = evaluation.evaluate(args.config, prepared)
         seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
         text = f"{report}\n{seen} rows left out, because the training data have their questions"
-        plain = {"base": report.to_dict(), "seen_in_training": seen}
-    written = json.dumps(plain, indent=2)
-    options.write(written)
-    print(written if args.json else text)
+        values = {"base": report.to_dict(), "seen_in_training": seen}
+    print(json.dumps(values, indent=2) if args.json else text)
     return OK
 
 
@@ -299,10 +287,9 @@ def export(args: argparse.Namespace) -> int:
 
 
 @dataclass
-class _Prompts:
+class _Prompts(_Adapter):
     prompt: tuple[str, ...] = knob((), "The question; may be given several times.")
     prompts: str | None = knob(None, "A file of questions: a text in each line, or .jsonl with a prompt or messages.")
-    adapter: str | None = knob(None, _ADAPTER)
     chat: bool = knob(True, "Put prompts through the chat template; false = use them as they are.")
     n: int = knob(1, "Samples of each prompt.", at_least=1)
     rows: int = knob(8, "The most rows of a batch in each replica.", at_least=1)
@@ -467,13 +454,15 @@ def profile(args: argparse.Namespace) -> int:
 
 
 @dataclass
-class _Question(_Result):
+class _Question(_Adapter):
     prompt: str | None = knob(None, "The question.")
+    out: str | None = knob(None, "A file for the tree as HTML.")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.prompt:
             raise ValueError('prompt: there is none; give prompt="..."')
+        if self.out and not Path(self.out).absolute().parent.is_dir():
+            raise ValueError(f"out={self.out}: there is no folder {Path(self.out).parent}; make it, or name another")
 
 
 @command("Exit codes: 0 done, 1 error, 2 bad arguments.", _CONFIG | _JSON, (_Question, SearchOptions))
@@ -483,7 +472,8 @@ def search(args: argparse.Namespace) -> int:
 
     question, options = args.options
     tree = think(args.config, question.prompt, options, adapter_dir=question.adapter)
-    question.write(tree._repr_html_())
+    if question.out:
+        Path(question.out).write_text(tree._repr_html_())
     print(json.dumps(tree.to_dict(), indent=2) if args.json else tree)
     return OK
 

@@ -413,9 +413,8 @@ def test_the_command(mixed: tuple[TrainConfig, Path], tmp_path: Path, capsys: py
     assert main([*asked, "verifier=numeric"]) == 0
     printed = capsys.readouterr().out
     assert printed.split()[:2] == ["base", "tuned"] and "perplexity" in printed and "2 rows left out" in printed
-    assert main([*asked, "--json", f"out={tmp_path / 'found.json'}"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == json.loads((tmp_path / "found.json").read_text()) and len(found["samples"]) == 2
+    assert main([*asked, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["samples"]) == 2
     assert main([*asked[:3], "--json"]) == 0  # the base model alone
     assert json.loads(capsys.readouterr().out)["base"]["accuracy"]["total"] == 2
     assert main([*asked[:3], f"adapter={tmp_path / 'gone'}"]) == 1
