@@ -53,9 +53,7 @@ def check_roles(columns: Mapping[str, str], fmt: str) -> None:
     formats = ROLES if fmt == "auto" else {fmt: ROLES[fmt]}
     if not any(named <= set(roles) for roles in formats.values()):
         of_each = "; ".join(f"{name} has {', '.join(roles)}" for name, roles in formats.items())
-        raise ValueError(
-            f"names {', '.join(sorted(named))}, and {of_each}; name roles of one format, data.format={fmt}"
-        )
+        raise ValueError(f"names {', '.join(sorted(named))}; {of_each}: name roles of one format, or set data.format")
 
 
 def layer_pairs(text: str | None) -> tuple[tuple[int, int], ...]:
