@@ -102,10 +102,10 @@ def find_slice(name: str, num_replicas: int | None) -> TargetSlice:
         most = f"{name} has {devices[sizes[-1]]} devices; use 1 to that many"
         raise ValueError(f"launch.num_replicas={num_replicas}: {most}")
     size, several = fitting[0], "" if slices == 1 else f"{slices}x"
-    topology = kind.topologies.get(size)
+    shape = kind.topologies.get(size)
     return TargetSlice(
         kind, several + kind.slice_name(size), slices * size, num_replicas or devices[size],
-        several + topology.name if topology else None, calibration=load(kind.name), slices=slices,
+        several + shape.name if shape else None, calibration=load(kind.name), slices=slices,
     )  # fmt: skip
 
 
