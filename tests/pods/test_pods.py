@@ -19,7 +19,6 @@ from tests.support.child_processes import REPOSITORY
 from tests.support.slice_jobs import SLICES, VALUES, host, kubernetes_expands, make_job, programs, stand_in
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, load_config
-from tpu_kit.hardware.chips import CHIPS
 from tpu_kit.hardware.compatibility import REPOSITORY as KIT
 from tpu_kit.pods.engines import ENGINES, RESTARTS, start_script
 from tpu_kit.pods.slice_job import OFFERS, check_job
@@ -166,7 +165,6 @@ def test_images_with_the_users_own_modules(image: str) -> None:
 
 def test_zones_and_images_of_each_chip_are_accepted() -> None:
     for chip, name in {"v4": "v4-32", "v5e": "v5litepod-16", "v5p": "v5p-64", "v6e": "v6e-32"}.items():
-        assert "us-central" in CHIPS[chip].price.source  # as the printed price says
         for zone in OFFERS[chip].zones:
             assert re.fullmatch(r"[a-z]+-[a-z]+\d-(ai\d)?[a-f]", zone)
             job = check_job(load_config(VALUES), name, "gcloud", zone, OFFERS[chip].runtime, True)

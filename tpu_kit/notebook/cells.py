@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from tpu_kit.config import schema, tables
+from tpu_kit.config import schema
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config, read_yaml
 from tpu_kit.distributed.progress import ANSWERING_FILE, NO_BAR
 from tpu_kit.hardware.chips import GIB
