@@ -196,7 +196,7 @@ def test_family_trains(family, r):
         train_step(
             model, state, [batch], control(1e-2, step, 0.0), SupervisedObjective(optim), optim, CpuRuntime(0, 1, cpu)
         )
-        losses.append(float(state.window[0] / state.window[1]))
+        losses.append(float(state.report[0] / state.report[1]))
     assert losses[-1] < losses[0] - 0.5, losses
     assert (base.lm_head.weight is base.get_input_embeddings().weight) == (family in TIED)
 

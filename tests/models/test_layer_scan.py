@@ -146,11 +146,11 @@ def test_updates_are_those_of_the_unrolled_layers() -> None:
         assert state.average is not None
         with state.averaged():
             mean = loss_and_gradients(model.eval(), packed())[0]
-        parameters = {name: value.detach() for name, value in state.parameters.items()}
+        parameters = {name: value.detach() for name, value in state.params.items()}
         ended.append(
             (
                 layer_scan.unstacked(layer_scan.stacked_names(model), parameters),
-                layer_scan.unstacked(layer_scan.stacked_names(model), state.named(state.average.values())),
+                layer_scan.unstacked(layer_scan.stacked_names(model), state.average),
                 mean,
             )
         )
@@ -440,7 +440,7 @@ def test_on_xla_it_is_one_program_with_the_same_numbers(
     assert counts["compiles"] == 1
     assert counts["executions"] == 3 * replicas
     assert counts["host_syncs"] == counts["fallbacks"] == counts["device_reads"] == 0
-    for part in ("window", "eval"):
+    for part in ("report", "eval"):
         scale = replicas if part == "eval" else 1  # every replica evaluates the same rows
         torch.testing.assert_close(
             torch.tensor(found[part]), torch.tensor(expected[part]) * scale, rtol=1e-5, atol=1e-4

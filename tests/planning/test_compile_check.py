@@ -351,7 +351,7 @@ def test_eight_billion_parameters_are_traced_in_six_gib(tmp_path: Path) -> None:
     done = run_python(["-c", code, str(model)], env=compile_check._ENVIRONMENT)
     host_bytes, donated = map(int, done.stdout.split())
     assert host_bytes < 6 * GIB
-    assert donated >= 2 * 7 + 2  # adapters, stacked or not, and the moments
+    assert donated >= 3 * 2 * 7  # adapters, stacked or not, and the moments
     print(f"{host_bytes / GIB:.2f} GiB of host memory")
 
 

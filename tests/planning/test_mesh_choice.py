@@ -244,10 +244,10 @@ def test_the_state_of_an_optimizer_is_counted_as_it_is_sharded(optimizer: str, t
     with torch.device("meta"), use_mesh(mesh), attention.lowering_for_tpu():
         made = causal_lm.adapt(empty_model(config), config.lora, "bf16").train()
         state = prepare_model(made, config, TpuRuntime(0, 1, torch.device("meta")))
-        specs = state.specs(made)
         held = sum(
-            math.prod(mesh.shard_shape(mesh.fitted(specs[name], one.shape), one.shape)) * one.itemsize
-            for name, one in ((f"moments.{name}", moment) for name, moment in state.moments.items())
+            math.prod(mesh.shard_shape(mesh.fitted(state.spec(name, one), one.shape), one.shape)) * one.itemsize
+            for name, moments in state.moments.items()
+            for one in moments.values()
         )
     (found,) = plan(config, [SLICE])
     assert found.parts["optimizer"] == pytest.approx(held, rel=0.03)  # tiles filled up

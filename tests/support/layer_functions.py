@@ -61,14 +61,14 @@ def updates(config: TrainConfig) -> dict[str, Any]:
     with state.averaged():
         eval_step(model, training_functions._sent(rt, rows(2)), sums, SupervisedObjective(optim), rt)
     rt.sync()
-    own = rt.to_host([*state.parameters.values(), state.window, sums])
-    named = layer_scan.unstacked(state.stacks, dict(zip(state.parameters, own, strict=False)))
+    own = rt.to_host([*state.params.values(), state.report, sums])
+    named = layer_scan.unstacked(state.stacks, dict(zip(state.params, own, strict=False)))
     ended = {name: value.tolist() for name, value in named.items()}
     (config.output_path / f"{rt.rank}.json").write_text(json.dumps(ended))
     rt.barrier()
     everyone = [json.loads((config.output_path / f"{rank}.json").read_text()) for rank in range(rt.world_size)]
     alike = all(each == everyone[0] for each in everyone)
-    return {"parameters": ended, "window": own[-2].tolist(), "eval": own[-1].tolist(), "alike": alike, "counts": counts}
+    return {"parameters": ended, "report": own[-2].tolist(), "eval": own[-1].tolist(), "alike": alike, "counts": counts}
 
 
 def _finish(rt: Runtime) -> None:

@@ -80,7 +80,7 @@ def bytes_of(resumed: bool) -> int:
     state = TrainState(model, rt.local_device, training_functions.OPTIM, saved)
     rt.sync()
     gc.collect()
-    assert state.parameters
+    assert state.params
     return on_device() - before
 
 

@@ -64,7 +64,7 @@ def recompiles(config: TrainConfig) -> None:
     sizes = iter(range(3, 1000))
 
     def extra(model: Any, state: Any, *_: Any) -> None:
-        state.usual.add_(torch.zeros(next(sizes), device=state.usual.device).sum())
+        state.applied.add_(torch.zeros(next(sizes), device=state.applied.device).sum())
 
     _record_with(config, extra)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from tpu_kit.recipes import sft
 from tpu_kit.training import objective_choice, step, trainer
 from tpu_kit.training.objectives import Sums, SupervisedObjective
 from tpu_kit.training.optimizer import OPTIMIZERS
-from tpu_kit.training.state import TrainState, sections
+from tpu_kit.training.state import Report, TrainState, sections
 from tpu_kit.training.step import train_step
 
 OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, beta2=0.99, max_grad_norm=1.0, loss_chunk=16)
@@ -79,11 +81,14 @@ def dealt(rank: int, replicas: int, step: int) -> list[dict[str, torch.Tensor]]:
 
 
 def contents(state: TrainState) -> dict[str, torch.Tensor]:
-    """Everything an update may change, except the window."""
-    kept = {**state.moments, "applied": state.applied, "usual": state.usual, **state.parameters}
-    if state.average is not None:
-        kept |= {f"average.{number}": part for number, part in state.average.items()}
-    return {name: value.detach().clone() for name, value in kept.items()}
+    """Everything an update may change, except sums for the log."""
+    found = {name: tensor.detach().clone() for name, tensor in state.tensors().items() if name != "report"}
+    return found | {"usual": torch.tensor(report_of(state).usual)}
+
+
+def report_of(state: TrainState) -> Report:
+    """The numbers of a state's report."""
+    return Report.unpack(state.report.tolist())
 
 
 def _sent(rt: Runtime, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -102,10 +107,7 @@ def split(config: TrainConfig) -> dict[str, list[float]]:
         scalars = control(1e-2, number, float(number > 1)).to(rt.local_device)
         train_step(model, state, mine, scalars, SupervisedObjective(optim), optim, rt)
         rt.sync()
-    ended = {**{name: value.detach() for name, value in state.parameters.items()}, "window": state.window}
-    ended |= {**state.moments, "applied": state.applied}
-    assert state.average is not None
-    ended["average"] = state.average[0]
+    ended = state.tensors()
     return {n: v.reshape(-1).tolist() for n, v in zip(ended, rt.to_host(list(ended.values())), strict=True)}
 
 
@@ -164,17 +166,26 @@ def watched(config: TrainConfig) -> dict[str, Any]:
     rt.barrier()
     counters = rt.counters()
     rt.barrier()
-    own = Runtime.to_host(rt, [*rt.state.parameters.values(), *rt.state.moments.values()])
-    digest = hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in own)).hexdigest()
+    kept = {name: one for name, one in rt.state.tensors().items() if name.startswith(("parameters/", "moments/"))}
+    own = dict(zip(kept, Runtime.to_host(rt, list(kept.values())), strict=True))
+    digest = hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in own.values())).hexdigest()
     note = {"hash": digest, "reads": rt.reads, "syncs": rt.syncs}
     (config.output_path / f"rank-{rt.rank}.json").write_text(json.dumps(note))
     rt.barrier()
     notes = [json.loads((config.output_path / f"rank-{rank}.json").read_text()) for rank in range(rt.world_size)]
-    names = list(rt.state.parameters)
     return {
         "result": asdict(result) if result is not None else None, "ranks": notes, "counters": counters,
-        "set_up": rt.set_up, "parameters": {n: v.tolist() for n, v in zip(names, own, strict=False)},
+        "set_up": rt.set_up, "parameters": {name: own[f"parameters/{name}"].tolist() for name in rt.state.params},
     }  # fmt: skip
+
+
+def resumed(config: TrainConfig) -> None:
+    """`sft.fine_tune`, and from its checkpoint of step 3 once more, into a folder beside its own."""
+    sft.fine_tune(config)
+    again = replace(config, output_dir=f"{config.output_path}-again")
+    checkpoint = Path("checkpoints", "step-00000003")
+    shutil.copytree(config.output_path / checkpoint, again.output_path / checkpoint)
+    sft.fine_tune(again)
 
 
 def prepared_data(config: TrainConfig) -> None:
@@ -265,7 +276,7 @@ def _shapes_of_step(optim: OptimConfig) -> dict[str, list[list[int]]]:
     found["eval"] = _shapes(hlo)
     rt.sync()
     train_step(model, state, [batch], scalars, SupervisedObjective(optim), optim, rt)
-    hlo = torch_xla._XLAC._get_xla_tensors_hlo([*state.parameters.values(), *state.moments.values(), state.window])
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo(list(state.tensors().values()))
     found["train"] = _shapes(hlo)
     rt.sync()
     return found
@@ -302,8 +313,8 @@ def _dropout_gradient(rt: Runtime, config: TrainConfig, remat: bool) -> list[flo
     optim = replace(OPTIM, beta1=0.0, max_grad_norm=0.0)
     train_step(model, state, [_sent(rt, rows(4))], scalars, SupervisedObjective(optim), optim, rt)
     rt.sync()
-    found: list[float] = rt.to_host([state.moments["first.0"]])[0].tolist()
-    return found
+    gradients = rt.to_host([moments["first"] for moments in state.moments.values()])
+    return [value for gradient in gradients for value in gradient.flatten().tolist()]
 
 
 def draws_and_extra_sums(config: TrainConfig) -> dict[str, Any]:
@@ -377,7 +388,7 @@ def out_of_memory(config: TrainConfig) -> None:
 
 
 def _poisoned_step(model: torch.nn.Module, state: TrainState, batches: Any, control: torch.Tensor, *rest: Any) -> None:
-    parameter = next(iter(state.parameters.values()))
+    parameter = next(iter(state.params.values()))
     first, last = poisoned_steps
     bad = (control[2] >= first) & (control[2] <= last)
     hook = parameter.register_hook(lambda grad: torch.where(bad, torch.full_like(grad, float("nan")), grad))

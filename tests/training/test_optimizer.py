@@ -13,12 +13,11 @@ from tests.support.child_processes import QUICK_XLA_FLAGS
 from tpu_kit.config.loader import OptimConfig, load_config
 from tpu_kit.distributed.launch import launch
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.training import optimizer
-from tpu_kit.training.optimizer import OPTIMIZERS, group_parameters, join_moments, split_moments
+from tpu_kit.training.optimizer import OPTIMIZERS
 
 Tensors = dict[str, torch.Tensor]
 
-# As adapters and norms lie in a model whose layers are stacked: `up` lies turned in a vector, `norm` is no matrix.
+# As adapters and norms lie in a model whose layers are stacked: `up` is narrow, `norm` is no matrix.
 STACKS = {name: [f"layers.{layer}.{name}" for layer in range(3)] for name in ("down", "up", "norm", "gate")}
 STACKED = {"down": (3, 4, 300), "up": (3, 200, 5), "norm": (3, 7), "gate": (3,), "head": (6, 515), "bias": (9,)}
 OPTIM = OptimConfig(beta1=0.9, beta2=0.99)
@@ -44,37 +43,24 @@ def noise(shapes: Mapping[str, tuple[int, ...]], count: int, spread: float = 3.0
 
 
 class Run:
-    """An optimizer's updates of parameters in groups."""
+    """An optimizer's updates of parameters."""
 
     def __init__(
         self, name: str, like: Tensors, stacks: Mapping[str, list[str]] | None = None, optim: OptimConfig = OPTIM
     ) -> None:
-        self.kind, self.optim, self.applied = OPTIMIZERS[name], optim, 0
-        self.groups = group_parameters(like, stacks or {})
-        self.moments = [self.kind.start(one) for one in self.groups]
+        self.kind, self.optim, self.applied, self.stacks = OPTIMIZERS[name], optim, 0, stacks or {}
+        self.moments = {name: self.kind.start(tensor.shape, name in self.stacks) for name, tensor in like.items()}
 
-    def update(self, gradient: Tensors) -> Tensors:
+    def update(self, gradients: Tensors) -> Tensors:
         """The direction by name."""
         self.applied += 1
         found: Tensors = {}
-        applied = torch.tensor(float(self.applied))
-        for number, one in enumerate(self.groups):
-            before = self.moments[number]
-            direction, after = self.kind.direction(one.join(gradient), before, applied, self.optim, one)
-            assert {k: (v.shape, v.dtype) for k, v in after.items()} == {
-                k: (v.shape, v.dtype) for k, v in before.items()
-            }
-            self.moments[number] = after
-            found |= one.split(direction)
-        return found
-
-    def stored(self) -> dict[str, Tensors]:
-        """The moments by name of the parameter and kind."""
-        found: dict[str, Tensors] = {}
-        for moments, one in zip(self.moments, self.groups, strict=True):
-            for kind, named in split_moments(moments, one).items():
-                for name, moment in named.items():
-                    found.setdefault(name, {})[kind] = moment
+        direction_of = self.kind.direction(torch.tensor(float(self.applied)), self.optim)
+        for name, gradient in gradients.items():
+            before = self.moments[name]
+            found[name], after = direction_of(gradient, before, name in self.stacks)
+            assert {kind: one.shape for kind, one in after.items()} == {kind: one.shape for kind, one in before.items()}
+            self.moments[name] = after
         return found
 
 
@@ -143,17 +129,13 @@ def test_adafactor_is_the_papers_over_many_updates() -> None:
                 torch.testing.assert_close(direction[name][layer].double(), wanted, rtol=1e-4, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------- layers, groups and places
+# --------------------------------------------------------------------------------------------------- layers and shapes
 
 
-@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_stacked_layers_are_updated_as_unrolled_ones(name: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of very different gradients; what is stored of a layer is a slice of what is stored of the stack."""
-    apart = Run(name, unrolled(parameters(STACKED)))
-    monkeypatch.setattr(optimizer, "ALONE", 2000 if alone else 10**9)
-    together = Run(name, parameters(STACKED), STACKS)
-    assert [one.alone for one in together.groups] == ([False, True, True, True] if alone else [False])
+def test_stacked_layers_are_updated_as_unrolled_ones(name: str) -> None:
+    """Layers of very different gradients; a slice of a stack's moments are the layer's moments."""
+    apart, together = Run(name, unrolled(parameters(STACKED))), Run(name, parameters(STACKED), STACKS)
     scale = torch.tensor([1.0, 30.0, 1000.0])
     for gradient in noise(STACKED, 6):
         for stack in STACKS:
@@ -161,60 +143,34 @@ def test_stacked_layers_are_updated_as_unrolled_ones(name: str, alone: bool, mon
         one, other = unrolled(together.update(gradient)), apart.update(unrolled(gradient))
         for parameter, direction in other.items():
             torch.testing.assert_close(one[parameter], direction, rtol=1e-5, atol=1e-6, msg=parameter)
-    stored, layers = together.stored(), apart.stored()
     for stack, names in STACKS.items():
         for place, layer in enumerate(names):
-            assert stored[stack].keys() == layers[layer].keys()
-            for part, value in layers[layer].items():
-                torch.testing.assert_close(stored[stack][part][place], value, rtol=1e-5, atol=0)
+            assert together.moments[stack].keys() == apart.moments[layer].keys()
+            for kind, value in apart.moments[layer].items():
+                torch.testing.assert_close(together.moments[stack][kind][place], value, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_moments_are_stored_in_the_parameters_shapes(name: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer, "ALONE", 2000 if alone else 10**9)
-    run = Run(name, parameters(STACKED), STACKS)
-    for gradient in noise(STACKED, 2):
-        run.update(gradient)
-    stored = run.stored()
-    for parameter, shape in STACKED.items():
-        shapes = {part: tuple(value.shape) for part, value in stored[parameter].items()}
-        if name == "adamw":
-            assert shapes == {"first": shape, "second": shape}
-        elif parameter in ("down", "up", "head"):
+def test_the_shapes_of_adafactors_moments() -> None:
+    for parameter, moments in Run("adafactor", parameters(STACKED), STACKS).moments.items():
+        shape, shapes = STACKED[parameter], {kind: tuple(value.shape) for kind, value in moments.items()}
+        if parameter in ("down", "up", "head"):
             assert shapes == {"rows": shape[:-1], "columns": (*shape[:-2], shape[-1])}
         else:
             assert shapes == {"second": shape}
-    for moments, one in zip(run.moments, run.groups, strict=True):
-        apart = split_moments(moments, one)
-        again = join_moments(moments, one, lambda kind, name, apart=apart: apart[kind][name])
-        assert {n: v.dtype for n, v in again.items()} == {n: v.dtype for n, v in moments.items()}
-        for moment, value in moments.items():
-            assert torch.equal(again[moment], value), moment
 
 
 def test_adafactors_rows_are_means_over_the_last_axis() -> None:
-    """Whichever way a matrix lies in the vector."""
+    """Of wide and of narrow matrices."""
     shapes = {"turned": (130, 6), "other": (6, 130)}
     run = Run("adafactor", parameters(shapes))
     (gradient,) = noise(shapes, 1)
     run.update(gradient)
-    for name, stored in run.stored().items():
+    for name, stored in run.moments.items():
         torch.testing.assert_close(stored["rows"], gradient[name].square().mean(1))
         torch.testing.assert_close(stored["columns"], gradient[name].square().mean(0))
 
 
 # ---------------------------------------------------------------------------------------------------------------- both
-
-
-def test_what_the_moments_take() -> None:
-    def size(name: str) -> int:
-        (one,) = group_parameters({"w": torch.zeros(1024, 1024)}, {})
-        return sum(value.numel() * value.element_size() for value in OPTIMIZERS[name].start(one).values())
-
-    million = 1024 * 1024
-    assert size("adamw") == 8 * million
-    assert size("adafactor") == 4 * 2 * 1024
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

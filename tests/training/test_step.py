@@ -10,15 +10,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.training_functions import OPTIM, contents, control, dealt, rows, split, tiny
+from tests.support.training_functions import OPTIM, contents, control, dealt, report_of, rows, split, tiny
 from tpu_kit.config.loader import LaunchConfig, LoraConfig, OptimConfig, TrainConfig
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_scan import stack
-from tpu_kit.training import optimizer as optimizer_module
 from tpu_kit.training.objectives import SupervisedObjective
-from tpu_kit.training.state import WINDOW, TrainState, restore, sections
+from tpu_kit.training.state import Report, TrainState, restore, sections
 from tpu_kit.training.step import _update, eval_step, train_step
 
 CPU = torch.device("cpu")
@@ -47,9 +46,9 @@ def update(
     state: TrainState, parts: Sequence[torch.Tensor], control: torch.Tensor, optim: OptimConfig, tokens: float = 1.0
 ) -> None:
     """One update from gradients that were summed over `tokens` tokens, with a loss of 2 for each."""
-    named = {name: part * tokens for name, part in zip(state.parameters, parts, strict=True)}
+    named = {name: part * tokens for name, part in zip(state.params, parts, strict=True)}
     with torch.no_grad():
-        _update(state, [one.join(named) for one in state.groups], torch.tensor([2.0 * tokens, tokens]), control, optim)
+        _update(state, named, torch.tensor([2.0 * tokens, tokens]), control, optim)
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -60,11 +59,11 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 def torch_adamw(net: torch.nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     matrices = [p for p in net.parameters() if p.requires_grad and p.ndim > 1]
     vectors = [p for p in net.parameters() if p.requires_grad and p.ndim < 2]
-    optimizer_module = [
+    groups = [
         {"params": matrices, "weight_decay": optim.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(optimizer_module, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    return torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
 
 
 def torch_step(net: torch.nn.Module, theirs: torch.optim.AdamW, parts: list[torch.Tensor], rate: float, most: float):
@@ -96,31 +95,19 @@ def test_adamw_is_torchs(most: float, decay: float) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-def test_large_parameters_are_updated_by_themselves_and_alike(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_made_of_a_checkpoint_goes_on_alike(optimizer: Any) -> None:
     optim = replace(AVERAGED, optimizer=optimizer, weight_decay=0.1)
-    together = TrainState(Net(), CPU, optim)
-    monkeypatch.setattr(optimizer_module, "ALONE", 20)
-    apart, again = TrainState(Net(), CPU, optim), None
-    assert [len(state.groups) for state in (together, apart)] == [1, 3]  # of 35 and 21 numbers, and the vectors
     net = Net()
+    states = [TrainState(Net(), CPU, optim)]
     for step in range(1, 9):
-        for state in filter(None, (together, apart, again)):
+        for state in states:
             update(state, gradients(net, step), control(1e-2, step), optim)
         if step == 4:
-            saved = apart.to_host(ALONE)
+            saved = states[0].to_host(ALONE)
             restore(net, saved)
-            again = TrainState(net, CPU, optim, saved)
-            with monkeypatch.context() as patch:  # a checkpoint does not know how its parameters were grouped
-                patch.setattr(optimizer_module, "ALONE", 2**24)
-                regrouped = TrainState(net, CPU, optim, saved)
-            assert len(regrouped.groups) == 1
-            assert_same(regrouped.to_host(ALONE), saved)
-    assert again is not None
-    assert_same(contents(again), contents(apart))
-    assert_same(again.to_host(ALONE), apart.to_host(ALONE))
-    ended = sections(together.to_host(ALONE))
-    for name in ("parameters", "average"):
-        torch.testing.assert_close(sections(apart.to_host(ALONE))[name], ended[name])
+            states.append(TrainState(net, CPU, optim, saved))
+            assert_same(states[1].to_host(ALONE), saved)
+    assert_same(contents(states[1]), contents(states[0]))
 
 
 def test_what_a_checkpoint_holds() -> None:
@@ -138,7 +125,7 @@ def test_what_a_checkpoint_holds() -> None:
     shapes = {name: one.shape for name, one in net.named_parameters() if one.requires_grad}
     held = sections(found)
     assert held.keys() == {"", "parameters", "average", "moments/first", "moments/second"}
-    assert held.pop("").keys() == {"applied", "usual", "streak", "window"}
+    assert held.pop("").keys() == {"applied", "report"}
     for named in held.values():
         assert {name: tensor.shape for name, tensor in named.items()} == shapes
     del found["parameters/last.weight"]
@@ -152,7 +139,7 @@ def test_a_frozen_parameter_and_its_decay_are_left_alone() -> None:
     net = Net()
     before = net.frozen.weight.clone()
     state = TrainState(net, CPU, OPTIM)
-    assert not any("frozen" in name for name in state.parameters)
+    assert not any("frozen" in name for name in state.params)
     update(state, gradients(net, 1), control(0.1, 1), OPTIM)
     assert torch.equal(net.frozen.weight, before)
 
@@ -183,7 +170,7 @@ def test_the_bias_correction_is_exact_at_the_first_step() -> None:
     optim = replace(OPTIM, beta1=0.9999, beta2=0.99999, weight_decay=0.0, max_grad_norm=0.0, eps=1e-12)
     parts = gradients(net, 1)
     update(state, parts, control(0.5, 1), optim)
-    for (name, parameter), part in zip(state.parameters.items(), parts, strict=True):
+    for (name, parameter), part in zip(state.params.items(), parts, strict=True):
         torch.testing.assert_close(parameter.detach(), before[name] - 0.5 * part.sign(), rtol=1e-3, atol=1e-3)
 
 
@@ -191,14 +178,14 @@ def test_the_average_follows_the_parameters() -> None:
     net, optim = Net(), replace(OPTIM, ema_decay=0.9)
     state = TrainState(net, CPU, AVERAGED)
     assert state.average is not None
-    expected = torch.cat([p.detach().reshape(-1) for p in state.parameters.values()]).double()
-    torch.testing.assert_close(state.average[0].double(), expected)
+    expected = {name: param.detach().double() for name, param in state.params.items()}
     for step in range(1, 11):
         update(state, gradients(net, step), control(0.1, step), optim)
-        now = torch.cat([p.detach().reshape(-1) for p in state.parameters.values()]).double()
-        expected = 0.9 * expected + 0.1 * now
-    torch.testing.assert_close(state.average[0].double(), expected, rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(state.average[0].double(), now)
+        for name, param in state.params.items():
+            expected[name] = 0.9 * expected[name] + 0.1 * param.detach().double()
+    for name, average in state.average.items():
+        torch.testing.assert_close(average.double(), expected[name], rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(average, state.params[name])
 
 
 def test_the_average_stands_in_for_the_parameters() -> None:
@@ -208,9 +195,9 @@ def test_the_average_stands_in_for_the_parameters() -> None:
     update(state, gradients(net, 1), control(0.1, 1), replace(OPTIM, ema_decay=0.999))
     tuned = contents(state)
     with state.averaged():
-        for name, parameter in state.parameters.items():
-            torch.testing.assert_close(parameter.detach(), start[name], rtol=0, atol=1e-3)
-            assert not torch.equal(parameter, tuned[name])
+        for name, parameter in state.params.items():
+            torch.testing.assert_close(parameter.detach(), start[f"parameters/{name}"], rtol=0, atol=1e-3)
+            assert not torch.equal(parameter, tuned[f"parameters/{name}"])
     assert_same(contents(state), tuned)
 
 
@@ -220,7 +207,7 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_counters(poison: s
     state = TrainState(net, CPU, AVERAGED)
     for step in (1, 2):
         update(state, gradients(net, step), control(0.1, step, window_open=float(step > 1)), optim, tokens=3.0)
-    before, window = contents(state), state.window.tolist()
+    before, sums = contents(state), report_of(state)
     for step in (3, 4):
         parts = gradients(net, step)
         # The norm of the huge one overflows, although each of its numbers is finite.
@@ -228,16 +215,13 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_counters(poison: s
         parts[1][0] = bad
         totals = torch.tensor([math.nan if poison == "loss" else 6.0, 3.0])
         with torch.no_grad():
-            _update(state, [torch.cat([p.reshape(-1) for p in parts])], totals, control(0.1, step), optim)
+            _update(state, dict(zip(state.params, parts, strict=True)), totals, control(0.1, step), optim)
     assert_same(contents(state), before)
-    after = dict(zip(WINDOW, state.window.tolist(), strict=True))
-    assert list(after.values())[:3] == window[:3]
-    assert after["skipped"] == 2
-    assert after["first_skipped_step"] == 3
+    assert report_of(state) == sums._replace(skipped=2, first_skipped=3, streak=2)
 
     update(state, gradients(net, 5), control(0.1, 5), optim, tokens=3.0)
     assert float(state.applied) == 3
-    assert float(state.window[1]) == 9
+    assert report_of(state).weight == 9 and report_of(state).streak == 0
     assert all(torch.isfinite(value).all() for value in contents(state).values())
 
 
@@ -261,8 +245,8 @@ def test_a_loss_that_is_no_number_is_skipped_in_the_first_step_too(most: float |
     state = TrainState(net, CPU, optim)
     before = contents(state)
     with torch.no_grad():
-        flat = torch.cat([part.reshape(-1) for part in gradients(net, 1)])
-        _update(state, [flat], torch.tensor([math.nan, 3.0]), control(0.1, 1, window_open=0.0), optim)
+        named = dict(zip(state.params, gradients(net, 1), strict=True))
+        _update(state, named, torch.tensor([math.nan, 3.0]), control(0.1, 1, window_open=0.0), optim)
     assert_same(contents(state), before)
 
 
@@ -275,10 +259,10 @@ def test_weights_decay_and_norms_do_not_also_where_layers_are_stacked() -> None:
     model = models.adapt(llama, LoraConfig(r=0), "fp32")
     stack(llama.get_decoder())
     state = TrainState(model, CPU, OPTIM)
-    before = {name: parameter.detach().clone() for name, parameter in state.parameters.items()}
+    before = {name: parameter.detach().clone() for name, parameter in state.params.items()}
     assert any(name in state.stacks and before[name].ndim == 2 for name in before), "no stack of norms"
     update(state, [torch.zeros_like(value) for value in before.values()], control(0.5, 1), OPTIM)
-    for name, parameter in state.parameters.items():
+    for name, parameter in state.params.items():
         kept = 1.0 if "norm" in name else 1.0 - 0.5 * OPTIM.weight_decay
         torch.testing.assert_close(parameter.detach(), kept * before[name], msg=name)
 
@@ -288,33 +272,36 @@ def test_an_exploding_loss_is_skipped_and_counted() -> None:
     state = TrainState(net, CPU, optim)
 
     def step(number: int, loss: float, optim: OptimConfig = optim) -> None:
-        flat = torch.cat([part.reshape(-1) for part in gradients(net, number)])
+        named = dict(zip(state.params, gradients(net, number, 4.0), strict=True))
         with torch.no_grad():
-            _update(state, [4.0 * flat], torch.tensor([4.0 * loss, 4.0]), control(0.1, number), optim)
+            _update(state, named, torch.tensor([4.0 * loss, 4.0]), control(0.1, number), optim)
 
     step(1, 9.0)  # nothing is usual yet
     for number in range(2, 60):
         step(number, 2.0)
-    assert float(state.usual) == pytest.approx(2.0, abs=0.05)
+    assert report_of(state).usual == pytest.approx(2.0, abs=0.05)
     before = contents(state)
     for number in (60, 61):
         step(number, 5.2)
         assert_same(contents(state), before)
-        assert float(state.streak) == number - 59
-    assert dict(zip(WINDOW, state.window.tolist(), strict=True))["first_skipped_step"] == 60
+        assert report_of(state).streak == number - 59
+    assert report_of(state).first_skipped == 60
     step(62, 4.8)  # a jump, but no explosion
-    assert float(state.streak) == 0 and not torch.equal(contents(state)["first.0"], before["first.0"])
+    assert report_of(state).streak == 0 and not torch.equal(
+        contents(state)["moments/first/first.weight"], before["moments/first/first.weight"]
+    )
     step(63, 50.0, replace(optim, max_loss_rise=None))
-    assert float(state.streak) == 0
+    assert report_of(state).streak == 0
 
 
 def test_the_report_outlives_the_next_step() -> None:
     net = Net()
     state = TrainState(net, CPU, OPTIM)
     update(state, gradients(net, 1), control(0.1, 1, window_open=0.0), OPTIM, tokens=3.0)
-    report, window = state.report, state.window.tolist()
+    report, before = state.report, report_of(state)
     update(state, gradients(net, 2), control(0.1, 2, window_open=0.0), OPTIM, tokens=5.0)
-    assert report.tolist() == [*window, 2.0, 0.0] and state.window.tolist() != window
+    assert Report.unpack(report.tolist()) == before != report_of(state)
+    assert (before.usual, before.streak) == (2.0, 0.0)
 
 
 def test_no_token_with_loss_at_all() -> None:
@@ -323,7 +310,13 @@ def test_no_token_with_loss_at_all() -> None:
     optim = replace(OPTIM, weight_decay=0.0)
     before = {name: value.detach().clone() for name, value in net.named_parameters()}
     with torch.no_grad():
-        _update(state, [torch.zeros(state.groups[0].shape)], torch.zeros(2), control(0.1, 1), optim)
+        _update(
+            state,
+            {name: torch.zeros_like(p) for name, p in state.params.items()},
+            torch.zeros(2),
+            control(0.1, 1),
+            optim,
+        )
     assert_same(dict(net.named_parameters()), before)
 
 
@@ -333,7 +326,7 @@ def test_the_mean_is_over_the_sum_of_weights_also_below_one() -> None:
         net = Net()
         state = TrainState(net, CPU, OPTIM)
         update(state, gradients(net, 1), control(1e-2, 1), OPTIM, tokens)
-        ended.append(torch.stack([state.usual, state.window[2]]))  # the mean loss, and the norm of the gradient
+        ended.append(torch.tensor([report_of(state).usual, report_of(state).grad_norm]))
     torch.testing.assert_close(ended[1], ended[0])
     assert float(ended[0][0]) == 2.0
 
@@ -346,11 +339,11 @@ def test_a_window_sums_until_it_begins_anew() -> None:
         parts = gradients(net, step)
         norms.append(float(torch.cat([p.reshape(-1) for p in parts]).norm()))
         update(state, parts, control(0.1, step, window_open), OPTIM, tokens=float(step))
-    assert state.window.tolist() == pytest.approx([12.0, 6.0, sum(norms), 0.0, 0.0])  # a loss of 2 for each token
+    assert report_of(state)[:5] == pytest.approx([12.0, 6.0, sum(norms), 0.0, 0.0])  # a loss of 2 for each token
     update(state, [torch.full_like(part, math.nan) for part in parts], control(0.1, 4), OPTIM)
-    assert state.window.tolist()[3:] == [1.0, 4.0]
+    assert report_of(state)[3:5] == (1.0, 4.0)
     update(state, parts, control(0.1, 5, window_open=0.0), OPTIM, tokens=7.0)
-    assert state.window.tolist() == pytest.approx([14.0, 7.0, norms[-1], 0.0, 0.0])
+    assert report_of(state)[:5] == pytest.approx([14.0, 7.0, norms[-1], 0.0, 0.0])
 
 
 # ------------------------------------------------------------------------------- with a model, and rows dealt to ranks
@@ -407,7 +400,7 @@ def train_split(replicas: int, steps: int = 3, optim: OptimConfig = OPTIM) -> li
     for thread in threads:
         thread.join()
     assert not failed, failed
-    return [{**contents(state), "window": state.window} for state in states]
+    return [{**contents(state), "report": state.report} for state in states]
 
 
 def test_the_update_is_the_same_for_any_split() -> None:
@@ -446,11 +439,9 @@ def test_the_step_is_the_gradient_of_the_mean_over_all_loss_tokens() -> None:
     reference: Any = other
     loss = reference(input_ids=batch["input_ids"], labels=batch["labels"]).loss
     loss.backward()
-    expected = torch.cat(
-        [p.grad.reshape(-1) for p in models.trainable_parameters(other).values() if p.grad is not None]
-    )
-    torch.testing.assert_close(state.moments["first.0"], expected, rtol=1e-4, atol=1e-6)
-    assert float(state.window[0] / state.window[1]) == pytest.approx(loss.item(), rel=1e-5)
+    for name, parameter in models.trainable_parameters(other).items():
+        torch.testing.assert_close(state.moments[name]["first"], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert report_of(state).loss / report_of(state).weight == pytest.approx(loss.item(), rel=1e-5)
     # Rows of one loss token and of fifteen: the mean of the rows' means is another number.
     means = [float(torch.div(*SupervisedObjective(optim)(other, part)[:2])) for part in passes]
     assert abs(sum(means) / 8 - loss.item()) > 1e-3
@@ -468,7 +459,7 @@ def test_a_parameter_without_a_gradient_is_left_as_it_is() -> None:
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
     state = TrainState(model, CPU, OPTIM)
     train_step(model, state, [rows(2)], control(1e-2, 1, 0.0), SupervisedObjective(OPTIM), OPTIM, ALONE)
-    assert torch.equal(state.parameters["unused"], torch.ones(3))
+    assert torch.equal(state.params["unused"], torch.ones(3))
 
 
 def test_trained_in_less_than_fp32_is_refused() -> None:

@@ -25,7 +25,8 @@ from tpu_kit.models import causal_lm as models
 from tpu_kit.models.loading import read_config
 from tpu_kit.planning.trace import empty_model
 from tpu_kit.training.objectives import SupervisedObjective
-from tpu_kit.training.step import prepare_model, train_step
+from tpu_kit.training.state import Report
+from tpu_kit.training.step import Control, prepare_model, train_step
 from tpu_kit.xla.pallas import SplashSettings
 
 LENGTH = 2048
@@ -156,8 +157,8 @@ def _step(config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]) -> t
         for name, parameter in models.trainable_parameters(model).items():
             if "lora_B" in name:  # with zeros, half of the gradients would be zero
                 parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
-    loss, tokens, norm = _stepper(model, config, rt, batch)(1)[:3].tolist()
-    return loss / max(tokens, 1), norm
+    report = Report.unpack(_stepper(model, config, rt, batch)(1).tolist())
+    return report.loss / max(report.weight, 1), report.grad_norm
 
 
 def _stepper(
@@ -165,7 +166,7 @@ def _stepper(
 ) -> Callable[[int], torch.Tensor]:
     """Moves model and batch to the device; returns a function that takes some steps and returns the last's report."""
     state = prepare_model(model, config, rt)
-    sent, rest = rt.to_device([batch, {"control": torch.tensor([1e-4, 1.0, 1.0])}])
+    sent, rest = rt.to_device([batch, {"control": torch.tensor(Control(1e-4, 1.0, 1.0))}])
     rt.sync()
     rt.barrier()
 

@@ -17,16 +17,16 @@ from tpu_kit.config.mesh import BATCH, Mesh, Spec
 
 Box = tuple[slice, ...]
 """A part of a tensor: where it starts and stops in each dimension."""
-_mesh: Mesh | None = None  # of the process: autograd runs the backward pass in threads of its own
+_mesh = Mesh()  # of the process: autograd runs the backward pass in threads of its own
 
 
-def current_mesh() -> Mesh | None:
-    """The mesh of this process; None where a program is for one device."""
+def active_mesh() -> Mesh:
+    """The mesh over which the programs of this process are sharded; of size 1 where a program is for one device."""
     return _mesh
 
 
 @contextlib.contextmanager
-def use_mesh(mesh: Mesh | None) -> Iterator[None]:
+def use_mesh(mesh: Mesh) -> Iterator[None]:
     """Makes `mesh` the one of this process."""
     global _mesh
     before, _mesh = _mesh, mesh
@@ -78,7 +78,6 @@ def put(tensor: torch.Tensor, spec: Spec, dtype: torch.dtype | None = None) -> t
         spec: its sharding; axes that do not divide their dimension are left out.
         dtype: on the devices; its own by default.
     """
-    assert _mesh is not None
     spec, tensor = _mesh.fitted(spec, tensor.shape), tensor.detach()
     return _of_shards(cut(tensor, _mesh, spec, local_devices(), dtype), spec, tensor.shape)
 
@@ -104,7 +103,6 @@ def put_rows(tensor: torch.Tensor) -> torch.Tensor:
     Args:
         tensor: as many rows for each of the shards that its devices hold, the smallest shard first.
     """
-    assert _mesh is not None
     shards = row_shards(_mesh, local_devices())
     held = sorted(set(shards))
     if len(tensor) % len(held):
@@ -123,7 +121,6 @@ def put_stack(parts: list[torch.Tensor], spec: Spec, dtype: torch.dtype) -> torc
         spec: of the stack, its first dimension whole.
         dtype: on the devices.
     """
-    assert _mesh is not None
     shape = torch.Size([len(parts), *parts[0].shape])
     spec = _mesh.fitted(spec, shape)
     places = boxes(_mesh, spec, shape, local_devices())

@@ -44,7 +44,7 @@ class Backend:
     device_type: DeviceType
     num_replicas: int | None  # of each host; None where only the TPU runtime knows it (all its devices)
     reason: str  # why `detect` chose this backend
-    mesh: Mesh | None = None  # the devices over which one process shards the model; None for replicas
+    mesh: Mesh | None = None  # the devices over which one process shards the model; None for replicas and one device
     hosts: Hosts = ONE
 
     @property
@@ -95,9 +95,10 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
     mesh = None if launch.mesh == "auto" else launch.mesh  # `planning.preflight` chooses it; replicas elsewhere
     if mesh is None and hosts.count > 1 and device_type == "tpu":
         mesh = "data=-1"
-    if mesh is not None:
-        return Backend(device_type, 1, reason, _mesh(mesh, device_type, launch, at, hosts), hosts)
-    return Backend(device_type, _replicas(device_type, launch.num_replicas, at), reason, hosts=hosts)
+    if mesh is None:
+        return Backend(device_type, _replicas(device_type, launch.num_replicas, at), reason, hosts=hosts)
+    found = _mesh(mesh, device_type, launch, at, hosts)
+    return Backend(device_type, 1, reason, found if found.size > 1 else None, hosts)
 
 
 def slice_problems(config: TrainConfig) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation import kv_cache
 from tpu_kit.generation.kv_cache import Buffers, Recorder, Slots
@@ -374,8 +374,8 @@ class Decoder:
         if have is not None and have.keys[0].shape == shape:
             return have
         # A tensor for each layer: sent several times, one tensor would be one buffer for all layers.
-        spec, mesh = heads_spec(shape), current_mesh()
-        if mesh is not None:
+        spec, mesh = heads_spec(shape), active_mesh()
+        if mesh.size > 1:
             size = len(self._layers) * 2 * math.prod(mesh.shard_shape(spec, shape)) * self._dtype.itemsize
             print(f"cache            {size / GIB:.2f} GiB a device; in each layer {shape}, {spec}", flush=True)
         zeros = ([torch.zeros(shape, dtype=self._dtype) for _ in self._layers] for _ in "kv")

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import partition
 from tpu_kit.models.architecture import FEW_TILES
 from tpu_kit.xla.scan import Tensors, in_turn, scan
@@ -288,15 +288,15 @@ class _Tiled(torch.nn.Module):
     _tile_tokens: int
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        mesh = current_mesh()
-        if mesh is None:
+        mesh = active_mesh()
+        if mesh.size == 1:
             tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
             count = tiles_of(tokens, self._tile_tokens)
         else:  # each tile has tokens of every row, so that all devices work on it
             count = tiles_of(hidden.shape[1], max(1, self._tile_tokens * mesh.batch_shards // hidden.shape[0]))
         if count == 1:
             return self.whole(hidden)
-        tiles = hidden.reshape(count, tokens // count, width) if mesh is None else partition.tiles(hidden, count)
+        tiles = hidden.reshape(count, tokens // count, width) if mesh.size == 1 else partition.tiles(hidden, count)
         tensors: dict[str, torch.Tensor] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         seeds = [f"{name}.seed" for name, part in self.named_modules() if isinstance(part, SeededDropout)]
         inputs = [tiles]
@@ -309,7 +309,7 @@ class _Tiled(torch.nn.Module):
             output: torch.Tensor = _OverTiles.apply(tile, len(inputs), *inputs, *kept.values())
         else:
             output = tile.forward(inputs, list(kept.values()))
-        return (output if mesh is None else output.transpose(0, 1)).reshape(hidden.shape)
+        return (output if mesh.size == 1 else output.transpose(0, 1)).reshape(hidden.shape)
 
     def whole(self, hidden: torch.Tensor) -> torch.Tensor:
         """Runs the family's own forward pass."""

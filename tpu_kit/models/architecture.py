@@ -20,7 +20,7 @@ from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.hardware.host import ask_hub_once
 
 ALONE = 2**24
-"""Number of elements from which on a trained tensor is a group of its own in the update; see `training.optimizer`.
+"""Number of elements from which on the squares of a gradient are summed by themselves; see `training.step`.
 64 MiB are more than a stack of adapters of rank 16, and less than a stack of a whole model's matrices."""
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import activation_checkpointing, attention, base_identity, error_correction, partition
 from tpu_kit.models.architecture import FAMILIES
 from tpu_kit.models.layer_scan import scan_layers, stacked_prefixes
@@ -83,7 +83,7 @@ def load_model(config: ModelConfig, lora: LoraConfig, seed: int = 0) -> torch.nn
         ValueError: if the model cannot be read, weights are missing from it, or the LoRA targets do not fit it.
     """
     # For a mesh trained weights stay as they are saved, mapped from the files, until their shards are made in fp32.
-    base = load_frozen(config) if lora.r else load_base(config, torch.float32 if current_mesh() is None else "auto")
+    base = load_frozen(config) if lora.r else load_base(config, torch.float32 if active_mesh().size == 1 else "auto")
     model = adapt(base, lora, config.base_dtype, seed)
     if base_model(model).config.model_type not in _FAMILIES:
         check_head(model)
@@ -203,7 +203,7 @@ def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Mo
     A move to XLA makes a new parameter for each module, so tied embeddings silently become two parameters. It does not
     call `tie_weights`, which transformers replaces in the whole process while another replica loads a model.
     """
-    if current_mesh() is not None and torch.device(device).type == "xla":
+    if active_mesh().size > 1 and torch.device(device).type == "xla":
         return partition.to_mesh(model, stacked_prefixes(model))
     model.to(device)
     for base in filter(None, (base_model(model), getattr(model, "teacher", None))):
@@ -225,7 +225,7 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
     """
     use_attention(model, config.model.attention, device_type)
     keeps, on_xla = config.optim.remat == "outputs", device_type in _XLA
-    if config.tracking.eval_generate_rows and current_mesh() is None:
+    if config.tracking.eval_generate_rows and active_mesh().size == 1:
         loops = device_type == "tpu" or (keeps and on_xla)
         unrolled: str | None = "tracking.eval_generate_rows generates with them" if loops else ""
     else:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from tpu_kit.config.mesh import BATCH, Spec
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models.causal_lm import base_model, text_config
 from tpu_kit.models.partition import is_tied, spec_of
 from tpu_kit.models.sharding_rules import ROW
@@ -27,14 +27,14 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
     """Makes a model on a mesh multiply without gathering its weights, while it is open.
 
     The input of a linear layer is sharded as the columns of its weight, and the output as the rows. Then outputs are
-    gathered, except where each device goes on with its own heads or its own columns of the MLP. Without a mesh nothing
+    gathered, except where each device goes on with its own heads or its own columns of the MLP. For one device nothing
     changes.
 
     Args:
         model: its layers do not run as a loop.
         stacks: how the names of stacked tensors begin.
     """
-    if current_mesh() is None:
+    if active_mesh().size == 1:
         yield
         return
     prefixes, tied, head = tuple(stacks), is_tied(model), base_model(model).get_output_embeddings()
@@ -66,13 +66,11 @@ def _ending(tensor: torch.Tensor, last: str | tuple[str, ...] | None) -> torch.T
 
 
 def heads_spec(shape: Sequence[int]) -> Spec:
-    """The sharding of keys and values (B, heads, S, D), and of queries, in generation; nothing without a mesh.
+    """The sharding of keys and values (B, heads, S, D), and of queries, in generation.
 
     Over the heads, if their number divides by the devices that share the weights; else over the rows, if that number
     divides, and over the model axis.
     """
-    mesh = current_mesh()
-    if mesh is None:
-        return (None,) * len(shape)
+    mesh = active_mesh()
     by_heads = shape[1] % mesh.shards(_SHARED) == 0
     return mesh.fitted(("data", _SHARED, None, None) if by_heads else (BATCH, "model", None, None), shape)

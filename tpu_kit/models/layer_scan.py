@@ -24,7 +24,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.config.loader import OptimConfig
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import activation_checkpointing, architecture, attention, partition, sharding_rules
 from tpu_kit.models.activation_checkpointing import SeededDropout, autocast_now, chunk_mlp, is_tiled, mix
 from tpu_kit.xla.scan import Body, Tensors, after, scan, slice_at
@@ -396,7 +396,7 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> str | Non
     keeps = optim.remat == "outputs"  # on XLA only in a loop
     loops = device_type == "tpu" or (keeps and device_type == "xla-cpu")
     # On a mesh the loop shards the weights of each layer; and states are kept between loops.
-    wanted = "on" if current_mesh() is not None or hasattr(decoder, "kept_after") else optim.scan_layers
+    wanted = "on" if active_mesh().size > 1 or hasattr(decoder, "kept_after") else optim.scan_layers
     if wanted == "off" or (wanted == "auto" and not loops):
         return ""
     if wanted == "auto":
@@ -410,7 +410,7 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> str | Non
         if wanted == "auto":
             return str(error)
         asked, fix = ("optim.scan_layers=on", "set it to off")
-        if current_mesh() is not None:
+        if active_mesh().size > 1:
             asked, fix = ("launch.mesh needs layers that run as a loop", "remove launch.mesh")
         elif hasattr(decoder, "kept_after"):
             asked, fix = ("distill.layers needs layers that run as a loop", "remove distill.layers")
@@ -528,7 +528,7 @@ def _stack_into(layer: torch.nn.Module, others: list[torch.nn.Module]) -> None:
         owner, _, leaf = name.rpartition(".")
         modules = [each.get_submodule(owner) for each in (layer, *others)]
         first = getattr(layer.get_submodule(owner), leaf)
-        later = current_mesh() is not None and first.device.type == "cpu"
+        later = active_mesh().size > 1 and first.device.type == "cpu"
         device = "meta" if later else first.device
         stacked = torch.empty((len(modules), *first.shape), dtype=first.dtype, device=device)
         parts = []

@@ -15,7 +15,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpu_kit.config.mesh import BATCH, Spec
-from tpu_kit.distributed.mesh import current_mesh, put, put_stack
+from tpu_kit.distributed.mesh import active_mesh, put, put_stack
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import sharding_rules
 from tpu_kit.models.sharding_rules import Placed, Tensor
@@ -34,8 +34,7 @@ def spec_of(name: str, tensor: torch.Tensor, stacked: bool = False, tied: bool =
         stacked: whether it is a stack of layers' tensors, (G, ...).
         tied: whether the embedding is the output head, too.
     """
-    mesh = current_mesh()
-    return sharding_rules.spec_of(_described(name, tensor, stacked), tied, mesh.rules if mesh else ())
+    return sharding_rules.spec_of(_described(name, tensor, stacked), tied, active_mesh().rules)
 
 
 def _described(name: str, tensor: torch.Tensor, stacked: bool) -> Tensor:
@@ -53,13 +52,13 @@ def gathered(spec: Spec) -> Spec:
 
 
 def gather_layer(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The tensors of one layer as its products take them; without a mesh they are returned as they are.
+    """The tensors of one layer as its products take them; for one device they are returned as they are.
 
     Args:
         tensors: by name in the layer.
         dtype: of the products; trained matrices in fp32 are cast to it before they are gathered.
     """
-    if current_mesh() is None:
+    if active_mesh().size == 1:
         return dict(tensors)
     found = {}
     for name, tensor in tensors.items():
@@ -78,8 +77,7 @@ def gathered_early(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     Integers are a half or a quarter of the bytes, which the compiler hides as they are.
     """
     groups: dict[torch.Size, list[str]] = {}
-    mesh = current_mesh()
-    if mesh is None or mesh.fsdp == 1:
+    if active_mesh().fsdp == 1:
         return []
     for name, tensor in tensors.items():
         first = name.endswith(".weight") and "lora_" not in name and set(name.split(".")) & set(sharding_rules.FIRST)
@@ -106,8 +104,8 @@ def embedding_by_columns(model: Any) -> Iterator[None]:
     Otherwise the compiler may make the table's whole gradient on each device (in fp32 2 GiB for 8B), where the rows are
     sharded over data as well.
     """
-    embedding, mesh, columns = model.get_input_embeddings(), current_mesh(), None
-    if mesh is not None and mesh.data > 1 and embedding.weight.requires_grad:
+    embedding, columns = model.get_input_embeddings(), None
+    if active_mesh().data > 1 and embedding.weight.requires_grad:
         columns = spec_of("model.embed_tokens.weight", embedding.weight, tied=is_tied(model))[1]
     if columns is None:  # or it is tied, and sharded by rows
         yield
@@ -131,7 +129,7 @@ def move(tensor: torch.Tensor, device: torch.device, spec: Spec | None = None, c
         spec: how it is sharded on a mesh; not at all by default.
         copy: whether a tensor that is there is copied.
     """
-    if current_mesh() is None or device.type != "xla":
+    if active_mesh().size == 1 or device.type != "xla":
         return tensor.to(device, copy=copy)
     spec = spec or (None,) * tensor.ndim
     return put(tensor, spec) if tensor.device.type == "cpu" else constrain(tensor.clone(), spec)
@@ -195,13 +193,11 @@ def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
     Raises:
         ValueError: as `sharding_rules.place`.
     """
-    mesh = current_mesh()
-    assert mesh is not None
     prefixes = tuple(stacks)
     named: dict[int, Tensor] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         named.setdefault(id(tensor), _described(name, tensor, name.startswith(prefixes)))
-    return sharding_rules.place(mesh, named.values(), is_tied(model))
+    return sharding_rules.place(active_mesh(), named.values(), is_tied(model))
 
 
 def is_tied(model: torch.nn.Module) -> bool:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.xla.scan import after
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Scheme:
             return [weight.to(dtype) * scale.to(dtype)[:, None]]
         halves = (weight & 15).to(dtype), (weight >> 4).to(dtype)
         steps, offsets = (each.chunk(2) for each in scale.to(dtype).unbind())
-        if current_mesh() is None:
+        if active_mesh().size == 1:
             return [
                 (half.view(-1, self.group, half.shape[1]) * step[:, None] + offset[:, None]).flatten(0, 1).T
                 for half, step, offset in zip(halves, steps, offsets, strict=True)

@@ -7,7 +7,7 @@ once. It needs a process of its own, with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDU
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,12 +17,13 @@ import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do 
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import BATCH, resolve_mesh
 from tpu_kit.distributed.backends import TpuRuntime
-from tpu_kit.distributed.mesh import current_mesh, use_mesh
+from tpu_kit.distributed.mesh import active_mesh, use_mesh
 from tpu_kit.generation.decoder import BLOCK, Batch, Decoder
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.decode_sharding import heads_spec
+from tpu_kit.models.layer_scan import stacked_prefixes
 from tpu_kit.models.partition import is_tied, spec_of
 from tpu_kit.models.quantization import Scheme, replace_layers
 from tpu_kit.training.objective_choice import objective_of
@@ -74,7 +75,13 @@ def _trace(config: TrainConfig, num_replicas: int, shards: int) -> Program:
     ]
     control = placeholder((3,), torch.float32)
     inputs["control"] = control
-    specs = state.specs(model) | {f"batch.{name}": (BATCH, None) for name in columns}
+    tied, stacks = active_mesh().size > 1 and is_tied(model), tuple(stacked_prefixes(model))
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    specs = {name: spec_of(name, tensor, name.startswith(stacks), tied) for name, tensor in tensors}
+    for name, moments in state.moments.items():
+        specs |= {f"moments.{name}.{kind}": state.spec(name, moment) for kind, moment in moments.items()}
+        specs[f"average.{name}"] = state.specs[name]
+    specs |= {f"batch.{name}": (BATCH, None) for name in columns}
     before = [(tensor, tensor_number(tensor)) for tensor in _kept(state)]
     names = {tensor_number(tensor): name for name, tensor in inputs.items()}
     names |= {tensor_number(tensor): f"batch.{name}" for batch in batches for name, tensor in batch.items()}
@@ -124,7 +131,7 @@ def _trace_generation(config: TrainConfig, wanted: GenerationProgram) -> Program
     inputs = fill(model)
     replica = _TracedReplica(0, 1, program.device())
     decoder = Decoder(model, replica, BLOCK, wanted.slots)
-    tied = current_mesh() is not None and is_tied(model)
+    tied = active_mesh().size > 1 and is_tied(model)
     specs = {name: spec_of(name, tensor, tied=tied) for name, tensor in inputs.items()}
     ids, lengths = torch.zeros(wanted.rows, wanted.width, dtype=torch.int64), torch.full((wanted.rows,), wanted.width)
     batch = Batch(ids, lengths, ids[:, 0])
@@ -246,20 +253,18 @@ def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, t
             for name, tensor in held.items():
                 if tensor is not None:
                     held[name] = swap(tensor, f"{path}.{name}")
-    for name, value in vars(state).items() if state else ():
-        if isinstance(value, torch.Tensor):
-            setattr(state, name, swap(value, name))
-        elif isinstance(value, dict):
-            tensors = {key: part for key, part in value.items() if isinstance(part, torch.Tensor)}
-            value.update({key: swap(tensor, f"{name}.{key}") for key, tensor in tensors.items()})
+
+    def swap_all(held: dict[str, Any], start: str = "") -> None:
+        for name, value in held.items():
+            if isinstance(value, torch.Tensor):
+                held[name] = swap(value, start + name)
+            elif isinstance(value, dict):
+                swap_all(value, f"{start}{name}.")
+
+    swap_all(vars(state) if state else {})
     return inputs
 
 
-def _kept(state: TrainState) -> Iterator[torch.Tensor]:
-    """The tensors that are alive after a step: its parameters, and every tensor of the state."""
-    seen: set[int] = set()
-    for value in vars(state).values():
-        for tensor in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(tensor, torch.Tensor) and tensor_number(tensor) not in seen:
-                seen.add(tensor_number(tensor))
-                yield tensor
+def _kept(state: TrainState) -> list[torch.Tensor]:
+    """The tensors that are alive after a step."""
+    return list(state.tensors().values())

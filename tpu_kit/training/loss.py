@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import partition
 from tpu_kit.models.activation_checkpointing import tiles_of
 from tpu_kit.xla.scan import Tensors, scan
@@ -90,10 +90,10 @@ def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) 
 def rows_in_chunks(chunk: int, tensors: Tensors) -> tuple[Tensors, int]:
     """Orders tokens so that each chunk of the loss, of `chunk` tokens a device, is spread over all shards of the rows.
 
-    Returns tensors of (B, S, ...) as (S / c, B * c, ...), and B * c. Without a mesh the same tensors and chunk.
+    Returns tensors of (B, S, ...) as (S / c, B * c, ...), and B * c. For one device the same tensors and chunk.
     """
-    mesh = current_mesh()
-    if mesh is None:
+    mesh = active_mesh()
+    if mesh.size == 1:
         return tensors, chunk
     rows = tensors[0].shape[0] // mesh.batch_shards
     parts = tiles_of(tensors[0].shape[1], max(1, chunk // rows))

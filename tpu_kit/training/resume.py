@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -72,18 +71,14 @@ def refuse_early(config: TrainConfig, hosts: Hosts = ONE) -> None:
     """Raises ValueError as `check_resume`, before the run writes anything; does not compare the data."""
     try:
         found = _newest(config)
-        if found is None:
+        if found is None or not (problems := _problems(found, config)):
             return
-        state = found.document("state")
-        problems = [*_other_parameters(found.document("config"), config), *_other_base(found, config)]
     except (OSError, DamagedError):
         return
-    if problems:
-        with contextlib.suppress(ValueError):  # batch_size is "auto", or the batch does not divide
-            room = device_memory_budget(config, hosts=hosts)
-            if room is not None:
-                problems += _other_rows(state, batch_arithmetic(config, room.replicas).global_batch_size)
-        _refuse(found, problems)
+    with contextlib.suppress(ValueError):  # batch_size is "auto", or the batch does not divide
+        if room := device_memory_budget(config, hosts=hosts):
+            problems = _problems(found, config, batch_arithmetic(config, room.replicas).global_batch_size)
+    _refuse(found, problems)
 
 
 def check_resume(
@@ -96,15 +91,14 @@ def check_resume(
     Raises:
         ValueError: the run differs from the checkpoint's (the text names all differences), or ends before it.
     """
-    state, stored = found.document("state"), found.document("config")
-    problems = [*_other_parameters(stored, config), *_other_base(found, config), *_other_rows(state, global_batch)]
-    if state["fingerprint"] != fingerprint and not any(problem.startswith("data.") for problem in problems):
+    problems = _problems(found, config, global_batch)
+    if found.document("state")["fingerprint"] != fingerprint and not any(one.startswith("data.") for one in problems):
         problems.append("the data: other rows, tokens or packing than there, though its parameters are the same")
     _refuse(found, problems)
     if found.step > total:
         raise ValueError(_too_short(found, config, total))
     if not quiet:
-        before, now = flatten(stored), config.flat_values()
+        before, now = flatten(found.document("config")), config.flat_values()
         differ = "".join(f"; {name} is {now[name]!r}, was {before[name]!r}" for name in changes(before, now)[0])
         print(f"resumed          from step {found.step}, {found.path}{differ}", file=sys.stdout, flush=True)
 
@@ -133,24 +127,21 @@ def weights_of(step: int, config: TrainConfig) -> Tensors:
     return sections(training_tensors(found, lambda name: name.startswith(f"{section}/")))[section]
 
 
-def _other_parameters(stored: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    before, now = flatten(stored), config.flat_values()
-    return [f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]]
-
-
 def _base(found: Checkpoint) -> base_identity.Identity | None:
     known = f"{base_identity.NAME}.json" in found.files
     return found.document(base_identity.NAME) if known else None
 
 
-def _other_base(found: Checkpoint, config: TrainConfig) -> list[str]:
-    differ = base_identity.differences(_base(found), base_identity.identify(config.model))
-    return [f"the base weights, model.name={config.model.name}: {'; '.join(differ)}"] if differ else []
-
-
-def _other_rows(state: Mapping[str, Any], now: int) -> list[str]:
-    before = state["global_batch_size"]
-    return [f"rows per update: {before} there, {now} now"] if before != now else []
+def _problems(found: Checkpoint, config: TrainConfig, global_batch: int | None = None) -> list[str]:
+    """How the run differs from the checkpoint's in parameters, base weights and, where it is known, rows per update."""
+    before, now = flatten(found.document("config")), config.flat_values()
+    problems = [f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]]
+    if differ := base_identity.differences(_base(found), base_identity.identify(config.model)):
+        problems.append(f"the base weights, model.name={config.model.name}: {'; '.join(differ)}")
+    rows = found.document("state")["global_batch_size"]
+    if global_batch not in (None, rows):
+        problems.append(f"rows per update: {rows} there, {global_batch} now")
+    return problems
 
 
 def _refuse(found: Checkpoint, problems: list[str]) -> None:

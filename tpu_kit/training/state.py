@@ -5,46 +5,72 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tpu_kit.config.loader import OptimConfig
 from tpu_kit.config.mesh import Spec
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import partition
-from tpu_kit.models.layer_scan import restacked, stacked_names, stacked_prefixes, unstacked
-from tpu_kit.training.optimizer import OPTIMIZERS, Group, Moments, Slot, group_parameters, join_moments, split_moments
-from tpu_kit.xla.sharding import constrain
+from tpu_kit.models.layer_scan import restacked, stacked_names, unstacked
+from tpu_kit.training.optimizer import OPTIMIZERS
 
-SCALARS = ("applied", "usual", "streak", "window")
-# The sums in `TrainState.window`.
-WINDOW = ("loss_sum", "tokens", "grad_norm_sum", "skipped", "first_skipped_step")
+SCALARS = ("applied", "report")
+
+
+class Report(NamedTuple):
+    """What the host reads of the updates since `window_open` was 0: fp32 scalars on the device, numbers on the host.
+
+    Attributes:
+        loss: sum over applied updates, as are the next two.
+        weight: sum of the objective's weights, such as the number of tokens with loss.
+        grad_norm: sum of the gradients' norms, before clipping.
+        skipped: number of skipped updates.
+        first_skipped: step of the first of them, 0 if there is none.
+        usual: running mean of the loss per token over the whole run, to detect an exploding loss.
+        streak: consecutive skipped updates until now.
+        extra: the extra sums of the objective.
+    """
+
+    loss: Any
+    weight: Any
+    grad_norm: Any
+    skipped: Any
+    first_skipped: Any
+    usual: Any
+    streak: Any
+    extra: tuple[Any, ...] = ()
+
+    def pack(self) -> torch.Tensor:
+        """Makes one tensor of scalars, (7 + N,)."""
+        return torch.stack([*self[:-1], *self.extra])
+
+    @classmethod
+    def unpack(cls, values: Sequence[Any]) -> Report:
+        """Inverts `pack`, from the scalars or numbers of the tensor."""
+        count = len(cls._fields) - 1
+        return cls(*values[:count])._replace(extra=tuple(values[count:]))
 
 
 class TrainState:
     """The state of training on the device.
 
-    Moments, gradients and the average have one tensor for each group of parameters (`optimizer.Group`). On the host and
-    in a checkpoint they have one for each parameter of each layer, independent of stacks and groups.
+    A checkpoint has the tensors of each layer by themselves, so it does not depend on which layers are stacked.
 
     Attributes:
-        parameters: the trained parameters by name, fp32.
+        params: the trained parameters by name, fp32.
         stacks: as `layer_scan.stacked_names` returns them.
+        specs: how the parameters are sharded on a mesh, by name.
         optimizer: from `optimizer.OPTIMIZERS`.
-        groups: the groups in which parameters are updated.
-        moments: of the optimizer, by key and number of the group; see `optimizer.Moments`.
-        average: exponential moving average of the parameters, by number of the group, or None.
+        moments: of the optimizer, by name of the parameter and kind.
+        average: exponential moving average of the parameters, by name, or None.
         applied: () number of applied updates, skipped ones excluded.
-        usual: () running mean of the loss per token, to detect an exploding loss.
-        streak: () consecutive skipped updates.
-        window: (5 + N,) sums since `window_open` was 0: those of `WINDOW`, then the N extra sums of the objective.
-        report: (7 + N,) copy of window, usual and streak for the host. Each step makes a new tensor, so that the host
-            can read the old one while the next step runs.
+        report: (7 + N,) a packed `Report`. Each step makes a new tensor, so that the host can read the old one while
+            the next step runs.
     """
 
     def __init__(
@@ -56,56 +82,54 @@ class TrainState:
         extra_sums: int = 0,
     ) -> None:
         """Creates a new state, or restores one from tensors of `to_host`; `restore` sets the model's own parameters."""
-        self.parameters = models.trainable_parameters(model)
-        wrong = [name for name, parameter in self.parameters.items() if parameter.dtype != torch.float32]
+        self.params = models.trainable_parameters(model)
+        wrong = [name for name, param in self.params.items() if param.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
-        self.stacks, self.tied = stacked_names(model), current_mesh() is not None and partition.is_tied(model)
-        self.optimizer = OPTIMIZERS[optim.optimizer]
-        self.groups = group_parameters(self.parameters, self.stacks)
-        # Zeros made on XLA would be constants of the first program, and the second step would compile again.
-        zeros = {name: torch.zeros(len(WINDOW) + extra_sums if name == "window" else ()) for name in SCALARS}
-        before = None if saved is None else sections(saved)
-        self.moments: Moments = {
-            f"{name}.{number}": partition.move(moment, device, self.spec(group, moment), copy=saved is not None)
-            for number, group in enumerate(self.groups)
-            for name, moment in self._start(group, before).items()
+        self.stacks, tied = stacked_names(model), active_mesh().size > 1 and partition.is_tied(model)
+        self.specs = {
+            name: partition.spec_of(name, param, name in self.stacks, tied) for name, param in self.params.items()
         }
-        start = zeros if saved is None else saved
-        self.applied, self.usual, self.streak, self.window = (partition.move(start[name], device) for name in zeros)
-        self.report = self.window
-        self.average = None
-        if optim.ema_decay:
-            now: Mapping[str, torch.Tensor] = self.parameters
-            if before is not None and "average" in before:
-                now = {name: restacked(self.stacks, before["average"], name) for name in self.parameters}
-            parts = [(group, group.join(now).detach()) for group in self.groups]
-            copies = [partition.move(part, device, self.spec(group, part), copy=True) for group, part in parts]
-            self.average = dict(enumerate(copies))
+        self.optimizer = OPTIMIZERS[optim.optimizer]
+        before = sections(saved or {})
 
-    def _start(self, group: Group, saved: Mapping[str, Mapping[str, torch.Tensor]] | None) -> Moments:
-        """Returns a group's moments on the host: zeros, or the saved ones."""
-        zeros = self.optimizer.start(group)
-        if saved is None:
-            return zeros
-        return join_moments(zeros, group, lambda kind, name: restacked(self.stacks, saved[f"moments/{kind}"], name))
+        def moved(name: str, section: str, new: torch.Tensor) -> torch.Tensor:
+            """Moves a tensor of a parameter to the device: the saved one, or `new` where there is none."""
+            found = restacked(self.stacks, before[section], name) if section in before else new
+            return partition.move(found, device, self.spec(name, new), copy=found is not new)
+
+        self.moments = {
+            name: {
+                kind: moved(name, f"moments/{kind}", zeros)
+                for kind, zeros in self.optimizer.start(param.shape, name in self.stacks).items()
+            }
+            for name, param in self.params.items()
+        }
+        # Zeros made on XLA would be constants of the first program, and the second step would compile again.
+        start = {"applied": torch.zeros(()), "report": torch.zeros(len(Report._fields) - 1 + extra_sums)}
+        start |= before.get("", {})
+        self.applied, self.report = (partition.move(start[name], device) for name in SCALARS)
+        self.average = None
+        if optim.ema_decay:  # the product makes a buffer: on XLA a copy would share the parameter's
+            self.average = {name: moved(name, "average", param.detach() * 1) for name, param in self.params.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the state on the device, by section and name; moments and the average by group."""
+        """All tensors of the state on the device, by section and name of the parameter."""
         found = {name: getattr(self, name) for name in SCALARS}
-        found |= {f"moments/{name}": moment for name, moment in self.moments.items()}
-        found |= {f"average/{number}": part for number, part in (self.average or {}).items()}
-        return found | {f"parameters/{name}": parameter for name, parameter in self.parameters.items()}
+        for name, moments in self.moments.items():
+            found |= {f"moments/{kind}/{name}": moment for kind, moment in moments.items()}
+        found |= {f"average/{name}": average for name, average in (self.average or {}).items()}
+        return found | {f"parameters/{name}": param for name, param in self.params.items()}
 
     def to_host(self, runtime: Runtime) -> dict[str, torch.Tensor]:
         """Copies the state to CPU tensors.
 
         Returns:
             For each unstacked parameter of each layer "parameters/NAME", "average/NAME" if there is an average, and
-            "moments/KIND/NAME"; and applied, usual, streak and window.
+            "moments/KIND/NAME"; and applied and report.
         """
         tensors = self.tensors()
         values = dict(zip(tensors, runtime.to_host(list(tensors.values())), strict=True))
-        return stored(values, self.groups)
+        return _unstacked(values, self.stacks)
 
     def part(self, runtime: Runtime) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Copies the shards that this host saves to the CPU.
@@ -120,71 +144,31 @@ class TrainState:
             for name, pieces in zip(tensors, runtime.pieces(list(tensors.values())), strict=True)
             for box, piece in pieces
         }
-        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        groups = [[group.alone, {name: asdict(slot) for name, slot in group.slots.items()}] for group in self.groups]
-        return shards, {"shapes": shapes, "groups": groups}
+        return shards, {"shapes": {name: list(tensor.shape) for name, tensor in tensors.items()}, "stacks": self.stacks}
 
-    def spec(self, group: Group, tensor: torch.Tensor) -> Spec:
-        """How a group's tensor is sharded on a mesh: as its parameter, if it has its shape; else it is not sharded."""
-        name = next(iter(group.slots))
-        if group.alone and tensor.shape == group.shape:
-            return partition.spec_of(name, self.parameters[name], name in self.stacks, self.tied)
-        return (None,) * tensor.ndim
-
-    def pinned(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
-        """Shards a gradient or a new value of a group as its parameter; the compiler would choose another sharding."""
-        return constrain(tensor, self.spec(group, tensor))
-
-    def specs(self, model: torch.nn.Module) -> dict[str, Spec]:
-        """How all tensors of the model and of this state are sharded: by name in the model, or "moments.first.0"."""
-        stacks = tuple(stacked_prefixes(model))
-        found = {
-            name: partition.spec_of(name, tensor, name.startswith(stacks), self.tied)
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        }
-        for number, group in enumerate(self.groups):
-            for name, moment in of_group(self.moments, number).items():
-                found[f"moments.{name}.{number}"] = self.spec(group, moment)
-            if self.average is not None:
-                found[f"average.{number}"] = self.spec(group, self.average[number])
-        return found
-
-    def named(self, joined: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Splits one tensor for each group into tensors by name, in the parameters' shapes."""
-        return {
-            name: part
-            for group, each in zip(self.groups, joined, strict=True)
-            for name, part in group.split(each).items()
-        }
+    def spec(self, name: str, tensor: torch.Tensor) -> Spec:
+        """How a tensor of a parameter is sharded on a mesh: as the parameter, if it has its shape; else not at all."""
+        return self.specs[name] if tensor.shape == self.params[name].shape else (None,) * tensor.ndim
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Makes the model use the average instead of the parameters. Swaps references and computes nothing."""
-        if self.average is None:
-            yield
-            return
-        current = {name: parameter.data for name, parameter in self.parameters.items()}
-        for name, part in self.named(self.average.values()).items():
-            self.parameters[name].data = part
+        current = {name: param.data for name, param in self.params.items()}
+        for name, average in (self.average or {}).items():
+            self.params[name].data = average
         try:
             yield
         finally:
-            for name, parameter in self.parameters.items():
-                parameter.data = current[name]
+            for name, param in self.params.items():
+                param.data = current[name]
 
 
-def stored(values: Mapping[str, torch.Tensor], groups: Sequence[Group]) -> dict[str, torch.Tensor]:
+def _unstacked(values: Mapping[str, torch.Tensor], stacks: Mapping[str, list[str]]) -> dict[str, torch.Tensor]:
     """Makes what `TrainState.to_host` returns of CPU copies of `TrainState.tensors`, or of some sections of them."""
-    given, found = sections(values), {name: values[name] for name in SCALARS if name in values}
-    kept = {name: given[name] for name in ("parameters",) if name in given}
-    for number, group in enumerate(groups):
-        if "average" in given:
-            kept.setdefault("average", {}).update(group.split(given["average"][str(number)]))
-        for kind, moments in split_moments(of_group(given.get("moments", {}), number), group).items():
-            kept.setdefault(f"moments/{kind}", {}).update(moments)
-    stacks = {name: list(slot.names) for group in groups for name, slot in group.slots.items() if slot.stacked}
-    for section, named in kept.items():
-        found |= {f"{section}/{name}": tensor for name, tensor in unstacked(stacks, named).items()}
+    found: dict[str, torch.Tensor] = {}
+    for section, named in sections(values).items():
+        start = f"{section}/" if section else ""
+        found |= {f"{start}{name}": tensor for name, tensor in unstacked(stacks, named).items()}
     return found
 
 
@@ -201,11 +185,7 @@ def joined(parts: Iterable[Mapping[str, torch.Tensor]], layout: Mapping[str, Any
             filled[name] += piece.numel()
     if lacking := [name for name, shape in shapes.items() if filled[name] != prod(shape)]:
         raise ValueError(f"the parts of the checkpoint lack shards of {len(lacking)} tensors, such as {lacking[0]}")
-    groups = [
-        Group({name: Slot(**{**slot, "shape": torch.Size(slot["shape"])}) for name, slot in slots.items()}, alone)
-        for alone, slots in layout["groups"]
-    ]
-    return stored(whole, groups)
+    return _unstacked(whole, layout["stacks"])
 
 
 def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -231,12 +211,7 @@ def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            if current_mesh() is None:
+            if active_mesh().size == 1:
                 parameter.copy_(restacked(stacks, there, name))
             else:  # which may be mapped from a file, in bf16
                 parameter.data = restacked(stacks, there, name)
-
-
-def of_group(moments: Moments, number: int) -> Moments:
-    """Returns the moments of one group, by key without the group's number."""
-    return {name.rpartition(".")[0]: moment for name, moment in moments.items() if name.endswith(f".{number}")}

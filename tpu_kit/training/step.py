@@ -9,19 +9,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 
 from tpu_kit.config.loader import OptimConfig, TrainConfig
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.architecture import ALONE
 from tpu_kit.models.layer_scan import scan_layers
-from tpu_kit.training.objectives import Objective
-from tpu_kit.training.state import TrainState, of_group, restore
+from tpu_kit.training.objectives import Objective, Sums
+from tpu_kit.training.optimizer import is_matrix, wide
+from tpu_kit.training.state import Report, TrainState, restore
 from tpu_kit.xla.scan import after
+from tpu_kit.xla.sharding import constrain
 
 _LOSS_DECAY = 0.9  # of the running mean of the loss: about ten updates
+
+
+class Control(NamedTuple):
+    """The numbers that change from step to step.
+
+    Attributes:
+        rate: the learning rate.
+        window_open: 0 to begin the sums of the `Report` anew, else 1.
+        step: number of the step.
+    """
+
+    rate: Any
+    window_open: Any
+    step: Any
 
 
 def prepare_model(
@@ -45,7 +63,7 @@ def prepare_model(
     unrolled = models.prepare_layers(model, config, rt.device_type)
     if unrolled and rt.rank == 0:
         print(f"layers           unrolled: {unrolled}", flush=True)
-    if current_mesh() is not None and config.optim.remat == "none":
+    if active_mesh().size > 1 and config.optim.remat == "none":
         print("layers           recomputed: on a mesh optim.remat=none is optim.remat=full", flush=True)
     if (teacher := getattr(model, "teacher", None)) is not None:
         models.use_attention(teacher, config.model.attention, rt.device_type)
@@ -76,7 +94,7 @@ def train_step(
         model: the replica's model, in training mode.
         state: its state.
         batches: tensors as the objective takes them.
-        control: (3,) fp32: learning rate; 0.0 to begin a new window of sums, else 1.0; number of the step.
+        control: (3,) fp32, a `Control`.
         objective: the loss.
         optim: weight decay, clipping and limit of the loss.
         runtime: the replica.
@@ -85,69 +103,85 @@ def train_step(
     for number, batch in enumerate(batches):
         if number:
             # Without this order XLA may start a pass before the previous one ends, and keep the activations of both.
-            done = [parameter.grad for parameter in state.parameters.values() if parameter.grad is not None]
+            done = [param.grad for param in state.params.values() if param.grad is not None]
             batch = dict(zip(batch, after(done, list(batch.values())), strict=True))
         found = objective(model, batch)
         found.loss.backward()
         totals = totals + torch.stack([found.loss.detach(), found.weight, *found.extra])
-    with torch.no_grad():
-        gradients = [
-            state.pinned(group, group.join(_take_gradients(state.parameters, group.slots))) for group in state.groups
-        ]
-        runtime.all_reduce([*gradients, totals])
+    with torch.no_grad():  # unless a new value is sharded as its tensor, the compiler chooses another sharding
+        gradients = {name: constrain(_take_gradient(param), state.specs[name]) for name, param in state.params.items()}
+        runtime.all_reduce([*gradients.values(), totals])
         _update(state, gradients, totals, control, optim)
 
 
-def _take_gradients(parameters: Mapping[str, torch.nn.Parameter], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    found = {}
-    for name in names:
-        gradient, parameters[name].grad = parameters[name].grad, None
-        # A parameter that the rows did not use (a branch not taken) has no gradient.
-        found[name] = torch.zeros_like(parameters[name]) if gradient is None else gradient
-    return found
+def _take_gradient(param: torch.nn.Parameter) -> torch.Tensor:
+    gradient, param.grad = param.grad, None
+    # A parameter that the rows did not use (a branch not taken) has no gradient.
+    return torch.zeros_like(param) if gradient is None else gradient
+
+
+def _norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Computes the norm of all gradients; small ones are summed as one vector, which has few operations to trace."""
+    small, parts = list[torch.Tensor](), list[torch.Tensor]()
+    for gradient in gradients:
+        together = gradient.numel() < ALONE and active_mesh().size == 1  # a vector of shards would gather them
+        (small if together else parts).append(gradient)
+    if small:
+        parts.insert(0, torch.cat([wide(gradient).reshape(-1) for gradient in small]))
+    return torch.sqrt(reduce(torch.add, [part.square().sum() for part in parts]))
 
 
 def _update(
-    state: TrainState, gradients: list[torch.Tensor], totals: torch.Tensor, control: torch.Tensor, optim: OptimConfig
+    state: TrainState,
+    gradients: Mapping[str, torch.Tensor],
+    totals: torch.Tensor,
+    control: torch.Tensor,
+    optim: OptimConfig,
 ) -> None:
-    rate, window_open, step = control.unbind()
-    tokens = torch.where(totals[1] > 0, totals[1], torch.ones_like(totals[1]))
-    norm = torch.sqrt(reduce(torch.add, [(gradient / tokens).square().sum() for gradient in gradients]))
-    loss = totals[0] / tokens
+    rate, window_open, step = Control(*control.unbind())
+    sums, before = Sums(totals[0], totals[1], totals[2:].unbind()), Report.unpack(state.report.unbind())
+    tokens = torch.where(sums.weight > 0, sums.weight, torch.ones_like(rate))
+    for gradient in gradients.values():
+        gradient.div_(tokens)  # in place: off XLA another tensor would be one more copy of all gradients
+    norm = _norm(gradients.values())
+    loss = sums.loss / tokens
     good = torch.isfinite(norm) & torch.isfinite(loss)
     if optim.max_loss_rise is not None:
-        good = good & ((state.applied == 0) | (loss <= state.usual + optim.max_loss_rise))
+        good = good & ((state.applied == 0) | (loss <= before.usual + optim.max_loss_rise))
     scale = torch.ones_like(norm)
     if optim.max_grad_norm:
         scale = (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
     applied = state.applied + good
-    decay = torch.where(good, rate * optim.weight_decay, torch.zeros_like(rate))
-    for number, (group, gradient) in enumerate(zip(state.groups, gradients, strict=True)):
-        moments = of_group(state.moments, number)
-        direction, news = state.optimizer.direction(gradient / tokens * scale, moments, applied, optim, group)
-        changes = group.split(torch.where(good, rate * direction, torch.zeros_like(direction)))
-        for name, slot in group.slots.items():
-            parameter = state.parameters[name]
-            decayed = parameter * (1.0 - decay) if optim.weight_decay and slot.matrix else parameter
-            parameter.copy_(state.pinned(group, decayed - changes[name]))
-        for name, moment in moments.items():
-            moment.copy_(state.pinned(group, torch.where(good, news[name], moment)))
-    usual = torch.where(state.applied == 0, loss, torch.lerp(loss, state.usual, _LOSS_DECAY))
-    state.usual.copy_(torch.where(good, usual, state.usual))
-    state.streak.copy_(torch.where(good, torch.zeros_like(rate), state.streak + 1))
+    kept = 1.0 - rate * optim.weight_decay  # of a matrix
+    share = good * (1.0 - optim.ema_decay)  # of the new parameters in the average
+    direction_of = state.optimizer.direction(applied, optim)
+    for name, param in state.params.items():
+        stacked, spec, moments = name in state.stacks, state.specs[name], state.moments[name]
+        direction, new_moments = direction_of(gradients[name] * scale, moments, stacked)
+        decayed = param * kept if optim.weight_decay and is_matrix(param.shape, stacked) else param
+        param.copy_(constrain(torch.where(good, decayed - rate * direction, param), spec))
+        for kind, moment in moments.items():
+            moment.copy_(constrain(torch.where(good, new_moments[kind], moment), state.spec(name, moment)))
+        if state.average is not None:
+            state.average[name].lerp_(param.detach(), share)
+    zero, first = torch.zeros_like(norm), before.first_skipped * window_open
+    usual = torch.where(state.applied == 0, loss, torch.lerp(loss, before.usual, _LOSS_DECAY))
     state.applied.copy_(applied)
-    if state.average is not None:
-        for number, group in enumerate(state.groups):
-            state.average[number].lerp_(group.join(state.parameters).detach(), good * (1.0 - optim.ema_decay))
 
-    sums = state.window * window_open
-    bad = torch.where((sums[4] == 0) & ~good, step, sums[4])
-    zero = torch.zeros_like(norm)
-    added = [torch.where(good, value, zero) for value in (totals[0], totals[1], norm)]
-    extra = [total + torch.where(good, value, zero) for total, value in zip(sums[5:], totals[2:], strict=True)]
-    state.window.copy_(torch.stack([*(sums[:3] + torch.stack(added)).unbind(), sums[3] + ~good, bad, *extra]))
-    state.report = torch.cat([state.window, torch.stack([state.usual, state.streak])])
+    def summed(total: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return total * window_open + torch.where(good, value, zero)
+
+    state.report = Report(
+        loss=summed(before.loss, sums.loss),
+        weight=summed(before.weight, sums.weight),
+        grad_norm=summed(before.grad_norm, norm),
+        skipped=before.skipped * window_open + ~good,
+        first_skipped=torch.where((first == 0) & ~good, step, first),
+        usual=torch.where(good, usual, before.usual),
+        streak=torch.where(good, zero, before.streak + 1),
+        extra=tuple(map(summed, before.extra, sums.extra)),
+    ).pack()
 
 
 def eval_step(

@@ -23,7 +23,7 @@ from tpu_kit.checkpointing.manifest import Checkpoint
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.data.batching import Update, eval_batches, learning_rate, prefetch, rows_of, shard_rows, updates
 from tpu_kit.data.prepare import Prepared
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import count_correct
@@ -33,8 +33,8 @@ from tpu_kit.models.layer_scan import unstacked
 from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, model_flops_per_token, peak_memory
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.resume import versions, weights_of
-from tpu_kit.training.state import TrainState, sections
-from tpu_kit.training.step import eval_step, train_step
+from tpu_kit.training.state import Report, TrainState, sections
+from tpu_kit.training.step import Control, eval_step, train_step
 
 Tensors = dict[str, torch.Tensor]
 Status = Literal["finished", "stopped", "preempted"]
@@ -163,7 +163,9 @@ class Trainer:
             step = self.step = update.step
             self.mark("step", step)
             rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
-            *batches, control = rt.to_device([*tensors, {"control": torch.tensor([rate, window_open, float(step)])}])
+            *batches, control = rt.to_device(
+                [*tensors, {"control": torch.tensor(Control(rate, window_open, float(step)))}]
+            )
             seed_dropout(rt, config, step)
             train_step(self.model, self.state, batches, control["control"], self.objective, optim, rt)
             self.mark("dispatch", step)
@@ -227,15 +229,15 @@ class Trainer:
         if self._pending is None:
             return
         pending, self._pending, asked = self._pending, None, time.monotonic()
-        (report,) = self.rt.to_host([pending.report])
+        report = self._read(pending.report)
         # How much longer the host took to dispatch the next step than the device to run this one.
         ahead = asked - pending.sent - (time.monotonic() - asked)
-        loss, weight, norm, skipped, bad, *sums, usual, streak = report.tolist()
-        steps, good, last = len(pending.window), len(pending.window) - int(skipped), pending.window[-1]
+        skipped, weight = int(report.skipped), report.weight
+        steps, good, last = len(pending.window), len(pending.window) - skipped, pending.window[-1]
         self._logged = last.step
-        self.skipped += int(skipped)
-        self.metrics["loss"] = loss / weight if weight else math.nan
-        means = [one / weight if weight else math.nan for one in sums]
+        self.skipped += skipped
+        self.metrics["loss"] = report.loss / weight if weight else math.nan
+        means = [total / weight if weight else math.nan for total in report.extra]
         extra: dict[str, Any] = dict(zip(self.objective.extra, means, strict=True))
         for name in ("host_syncs", "fallbacks"):
             if name in pending.now:
@@ -244,13 +246,13 @@ class Trainer:
             self._tracker.log(
                 last.step,
                 loss=self.metrics["loss"],
-                grad_norm=norm / good if good else float("nan"),
+                grad_norm=report.grad_norm / good if good else math.nan,
                 lr=pending.rate,
                 tokens=pending.tokens,
                 compiles=pending.now.get("compiles", 0),
                 epoch=last.epoch + (last.first_row + last.rows) / len(self.prepared.train),
                 ahead=max(0.0, ahead),
-                skipped=skipped,
+                skipped=float(skipped),
                 rows_per_update=last.rows,
                 **extra,
                 **peak_memory(self.rt, self.predicted_bytes),
@@ -259,31 +261,37 @@ class Trainer:
             for text in self._slowness.notice(pending.before, pending.now, steps):
                 print(f"warning: {text}", file=sys.stderr, flush=True)
         if skipped:
-            self._report_skipped(pending.window, int(skipped), int(bad), usual, streak)
+            self._report_skipped(pending.window, report)
 
-    def _report_skipped(self, window: list[Update], skipped: int, bad: int, usual: float, streak: float) -> None:
+    def _read(self, report: torch.Tensor) -> Report:
+        return Report.unpack(self.rt.to_host([report])[0].tolist())
+
+    def _report_skipped(self, window: list[Update], report: Report) -> None:
         """Warns about skipped updates; raises ValueError with optim.on_nan=stop, or after too many in a row."""
-        optim = self.config.optim
+        optim, bad = self.config.optim, int(report.first_skipped)
         update = next(update for update in window if update.step == bad)
         data = self.prepared.train
         packed = rows_of(update, len(data), self.config.data)
         rows = sorted({row for number in packed for row in data.source_rows(number)})
-        rise = optim.max_loss_rise and f" or explodes (more than {optim.max_loss_rise:g} above the mean {usual:.4g})"
+        rise = (
+            optim.max_loss_rise
+            and f" or explodes (more than {optim.max_loss_rise:g} above the mean {report.usual:.4g})"
+        )
         text = (
-            f"{skipped} of {len(window)} updates had a loss or gradient that is not finite{rise or ''}, the first at "
-            f"step {bad} with the rows {', '.join(map(str, rows[:_SHOWN_ROWS]))}"
+            f"{report.skipped:.0f} of {len(window)} updates had a loss or gradient that is not finite{rise or ''}, the "
+            f"first at step {bad} with the rows {', '.join(map(str, rows[:_SHOWN_ROWS]))}"
             f"{f' and {len(rows) - _SHOWN_ROWS} more' if len(rows) > _SHOWN_ROWS else ''} of {self.config.data.source}"
         )
         if optim.on_nan == "stop":
             raise ValueError(f"{text}. Look at these rows, lower optim.learning_rate, or set optim.on_nan=skip")
-        if streak >= _DIVERGED:
-            begun = window[-1].step - int(streak) + 1
+        if report.streak >= _DIVERGED:
+            begun = window[-1].step - int(report.streak) + 1
             if self.checkpoints is not None:  # the weights of the update before made the loss explode
                 self.checkpoints.withdraw(begun - 1)
             raise ValueError(
-                f"training has diverged: {text}, and the last {streak:.0f} updates, from step {begun} on, were all "
-                "skipped. Look at these rows, or start anew with a lower optim.learning_rate: another output_dir, or "
-                "checkpoint.resume=never (which moves the old checkpoints aside)"
+                f"training has diverged: {text}, and the last {report.streak:.0f} updates, from step {begun} on, were "
+                "all skipped. Look at these rows, or start anew with a lower optim.learning_rate: another output_dir, "
+                "or checkpoint.resume=never (which moves the old checkpoints aside)"
             )
         if self.rt.rank == 0:
             print(f"warning: {text}; they were skipped", file=sys.stderr, flush=True)
@@ -299,33 +307,28 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         """Evaluates the held-out rows."""
         self.model.eval()
-        loss = self._held_out_loss()
-        accuracy = self._held_out_accuracy() if self.config.tracking.eval_generate_rows else None
+        with self.state.averaged():
+            loss = self._held_out_loss()
+            accuracy = self._held_out_accuracy() if self.config.tracking.eval_generate_rows else None
         self.model.train()
         if self._tracker is not None:
             self._tracker.log_eval(step, loss=loss, accuracy=accuracy)
         self.evaluations.add(step, loss, accuracy)
 
     def _held_out_loss(self) -> float:
-        """Returns the mean loss of all held-out rows, of the average where there is one; all replicas take part."""
+        """Returns the mean loss of all held-out rows; all replicas take part."""
         assert self.prepared.eval is not None
         rt = self.rt
         sums = rt.to_device([{"sums": torch.zeros(2)}])[0]["sums"]
         for batch in eval_batches(self.prepared.eval, rt.data_shards, rt.data_size, self.plan.batch_size):
-            # The parts of the average must be freed before the cut: as outputs of the first program and inputs of the
-            # next they would compile another program.
-            with self.state.averaged():
-                eval_step(self.model, rt.to_device([batch.tensors])[0], sums, self.objective, rt)
+            eval_step(self.model, rt.to_device([batch.tensors])[0], sums, self.objective, rt)
             rt.sync()
         return _ratio(rt.to_host([sums])[0])
 
     def _held_out_accuracy(self) -> float:
         """Returns the share of correct answers to held-out rows; NaN where no row has an answer to compare with."""
         rt = self.rt
-        with self.state.averaged():
-            if self.state.average is not None:
-                rt.sync()  # the generator's programs take the parts of the average as inputs
-            found = count_correct(self.model, self.config, self.prepared, rt)
+        found = count_correct(self.model, self.config, self.prepared, rt)
         sums = rt.to_device([{"sums": torch.tensor(found, dtype=torch.float32)}])[0]["sums"]
         rt.all_reduce([sums])
         rt.sync()
@@ -347,12 +350,9 @@ class Trainer:
         chosen = self._chosen_step or self.step
         if self.parts is not None or chosen != self.step:
             return weights_of(chosen, self.config)
-        if self.state.average is not None:
-            named = self.state.named(self.rt.to_host(list(self.state.average.values())))
-        else:
-            values = self.rt.to_host(list(self.state.parameters.values()))
-            named = dict(zip(self.state.parameters, values, strict=True))
-        return unstacked(self.state.stacks, named)
+        named = self.state.average or self.state.params
+        values = self.rt.to_host(list(named.values()))
+        return unstacked(self.state.stacks, dict(zip(named, values, strict=True)))
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
@@ -384,8 +384,8 @@ class Trainer:
         if self.checkpoints is None and self.parts is None:
             return
         tensors = self.state.to_host(self.rt) if self.parts is None else {}
-        streak = tensors["streak"] if self.parts is None else self.rt.to_host([self.state.streak])[0]
-        self._postponed = bool(streak) and not anyway
+        report = Report.unpack(tensors["report"].tolist()) if tensors else self._read(self.state.report)
+        self._postponed = report.streak > 0 and not anyway
         if self._postponed:  # the weights may make the loss explode: wait for an update that is applied
             return
         self._seconds, self._started = self._train_seconds(), time.monotonic()
@@ -419,7 +419,7 @@ class Trainer:
 
 def seed_dropout(rt: Runtime, config: TrainConfig, step: int) -> None:
     """Seeds dropout, of adapters and of the model itself, so that a resumed run draws the same numbers."""
-    rank = rt.rank if current_mesh() is None else 0  # all processes of a mesh run one program
+    rank = rt.rank if active_mesh().size == 1 else 0  # all processes of a mesh run one program
     rt.seed(int(np.random.SeedSequence([config.optim.seed, rank, step]).generate_state(1)[0]))
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tpu_kit.config.mesh import BATCH, Mesh, Spec
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.hardware.compatibility import find_pairing, installed_version
 from tpu_kit.xla.sharding import sharded_kernel
 
@@ -124,15 +124,13 @@ def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> li
     from torch_xla._internal.jax_workarounds import requires_jax
 
     shapes = tuple((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
-    computation = requires_jax(_lowered)(function, settings, shapes, current_mesh())
+    computation = requires_jax(_lowered)(function, settings, shapes, active_mesh())
     found: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation("xla::splash", list(tensors), computation)
     return found
 
 
 @functools.cache
-def _lowered(
-    function: Any, settings: SplashSettings, shapes: tuple[tuple[tuple[int, ...], str], ...], _: Mesh | None
-) -> Any:
+def _lowered(function: Any, settings: SplashSettings, shapes: tuple[tuple[tuple[int, ...], str], ...], _: Mesh) -> Any:
     import jax
     from torch_xla.core.xla_builder import computation_from_module_proto
 

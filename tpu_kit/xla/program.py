@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpu_kit.config.mesh import Mesh, Spec
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.xla import hlo, hlo_memory
 from tpu_kit.xla.sharding import hlo_sharding
 
@@ -34,8 +34,8 @@ class Program:
 
     Attributes:
         hlo: the serialised HLO module.
-        mesh: the devices that run it together; None for one device, or replicas of it.
-        shardings: of each parameter, in HLO's form; empty without a mesh.
+        mesh: the devices that run it together; of size 1 for one device, or replicas of it.
+        shardings: of each parameter, in HLO's form; empty for one device.
         donated: numbers of the parameters whose buffers the step replaces. torch_xla passes them to the compiler as
             "buffer donors", so that new values overwrite old ones.
         arguments: for each parameter of the program the name of its tensor; "" for constants of the step.
@@ -46,8 +46,8 @@ class Program:
     donated: tuple[int, ...]
     arguments: tuple[str, ...]
     argument_bytes: int
-    mesh: Mesh | None = None
-    shardings: tuple[str, ...] = ()
+    mesh: Mesh
+    shardings: tuple[str, ...]
 
 
 def device() -> torch.device:
@@ -105,9 +105,9 @@ def lower(
     numbers, tensors = xla._get_tensors_xla_device_data_node(outputs)
     lowered = xla._get_xla_tensors_hlo_proto(outputs)
     arguments = tuple(names.get(number, "") for number in numbers)
-    mesh = current_mesh()
+    mesh = active_mesh()
     shardings: tuple[str, ...] = ()
-    if mesh is not None:
+    if mesh.size > 1:
         known = specs or {}
         shardings = tuple(
             hlo_sharding(mesh, mesh.fitted(known.get(name, (None,) * one.ndim), one.shape))
@@ -187,7 +187,7 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
     count = request["num_replicas"]
     devices = _devices(request["topology"])[:count]
     numbers = np.array([device.id for device in devices])  # not 0, 1, ... with several slices
-    if program.mesh is None:
+    if program.mesh.size == 1:
         options = compiler.get_compile_options(
             num_replicas=count, num_partitions=1, device_assignment=numbers.reshape(count, 1)
         )
@@ -211,7 +211,7 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
             raise ValueError(f"the TPU compiler refuses the program: {text[:2000]}") from error
         return {
             "compile_seconds": time.monotonic() - start,
-            "argument_bytes": program.argument_bytes // (count if program.mesh else 1),
+            "argument_bytes": program.argument_bytes // program.mesh.size,
             "out_of_memory": memory,
             "out_of_memory_text": text,
         }

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from tpu_kit.config.mesh import Mesh, Spec
-from tpu_kit.distributed.mesh import current_mesh
+from tpu_kit.distributed.mesh import active_mesh
 
 
 def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None) -> torch.Tensor:
-    """Tells the compiler how a tensor is sharded; without a mesh it returns the tensor.
+    """Tells the compiler how a tensor is sharded; for one device it returns the tensor.
 
     Axes that do not divide their dimension are left out.
 
@@ -26,8 +26,8 @@ def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None) ->
         spec: for each dimension.
         gradient: of the tensor's gradient; `spec` by default.
     """
-    mesh = current_mesh()
-    if mesh is None or tensor.device.type != "xla" or tensor.dtype == torch.int64:  # which jax would make int32
+    mesh = active_mesh()
+    if mesh.size == 1 or tensor.device.type != "xla" or tensor.dtype == torch.int64:  # which jax would make int32
         return tensor
     spec = mesh.fitted(spec, tensor.shape)
     if not tensor.requires_grad or not torch.is_grad_enabled():
@@ -53,7 +53,7 @@ def _constrained(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
     from torch_xla._internal.jax_workarounds import requires_jax
 
     kind = str(tensor.dtype).removeprefix("torch.")
-    computation = requires_jax(_constraint)(current_mesh(), tuple(tensor.shape), kind, spec)
+    computation = requires_jax(_constraint)(active_mesh(), tuple(tensor.shape), kind, spec)
     found: torch.Tensor = torch_xla._XLAC._xla_user_computation("xla::constrain", [tensor], computation)[0]
     return found
 
@@ -82,9 +82,9 @@ def _sharding(mesh: Mesh, spec: Spec) -> Any:
 
 
 def sharded_kernel(function: Callable[..., Any], inputs: Sequence[Spec], outputs: Sequence[Spec]) -> Callable[..., Any]:
-    """A function of jax arrays that each device runs on its shards, as a kernel needs it; itself without a mesh."""
-    mesh = current_mesh()
-    if mesh is None:
+    """A function of jax arrays that each device runs on its shards, as a kernel needs it; itself for one device."""
+    mesh = active_mesh()
+    if mesh.size == 1:
         return function
     import jax
     from jax.sharding import PartitionSpec
