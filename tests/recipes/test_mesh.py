@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, Phi3Config, Phi3ForCausalLM
 
+from tests.support import training_functions
 from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.distributed.launch import launch
 from tpu_kit.generation.sampling import SearchOptions
 from tpu_kit.generation.tree_search import think
 from tpu_kit.hardware.machine import Machine
@@ -27,7 +30,7 @@ STEPS = 6
 MESHES = ("data=8", "fsdp=8", "model=2,fsdp=4", "data=2,fsdp=2,model=2")
 
 
-def run(world: Path, folder: Path, mesh: str | None, **changes: Any) -> TrainConfig:
+def configuration(world: Path, folder: Path, mesh: str | None, **changes: Any) -> TrainConfig:
     """Eight rows an update in two passes, with all that a step has: clipping, average, packing, decay, tiles."""
     shards = {None: 1, "model=2,fsdp=4": 4, "data=2,fsdp=2,model=2": 4, "fsdp=4": 4, "fsdp=2,model=2": 2}.get(mesh, 8)
     settings = {
@@ -38,7 +41,12 @@ def run(world: Path, folder: Path, mesh: str | None, **changes: Any) -> TrainCon
         "max_grad_norm": 0.5, "output_dir": str(folder), "device_type": "xla-cpu", "mesh": mesh,
         **({"num_replicas": 1} if mesh is None else {}), **changes,
     }  # fmt: skip
-    config = load_config(None, settings)
+    return load_config(None, settings)
+
+
+def run(world: Path, folder: Path, mesh: str | None, **changes: Any) -> TrainConfig:
+    """A finished run of `configuration`."""
+    config = configuration(world, folder, mesh, **changes)
     assert sft.train(config).status == "finished"
     return config
 
@@ -85,7 +93,9 @@ def check_equal(mine: TrainConfig, reference: TrainConfig) -> None:
 def test_a_mesh_trains_like_one_device_and_resumes_bit_for_bit(
     world: Path, tmp_path: Path, single: Callable[[], TrainConfig], capfd: pytest.CaptureFixture[str], mesh: str
 ) -> None:
-    whole = run(world, tmp_path / "whole", mesh)
+    whole = configuration(world, tmp_path / "whole", mesh)
+    whole.output_path.mkdir()
+    launch(training_functions.resumed, whole, sharded=True)
     check_equal(whole, single())
     said = capfd.readouterr().err
     assert f" devices, {mesh}" in said
@@ -95,14 +105,7 @@ def test_a_mesh_trains_like_one_device_and_resumes_bit_for_bit(
     assert len({line["compiles"] for line in steps[1:]}) == 1, "a step after the second compiled"
     assert all(line["host_syncs_per_step"] == 0 for line in steps)
 
-    again = tmp_path / "again"
-    again.mkdir()
-    shutil.copytree(whole.output_path / "checkpoints", again / "checkpoints")
-    for folder in (again / "checkpoints").iterdir():
-        if folder.is_dir() and not folder.name.endswith(f"{3:08}"):
-            shutil.rmtree(folder)
-    resumed = run(world, again, mesh)
-    before, after = saved(whole, STEPS), saved(resumed, STEPS)
+    before, after = saved(whole, STEPS), saved(replace(whole, output_dir=f"{whole.output_path}-again"), STEPS)
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 

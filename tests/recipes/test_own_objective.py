@@ -43,10 +43,15 @@ def trained(world: Path, folder: Path, objective: str, **settings: object) -> Tr
     return config
 
 
-@xla
 @pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize(
-    "where", [{"num_replicas": 2}, pytest.param({"launch.mesh": "fsdp=2"}, marks=pytest.mark.slow)], ids=str
+    "where",
+    [
+        {"device_type": "cpu", "num_replicas": 1},
+        pytest.param({"num_replicas": 2}, marks=[xla, pytest.mark.slow]),
+        pytest.param({"launch.mesh": "fsdp=2"}, marks=[xla, pytest.mark.slow]),
+    ],
+    ids=str,
 )
 def test_the_loss_of_the_readme_trains(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: dict[str, object]
@@ -58,8 +63,9 @@ def test_the_loss_of_the_readme_trains(
     lines = [json.loads(line) for line in (config.output_path / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "train"]
     assert steps[-1]["loss"] < steps[0]["loss"]
-    assert len({line["compiles"] for line in steps[1:]}) == 1
-    assert all(line["host_syncs_per_step"] == 0 for line in steps)
+    if "device_type" not in where:
+        assert len({line["compiles"] for line in steps[1:]}) == 1
+        assert all(line["host_syncs_per_step"] == 0 for line in steps)
 
 
 @pytest.mark.usefixtures("quick_xla")
