@@ -200,7 +200,7 @@ def test_the_next_day_a_run_goes_on_with_the_date_of_its_start(
         common["max_steps"] += 1
     assert days[0] < days[1] and load_config(folder / "config.yaml").data.date == days[0]
     text = time.strftime("It is %d %b %Y.", time.strptime(days[0], "%Y-%m-%d"))
-    assert all(prompt.startswith(text) for prompt in held_out(load_config(folder / "config.yaml"))[1])
+    assert all(prompt.startswith(text) for prompt in held_out(load_config(folder / "config.yaml")).eval_prompts)
     config = run_config(folder, **common, date=days[1])
     assert load_tokenizer(config.model, folder / "adapter").chat_template == template.read_text()
     with pytest.raises(ValueError, match=f"data.date: '{days[0]}' there, '{days[1]}' now"):
