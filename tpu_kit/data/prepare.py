@@ -7,11 +7,11 @@ the arrays that one process of their host writes, so the host holds them once.
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
-import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,14 @@ from datasets import config as datasets_config
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts
+from tpu_kit.data.columns import Layout
 from tpu_kit.data.held_out import Questions, choose_questions, held_out_rows
 from tpu_kit.data.sources import EMBEDDED_ROWS, GENERATED, SYNTHETIC, synthetic_rows
 from tpu_kit.data.tokenizing import Tokenized, tokenize
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.storage import atomic
+
+_PLAIN = ("eval_rows", "eval_prompts", "eval_prompt_ids", "fingerprint")  # of `Prepared`, as JSON
 
 
 @dataclass(frozen=True)
@@ -319,23 +322,52 @@ def prepare_once(config: DataConfig, rt: Runtime, tokenizer: Any, make: Callable
 
 
 def write_prepared(prepared: Prepared, folder: Path) -> None:
-    """Replaces a folder by the result of `prepare` for other processes of this launch, with a file for each array."""
-    encoder, buffers = prepared.encoder, list[pickle.PickleBuffer]()
-    state = (replace(prepared, encoder=None), encoder and (encoder.layout, encoder.tokenizer.chat_template))
-    pickled = pickle.dumps(state, protocol=5, buffer_callback=buffers.append)
+    """Replaces a folder by the result of `prepare` for other processes of this launch."""
+    encoder = prepared.encoder
+    document = {
+        "pad_id": prepared.train.pad_id,
+        **{name: getattr(prepared, name) for name in _PLAIN},
+        "reports": [report and asdict(report) for report in (prepared.report, prepared.eval_report)],
+        "encoder": encoder and {"layout": asdict(encoder.layout), "chat_template": encoder.tokenizer.chat_template},
+    }
     with atomic.replacing(folder) as part:
         part.mkdir(parents=True)
-        (part / "objects").write_bytes(pickled)
-        for number, buffer in enumerate(buffers):
-            (part / str(number)).write_bytes(buffer.raw())
+        for split, rows in (("train", prepared.train), ("eval", prepared.eval)):
+            for name, array in (rows.arrays() if rows else {}).items():
+                np.save(part / f"{split}-{name}.npy", array, allow_pickle=False)
+        if prepared.questions:
+            prepared.questions.write(part)
+        # Cells without a form in JSON, such as dates of Parquet, are text in the held-out rows.
+        (part / "prepared.json").write_text(json.dumps(document, default=str))
 
 
 def read_prepared(folder: Path, tokenizer: Any, config: DataConfig) -> Prepared:
     """Returns the data of `write_prepared`, with memory-mapped arrays."""
-    files = sorted(folder.glob("[0-9]*"), key=lambda path: int(path.name))
-    buffers = [np.memmap(path, mode="r") if path.stat().st_size else b"" for path in files]
-    prepared, encoding = pickle.loads((folder / "objects").read_bytes(), buffers=buffers)
-    if encoding is None:
-        return prepared
-    layout, tokenizer.chat_template = encoding
-    return replace(prepared, encoder=Encoder(tokenizer, layout, config))
+    document = json.loads((folder / "prepared.json").read_text())
+
+    def packed(split: str) -> PackedDataset | None:
+        arrays = {
+            path.stem.removeprefix(f"{split}-"): np.load(path, mmap_mode="r", allow_pickle=False)
+            for path in folder.glob(f"{split}-*.npy")
+        }
+        return PackedDataset.from_arrays(arrays, config.max_length, document["pad_id"]) if arrays else None
+
+    train, encoder = packed("train"), None
+    assert train is not None
+    if encoding := document["encoder"]:
+        tokenizer.chat_template = encoding["chat_template"]
+        encoder = Encoder(tokenizer, Layout(**_with_tuples(encoding["layout"])), config)
+    report, eval_report = (values and _report(values) for values in document["reports"])
+    plain = {name: document[name] for name in _PLAIN}
+    return Prepared(
+        train=train, eval=packed("eval"), report=report, eval_report=eval_report, encoder=encoder,
+        questions=Questions.read(folder), **plain,
+    )  # fmt: skip
+
+
+def _report(values: dict[str, Any]) -> DataReport:
+    return DataReport(**_with_tuples(values) | {"reasoning": ReasoningCounts(*values["reasoning"])})
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
