@@ -310,10 +310,10 @@ def test_bad_choices(shared: Path, monkeypatch: pytest.MonkeyPatch, options: dic
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["export"]) == 2
     assert "the following arguments are required: RUN_DIR; write python -m tpu_kit export" in capsys.readouterr().err
-    assert main(["export", "a", "fromat=merged", "--jsn"]) == 2
-    told = capsys.readouterr().err
-    assert "fromat: no such option; there are format, out, dtype, base, push" in told
-    assert "--jsn: no such option; there are --json, --help" in told
+    assert main(["export", "a", "fromat=merged"]) == 2
+    assert "fromat: no such option; there are format, out, dtype, base, push" in capsys.readouterr().err
+    assert main(["export", "a", "--jsn"]) == 2
+    assert "--jsn: no such option; there are -h, --help, --json; a parameter is key=value" in capsys.readouterr().err
     assert main(["export", str(tmp_path)]) == 1
     assert "has no config.yaml" in capsys.readouterr().err
 

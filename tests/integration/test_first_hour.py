@@ -158,7 +158,7 @@ def lines(*rows: Row) -> str:
 MISTAKES: dict[str, tuple[Mapping[str, str | bytes], list[str], str]] = {
     "the path is misspelled": ({}, ["source=my_row.jsonl"], "there is no such file; did you mean my_rows.jsonl?"),
     "a parameter is misspelled": ({}, [MINE, "learning_rte=1e-4"], "did you mean optim.learning_rate?"),
-    "a parameter has dashes": ({}, [MINE, "--batch_size", "4"], "a parameter has no dashes; write batch_size=4"),
+    "a parameter has dashes": ({}, [MINE, "--batch_size", "4"], "--batch_size: no such option; there are "),
     "a word for a number": ({}, [MINE, "batch_size=four"], "is not a whole number"),
     "no such configuration": ({"my.yaml": ""}, ["mine.yaml"], "no such configuration file; did you mean my.yaml?"),
     "a tab in the configuration": ({"my.yaml": "data:\n\tsource: a\n"}, ["my.yaml"], "my.yaml, line 2: not valid YAML"),
