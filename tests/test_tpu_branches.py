@@ -116,8 +116,6 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "runtime._replicas": (1, RECORDED, "test_runtime"),
     "runtime._choose": (4, RECORDED, "test_runtime"),
     "runtime._require": (3, RECORDED, "test_runtime"),
-    "layer_scan.scan_layers": (1, COMPILER, "test_compile_check"),
-    "causal_lm.prepare_layers": (1, NEVER, "the note that `eval_generate_rows` unrolls the layers"),
     "launch._settings": (1, NEVER, "its environment"),
     "launch._environment": (1, RECORDED, "test_machine"),
 }

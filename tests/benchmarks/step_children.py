@@ -134,7 +134,7 @@ def stock(folder: str, rows: str, config: TrainConfig) -> Measured:
     from trl import SFTConfig, SFTTrainer
 
     optim = config.optim
-    assert optim.remat == "none" and not optim.ema_decay and not config.data.packing and optim.eval_steps is None
+    assert not optim.ema_decay and not config.data.packing and optim.eval_steps is None
     assert optim.max_steps is not None
     meter = Meter(SimulatedRuntime(0, 1, torch_xla.device()), optim.max_steps)
 

@@ -205,8 +205,6 @@ def test_output_path() -> None:
          "distill.hidden_weight: 1.0 and distill.layers=null belong together; set both, or remove both"),
         ({"distill__teacher": "t", "distill__layers": "1:2"},
          "distill.hidden_weight: 0.0 and distill.layers=1:2 belong together; set both, or remove both"),
-        ({"distill__teacher": "t", "distill__layers": "1:2", "distill__hidden_weight": 1, "optim__remat": "none"},
-         "distill.layers: '1:2' needs layers that run as a loop; set optim.remat=full and optim.scan_layers=auto"),
         ({"distill__teacher": "t", "distill__layers": "1:2", "distill__hidden_weight": 1,
           "tracking__eval_generate_rows": 4},
          "distill.layers: '1:2' needs layers that run as a loop, with which tracking.eval_generate_rows cannot "

@@ -140,20 +140,19 @@ def test_the_report_has_versions_and_no_secret(failed: tuple[Path, int, str]) ->
 def test_train_falls_back_with_one_loud_line_each(
     failed: tuple[Path, int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """remat=outputs is what makes `auto` run layers as a loop on XLA:CPU, too."""
     folder, _, _ = failed
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     settings = ["device_type=xla-cpu", "num_replicas=1", "max_steps=1", "warmup_steps=0", "split=train[:40]"]
-    settings += ["eval_rows=0", "eval_steps=null", "generate_rows=0", "remat=outputs", f"output_dir={tmp_path}/run"]
+    settings += ["eval_rows=0", "eval_steps=null", "generate_rows=0", f"output_dir={tmp_path}/run"]
     assert train(load_config("embedded-cot", settings)).status == "finished"
     said = capfd.readouterr().out
     (attention,), (layers,) = ([x for x in said.splitlines() if "WARNING" in x and y in x] for y in ("sdpa", "unroll"))
     assert "attention=auto is sdpa: splash failed on this machine (differs from plain attention" in attention
     assert "layers are unrolled: their loop failed on this machine (loss " in layers
     assert f"see {folder}/verify-report.json" in attention and f"see {folder}/verify-report.json" in layers
-    assert "layers           unrolled: optim.scan_layers=off" in said
+    assert "layers           4 one by one" in said
 
 
 # ------------------------------------------------------------------------------------------------ one by one

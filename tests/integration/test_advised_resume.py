@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
 # For each parameter that `rescue` may change, what a run had before and what it is told to take. Those of one line are
-# changed together. "scan" is what a TPU makes of remat=outputs and full by itself, and no other device does.
+# changed together. "scan" is what XLA makes of its layers by itself, and no other device does.
 SCAN = {"scan_layers": "on"}
 ADVISED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
@@ -95,7 +95,7 @@ def test_a_run_goes_on_with_what_is_advised(
 def test_a_run_on_xla_goes_on_as_a_loop_and_then_elsewhere(
     world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """remat=none -> outputs, which turns the layers into a loop there, and from there to a device that has none."""
+    """From a loop over layers, where remat=none is outputs, to a device that has no loop."""
     sft.train(run(world, tmp_path / "whole", max_steps=6))
     folder = tmp_path / "run"
     xla = {"device_type": "xla-cpu", "remat": "none", "max_steps": 2}

@@ -102,23 +102,17 @@ def test_what_to_change_when_nothing_fits(large: Path) -> None:
     assert plan(run(large, "batch_size=8", "remat=full", "max_length=2048"), [found.advice.smallest_slice])[0].fits
 
 
-def test_kept_outputs_lie_between_all_and_nothing(small: Path, tmp_path: Path) -> None:
+def test_kept_outputs_cost_memory_and_save_time(small: Path) -> None:
     (found,) = plan(run(small, "batch_size=4"))
     of = {one.config.optim.remat: one for one in found.settings}
-    assert of["full"].peak < of["outputs"].peak < of["none"].peak
-    assert of["none"].time.compute < of["outputs"].time.compute < 1.02 * of["none"].time.compute
+    assert of["full"].peak < of["outputs"].peak
     assert of["full"].time.compute > 1.2 * of["outputs"].time.compute
     (found,) = plan(run(small, "batch_size=64", "remat=none"))
     assert found.advice is not None
     changes = [knob.change for knob in found.advice.knobs if "remat" in knob.change]
-    assert changes == ["optim.remat=outputs", "optim.remat=full"]
-    # What is no loop on a TPU keeps nothing (`step.prepare_model`), and is not offered.
-    phi = write_config(tmp_path / "phi", QWEN2_500M, model_type="phi", num_key_value_heads=14)
-    for settings in ([f"model.name={phi}"], ["scan_layers=off"]):
-        (found,) = plan(run(small, "batch_size=4", *settings))
-        assert {one.config.optim.remat for one in found.settings} == {"full", "none"}
-    kept, full = (estimate(run(small, f"model.name={phi}", f"remat={remat}")) for remat in ("outputs", "full"))
-    assert kept == full
+    assert changes == ["optim.remat=full"]
+    kept, none = (estimate(run(small, f"remat={remat}")) for remat in ("outputs", "none"))
+    assert kept == none  # in a loop
 
 
 def test_how_far_one_can_go(small: Path) -> None:

@@ -201,17 +201,12 @@ def two_replicas(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 @pytest.mark.slow  # quick sibling: test_resume.py, where a resumed run draws the same numbers
 @needs_xla
-def test_dropout_draws_by_rank_and_step_and_again_in_the_second_computation(
-    two_replicas: Callable[[], tuple[TrainConfig, Any]],
-) -> None:
-    found = two_replicas()[1]["draws"]
-    (first, second, third, again), other = found["masks"]
+def test_dropout_draws_by_rank_and_step(two_replicas: Callable[[], tuple[TrainConfig, Any]]) -> None:
+    (first, second, third, again), other = two_replicas()[1]["draws"]
     assert len({first, second, third, *other[:3]}) == 6
     assert first == again
     assert other[0] == other[3]
     assert 10 < first.count("1") < 54
-    plain, remat = map(torch.tensor, found["gradients"])
-    torch.testing.assert_close(remat, plain, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

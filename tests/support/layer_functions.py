@@ -7,17 +7,23 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tests.support import training_functions
 from tests.support.training_functions import OPTIM, control, dealt, rows, tiny
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.generation.generator import Generator
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import layer_scan
+from tpu_kit.models.layer_calls import layers_of
+from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
-from tpu_kit.training.step import eval_step, train_step
+from tpu_kit.training.step import eval_step, prepare_model, train_step
 
 TILE = 8  # tokens of an MLP's tile: the passes have 16
 
@@ -95,8 +101,94 @@ def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
 
 
 def updates_and_dropout(config: TrainConfig) -> dict[str, Any]:
-    """`updates` and `gradients_with_dropout`, in one launch."""
-    return {"updates": updates(config), "dropout": gradients_with_dropout(config)}
+    """`updates`, `gradients_with_dropout` and `loops_of_step`, in one launch."""
+    found = {"updates": updates(config), "dropout": gradients_with_dropout(config)}
+    return {**found, "loops": loops_of_step(config)}
+
+
+def loops_of_step(config: TrainConfig) -> list[tuple[int, int]]:
+    """Numbers of while loops and of products in the program of a training step of two layers, and of three."""
+    import torch_xla
+
+    rt = runtime.current()
+    found = []
+    for layers in (2, 3):
+        state = prepare_model(model := tiny(layers=layers), replace(config, optim=OPTIM), rt)
+        scalars = control(1e-2, 1).to(rt.local_device)
+        rt.sync()
+        train_step(
+            model, state, [training_functions._sent(rt, rows(4))], scalars, SupervisedObjective(OPTIM), OPTIM, rt
+        )
+        hlo = torch_xla._XLAC._get_xla_tensors_hlo([*state.params.values(), state.report])
+        found.append((hlo.count(" while("), hlo.count(" dot(")))
+        rt.sync()
+    return found
+
+
+class OwnConfig(LlamaConfig):
+    """Of a family that no list of the kit names."""
+
+    model_type = "tests_own"
+
+
+class OwnModel(LlamaModel):
+    """Its list of layers has a name of its own, and so has the number of each layer."""
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__(config)
+        self.blocks = self.layers
+        del self.layers
+        for place, block in enumerate(self.blocks):
+            block.place = place
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, attention_mask: Any = None,
+        past_key_values: Any = None, use_cache: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        hidden = self.embed_tokens(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        mask = create_causal_mask(config=self.config, inputs_embeds=hidden, attention_mask=attention_mask,
+                                  past_key_values=past_key_values, position_ids=position_ids)  # fmt: skip
+        angles = self.rotary_emb(hidden, position_ids=position_ids)
+        for block in self.blocks:
+            hidden = block(hidden, attention_mask=mask, position_embeddings=angles, past_key_values=past_key_values,
+                           **kwargs)  # fmt: skip
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    """The model with a head."""
+
+    config_class = OwnConfig
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__(config)
+        self.model = OwnModel(config)
+
+
+AutoConfig.register("tests_own", OwnConfig)
+AutoModelForCausalLM.register(OwnConfig, OwnForCausalLM)
+
+
+def own_decoder(config: TrainConfig) -> dict[str, Any]:
+    """Trains a model of the class above for three updates, and lets it reply; on one device or on a mesh."""
+    rt = runtime.current()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 640, "pad_token_id": 0, "initializer_range": 0.2}  # fmt: skip
+    torch.manual_seed(0)
+    model = models.adapt(OwnForCausalLM(OwnConfig(**sizes)), config.lora, "fp32", seed=1).train()
+    state = prepare_model(model, config, rt)
+    layers = str(layers_of(models.base_model(model).get_decoder())[1])
+    for number in (1, 2, 3):
+        scalars = rt.put([control(1e-2, number, float(number > 1))])[0]
+        (batch,) = rt.to_device([rows(4, seed=number)])
+        train_step(model, state, [batch], scalars, SupervisedObjective(OPTIM), OPTIM, rt)
+        rt.sync()
+    loss, tokens = rt.to_host([state.report])[0][:2].tolist()
+    generator = Generator(model, load_tokenizer(config.model), rt, max_prompt=16, max_new_tokens=8)
+    replies = [one.tokens for one in generator.generate([[5, 6, 7], [8, 9]])]
+    return {"layers": layers, "loss": loss / tokens, "replies": replies}
 
 
 def _given(device: torch.device) -> torch.Tensor:

@@ -24,6 +24,7 @@ from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.mesh import Box
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models import layer_scan
 from tpu_kit.recipes import sft
 from tpu_kit.training import objective_choice, step, trainer
 from tpu_kit.training.objectives import Sums, SupervisedObjective
@@ -44,10 +45,10 @@ OUT_OF_MEMORY = (
 _generator = threading.Lock()
 
 
-def tiny(dropout: float = 0.0) -> torch.nn.Module:
-    """A Llama of two layers with LoRA, in training mode; always the same."""
+def tiny(dropout: float = 0.0, layers: int = 2) -> torch.nn.Module:
+    """A Llama with LoRA, in training mode; always the same."""
     config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32,
     )  # fmt: skip
     with _generator:
@@ -173,9 +174,11 @@ def watched(config: TrainConfig) -> dict[str, Any]:
     (config.output_path / f"rank-{rt.rank}.json").write_text(json.dumps(note))
     rt.barrier()
     notes = [json.loads((config.output_path / f"rank-{rank}.json").read_text()) for rank in range(rt.world_size)]
+    parameters = {name: own[f"parameters/{name}"] for name in rt.state.params}
+    parameters = layer_scan.unstacked(rt.state.stacks, parameters)
     return {
         "result": asdict(result) if result is not None else None, "ranks": notes, "counters": counters,
-        "set_up": rt.set_up, "parameters": {name: own[f"parameters/{name}"].tolist() for name in rt.state.params},
+        "set_up": rt.set_up, "parameters": {name: value.tolist() for name, value in parameters.items()},
     }  # fmt: skip
 
 
@@ -260,12 +263,19 @@ def shapes_of_step(config: TrainConfig) -> dict[int, dict[str, list[list[int]]]]
     return {chunk: _shapes_of_step(replace(config.optim, loss_chunk=chunk)) for chunk in (16, 48)}
 
 
+def recomputed(model: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
+    """Moves a model to the device, with layers that are computed again in the backward pass, none of them as a loop."""
+    decoder = models.base_model(model).get_decoder()
+    if layer_scan.scan_layers(decoder, OptimConfig(scan_layers="off"), rt.device_type) is None:
+        models.enable_remat(model)
+    return models.to_device(model, rt.local_device)
+
+
 def _shapes_of_step(optim: OptimConfig) -> dict[str, list[list[int]]]:
     import torch_xla
 
     rt = runtime.current()
-    model = models.to_device(tiny(), rt.local_device)
-    models.enable_remat(model, rt.device_type)
+    model = recomputed(tiny(), rt)
     state = TrainState(model, rt.local_device, OPTIM)
     sums = torch.zeros(2).to(rt.local_device)
     rt.sync()
@@ -287,8 +297,8 @@ def _shapes(hlo: str) -> list[list[int]]:
     return sorted([int(size) for size in text.split(",")] for text in texts)
 
 
-def dropout_draws(config: TrainConfig) -> dict[str, Any]:
-    """Each rank's mask at three steps, the first of them twice; and gradients with and without remat."""
+def dropout_draws(config: TrainConfig) -> list[Any]:
+    """Each rank's mask at three steps, the first of them twice."""
     rt = runtime.current()
     masks = []
     for number in (1, 2, 3, 1):
@@ -298,23 +308,7 @@ def dropout_draws(config: TrainConfig) -> dict[str, Any]:
     own = ["".join(str(int(value)) for value in mask) for mask in rt.to_host(masks)]
     (config.output_path / f"masks-{rt.rank}.json").write_text(json.dumps(own))
     rt.barrier()
-    everyone = [json.loads((config.output_path / f"masks-{rank}.json").read_text()) for rank in range(rt.world_size)]
-    return {"masks": everyone, "gradients": [_dropout_gradient(rt, config, remat) for remat in (False, True)]}
-
-
-def _dropout_gradient(rt: Runtime, config: TrainConfig, remat: bool) -> list[float]:
-    model = models.to_device(tiny(dropout=0.5), rt.local_device)
-    if remat:
-        models.enable_remat(model, rt.device_type)
-    state = TrainState(model, rt.local_device, OPTIM)
-    rt.sync()
-    trainer.seed_dropout(rt, config, 1)
-    scalars = control(1e-2, 1, 0.0).to(rt.local_device)
-    optim = replace(OPTIM, beta1=0.0, max_grad_norm=0.0)
-    train_step(model, state, [_sent(rt, rows(4))], scalars, SupervisedObjective(optim), optim, rt)
-    rt.sync()
-    gradients = rt.to_host([moments["first"] for moments in state.moments.values()])
-    return [value for gradient in gradients for value in gradient.flatten().tolist()]
+    return [json.loads((config.output_path / f"masks-{rank}.json").read_text()) for rank in range(rt.world_size)]
 
 
 def draws_and_extra_sums(config: TrainConfig) -> dict[str, Any]:

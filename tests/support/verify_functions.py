@@ -70,8 +70,9 @@ def wrong_loop(config: TrainConfig) -> Any:
 
     right = layer_scan._Block._layer
 
-    def wrong(self: Any, index: int, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return right(self, index, hidden, *rest) - 0.5 * hidden
+    def wrong(self: Any, index: int, hidden: torch.Tensor, *rest: Any) -> Any:
+        output, written = right(self, index, hidden, *rest)
+        return (output - 0.5 * hidden if self.turns > 1 else output), written
 
     layer_scan._Block._layer = wrong  # type: ignore[method-assign]
     return smoke_test.compare_step(config)

@@ -42,7 +42,7 @@ def distilled(config: TrainConfig, student: Any, teacher: Any, batch: dict[str, 
     objective.attach(model, lambda _: teacher)
     for one in (model, getattr(model, "teacher", None)):
         if one is not None and config.distill.layers:
-            assert scan_layers(one.get_decoder(), config.optim, "cpu") is None
+            assert scan_layers(one.get_decoder(), config.optim, "cpu") is not None
     found = objective(model, batch)
     found.loss.backward()
     assert len(found.extra) == len(objective.extra)

@@ -52,8 +52,6 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield from _mesh_conflicts(config, config.launch.mesh)
     if tracking.wandb_adapter and tracking.wandb == "off":
         yield "tracking.wandb_adapter tracking.wandb", "adds to a run on W&B, and tracking.wandb=off; set wandb=online"
-    if optim.scan_layers == "on" and optim.remat == "none":
-        yield "optim.scan_layers optim.remat", "needs optim.remat=full or outputs, but it is none; set one of them"
     yield from _objective_conflicts(config)
     yield from _evaluation_conflicts(config)
     yield from _schedule_conflicts(optim)
@@ -128,9 +126,6 @@ def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if bool(pairs) != bool(distill.hidden_weight):
         text = f"and distill.layers={distill.layers or 'null'} belong together; set both, or remove both"
         yield "distill.hidden_weight distill.layers", text
-    if pairs and (optim.remat == "none" or optim.scan_layers == "off"):
-        text = "needs layers that run as a loop; set optim.remat=full and optim.scan_layers=auto"
-        yield "distill.layers optim.remat optim.scan_layers", text
     if pairs and config.tracking.eval_generate_rows:
         text = "needs layers that run as a loop, with which tracking.eval_generate_rows cannot generate; set that to 0"
         yield "distill.layers tracking.eval_generate_rows", text

@@ -146,10 +146,12 @@ class OptimConfig:
     )
     remat: Literal["none", "outputs", "full"] = knob(
         "full",
-        "full computes each layer again in the backward pass to save memory; outputs all but products and attention.",
+        "full computes each layer again in the backward pass to save memory; outputs all but products and attention; "
+        "none nothing, where layers are no loop.",
     )
     scan_layers: Literal["auto", "on", "off"] = knob(
-        "auto", "Run the decoder's layers as a loop over stacked weights; auto does so on TPU. Not with remat=none."
+        "auto",
+        "Run equal layers as a loop over stacked weights; auto does so on XLA, on everywhere; off: none are equal.",
     )
     mlp_tile: int | None = knob(
         2048,

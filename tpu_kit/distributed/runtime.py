@@ -217,14 +217,15 @@ class MemoryBudget:
 def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
     """Replaces each `auto` that means something else than on a TPU, so that the memory formula describes the run.
 
-    Off TPU layers are a loop only where their states are compared with a teacher's. Attention on a GPU keeps no scores.
+    On a GPU or a CPU layers are a loop only where their states are compared with a teacher's. Attention on a GPU keeps
+    no scores.
     """
     if device_type == "tpu":
         return config
     model, optim = config.model, config.optim
     if model.attention == "auto":
         model = replace(model, attention="splash" if device_type == "cuda" else "sdpa")
-    if optim.scan_layers == "auto" and config.distill.layers is None:
+    if optim.scan_layers == "auto" and config.distill.layers is None and device_type != "xla-cpu":
         optim = replace(optim, scan_layers="off")
     return replace(config, model=model, optim=optim)
 

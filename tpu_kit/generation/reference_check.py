@@ -112,7 +112,7 @@ def _remedy(config: TrainConfig, model: PreTrainedConfig, device_type: str) -> s
     """Returns the first settings with which the model can be trained, or other families."""
     changes: dict[str, dict[str, dict[str, Any]]] = {
         "model.attention=sdpa": {"model": {"attention": "sdpa"}},
-        "optim.remat=none and optim.scan_layers=off": {"optim": {"remat": "none", "scan_layers": "off"}},
+        "optim.scan_layers=off": {"optim": {"scan_layers": "off"}},
         "data.packing=false, which puts one document in each row": {"data": {"packing": False}},
     }
     if attention.choose(config.model.attention, device_type) == attention.SDPA:
@@ -311,9 +311,7 @@ def _trained(
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
     way = replace(config, model=replace(config.model, attention="sdpa"))
-    if config.launch.mesh is not None:  # there the layers are always loops
-        way = replace(way, optim=replace(way.optim, scan_layers="on"))
-    models.prepare_layers(model, way, device_type if device.type == "xla" else "cpu")
+    models.prepare_layers(model, way, device_type)
     if attention.choose(config.model.attention, device_type) != attention.SDPA:
         _register_kernels()
         models.base_model(model).set_attn_implementation(_KERNELS)

@@ -17,7 +17,7 @@ costs a few integer operations, fused with the product, and is not saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -187,27 +187,6 @@ def keep_products(layer: torch.nn.Module) -> None:
 
 def _keep_output(module: torch.nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
     return keep(output)
-
-
-@contextmanager
-def refusing_writes(arguments: Iterable[Any]) -> Iterator[None]:
-    """Refuses a layer that writes into a mapping among its arguments, where XLA recomputes the layer.
-
-    Its first forward pass runs without autograd. What it writes for later layers, such as keys and values that they
-    share, has no graph, and their gradient would be lost without an error.
-
-    Raises:
-        ValueError: it does.
-    """
-    before = [(one, dict(one)) for one in arguments if isinstance(one, MutableMapping)]
-    yield
-    for mapping, held in before:
-        if len(mapping) > len(held) or any(mapping.get(key) is not value for key, value in held.items()):
-            raise ValueError(
-                f"its layers write into a mapping that later layers read ({type(mapping).__name__}). XLA recomputes a "
-                "layer whose first forward pass has no autograd, so what it writes would get no gradient: set "
-                "optim.remat=none and optim.scan_layers=off"
-            )
 
 
 # -------------------------------------------------------------------------------------------- layers outside of a loop

@@ -77,7 +77,6 @@ FEW_TILES = 4
 tiles the program would grow."""
 CORRECTION = (128, 4, 16)
 """Of an error-correction head: its width, its Gaussians, and their dimensions."""
-_MAX_PERIOD = 12  # layers in a repeated block
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -95,7 +94,6 @@ class Family:
         tied: default of tied input and output embeddings.
         positions: default.
         head_bias: whether the output layer has a bias.
-        scans: whether `scan_layers=auto` runs its layers as a loop; tests compare the loop with unrolled layers.
     """
 
     linears: str
@@ -106,7 +104,6 @@ class Family:
     tied: bool = False
     positions: int = 2048
     head_bias: bool = False
-    scans: bool = True
 
 
 _GATED = "mlp.gate_proj: H I, mlp.up_proj: H I, mlp.down_proj: I H"
@@ -125,7 +122,7 @@ FAMILIES: Mapping[str, Family] = {
     "phi": Family(
         "self_attn.q_proj: H Q +b, self_attn.k_proj: H K +b, self_attn.v_proj: H K +b, self_attn.dense: Q H +b, "
         "mlp.fc1: H I +b, mlp.fc2: I H +b",
-        "H H", last="H H", head_bias=True, scans=False,
+        "H H", last="H H", head_bias=True,
     ),
     "phi3": Family(
         "self_attn.qkv_proj: H QKK, self_attn.o_proj: Q H, mlp.gate_up_proj: H II, mlp.down_proj: I H",
@@ -136,19 +133,25 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def spans(keys: Sequence[Any]) -> list[tuple[int, int]]:
-    """Divides a sequence into runs (period, turns) of equal blocks: each as long as possible, of the shortest block."""
-    found, start = [], 0
-    while start < len(keys):
-        best = (1, 1)
-        for period in range(1, min(_MAX_PERIOD, len(keys) - start) + 1):
-            turns, block = 1, keys[start : start + period]
-            while keys[start + turns * period : start + (turns + 1) * period] == block:
+    """Divides a sequence into runs (period, turns) of equal blocks, with the least sum of (items of a block + 1)."""
+    best = [(0, 0, 0)]  # of the items up to each place: the sum, and the last run
+    for end in range(1, len(keys) + 1):
+        least = (best[-1][0] + 2, 1, 1)
+        for period in range(1, end + 1):
+            if period + 1 >= least[0]:
+                break
+            turns, start, block = 1, end - 2 * period, keys[end - period : end]
+            while start >= 0 and keys[start : start + period] == block:
                 turns += 1
-            if turns > 1 and period * turns > best[0] * best[1]:
-                best = (period, turns)
-        found.append(best)
-        start += best[0] * best[1]
-    return found
+                least = min(least, (best[start][0] + period + 1, period, turns), key=lambda one: one[0])
+                start -= period
+        best.append(least)
+    found, end = [], len(keys)
+    while end:
+        _, period, turns = best[end]
+        found.append((period, turns))
+        end -= period * turns
+    return found[::-1]
 
 
 @dataclass(frozen=True)

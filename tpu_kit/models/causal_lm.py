@@ -14,6 +14,7 @@ import functools
 import json
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,8 @@ import torch
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import activation_checkpointing, attention, base_identity, error_correction, partition
 from tpu_kit.models.architecture import FAMILIES
-from tpu_kit.models.layer_scan import scan_layers, stacked_prefixes
+from tpu_kit.models.layer_calls import layers_of
+from tpu_kit.models.layer_scan import ScannedLayers, scan_layers, stacked_prefixes
 from tpu_kit.models.loading import load_base, load_frozen
 from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported beside load_model
 from tpu_kit.models.quantization import QuantizedLinear
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
-_XLA = ("tpu", "xla-cpu")
 _FAMILIES = (*FAMILIES, "gemma3")
 """model_type of the families whose output head the tests compare with transformers' own logits."""
 
@@ -212,7 +213,7 @@ def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Mo
     return model
 
 
-def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str) -> str | None:
+def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str) -> ScannedLayers | None:
     """Sets the attention of a model, and makes its layers loops, or recompute their activations, as a run asks.
 
     Args:
@@ -221,53 +222,35 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
         device_type: "tpu", "xla-cpu", "cuda" or "cpu".
 
     Returns:
-        None if the layers are loops; else the reason, "" if a loop was not requested.
+        As `scan_layers`.
     """
     use_attention(model, config.model.attention, device_type)
-    keeps, on_xla = config.optim.remat == "outputs", device_type in _XLA
+    optim, decoder = config.optim, base_model(model).get_decoder()
     if config.tracking.eval_generate_rows and active_mesh().size == 1:
-        loops = device_type == "tpu" or (keeps and on_xla)
-        unrolled: str | None = "tracking.eval_generate_rows generates with them" if loops else ""
-    else:
-        unrolled = scan_layers(base_model(model).get_decoder(), config.optim, device_type)
-    if unrolled is not None and keeps and on_xla:
-        unrolled = f"{unrolled or 'optim.scan_layers=off'}; without a loop remat=outputs is remat=full"
-    if unrolled is not None and config.optim.remat != "none":
-        enable_remat(model, device_type, keeps)
-    return unrolled
+        optim = replace(optim, scan_layers="off")  # it generates with single layers
+    scanned = scan_layers(decoder, optim, device_type)
+    if scanned is None and optim.remat != "none":
+        enable_remat(model, optim.remat == "outputs")
+    return scanned
 
 
-def enable_remat(model: torch.nn.Module, device_type: str, keeps: bool = False) -> None:
-    """Makes every layer recompute its activations in the backward pass.
-
-    On XLA this needs torch_xla's own checkpoint function, which separates the first computation from the second by a
-    barrier. Without it the compiler merges both and saves no memory.
+def enable_remat(model: torch.nn.Module, keeps: bool = False) -> None:
+    """Makes every layer recompute its activations in the backward pass, where the layers are no loop.
 
     Args:
-        model: as `load_model` returns it.
-        device_type: "tpu", "xla-cpu", "cuda" or "cpu".
-        keeps: on "cuda" or "cpu", keep the results of products and of attention; see `activation_checkpointing`.
+        model: as `load_model` returns it, on the CPU or a GPU.
+        keeps: keep the results of products and of attention; see `activation_checkpointing`.
     """
-    base = base_model(model)
+    from torch.utils.checkpoint import checkpoint
+
     # The random state must be saved only if dropout draws from it.
     draws = any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in model.modules())
-    if device_type in _XLA:
-        from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
-
-        def function(layer: functools.partial[Any], *args: Any) -> Any:
-            with activation_checkpointing.refusing_writes([*args, *layer.keywords.values()]):
-                return xla_checkpoint(layer, *args, use_reentrant=True, preserve_rng_state=draws)
-
-        base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
-    else:
-        from torch.utils.checkpoint import checkpoint
-
-        native = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
-        if keeps:
-            native = functools.partial(native, context_fn=activation_checkpointing.contexts)
-        activation_checkpointing.recompute(base.get_decoder().layers, native)
-    # A reentrant checkpoint needs an input that requires a gradient; with LoRA the embedding is frozen.
-    base.enable_input_require_grads()
+    function = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
+    if keeps:
+        function = functools.partial(function, context_fn=activation_checkpointing.contexts)
+    base = base_model(model)
+    activation_checkpointing.recompute(layers_of(base.get_decoder())[1], function)
+    base.enable_input_require_grads()  # so that the first layer compiles to the code of the others
 
 
 def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -291,21 +274,6 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
     with _autocast(ids.device.type, dtype), partition.embedding_by_columns(base):
         output = base.get_decoder()(input_ids=ids, position_ids=batch.get("position_ids"), use_cache=False, **masks)
     return partition.by_rows(output.last_hidden_state.to(dtype))
-
-
-def keep_after(model: torch.nn.Module, layer: int) -> None:
-    """Makes `kept_states` return the states after a layer (from 1 on); call it before the layers become loops."""
-    decoder: Any = base_model(model).get_decoder()
-    decoder.kept_after = sorted({*getattr(decoder, "kept_after", ()), layer})
-
-
-def kept_states(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Takes the states, (B, S, H), that the last forward pass kept after layers (`keep_after`), by layer."""
-    decoder: Any = base_model(model).get_decoder()
-    found: dict[int, torch.Tensor] = getattr(decoder.layers, "kept", {})
-    if found:
-        decoder.layers.kept = {}
-    return found
 
 
 def compute_dtype(model: torch.nn.Module) -> torch.dtype:

@@ -1,14 +1,16 @@
 """Runs the layers of a decoder as loops over stacked weights, and recomputes each layer in the backward pass.
 
 An unrolled program has the operations of all layers: it compiles for minutes, and needs memory for several layers. A
-loop has the operations of one layer, forward and backward. The weights are stacked, (G, ...) for G iterations, on the
-host before the model moves to its device, because stacking within the step would copy them. Saved files have no stacks.
+loop has the operations of one block of layers, forward and backward. The weights are stacked, (G, ...) for G turns, on
+the host before the model moves to its device, because stacking within the step would copy them. Saved files have no
+stacks.
 
 `stack` replaces the model's list of layers by `ScannedLayers`; embedding, masks, rotary angles and the final norm stay
 the model's own code. When the decoder iterates over its layers, placeholders record the arguments of each call, and the
-last one runs the loops. This works for families whose decoder computes nothing between layers and whose layers repeat
-in blocks of one (Llama, Qwen, Mistral, Phi) or several (Gemma 2: a local and a global layer; Gemma 3: five local layers
-and a global one).
+last one runs the layers. Blocks of equal layers become loops, and the other layers are runs of one turn. Which layers
+are equal is read from the layers and from their calls. A tensor that several layers get is a constant of the loop; a
+tensor that only one layer gets is stacked. Tensors that a layer leaves in a mapping for later layers (Gemma 4 shares
+keys and values this way) are outputs of its run and constants of the later runs.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,96 +26,48 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.config.loader import OptimConfig
 from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.models import activation_checkpointing, architecture, attention, partition, sharding_rules
+from tpu_kit.models import activation_checkpointing, architecture, partition, sharding_rules
 from tpu_kit.models.activation_checkpointing import SeededDropout, autocast_now, chunk_mlp, is_tiled, mix
+from tpu_kit.models.layer_calls import Call, CannotScanError, Placeholders, equal_layers, layers_of, tensors_of
 from tpu_kit.xla.scan import Body, Tensors, after, scan, slice_at
 
 
-def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers by name, without the seeds of dropout."""
-    seeds = {f"{name}.seed" for name, part in layer.named_modules() if isinstance(part, SeededDropout)}
-    found: dict[str, torch.Tensor] = dict(layer.named_parameters())
-    return found | {name: tensor for name, tensor in layer.named_buffers() if name not in seeds}
-
-
-class CannotScanError(ValueError):
-    """The layers of a model cannot run as a loop; the text says why."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments with which a decoder calls a layer, without the hidden states."""
-
-    tensors: Tensors
-    others: tuple[Any, ...]  # the other arguments, with None in place of tensors
-    is_tensor: tuple[bool, ...]
-    spec: Any
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Separates tensors from other arguments."""
-        leaves, spec = tree_flatten((args, kwargs))
-        others = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        return cls([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], others, is_tensor, spec)
-
-    def key(self) -> Any:
-        """Returns a key that is equal for calls with the same tensors and equal other arguments."""
-        return [id(tensor) for tensor in self.tensors], self.others, self.spec
-
-    def with_tensors(self, tensors: Tensors) -> Any:
-        """Returns the arguments (args, kwargs) with other tensors."""
-        rest = iter(tensors)
-        return tree_unflatten(
-            [next(rest) if here else other for other, here in zip(self.others, self.is_tensor, strict=True)], self.spec
-        )
-
-
-class ScannedLayers(torch.nn.Module):
-    """Replaces a decoder's list of layers; see `stack`.
+class ScannedLayers(Placeholders):
+    """Replaces a decoder's list of layers; see `stack`. As text it tells which layers are loops.
 
     Attributes:
         kept_after: numbers of layers, from 1 on, each the last of a run.
-        kept: the states after them, of the last forward pass, until `causal_lm.kept_states` takes them.
+        kept: the states after them, of the last forward pass, until `kept_states` takes them.
+        numbers: (module, attribute) of a layer's settings that hold its number.
     """
 
-    def __init__(self, runs: list[Run], kept_after: Sequence[int] = ()) -> None:
-        super().__init__()
-        self.kept_after = tuple(kept_after)
+    def __init__(self, runs: list[Run], kept_after: Sequence[int], numbers: set[tuple[str, str]]) -> None:
+        super().__init__(sum(run.count for run in runs))
+        self.kept_after, self.numbers = tuple(kept_after), numbers
         self.kept: dict[int, torch.Tensor] = {}
         self.runs, self.in_order = torch.nn.ModuleList(runs), runs
-        self.count = sum(run.count for run in runs)
         self.unrolled = False
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: slice) -> list[Callable[..., torch.Tensor]]:
-        assert isinstance(index, slice) and range(self.count)[index] == range(self.count), (
-            f"layers {index} of {self.count}: they run all or none"
-        )
-        return list(self)
+    def __str__(self) -> str:
+        loops = [f"{run.turns} x {run.period}" for run in self.in_order if run.turns > 1]
+        single = sum(run.turns == 1 for run in self.in_order)
+        parts = [f"{' and '.join(loops)} in {'loops' if len(loops) > 1 else 'a loop'}"] if loops else []
+        return ", ".join(parts + ([f"{single} one by one"] if single else []))
 
     def __iter__(self) -> Iterator[Callable[..., torch.Tensor]]:
-        """Iterates over placeholders that record their calls; the last one runs the layers. See also `unrolled`."""
-        if self.unrolled:
-            return iter([partial(self._run_one, run, place) for run in self.in_order for place in range(run.count)])
-        calls: list[Call] = []
-        first: list[torch.Tensor] = []
+        """Iterates over placeholders, of which the last one runs the layers. See also `unrolled`."""
+        if not self.unrolled:
+            return super().__iter__()
+        return iter([partial(self._run_one, run, place) for run in self.in_order for place in range(run.count)])
 
-        def visit(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            first.append(hidden)
-            if hidden is not first[0]:
-                raise CannotScanError("its decoder changes the hidden states between two layers")
-            calls.append(Call.of(args, kwargs))
-            return hidden if len(calls) < self.count else self._run(hidden, calls)
-
-        return iter([visit] * self.count)
-
-    def _run(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
+    def _visit(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
+        if len(calls) < self.count:
+            return hidden
         start = 0
+        shared: dict[Any, Any] = {}
         for run in self.in_order:
-            hidden = run(hidden, calls[start : start + run.count])
+            hidden, written = run(hidden, calls[start : start + run.count], shared)
+            shared |= written
             start += run.count
             if start in self.kept_after:
                 self.kept[start] = hidden
@@ -125,9 +78,10 @@ class ScannedLayers(torch.nn.Module):
         turn, offset = divmod(place, run.period)
         layer = run.layers[offset]
         number = sum(one.count for one in self.in_order[: self.in_order.index(run)]) + place
-        for part in layer.modules():
-            if hasattr(part, "layer_idx"):  # by which the key/value cache knows the layer
-                part.layer_idx = number  # type: ignore[assignment]  # of transformers
+        parts = dict(layer.named_modules())
+        for path, setting in self.numbers:  # by which the key/value cache knows the layer
+            if hasattr(parts.get(path), setting):
+                setattr(parts[path], setting, number)
         tensors = {name: tensor[turn] for name, tensor in tensors_of(layer).items()}
         return torch.func.functional_call(layer, tensors, (hidden, *args), kwargs, tie_weights=False)
 
@@ -153,31 +107,26 @@ class Run(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
         self.draws = any(isinstance(part, SeededDropout) for part in self.modules())
 
-    def forward(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
-        """Returns the hidden states after all layers; `calls` has the arguments of each."""
-        for index, call in enumerate(calls):
-            assert call.key() == calls[index % self.period].key(), "layers of one run are called alike"
-        calls = calls[: self.period]
-        constants = list({id(tensor): tensor for call in calls for tensor in call.tensors}.values())
-        block = _Block(self.layers, calls, constants, self.keeps)
-        constants = [tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in constants]
-        inputs = [tensor for layer in self.layers for tensor in tensors_of(layer).values()]
+    def forward(
+        self, hidden: torch.Tensor, calls: list[Call], shared: Mapping[Any, Any]
+    ) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Returns the hidden states after all layers, and what they left in the mapping; for `calls` see `_Block`."""
+        block = _Block(self, calls, shared)
+        inputs = [tensor for named in block.named for tensor in named.values()]
         if self.draws and self.training:
             turns = torch.arange(self.turns, device=hidden.device, dtype=torch.int32)
             inputs.append(mix(_draw(hidden.device) + turns * 0x61C88647))
         if torch.is_grad_enabled():
-            output: torch.Tensor = _Scanned.apply(block, len(constants), hidden, *constants, *inputs)
-            return output
-        carry, _ = block.loop(lambda carry, slices: (block.forward(carry, slices)[0], []), [hidden, *constants], inputs)
-        return carry[0]
+            hidden, *written = _Scanned.apply(block, hidden, *block.constants, *inputs)
+        else:
+            carry, outputs = block.loop(block.forward_alone, [hidden, *block.constants], inputs)
+            hidden, written = carry[0], [tensor[0] for tensor in outputs]
+        return hidden, tree_unflatten(written, block.written) if written else {}
 
 
 @contextlib.contextmanager
 def unrolled(model: torch.nn.Module) -> Iterator[None]:
-    """Lets the layers of a model run one after the other, without a loop, while it is open.
-
-    Generation needs it: each layer has keys and values of its own. The slices of the stacks may be copied.
-    """
+    """Runs layers one after the other while it is open, for generation; slices of the stacks may be copied."""
     stacks = [part for part in model.modules() if isinstance(part, ScannedLayers)]
     for part in stacks:
         part.unrolled = True
@@ -194,18 +143,46 @@ def _draw(device: torch.device) -> torch.Tensor:
 
 
 class _Block:
-    """The bodies of the forward and backward loops: functions of a carry (states or gradient, constants) and slices."""
+    """The bodies of the forward and backward loops: functions of a carry (states or gradient, constants) and slices.
 
-    def __init__(self, layers: torch.nn.ModuleList, calls: list[Call], constants: Tensors, keeps: bool) -> None:
-        places = {id(tensor): place for place, tensor in enumerate(constants)}
-        self.layers, self.calls, self.keeps = layers, calls, keeps
+    Args:
+        run: its layers.
+        calls: the arguments of each of its layers, of all turns.
+        shared: what earlier layers left in the mapping.
+
+    Attributes:
+        named: for each layer of the block, its stacks: weights by name, and its own arguments by place in its call.
+        constants: the other tensors that the layers get.
+        summed: the places of the constants that need a gradient, which is a sum over the layers.
+    """
+
+    def __init__(self, run: Run, calls: list[Call], shared: Mapping[Any, Any]) -> None:
+        self.layers, self.keeps, self.turns, self.calls = run.layers, run.keeps, run.turns, calls[: run.period]
         self.kept: list[int] = []  # number of results that each layer saves, known after a forward pass
-        self.places = [[places[id(tensor)] for tensor in call.tensors] for call in calls]
-        self.names = [list(tensors_of(layer)) for layer in layers]
-        self.trained = [[n for n, tensor in tensors_of(layer).items() if tensor.requires_grad] for layer in layers]
+        self.written: Any = None  # structure of what the layers leave in the mapping, likewise
+        self.writes = 0  # number of tensors in it
+        self.named: list[dict[Any, torch.Tensor]] = [tensors_of(layer) for layer in run.layers]
+        for offset, first in enumerate(self.calls):
+            turns = calls[offset :: run.period]
+            assert all(call.key() == first.key() for call in turns), "layers of one run are called alike"
+            for place in range(len(first.tensors)):
+                each = [call.tensors[place] for call in turns]
+                if any(tensor is not each[0] for tensor in each):
+                    self.named[offset][place] = torch.stack([_as_number(tensor) for tensor in each])
+        left, self.shared_spec = tree_flatten(dict(shared))
+        common = [tensor for call, named in zip(self.calls, self.named, strict=True)
+                  for place, tensor in enumerate(call.tensors) if place not in named]  # fmt: skip
+        constants = list({id(tensor): tensor for tensor in (*common, *left)}.values())
+        places = {id(tensor): place for place, tensor in enumerate(constants)}
+        self.places = [[places.get(id(tensor), -1) for tensor in call.tensors] for call in self.calls]
+        self.shared = [places[id(tensor)] for tensor in left]
+        self.constants = [_as_number(tensor) for tensor in constants]
+        self.summed = [place for place, tensor in enumerate(constants) if tensor.requires_grad]
+        self.names = [list(named) for named in self.named]
+        self.trained = [[name for name, tensor in named.items() if tensor.requires_grad] for named in self.named]
         self.seeds = [[name for name, part in layer.named_modules() if isinstance(part, SeededDropout)]
-                      for layer in layers]  # fmt: skip
-        self.cast = [_cast_once(layer) for layer in layers]
+                      for layer in run.layers]  # fmt: skip
+        self.cast = [_cast_once(layer) for layer in run.layers]
 
     def loop(
         self, body: Body, carry: Tensors, inputs: Sequence[torch.Tensor], kept: Sequence[torch.Tensor] | None = None
@@ -216,7 +193,7 @@ class _Block:
         In their own turn no earlier product would hide their collectives.
         """
         reverse, kept, turns = kept is not None, list(kept or ()), inputs[0].shape[0]
-        slices = {name: tensor[0] for name, tensor in zip(self.names[0], inputs, strict=False)}
+        slices = {name: tensor[0] for name, tensor in self.named[0].items() if isinstance(name, str)}
         groups = partition.gathered_early(slices) if inputs[0].device.type == "xla" and turns > 1 else []
         if not groups:
             return scan(body, carry, [*kept, *inputs], reverse=reverse)
@@ -264,40 +241,56 @@ class _Block:
             yield found
 
     def forward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-        """Returns the hidden states after the block; outputs those before each layer, and the saved results."""
-        hidden, before, kept = carry[0], [], []
+        """Returns the states after the block; outputs those before each layer, the saved results, and what is left."""
+        hidden, *constants = carry
+        before, kept = [], []
+        left: dict[Any, Any] = {}
         for index, tensors in enumerate(self._by_layer(slices)):
             before.append(hidden)
             with activation_checkpointing.recording(self.keeps) as found:
-                hidden = self._layer(index, hidden, carry[1:], tensors)
+                hidden, written = self._layer(index, hidden, constants, tensors)
+            left |= written
             kept.append(found)
         self.kept = [len(found) for found in kept]
-        return [hidden, *carry[1:]], [*before, *(tensor for found in kept for tensor in found)]
+        leaves, self.written = tree_flatten(left)
+        self.writes = len(leaves)
+        return [hidden, *constants], [*before, *(tensor for found in kept for tensor in found), *leaves]
+
+    def forward_alone(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+        """As `forward`, without the outputs that only a backward pass needs."""
+        carry, outputs = self.forward(carry, slices)
+        return carry, outputs[len(outputs) - self.writes :]
 
     def backward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-        """Returns the gradient before the block; outputs those of the trained tensors.
+        """Returns the gradient before the block, and sums for the constants; outputs the gradients of the slices.
 
         It recomputes each layer after the backward pass of the next layer has ended. Otherwise XLA might recompute all
-        layers of the block at once.
+        layers of the block at once, and take the recomputation of a run of one turn for its forward pass.
         """
-        gradient, count, rest = carry[0], len(self.layers), iter(slices)
+        gradient, constants, sums = carry[0], carry[1 : 1 + len(self.constants)], carry[1 + len(self.constants) :]
+        count, rest = len(self.layers), iter(slices)
         before, gradients = [next(rest) for _ in self.layers], [[]] * count  # type: ignore[var-annotated]  # lists of tensors
         kept = [[next(rest) for _ in range(number)] for number in self.kept]
-        done: Tensors = []
+        upstream = [next(rest) for _ in range(self.writes)]
+        done = [gradient] if self.turns == 1 else []
         for index, tensors in reversed(list(enumerate(self._by_layer(list(rest))))):
-            given, *results = after(done, [before[index], *kept[index]])
+            first, *results = after(done, [before[index], *kept[index]])
             with torch.enable_grad(), activation_checkpointing.replaying(results, self.keeps):
-                hidden = given.detach().requires_grad_()
+                hidden = first.detach().requires_grad_()
                 trained = {name: self._leaf(index, name, tensors[name]) for name in self.trained[index]}
-                output = self._layer(index, hidden, carry[1:], {**tensors, **trained})
+                shared = {place: constants[place].detach().requires_grad_() for place in self.summed}
+                given = [shared.get(place, constant) for place, constant in enumerate(constants)]
+                output, written = self._layer(index, hidden, given, {**tensors, **trained})
                 gradient, *found = torch.autograd.grad(
-                    output, [hidden, *trained.values()], gradient, allow_unused=True, materialize_grads=True
-                )
-            gradients[index] = found
+                    [output, *tree_flatten(written)[0]], [hidden, *trained.values(), *shared.values()],
+                    [gradient, *upstream], allow_unused=True, materialize_grads=True,
+                )  # fmt: skip
+            gradients[index] = found[: len(trained)]
+            sums = [total + part for total, part in zip(sums, found[len(trained) :], strict=True)]
             done = [gradient, *found]
-        return [gradient, *carry[1:]], [part for found in gradients for part in found]
+        return [gradient, *constants, *sums], [part for found in gradients for part in found]
 
-    def _leaf(self, index: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _leaf(self, index: int, name: str | int, tensor: torch.Tensor) -> torch.Tensor:
         """Makes a leaf of a trained tensor.
 
         With autocast the gradient of an adapter is computed in bf16. The loop stacks it in bf16, in half the memory,
@@ -308,7 +301,7 @@ class _Block:
             tensor = tensor.to(torch.get_autocast_dtype(kind))
         return tensor.detach().requires_grad_()
 
-    def _by_layer(self, slices: Tensors) -> list[dict[str, torch.Tensor]]:
+    def _by_layer(self, slices: Tensors) -> list[dict[str | int, torch.Tensor]]:
         """Returns the slices by layer and name; the last slice, if there is one more, seeds all dropouts."""
         rest = iter(slices)
         found = [{name: next(rest) for name in names} for names in self.names]
@@ -318,22 +311,35 @@ class _Block:
         return found
 
     def _layer(
-        self, index: int, hidden: torch.Tensor, constants: Tensors, tensors: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        given = [constants[place] for place in self.places[index]]
-        given = [tensor.bool() if own.dtype == torch.bool else tensor  # a carry has no booleans
-                 for tensor, own in zip(given, self.calls[index].tensors, strict=True)]  # fmt: skip
+        self, index: int, hidden: torch.Tensor, constants: Tensors, given: dict[str | int, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Returns the states after a layer, and what it left in the mapping."""
+        call, places = self.calls[index], self.places[index]
+        arguments = [given[place] if place in given else constants[common] for place, common in enumerate(places)]
+        arguments = [tensor.bool() if own.dtype == torch.bool else tensor
+                     for tensor, own in zip(arguments, call.tensors, strict=True)]  # fmt: skip
+        mapping = None if call.mapping is None else type(call.mapping)()
+        if mapping is not None:
+            mapping.update(tree_unflatten([constants[place] for place in self.shared], self.shared_spec))
+        before = dict(mapping or {})
         kind = hidden.device.type
         product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        tensors, hidden = partition.gather_layer(tensors, product), partition.by_rows(hidden)
-        args, kwargs = self.calls[index].with_tensors(given)
-        with activation_checkpointing.refusing_writes([*args, *kwargs.values()]):
-            output = torch.func.functional_call(self.layers[index], tensors, (hidden, *args), kwargs, tie_weights=False)
+        weights = {name: tensor for name, tensor in given.items() if isinstance(name, str)}
+        weights, hidden = partition.gather_layer(weights, product), partition.by_rows(hidden)
+        args, kwargs = call.arguments(arguments, mapping)
+        output = torch.func.functional_call(self.layers[index], weights, (hidden, *args), kwargs, tie_weights=False)
         if not isinstance(output, torch.Tensor):
             raise CannotScanError("its layers return more than the hidden states")
         if output.dtype != hidden.dtype or output.shape != hidden.shape:
             raise CannotScanError(f"a layer turns {hidden.dtype} into {output.dtype}")
-        return partition.by_rows(output)
+        written = {key: value for key, value in (mapping or {}).items() if value is not before.get(key)}
+        assert not written or self.turns == 1, "a layer that writes into a mapping is no turn of a loop"
+        return partition.by_rows(output), written
+
+
+def _as_number(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns booleans, which the carry of a loop cannot have, as bytes."""
+    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def _cast_once(layer: torch.nn.Module) -> set[str]:
@@ -352,73 +358,62 @@ class _Scanned(torch.autograd.Function):
     """Loops over the blocks of a run, saves the outputs of `_Block.forward`, and loops backward."""
 
     @staticmethod
-    def forward(ctx: Any, block: _Block, constants: int, hidden: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.block, ctx.constants, ctx.autocast = block, constants, autocast_now(hidden.device.type)
-        ctx.given = len(tensors)
-        carry, kept = block.loop(block.forward, [hidden, *tensors[:constants]], list(tensors[constants:]))
-        ctx.save_for_backward(*tensors, *kept)
+    def forward(ctx: Any, block: _Block, hidden: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = len(block.constants)
+        ctx.block, ctx.given, ctx.autocast = block, len(tensors), autocast_now(hidden.device.type)
+        carry, outputs = block.loop(block.forward, [hidden, *tensors[:count]], list(tensors[count:]))
+        end = len(outputs) - block.writes
+        ctx.save_for_backward(*tensors, *outputs[:end])
         ctx.trained = [tensor.requires_grad for tensor in tensors]
-        return carry[0]
+        return carry[0], *(tensor[0] for tensor in outputs[end:])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        constants, inputs, kept = saved[: ctx.constants], saved[ctx.constants : ctx.given], saved[ctx.given :]
+    def backward(ctx: Any, upstream: torch.Tensor, *left: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        block, saved = ctx.block, ctx.saved_tensors
+        count = len(block.constants)
+        constants, inputs, kept = saved[:count], saved[count : ctx.given], saved[ctx.given :]
+        sums = [torch.zeros_like(constants[place], dtype=torch.float32) for place in block.summed]
         with torch.autocast(**ctx.autocast):
-            carry, found = ctx.block.loop(ctx.block.backward, [upstream, *constants], inputs, kept)
-        gradients = iter(found)
+            carry, found = block.loop(
+                block.backward, [upstream, *constants, *sums], inputs, [*kept, *(tensor[None] for tensor in left)]
+            )
+        gradients = iter([*carry[1 + count :], *found])
         turned = (
             next(gradients).to(own.dtype) if own_is_trained else None
             for own, own_is_trained in zip(saved, ctx.trained, strict=False)
         )
-        return (None, None, carry[0], *turned)
+        return (None, carry[0], *turned)
 
 
-FAMILIES = tuple(name for name, family in architecture.FAMILIES.items() if family.scans)
-"""model_type of the families for which tests compare the loop with unrolled layers."""
-
-
-def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> str | None:
-    """Makes a decoder run its layers as loops, depending on `optim.scan_layers`; "auto" does on TPU and on a mesh.
+def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> ScannedLayers | None:
+    """Makes a decoder run its layers as loops, on XLA and wherever states between layers are kept.
 
     Args:
         decoder: see `stack`.
-        optim: scan_layers, remat and mlp_tile.
+        optim: scan_layers, remat and mlp_tile. scan_layers=off takes no layers for equal; on asks for loops anywhere.
+            A loop recomputes something, so remat=none is outputs.
         device_type: of the run.
 
     Returns:
-        None if the layers are loops now; else the reason, "" if a loop was not requested.
+        The new list of layers; None if the layers stay as they are.
 
     Raises:
-        ValueError: optim.scan_layers=on, or there is a mesh, and the layers cannot run as a loop.
+        ValueError: the layers cannot run as a loop.
     """
-    keeps = optim.remat == "outputs"  # on XLA only in a loop
-    loops = device_type == "tpu" or (keeps and device_type == "xla-cpu")
-    # On a mesh the loop shards the weights of each layer; and states are kept between loops.
-    wanted = "on" if active_mesh().size > 1 or hasattr(decoder, "kept_after") else optim.scan_layers
-    if wanted == "off" or (wanted == "auto" and not loops):
-        return ""
-    if wanted == "auto":
-        if optim.remat == "none":
-            return f"optim.remat={optim.remat} keeps what a loop would compute again"
-        if (family := decoder.config.model_type) not in FAMILIES:
-            return f"{family} is not among {', '.join(FAMILIES)}; optim.scan_layers=on tries it"
+    if device_type not in ("tpu", "xla-cpu") and optim.scan_layers != "on" and not hasattr(decoder, "kept_after"):
+        return None
+    keeps = optim.remat != "full"
     try:
-        stack(decoder, None if keeps else optim.mlp_tile, keeps)
+        return stack(decoder, None if keeps else optim.mlp_tile, keeps, optim.scan_layers == "off")
     except CannotScanError as error:
-        if wanted == "auto":
-            return str(error)
-        asked, fix = ("optim.scan_layers=on", "set it to off")
-        if active_mesh().size > 1:
-            asked, fix = ("launch.mesh needs layers that run as a loop", "remove launch.mesh")
-        elif hasattr(decoder, "kept_after"):
-            asked, fix = ("distill.layers needs layers that run as a loop", "remove distill.layers")
-        raise ValueError(f"{asked}, but {type(decoder).__name__} cannot: {error}; {fix}") from error
-    return None
+        raise ValueError(
+            f"{type(decoder).__name__} cannot run its layers as a loop, as XLA does: {error}; train it with "
+            "launch.device_type=cuda or cpu"
+        ) from error
 
 
-def stack(decoder: Any, tile: int | None = None, keeps: bool = False) -> ScannedLayers:
+def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: bool = False) -> ScannedLayers:
     """Makes a decoder run its layers as loops, in place, and stacks their weights on the host.
 
     Args:
@@ -426,81 +421,34 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False) -> Scanned
             the meta device.
         tile: tokens of a tile of an MLP; None for all tokens.
         keeps: save the results of products and attention (optim.remat=outputs).
+        apart: take no layers for equal: all are runs of one turn.
 
     Returns:
-        The new `decoder.layers`.
+        The new list of layers.
 
     Raises:
         CannotScanError: its layers cannot run as a loop; the decoder is unchanged.
     """
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList):
-        raise CannotScanError(f"{type(decoder).__name__} has no list of layers")
+    name, layers = layers_of(decoder)
     numbers = [id(tensor) for layer in layers for tensor in layer.parameters()]
     if len(set(numbers)) < len(numbers):
         raise CannotScanError("its layers share weights")
-    calls = _calls(decoder, len(layers))
     cuts = getattr(decoder, "kept_after", ())  # a run ends there, so that its states can be kept
     parts = [sum(cut <= place for cut in cuts) for place in range(len(layers))]
-    keys = [(part, _signature(one), call.key()) for part, one, call in zip(parts, layers, calls, strict=True)]
+    equal, numbered = equal_layers(decoder, name, layers, range(len(layers)) if apart else parts)
     runs, start = [], 0
-    for period, turns in architecture.spans(keys):
+    for period, turns in architecture.spans(equal):
         ends = range(start, start + period * turns, period)
         runs.append(_run([list(layers[end : end + period]) for end in ends], keeps))
         start += period * turns
-    scanned = ScannedLayers(runs, cuts).train(decoder.training)
+    scanned = ScannedLayers(runs, cuts, numbered).train(decoder.training)
     if tile is not None:
         for layer in (layer for run in runs for layer in run.layers):
             mlp = getattr(layer, "mlp", None)
             if mlp is not None and type(mlp).__name__.endswith("MLP"):
                 chunk_mlp(mlp, tile)
-    decoder.layers = scanned
+    setattr(decoder, name, scanned)
     return scanned
-
-
-def _calls(decoder: Any, count: int) -> list[Call]:
-    """Records the arguments with which the decoder calls each layer, on a row of two tokens."""
-    layers, config = decoder.layers, decoder.config
-    decoder._modules["layers"] = probe = _Probe(count)
-    ones = torch.ones(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
-    try:
-        with torch.no_grad():
-            masks = attention.inputs(config._attn_implementation, ones)
-            decoder(input_ids=ones, position_ids=ones, use_cache=False, **masks)
-    finally:
-        decoder._modules["layers"] = layers
-    if len(probe.calls) != count:
-        raise CannotScanError("its decoder does not go through its layers one by one")
-    return probe.calls
-
-
-class _Probe(ScannedLayers):
-    """Placeholders for layers that only record their calls."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__([])
-        self.count = count
-        self.calls: list[Call] = []
-
-    def _run(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
-        self.calls += calls
-        return hidden
-
-
-def _signature(layer: torch.nn.Module) -> Any:
-    """Returns a key that is equal for layers that differ only in the values of their weights."""
-    modules = [
-        (name, type(part), {key: value for key, value in vars(part).items() if key != "layer_idx" and _plain(value)})
-        for name, part in layer.named_modules()
-    ]
-    tensors = {n: (t.shape, t.dtype, t.device, t.requires_grad) for n, t in tensors_of(layer).items()}
-    return modules, tensors
-
-
-def _plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(_plain(part) for pair in value.items() for part in pair)
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _run(blocks: list[list[torch.nn.Module]], keeps: bool) -> Run:
@@ -549,7 +497,18 @@ def _stack_into(layer: torch.nn.Module, others: list[torch.nn.Module]) -> None:
         setattr(modules[0], leaf, stacked)
 
 
-# --------------------------------------------------------------------------------------------- names of the parameters
+def keep_after(decoder: Any, layer: int) -> None:
+    """Makes `kept_states` return the states after a layer (from 1 on); call it before the layers become loops."""
+    decoder.kept_after = sorted({*getattr(decoder, "kept_after", ()), layer})
+
+
+def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """Takes the states, (B, S, H), that the last forward pass kept after layers (`keep_after`), by layer."""
+    layers = layers_of(decoder)[1]
+    found: dict[int, torch.Tensor] = getattr(layers, "kept", {})
+    if found:
+        layers.kept = {}
+    return found
 
 
 def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:

@@ -169,10 +169,9 @@ def group_bytes(group: Sequence[tuple[int, ...]]) -> int:
     return padded((sum(map(math.prod, group)),), 4)
 
 
-def rematerialized(config: TrainConfig, shape: Shape) -> str:
-    """`optim.remat` as it works on a TPU, where unrolled layers cannot keep "outputs" (`step.prepare_model`)."""
-    loops = config.optim.scan_layers != "auto" or shape.known.scans  # "off" stands for other devices (`seen_on`)
-    return "full" if config.optim.remat == "outputs" and not loops else config.optim.remat
+def rematerialized(config: TrainConfig) -> str:
+    """`optim.remat` as it works: a loop keeps outputs at most. scan_layers=off stands for other devices (`seen_on`)."""
+    return "outputs" if config.optim.remat == "none" and config.optim.scan_layers != "off" else config.optim.remat
 
 
 @dataclass(frozen=True)
@@ -208,9 +207,9 @@ class PeakActivationModel:
         self.stream = 4 if self.whole else self.compute
         self.at_hand = WHOLE_STATES if self.whole else STATES
         self.trained = trained_count(shape, config.lora)
-        optim, attention, remat = config.optim, config.model.attention, rematerialized(config, shape)
+        optim, attention, remat = config.optim, config.model.attention, rematerialized(config)
         self.again, self.keeps = remat != "none", remat == "outputs"
-        self.scanned = self.again and (optim.scan_layers == "on" or (optim.scan_layers == "auto" and shape.known.scans))
+        self.scanned = self.again and optim.scan_layers != "off"
         self.kernel = "splash" if attention == "auto" else attention
         self.on_chip = (chip.vector_memory_bytes if chip else None) or VECTOR_MEMORY
         if self.kernel == "sdpa":

@@ -136,7 +136,7 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
     compute = 4 if config.model.base_dtype == "fp32" else 2
     weights = sum(linear.inputs * linear.outputs for linear in shape.linears)
-    remat, attention = rematerialized(config, shape), config.model.attention
+    remat, attention = rematerialized(config), config.model.attention
     again = 1 if remat == "full" else 0
     last = shape.linears[-1].inputs * shape.linears[-1].outputs
     linear = weights * (2 + again + (0 if lora.r else 1))

@@ -56,9 +56,9 @@ def placed(
     asked, text = f"launch.mesh={launch.mesh or 'null'}", f"{peak / GIB:.2f} of {where.limit / GIB:.2f} GiB"
     if peak <= limit and where.hosts == 1:
         return config, where, f"{asked}: a replica on each of the {devices} devices, which takes {text}"
-    if where.hosts > 1 and not can_shard(config, shape):
+    if where.hosts > 1 and not can_shard(config):
         raise ValueError(f"{where.name}: several hosts are trained by a mesh, and this run cannot be sharded")
-    if not can_shard(config, shape):
+    if not can_shard(config):
         return config, where, f"{asked}: replicas, which take {text}; this run cannot be sharded over a mesh"
     found = list(_meshes(config, shape, where, rows))
     chosen, on, least, step = next((one for one in found if one[2] <= limit), found[-1])
@@ -131,7 +131,7 @@ def largest_models(where: TargetSlice) -> list[dict[str, object]]:
             config = load_config(None, {**values, "mesh": str(mesh)} if on.mesh else values)
             limit = on.limit * (1 - reserve(config))
             group = config.model.quant_group
-            if not shape.known.scans or (dtype == "int4" and any(one.inputs // 2 % group for one in shape.linears)):
+            if dtype == "int4" and any(one.inputs // 2 % group for one in shape.linears):
                 continue
 
             def peak(rows: int, config: TrainConfig = config, shape: Shape = shape) -> int:

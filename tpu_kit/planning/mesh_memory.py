@@ -114,7 +114,7 @@ class MeshActivationModel(PeakActivationModel):
 
     def __init__(self, config: TrainConfig, shape: Shape, mesh: Mesh, chip: Chip | None = None) -> None:
         optim = replace(
-            config.optim, scan_layers="on", remat="full" if config.optim.remat == "none" else config.optim.remat
+            config.optim, scan_layers="on", remat="outputs" if config.optim.remat == "none" else config.optim.remat
         )
         super().__init__(replace(config, optim=optim), per_device(shape, mesh), mesh.batch_shards, chip)
         self.mesh, self.tensors = mesh, model_tensors(shape, config)

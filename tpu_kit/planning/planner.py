@@ -343,16 +343,13 @@ def _batches(
 
 def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Rows) -> list[Setting]:
     found = []
-    remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs", "none")
-    if config.optim.scan_layers == "off" or not shape.known.scans:
-        remats = ("full", "none")  # on a TPU only a loop keeps outputs
+    remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs")
     if where.mesh is not None:
         remats = ("full",)
     if "optim.remat" in config.sources:
         remats = (config.optim.remat,)
     for remat in remats:
-        scan = "auto" if remat == "none" and config.optim.scan_layers == "on" else config.optim.scan_layers
-        base = replace(config, optim=replace(config.optim, remat=remat, scan_layers=scan))
+        base = replace(config, optim=replace(config.optim, remat=remat))
         most = partial(_most, base, shape, where)
         for rows, whole in _batches(base, where.replicas, known, most):
             if rows * config.data.max_length >= MOST_TOKENS:

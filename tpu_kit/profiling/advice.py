@@ -87,7 +87,7 @@ def _slow_parts(p: StepTimes) -> Iterator[Advice]:
     fixed = " optim.global_batch_size=null" if "optim.global_batch_size" in p.config.sources else ""
     more_rows = f"optim.batch_size={2 * batch.batch_size}{fixed} or more, if it fits"
     on_xla = not p.recordings or p.recordings[0].device_type in ("tpu", "xla-cpu")
-    unrolled = on_xla and optim.scan_layers == "off" and optim.remat != "none"
+    unrolled = on_xla and optim.scan_layers == "off"
     cores = "give this host more free processor cores: batches are made by one thread of each replica"
     passes = f"optim.gradient_accumulation={2 * batch.gradient_accumulation}{fixed}"
     for bucket, least, change in (

@@ -19,6 +19,7 @@ from tpu_kit.data.prepare import Prepared, read_prepared, write_prepared
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.layer_calls import layers_of
 from tpu_kit.models.layer_scan import scan_layers
 from tpu_kit.models.loading import load_base, load_frozen, load_tokenizer
 from tpu_kit.recipes.sft import TrainResult, train
@@ -49,11 +50,13 @@ def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
         ValueError: the model has not more layers; or as `load_base`.
     """
     base = load_base(model, torch.bfloat16)
-    decoder, count = base.get_decoder(), len(base.get_decoder().layers)
+    decoder = base.get_decoder()
+    name, whole = layers_of(decoder)
+    count = len(whole)
     if not 1 <= layers < count:
         raise ValueError(f"layers={layers}: model.name={model.name} has {count}; choose from 1 to {count - 1}")
     kept = [round(place * (count - 1) / max(1, layers - 1)) for place in range(layers)]
-    decoder.layers = torch.nn.ModuleList([decoder.layers[place] for place in kept])
+    setattr(decoder, name, torch.nn.ModuleList([whole[place] for place in kept]))
     text = base.config.get_text_config()
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from tpu_kit.config.loader import DistillConfig, ModelConfig, TrainConfig
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.layer_scan import keep_after, kept_states
 from tpu_kit.models.loading import load_tokenizer, read_config
 from tpu_kit.training.loss import IGNORE, Likelihood, chunked, head_outputs, rows_in_chunks, shift_labels
 from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
@@ -51,7 +52,7 @@ class DistillationObjective(Objective):
         for pair in self._distill.pairs:
             projected.append(_name(pair))
             for one, layer in zip((model, teacher), pair, strict=True):
-                models.keep_after(one, layer)
+                keep_after(models.base_model(one).get_decoder(), layer)
         if projected and sizes[0] != sizes[1]:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._config.optim.seed)
@@ -99,7 +100,7 @@ class DistillationObjective(Objective):
     def _compared(self, model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the states to compare, (B, S, H) each, by name; after a forward pass of the model."""
         place = 0 if hasattr(model, "teacher") else 1
-        kept = models.kept_states(model)
+        kept = kept_states(models.base_model(model).get_decoder())
         found = {_name(pair): kept[pair[place]] for pair in self._distill.pairs}
         if "embeddings" in self._weights:
             found["embeddings"] = models.base_model(model).get_input_embeddings()(batch["input_ids"])

@@ -18,6 +18,7 @@ from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.architecture import ALONE
+from tpu_kit.models.layer_calls import layers_of
 from tpu_kit.models.layer_scan import scan_layers
 from tpu_kit.training.objectives import Objective, Sums
 from tpu_kit.training.optimizer import is_matrix, wide
@@ -60,17 +61,16 @@ def prepare_model(
     """
     if saved:
         restore(model, saved)
-    unrolled = models.prepare_layers(model, config, rt.device_type)
-    if unrolled and rt.rank == 0:
-        print(f"layers           unrolled: {unrolled}", flush=True)
-    if active_mesh().size > 1 and config.optim.remat == "none":
-        print("layers           recomputed: on a mesh optim.remat=none is optim.remat=full", flush=True)
+    scanned = models.prepare_layers(model, config, rt.device_type)
+    if scanned is not None and rt.rank == 0:
+        note = "; there optim.remat=none is outputs" if config.optim.remat == "none" else ""
+        print(f"layers           {scanned}{note}", flush=True)
     if (teacher := getattr(model, "teacher", None)) is not None:
         models.use_attention(teacher, config.model.attention, rt.device_type)
         scan_layers(teacher.get_decoder(), replace(config.optim, remat="full"), rt.device_type)
     models.to_device(model, rt.local_device)
-    if rt.device_type == "cuda" and config.launch.torch_compile and unrolled is not None:
-        for layer in model.get_decoder().layers:  # type: ignore[operator]  # they are alike, so it compiles once
+    if rt.device_type == "cuda" and config.launch.torch_compile and scanned is None:
+        for layer in layers_of(model.get_decoder())[1]:  # type: ignore[operator]  # they are alike, so it compiles once
             layer.compile(dynamic=False)
     return TrainState(model, rt.local_device, config.optim, saved, extra_sums)
 

@@ -1,0 +1,232 @@
+"""Finds out which layers of a decoder are equal: from the layers themselves, and from the arguments of their calls.
+
+The decoder runs once on a row of two tokens with placeholders in its list of layers, which record the calls. Two layers
+can be turns of one loop if their modules, settings and tensors differ in values alone, and if their calls get the same
+tensors, or each tensors of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tpu_kit.models import attention
+from tpu_kit.models.activation_checkpointing import SeededDropout
+from tpu_kit.xla.scan import Tensors
+
+_TENSOR, _MAPPING = object(), object()  # in place of such arguments
+
+
+class CannotScanError(ValueError):
+    """The layers of a model cannot run as a loop; the text says why."""
+
+
+def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns parameters and buffers by name, without the seeds of dropout."""
+    seeds = {f"{name}.seed" for name, part in layer.named_modules() if isinstance(part, SeededDropout)}
+    found: dict[str, torch.Tensor] = dict(layer.named_parameters())
+    return found | {name: tensor for name, tensor in layer.named_buffers() if name not in seeds}
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments with which a decoder calls a layer, without the hidden states.
+
+    Attributes:
+        tensors: the tensors among them.
+        others: the other arguments, with marks in place of tensors and of the mapping.
+        spec: their structure.
+        mapping: in which layers leave tensors for later layers; None if there is none.
+    """
+
+    tensors: Tensors
+    others: tuple[Any, ...]
+    spec: Any
+    mapping: MutableMapping[Any, Any] | None
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Separates tensors and the mapping from other arguments."""
+        leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_shared)
+        mappings = {id(leaf): leaf for leaf in leaves if _is_shared(leaf)}
+        if len(mappings) > 1:
+            raise CannotScanError("its layers share several mappings")
+        others = (
+            _TENSOR if isinstance(leaf, torch.Tensor) else _MAPPING if id(leaf) in mappings else leaf for leaf in leaves
+        )
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return cls(tensors, tuple(others), spec, next(iter(mappings.values()), None))
+
+    def key(self) -> Any:
+        """Returns a key that is equal for calls that differ only in the values of tensors."""
+        return [(tensor.shape, tensor.dtype) for tensor in self.tensors], self.others, self.spec
+
+    def arguments(self, tensors: Tensors, mapping: MutableMapping[Any, Any] | None) -> Any:
+        """Returns (args, kwargs) with other tensors and another mapping."""
+        rest = iter(tensors)
+        leaves = [next(rest) if one is _TENSOR else mapping if one is _MAPPING else one for one in self.others]
+        return tree_unflatten(leaves, self.spec)
+
+
+def _is_shared(argument: object) -> bool:
+    """Returns whether layers may write into an argument: a mapping of a class of its own, or an empty dictionary."""
+    return isinstance(argument, MutableMapping) and not (type(argument) is dict and argument)
+
+
+def _is_whole(hidden: torch.Tensor, before: torch.Tensor) -> bool:
+    """Returns whether hidden states are those that the layer before returned, or a view of all of them.
+
+    Tensors on XLA do not tell their storage; there the call of `_probe` has been checked.
+    """
+    if hidden.shape != before.shape or hidden is before or hidden.device.type == "xla":
+        return hidden.shape == before.shape
+    return hidden.untyped_storage()._cdata == before.untyped_storage()._cdata
+
+
+class Placeholders(torch.nn.Module):
+    """A list of layers that gives a decoder functions in place of the layers, and records their calls."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: slice) -> list[Callable[..., torch.Tensor]]:
+        assert isinstance(index, slice) and range(self.count)[index] == range(self.count), (
+            f"layers {index} of {self.count}: they run all or none"
+        )
+        return list(self)
+
+    def __iter__(self) -> Iterator[Callable[..., torch.Tensor]]:
+        calls: list[Call] = []
+        results: list[torch.Tensor] = []
+
+        def visit(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if results and not _is_whole(hidden, results[-1]):
+                raise CannotScanError("its decoder changes the hidden states between two layers")
+            calls.append(Call.of(args, kwargs))
+            results[:] = [self._visit(hidden, calls)]
+            return results[0]
+
+        return iter([visit] * self.count)
+
+    def _visit(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
+        """Returns what the layer of the last call returns to the decoder."""
+        raise NotImplementedError
+
+
+class _Probe(Placeholders):
+    """Records the call of each layer, and whether the layer writes into a mapping, for which it runs the layer."""
+
+    def __init__(self, layers: torch.nn.ModuleList) -> None:
+        super().__init__(len(layers))
+        self.given = list(layers)
+        self.calls: list[Call] = []
+        self.writers: set[int] = set()
+
+    def _visit(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
+        self.calls, call = calls, calls[-1]
+        if call.mapping is None:
+            return hidden
+        before = dict(call.mapping)
+        args, kwargs = call.arguments(call.tensors, call.mapping)
+        output: torch.Tensor = self.given[len(calls) - 1](hidden, *args, **kwargs)
+        if any(value is not before.get(key) for key, value in call.mapping.items()):
+            self.writers.add(len(calls) - 1)
+        return output
+
+
+def layers_of(decoder: torch.nn.Module) -> tuple[str, Any]:
+    """Returns name and value of a decoder's list of layers, which most of its modules are in.
+
+    Raises:
+        CannotScanError: it has none.
+    """
+    lists = {name: part for name, part in decoder.named_children()
+             if isinstance(part, (torch.nn.ModuleList, Placeholders)) and len(part)}  # fmt: skip
+    if not lists:
+        raise CannotScanError(f"{type(decoder).__name__} has no list of layers")
+    return max(lists.items(), key=lambda item: sum(1 for _ in item[1].modules()))
+
+
+def _probe(decoder: Any, name: str, layers: torch.nn.ModuleList) -> _Probe:
+    """Calls the decoder on a row of two tokens, with attention that every device computes."""
+    config, own = decoder.config, decoder.config._attn_implementation
+    decoder._modules[name] = probe = _Probe(layers)
+    config._attn_implementation = attention.SDPA
+    ones = torch.ones(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
+    try:
+        with torch.no_grad():
+            decoder(input_ids=ones, position_ids=ones, use_cache=False, **attention.inputs(attention.SDPA, ones))
+    finally:
+        decoder._modules[name], config._attn_implementation = layers, own
+    if len(probe.calls) != len(layers):
+        raise CannotScanError("its decoder does not go through its layers one by one")
+    return probe
+
+
+def equal_layers(
+    decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Sequence[int]
+) -> tuple[list[int], set[tuple[str, str]]]:
+    """Finds the layers that can be turns of one loop.
+
+    A tensor that several layers get must be the same in all turns. A layer that writes into a mapping is equal to none.
+
+    Args:
+        decoder: see `layer_scan.stack`.
+        name: of its list of layers.
+        layers: the list.
+        parts: a number for each layer; layers of different parts are different.
+
+    Returns:
+        A number for each layer, the same for equal layers; and the settings, (module, attribute), of a layer that hold
+        its place in the list, in which equal layers differ.
+
+    Raises:
+        CannotScanError: no layer can be a turn of a loop.
+    """
+    probe, numbered = _probe(decoder, name, layers), _numbered(layers)
+    uses = Counter(number for call in probe.calls for number in {id(tensor) for tensor in call.tensors})
+    known: list[Any] = []
+    found = []
+    for place, (layer, call) in enumerate(zip(layers, probe.calls, strict=True)):
+        settings = {key: value for key, value in _settings(layer).items() if key not in numbered}
+        modules = [(path, type(part)) for path, part in layer.named_modules()]
+        tensors = {n: (t.shape, t.dtype, t.device, t.requires_grad) for n, t in tensors_of(layer).items()}
+        common = [id(tensor) if uses[id(tensor)] > 1 else None for tensor in call.tensors]
+        writer = place if place in probe.writers else None
+        key = (parts[place], writer, modules, settings, tensors, call.key(), common)
+        if key not in known:
+            known.append(key)
+        found.append(known.index(key))
+    return found, numbered
+
+
+def _settings(layer: torch.nn.Module) -> dict[tuple[str, str], Any]:
+    """Returns the plain attributes of a layer's modules by (module, attribute)."""
+    return {
+        (name, key): value for name, part in layer.named_modules() for key, value in vars(part).items() if _plain(value)
+    }
+
+
+def _numbered(layers: torch.nn.ModuleList) -> set[tuple[str, str]]:
+    """Returns the settings that hold the layer's place, by any name; of two layers a switch may look the same."""
+    every = [_settings(layer) for layer in layers]
+    names = {key for settings in every for key, value in settings.items() if type(value) is int}
+    return {
+        key for key in names if all(settings.get(key, place) == place for place, settings in enumerate(every))
+        and (len(every) > 2 or key[1] == "layer_idx")
+    }  # fmt: skip
+
+
+def _plain(value: object) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return all(map(_plain, [*value, *value.values()] if isinstance(value, dict) else value))
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
