@@ -351,7 +351,7 @@ def test_a_pick_that_is_too_large_is_found_out(tmp_path: Path, monkeypatch: pyte
 
     def recorded(config: TrainConfig, *_: Any, **__: Any) -> Compiled:
         asked.append(config.optim.batch_size)
-        total = TOO_LARGE.get(asked[-1], config.optim.batch_size * 8_000_000)  # type: ignore[operator,arg-type]
+        total = TOO_LARGE.get(asked[-1], config.optim.batch_size * 8_000_000)  # type: ignore[operator,arg-type]  # a number here
         return compiled(total, argument_bytes=2**25)
 
     promise_too_much(monkeypatch)

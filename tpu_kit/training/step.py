@@ -70,7 +70,7 @@ def prepare_model(
         scan_layers(teacher.get_decoder(), replace(config.optim, remat="full"), rt.device_type)
     models.to_device(model, rt.local_device)
     if rt.device_type == "cuda" and config.launch.torch_compile and scanned is None:
-        for layer in layers_of(model.get_decoder())[1]:  # type: ignore[operator]  # they are alike, so it compiles once
+        for layer in layers_of(model.get_decoder())[1]:  # type: ignore[operator]  # alike, so it compiles once; mypy takes get_decoder for a tensor
             layer.compile(dynamic=False)
     return TrainState(model, rt.local_device, config.optim, saved, extra_sums)
 
