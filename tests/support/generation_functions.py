@@ -126,6 +126,15 @@ def tokens(replies: list[Any]) -> list[list[int]]:
     return [list(reply.tokens) for reply in replies]
 
 
+def different_samples(mine: list[Any], theirs: list[Any]) -> int:
+    """How many sampled replies differ.
+
+    Sums of another order round probabilities otherwise. Now and then a random number then falls on the next token, and
+    the reply differs from there on. An error changes most replies.
+    """
+    return sum(a != b for a, b in zip(tokens(mine), tokens(theirs), strict=True))
+
+
 # ------------------------------------------------------------------------------------------ on XLA:CPU, in a child
 
 
@@ -168,7 +177,7 @@ def greedy(rt: Runtime) -> dict[str, Any]:
     drawn = Sampling(max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.3)
     mine = generator(make("llama")).generate(MIXED[:3], drawn, n=3)
     theirs = generator(make("llama"), rt).generate(MIXED[:3], drawn, n=3)
-    found["samples"] = tokens(mine) == tokens(theirs)
+    found["samples"] = different_samples(mine, theirs) <= 1
     scored = [generator(make("gemma2"), device).score(MIXED[:4], prompts_of(3, 1, 6, 2)) for device in (None, rt)]
     found["scores"] = max(abs(a[0] - b[0]) for a, b in zip(*scored, strict=True))
     return found
@@ -221,7 +230,8 @@ def sharded(rt: Runtime) -> dict[str, Any]:
     mine, theirs = generator(copy.deepcopy(model)), generator(model, rt)
     for name, sampling, n in (("greedy", Sampling(max_new_tokens=NEW), 1), ("samples", drawn, 2)):
         before = rt.counters()
-        found[name] = tokens(mine.generate(MIXED, sampling, n)) == tokens(theirs.generate(MIXED, sampling, n))
+        replies = mine.generate(MIXED, sampling, n), theirs.generate(MIXED, sampling, n)
+        found[name] = different_samples(*replies) <= (name == "samples")
         after = rt.counters()
         found[f"{name} counts"] = {kind: after[kind] - before.get(kind, 0) for kind in after}
     scored = [one.score(MIXED[:4], prompts_of(3, 1, 6, 2)) for one in (mine, theirs)]
