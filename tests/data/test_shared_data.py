@@ -1,17 +1,12 @@
-"""Data that one process of a host prepares and the others read."""
+"""Data that the launching process prepares and the replicas map."""
 
 from __future__ import annotations
 
 import datetime
 import functools
 import json
-import multiprocessing
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +18,11 @@ from tests.support.object_store import free_port
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import DataConfig, load_config
-from tpu_kit.data.prepare import Prepared, prepare, prepare_once, read_prepared, write_prepared
+from tpu_kit.data.prepare import on_disk, prepare, read_prepared
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.meeting import Meeting
+from tpu_kit.recipes.sft import prepare_run
 
 
 @pytest.fixture(autouse=True)
@@ -36,80 +32,43 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def left_over(cache: Path) -> list[Path]:
+    return list((cache / "tpu_kit").glob("prepared-*"))
+
+
 @pytest.mark.parametrize("eval_rows", [0, 5])
-def test_what_is_read_is_what_was_prepared(tmp_path: Path, eval_rows: int) -> None:
+def test_what_is_read_is_what_was_prepared(cache: Path, eval_rows: int) -> None:
     rows = [{"question": f"{i}?", "answer": i, "day": datetime.date(2024, 1, 1 + i % 9)} for i in range(40)]
     config = DataConfig(max_length=64, eval_rows=eval_rows, on_bad_row="skip")
     data = Dataset.from_list([*rows, {"question": "", "answer": 1, "day": None}])
-    made = prepare(config, tiny_tokenizer(), dataset=data)
-    write_prepared(made, tmp_path / "prepared")
-    write_prepared(made, tmp_path / "prepared")  # in the place of an earlier one
-    found = read_prepared(tmp_path / "prepared", tiny_tokenizer(None), config)
-    assert [path.name for path in tmp_path.glob("prepared*")] == ["prepared"]
-    assert found.fingerprint == made.fingerprint and found.train.fingerprint() == made.train.fingerprint()
-    assert (found.report, found.eval_report, found.eval_prompts) == (made.report, made.eval_report, made.eval_prompts)
-    assert found.encoder.layout == made.encoder.layout and found.example(3) == made.example(3)
-    assert found.eval_rows == [row | {"day": str(row["day"])} for row in made.eval_rows]
-    assert found.eval_prompt_ids == made.eval_prompt_ids
-    assert [part.tolist() for part in found.questions] == [part.tolist() for part in made.questions]
-    assert [len(part) for part in made.questions] == [40 - eval_rows, eval_rows]
+    expected = prepare(config, tiny_tokenizer(), dataset=data)
+    with on_disk(expected) as folder, on_disk(expected) as other:  # as two hosts do that share the cache
+        result = read_prepared(folder)
+        assert folder != other and len(left_over(cache)) == 2
+    assert left_over(cache) == []
+    assert result.fingerprint == expected.fingerprint and result.train.fingerprint() == expected.train.fingerprint()
+    for name in ("report", "eval_report", "eval_rows", "eval_prompts", "eval_prompt_ids"):
+        assert getattr(result, name) == getattr(expected, name)
+    assert result.example(3) == expected.example(3)
+    assert [part.tolist() for part in result.questions] == [part.tolist() for part in expected.questions]
+    assert [len(part) for part in result.questions] == [40 - eval_rows, eval_rows]
     row = {"question": "q", "answer": "a"}
-    assert found.encoder.examples(row) == made.encoder.examples(row)
-    for one, other in ((found.train, made.train), (found.eval, made.eval)):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert not one.documents.input_ids.flags.writeable and len(one) == len(other)
-            batches = [data_set.tensors(np.r_[np.arange(len(other)), -1]) for data_set in (one, other)]
+    assert result.encoder.layout == expected.encoder.layout
+    assert result.encoder.examples(row) == expected.encoder.examples(row)
+    assert result.encoder.tokenizer.chat_template == expected.encoder.tokenizer.chat_template
+    assert (result.eval is None) == (eval_rows == 0)
+    for mapped, whole in ((result.train, expected.train), (result.eval, expected.eval)):
+        if mapped is not None and whole is not None:
+            assert not mapped.documents.input_ids.flags.writeable and len(mapped) == len(whole)
+            batches = [packed.tensors(np.r_[np.arange(len(whole)), -1]) for packed in (mapped, whole)]
             assert all((batches[0][name] == batches[1][name]).all() for name in batches[1])
-            assert one.source_rows(0) == other.source_rows(0) and one.fill() == other.fill()
-
-
-@dataclass
-class Replica:
-    """The runtime of a replica."""
-
-    local_rank: int
-    barrier: Callable[[], Any]
-
-
-def test_the_first_replica_of_a_host_prepares_and_all_read_the_same(cache: Path) -> None:
-    config = DataConfig(max_length=64, eval_rows=2)
-    rows = Dataset.from_list([{"question": f"{i}?", "answer": i} for i in range(9)])
-    barrier, prepared_by, tokenizers = threading.Barrier(2), [], [tiny_tokenizer(), tiny_tokenizer(None)]
-
-    def replica(rank: int) -> Prepared:
-        def make() -> Prepared:
-            prepared_by.append(rank)
-            return prepare(config, tokenizers[rank], dataset=rows)
-
-        return prepare_once(config, cast(Any, Replica(rank, barrier.wait)), tokenizers[rank], make)
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(replica, (0, 1))
-    assert prepared_by == [0] and tokenizers[1].chat_template == tokenizers[0].chat_template
-    assert first.fingerprint == second.fingerprint and first.report == second.report
-    assert first.eval_prompts == second.eval_prompts and not second.train.documents.input_ids.flags.writeable
-    assert list((cache / "tpu_kit" / "prepared").iterdir()) == []  # nothing is left on the disk
-
-
-def test_hosts_may_share_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second host prepares, reads and removes its data before the first host reads its own."""
-    config, tokenizer = DataConfig(max_length=64, eval_rows=0), tiny_tokenizer()
-
-    def prepared(host: str, then: Callable[[], Any]) -> Prepared:
-        rows = Dataset.from_list([{"question": f"{i}?", "answer": host} for i in range(9)])
-        monkeypatch.setattr(multiprocessing.current_process(), "authkey", host.encode(), raising=False)
-        make, barriers = functools.partial(prepare, config, tokenizer, dataset=rows), iter([then, lambda: None])
-        return prepare_once(config, cast(Any, Replica(0, lambda: next(barriers)())), tokenizer, make)
-
-    others: list[Prepared] = []
-    first = prepared("one", lambda: others.append(prepared("two", lambda: None)))
-    assert len(first.train) and others[0].fingerprint != first.fingerprint
-    assert list((cache / "tpu_kit" / "prepared").iterdir()) == []  # nothing is left on the disk
+            assert mapped.source_rows(0) == whole.source_rows(0) and mapped.fill() == whole.fill()
 
 
 @pytest.mark.slow
-def test_one_process_of_each_host_tokenises_and_all_have_the_same(tmp_path: Path, cache: Path) -> None:
+def test_hosts_that_share_the_cache_prepare_once_each_and_all_replicas_have_the_same(
+    tmp_path: Path, cache: Path
+) -> None:
     """Two hosts share the folder of the run and the cache."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in cot_rows("train", 40)))
     config = load_config(
@@ -121,12 +80,12 @@ def test_one_process_of_each_host_tokenises_and_all_have_the_same(tmp_path: Path
 
     def part(meeting: Meeting) -> None:
         meeting.agree({})
-        launch(training_functions.prepared_data, config, meeting=meeting)
+        with on_disk(prepare_run(config)) as data:
+            launch(functools.partial(training_functions.prepared_data, data=data), config, meeting=meeting)
 
     address = f"127.0.0.1:{free_port()}"
     assert together([Hosts(index, ("a", "b"), address) for index in (0, 1)], part, part) == [None, None]
     read = [(tmp_path / "run" / f"rank-{rank}.json").read_text() for rank in range(4)]
     notes: list[dict[str, Any]] = list(map(json.loads, read))
-    assert [note.pop("calls") for note in notes] == [[0], [], [2], []]
     assert all(note == notes[0] for note in notes) and notes[0]["mapped"] and len(notes[0]["eval"]) == 4
-    assert list((cache / "tpu_kit" / "prepared").iterdir()) == []  # nothing is left on the disk
+    assert left_over(cache) == []

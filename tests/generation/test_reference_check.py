@@ -329,15 +329,14 @@ def _documents(copy: Any) -> tuple[float, float]:
     """Largest differences of logits and of the embedding's gradient between packed documents and each alone."""
     copy.set_attn_implementation("eager")
     weight = copy.get_input_embeddings().weight
-    documents = [torch.randint(3, 128, (length,)) for length in (9, 17, 11)]
+    documents = [torch.randint(3, 128, (length,)) for length in (17, 9, 11)]  # the order in which packing fills a row
     logits = [copy(input_ids=ids[None], use_cache=False).logits[0] for ids in documents]
     loss = sum(torch.nn.functional.cross_entropy(one[:-1], ids[1:], reduction="sum")
                for one, ids in zip(logits, documents, strict=True))  # fmt: skip
     (expected,) = torch.autograd.grad(loss, weight)
     adapted = causal_lm.adapt(copy, LoraConfig(r=0), "fp32").eval()
-    flat = Documents(torch.cat(documents).numpy(), np.ones(37, dtype=bool), np.array([9, 17, 11]), np.arange(3))
-    rows = vars(flat) | {"order": np.arange(3), "row_ends": np.array([3])}
-    batch = PackedDataset.from_arrays(rows, 37, 0).tensors(np.arange(1))
+    flat = Documents(torch.cat(documents).numpy(), np.ones(37, dtype=bool), np.array([17, 9, 11]), np.arange(3))
+    batch = PackedDataset(flat, 37).tensors(np.arange(1))
     ours = causal_lm.logits(adapted, batch)
     labels = shift_labels(batch["input_ids"], batch["segment_ids"])
     total = torch.nn.functional.cross_entropy(ours.transpose(1, 2), labels, ignore_index=-100, reduction="sum")

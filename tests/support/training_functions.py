@@ -191,30 +191,19 @@ def resumed(config: TrainConfig) -> None:
     sft.fine_tune(again)
 
 
-def prepared_data(config: TrainConfig) -> None:
-    """Prepares the data as `sft.fine_tune` does; each rank notes what it tokenised and what it got."""
+def prepared_data(config: TrainConfig, data: Path) -> None:
+    """Loads the data as `sft.fine_tune` does; each rank notes what it got, and that it maps the arrays."""
     rt = runtime.current()
-    calls: list[int] = []
-    prepare = sft.prepare
-
-    def counted(*given: Any, **named: Any) -> Any:
-        calls.append(rt.rank)
-        return prepare(*given, **named)
-
-    sft.prepare = counted
-    made, _, tokenizer = sft._load(config, rt)
-    tensors = made.train.tensors(np.arange(len(made.train)))
+    sft.prepare_run = None  # a replica that prepares fails
+    prepared, _ = sft._load(config, data, rt)
+    tensors = prepared.train.tensors(np.arange(len(prepared.train)))
     digest = hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
     note = {
-        "calls": calls, "hash": digest, "fingerprint": made.fingerprint, "eval": made.eval_prompts,
-        "mapped": not made.train.documents.input_ids.flags.writeable, "template": tokenizer.chat_template,
-        "report": str(made.report),
+        "hash": digest, "fingerprint": prepared.fingerprint, "eval": prepared.eval_prompts,
+        "mapped": not prepared.train.documents.input_ids.flags.writeable, "report": str(prepared.report),
     }  # fmt: skip
     (config.output_path / f"rank-{rt.rank}.json").write_text(json.dumps(note))
     rt.barrier()
-
-
-# ------------------------------------------------------------------------------------------------- single questions
 
 
 def late_steps(config: TrainConfig) -> dict[str, dict[str, Any]]:
@@ -365,7 +354,7 @@ def failing(config: TrainConfig) -> None:
     sft.fine_tune(config)
 
 
-def out_of_memory(config: TrainConfig) -> None:
+def out_of_memory(config: TrainConfig, data: Path) -> None:
     """`sft.fine_tune` where the third step of rank 1 raises what a TPU's compiler says when memory runs out."""
     calls = 0
 
@@ -378,7 +367,7 @@ def out_of_memory(config: TrainConfig) -> None:
         step.train_step(*given)
 
     trainer.train_step = failing_step
-    sft.fine_tune(config)
+    sft.fine_tune(config, data)
 
 
 def _poisoned_step(model: torch.nn.Module, state: TrainState, batches: Any, control: torch.Tensor, *rest: Any) -> None:

@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -127,28 +127,14 @@ class PackedDataset:
     """
 
     def __init__(self, documents: Documents, length: int, *, packing: bool = True, pad_id: int = 0) -> None:
-        every = np.arange(len(documents))
-        order, counts = best_fill(documents.lengths, length) if packing else (every, np.ones_like(every))
-        self._set(documents, length, pad_id, order, np.cumsum(counts))
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray], length: int, pad_id: int) -> PackedDataset:
-        """Returns the rows whose `arrays` these are, without packing them again."""
-        rows, documents = cls.__new__(cls), Documents(*(arrays[field.name] for field in fields(Documents)))
-        rows._set(documents, length, pad_id, arrays["order"], arrays["row_ends"])
-        return rows
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the arrays that `from_arrays` takes, by name."""
-        return vars(self.documents) | {"order": self._order, "row_ends": self._row_ends}
-
-    def _set(self, documents: Documents, length: int, pad_id: int, order: np.ndarray, row_ends: np.ndarray) -> None:
         lengths = documents.lengths
-        self.columns: Mapping[str, Callable[[np.ndarray], torch.Tensor]] = {}
         assert len(documents) and lengths.min() > 0 and lengths.max() <= length
+        every = np.arange(len(documents))
+        order, counts = best_fill(lengths, length) if packing else (every, np.ones_like(every))
+        self._order, self._row_ends = order, np.cumsum(counts)
         self.documents, self.length, self.pad_id = documents, length, pad_id
-        self._order, self._row_ends = order, row_ends
         self.row_tokens = np.add.reduceat(lengths[self._order], np.r_[0, self._row_ends[:-1]])
+        self.columns: Mapping[str, Callable[[np.ndarray], torch.Tensor]] = {}
         self._token_starts = np.cumsum(lengths) - lengths
 
     def __len__(self) -> int:

@@ -1,17 +1,17 @@
 """Prepares the data of a run: loads rows, splits off held-out rows, tokenises, checks, packs and reports.
 
-The result of `prepare` depends on its arguments alone, and a checkpoint stores its `fingerprint`. Replicas memory-map
-the arrays that one process of their host writes, so the host holds them once.
+The result of `prepare` depends on its arguments alone, and a checkpoint stores its `fingerprint`. The process that
+launches a run prepares its data; the replicas map the arrays of `on_disk`, so a host holds them once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
-import multiprocessing
-import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+import pickle
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,9 @@ from datasets import config as datasets_config
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts
-from tpu_kit.data.columns import Layout
 from tpu_kit.data.held_out import Questions, choose_questions, held_out_rows
 from tpu_kit.data.sources import EMBEDDED_ROWS, GENERATED, SYNTHETIC, synthetic_rows
 from tpu_kit.data.tokenizing import Tokenized, tokenize
-from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.storage import atomic
-
-_PLAIN = ("eval_rows", "eval_prompts", "eval_prompt_ids", "fingerprint")  # of `Prepared`, as JSON
 
 
 @dataclass(frozen=True)
@@ -303,71 +298,22 @@ def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: int) -> tuple[PackedD
 # ------------------------------------------------------------------------------------------------ for other processes
 
 
-def prepare_once(config: DataConfig, rt: Runtime, tokenizer: Any, make: Callable[[], Prepared]) -> Prepared:
-    """Prepares the data with `make` in one replica of each host, and reads it in all replicas of the host.
+@contextlib.contextmanager
+def on_disk(prepared: Prepared) -> Iterator[Path]:
+    """Yields a temporary folder from which the processes of this host read prepared data with `read_prepared`."""
+    cache = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="prepared-", dir=cache) as name:
+        arrays: list[pickle.PickleBuffer] = []
+        Path(name, "prepared.pickle").write_bytes(pickle.dumps(prepared, protocol=5, buffer_callback=arrays.append))
+        for number, array in enumerate(arrays):
+            Path(name, f"{number:02}.array").write_bytes(array.raw())
+        yield Path(name)
 
-    The tokenizer of each replica gets the chat template of the prepared data.
-    """
-    # A launch's processes on one host have one random key. Hosts and launches may share the cache, but not the folder.
-    name = hashlib.blake2b(multiprocessing.current_process().authkey, digest_size=16).hexdigest()
-    folder = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit" / "prepared" / name
-    if rt.local_rank == 0:
-        write_prepared(make(), folder)
-    rt.barrier()
-    prepared = read_prepared(folder, tokenizer, config)
-    rt.barrier()
-    if rt.local_rank == 0:
-        shutil.rmtree(folder)  # mapped files stay until the replicas end
+
+def read_prepared(folder: Path) -> Prepared:
+    """Returns the data of `on_disk`, with memory-mapped arrays."""
+    files = sorted(folder.glob("*.array"))
+    arrays = [np.memmap(file, mode="r") if file.stat().st_size else b"" for file in files]
+    prepared: Prepared = pickle.loads((folder / "prepared.pickle").read_bytes(), buffers=arrays)
     return prepared
-
-
-def write_prepared(prepared: Prepared, folder: Path) -> None:
-    """Replaces a folder by the result of `prepare` for other processes of this launch."""
-    encoder = prepared.encoder
-    document = {
-        "pad_id": prepared.train.pad_id,
-        **{name: getattr(prepared, name) for name in _PLAIN},
-        "reports": [report and asdict(report) for report in (prepared.report, prepared.eval_report)],
-        "encoder": encoder and {"layout": asdict(encoder.layout), "chat_template": encoder.tokenizer.chat_template},
-    }
-    with atomic.replacing(folder) as part:
-        part.mkdir(parents=True)
-        for split, rows in (("train", prepared.train), ("eval", prepared.eval)):
-            for name, array in (rows.arrays() if rows else {}).items():
-                np.save(part / f"{split}-{name}.npy", array, allow_pickle=False)
-        if prepared.questions:
-            prepared.questions.write(part)
-        # Cells without a form in JSON, such as dates of Parquet, are text in the held-out rows.
-        (part / "prepared.json").write_text(json.dumps(document, default=str))
-
-
-def read_prepared(folder: Path, tokenizer: Any, config: DataConfig) -> Prepared:
-    """Returns the data of `write_prepared`, with memory-mapped arrays."""
-    document = json.loads((folder / "prepared.json").read_text())
-
-    def packed(split: str) -> PackedDataset | None:
-        arrays = {
-            path.stem.removeprefix(f"{split}-"): np.load(path, mmap_mode="r", allow_pickle=False)
-            for path in folder.glob(f"{split}-*.npy")
-        }
-        return PackedDataset.from_arrays(arrays, config.max_length, document["pad_id"]) if arrays else None
-
-    train, encoder = packed("train"), None
-    assert train is not None
-    if encoding := document["encoder"]:
-        tokenizer.chat_template = encoding["chat_template"]
-        encoder = Encoder(tokenizer, Layout(**_with_tuples(encoding["layout"])), config)
-    report, eval_report = (values and _report(values) for values in document["reports"])
-    plain = {name: document[name] for name in _PLAIN}
-    return Prepared(
-        train=train, eval=packed("eval"), report=report, eval_report=eval_report, encoder=encoder,
-        questions=Questions.read(folder), **plain,
-    )  # fmt: skip
-
-
-def _report(values: dict[str, Any]) -> DataReport:
-    return DataReport(**_with_tuples(values) | {"reasoning": ReasoningCounts(*values["reasoning"])})
-
-
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -12,9 +12,11 @@ import re
 import shutil
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
+from tpu_kit.data.prepare import on_disk
 from tpu_kit.distributed.launch import launch
 from tpu_kit.models.architecture import read_shape
 from tpu_kit.planning.compile_check import compile_step
@@ -55,8 +57,9 @@ def _measured(config: TrainConfig, steps: int) -> Profile:
     folder = make_output_folder(config) / "profile"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    _, outlook = check_run(config)
-    launch(record, _short(outlook.config, folder, steps), sharded=True)
+    prepared, outlook = check_run(config)
+    with on_disk(prepared) as data:
+        launch(partial(record, data=data), _short(outlook.config, folder, steps), sharded=True)
     recordings = tuple(Recording(**json.loads(file.read_text())) for file in sorted(folder.glob("recording-*.json")))
     if not recordings or not all(one.steps for one in recordings):
         raise ValueError(

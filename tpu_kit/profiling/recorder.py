@@ -62,15 +62,16 @@ def window(steps: int) -> int:
     return WARM_UP + steps + math.ceil(steps / 4) + AFTER
 
 
-def record(config: TrainConfig) -> None:
+def record(config: TrainConfig, data: Path | None = None) -> None:
     """Runs the loop with a trace; each replica writes recording-RANK.json into its output folder, rank 0 the trace.
 
     Args:
         config: the run, whose updates are those of `window`.
+        data: as in `sft.fine_tune`.
     """
     assert config.optim.max_steps is not None
     steps = (config.optim.max_steps - WARM_UP - AFTER) * 4 // 5
-    with sft.trainer(config) as (loop, agreement, _):
+    with sft.trainer(config, data) as (loop, agreement):
         recorder = _Recorder(loop.rt, config.output_path, steps, lambda: loop.state.report)
         recorder.recording.fill = loop.prepared.train.fill()
         loop.checkpoints, loop.prepared = None, replace(loop.prepared, eval=None)

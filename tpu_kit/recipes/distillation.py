@@ -5,7 +5,6 @@ With `distill.files`, the teacher's top logits are computed first, in a launch o
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
-from tpu_kit.data.prepare import Prepared, read_prepared, write_prepared
+from tpu_kit.data.prepare import Prepared, on_disk, read_prepared
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.models import causal_lm as models
@@ -69,21 +68,19 @@ def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
 
 def _prepare_files(config: TrainConfig, prepared: Prepared) -> None:
     if announce(TeacherFiles.of(config, prepared)):
-        with tempfile.TemporaryDirectory() as folder:
-            write_prepared(prepared, Path(folder) / "data")
-            launch(partial(_compute, str(Path(folder) / "data")), config, sharded=True)
+        with on_disk(prepared) as data:
+            launch(partial(_compute, data), config, sharded=True)
 
 
-def _compute(folder: str, config: TrainConfig) -> None:
+def _compute(data: Path, config: TrainConfig) -> None:
     """Computes files in one replica."""
     rt, model = runtime.current(), config.teacher
     assert model is not None
-    prepared = read_prepared(Path(folder), load_tokenizer(config.model), config.data)
     with _loading:
         teacher = models.freeze(load_frozen(model), model.base_dtype)
     models.use_attention(teacher, config.model.attention, rt.device_type)
     scan_layers(teacher.get_decoder(), replace(config.optim, remat="full"), rt.device_type)
     models.to_device(teacher, rt.local_device)
     rt.sync()
-    compute_files(config, rt, prepared, teacher)
+    compute_files(config, rt, read_prepared(data), teacher)
     rt.barrier()

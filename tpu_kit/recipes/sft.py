@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import os
 import secrets
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from datasets import Dataset, DatasetDict
 from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.data.batching import batch_line, updates
-from tpu_kit.data.prepare import Prepared, prepare, prepare_once
+from tpu_kit.data.prepare import Prepared, on_disk, prepare, read_prepared
 from tpu_kit.data.sources import SYNTHETIC, save_rows, saved_rows_path
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import ONE, Hosts, find_hosts, keep_log
@@ -36,9 +38,8 @@ from tpu_kit.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models.architecture import read_shape
 from tpu_kit.models.base_identity import fingerprint, identify
-from tpu_kit.models.loading import load_frozen
+from tpu_kit.models.loading import load_frozen, read_config
 from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
@@ -188,7 +189,8 @@ def _train(
     if prepare_more is not None:
         prepare_more(config, prepared)
     try:
-        result = launch(fine_tune, config, sharded=True, meeting=meeting)
+        with on_disk(prepared) as data:
+            result = launch(functools.partial(fine_tune, data=data), config, sharded=True, meeting=meeting)
     except (RuntimeError, MemoryError) as error:
         if explained := out_of_memory(error, outlook):
             raise explained from error
@@ -225,76 +227,77 @@ def check_run(config: TrainConfig, exact: bool = False, hosts: Hosts = ONE) -> t
             the model cannot be trained this way.
     """
     check_objective(config)
-    sizes: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # an unknown family: the replicas read the sizes from the model
-        shape = read_shape(config.model)
-        sizes = {"model_positions": shape.positions, "vocab_size": shape.vocabulary}
-    prepared = prepare(config.data, _tokenizer(config), **sizes)
+    prepared = prepare_run(config)
     check_answers(config, prepared)
     outlook = check_before_launch(config, exact, rows=len(prepared.train), hosts=hosts)
     check_training(outlook.config, runtime.detect(config.launch, hosts=hosts).device_type)
     return prepared, outlook
 
 
-def _tokenizer(config: TrainConfig) -> Any:
-    return None if config.data.source == SYNTHETIC else models.load_tokenizer(config.model)
+def prepare_run(config: TrainConfig) -> Prepared:
+    """Prepares the data of a run for the tokenizer, the vocabulary and the positions of its model."""
+    model = read_config(config.model)
+    text = model.get_text_config() if model else None  # loading a model explains why its configuration cannot be read
+    return prepare(
+        config.data,
+        None if config.data.source == SYNTHETIC else models.load_tokenizer(config.model),
+        model_positions=getattr(text, "max_position_embeddings", None),
+        vocab_size=getattr(text, "vocab_size", None),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- in a replica
 
-_shared: list[tuple[Prepared, torch.nn.Module, Any]] = []
+_shared: list[tuple[Prepared, torch.nn.Module]] = []
 _shared_lock = threading.Lock()
 
 
-def _load(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
-    """Loads data, model and tokenizer; once where replicas are threads of one process, which ends with the launch."""
+def _load(config: TrainConfig, data: Path | None, rt: Runtime) -> tuple[Prepared, torch.nn.Module]:
+    """Loads data and model; once where replicas are threads of one process, which ends with the launch."""
     if rt.device_type != "xla-cpu":
-        return _read(config, rt)
+        return _read(config, data)
     with _shared_lock:
         if not _shared:
-            _shared.append(_read(config, rt))
-    prepared, model, tokenizer = _shared[0]
+            _shared.append(_read(config, data))
+    prepared, model = _shared[0]
     # Each thread moves a copy to its device: moving the shared model would take it from the other threads.
-    return prepared, copy.deepcopy(model), tokenizer
+    return prepared, copy.deepcopy(model)
 
 
-def _read(config: TrainConfig, rt: Runtime) -> tuple[Prepared, torch.nn.Module, Any]:
-    tokenizer = _tokenizer(config)
+def _read(config: TrainConfig, data: Path | None) -> tuple[Prepared, torch.nn.Module]:
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
-    if tokenizer is not None:
-        models.check_vocabulary(model, tokenizer)
+    prepared = read_prepared(data) if data else prepare_run(config)
+    if prepared.encoder:
+        models.check_vocabulary(model, prepared.encoder.tokenizer)
     objective_of(config).attach(model, load_frozen)
-    text = models.text_config(model)
-    positions = getattr(text, "max_position_embeddings", None)
-
-    def make() -> Prepared:
-        return prepare(config.data, tokenizer, model_positions=positions, vocab_size=text.vocab_size)
-
-    alone = rt.device_type == "xla-cpu" or rt.world_size == rt.num_hosts
-    return make() if alone else prepare_once(config.data, rt, tokenizer, make), model, tokenizer
+    return prepared, model
 
 
-def fine_tune(config: TrainConfig) -> TrainResult | None:
+def fine_tune(config: TrainConfig, data: Path | None = None) -> TrainResult | None:
     """Trains in one replica; the first replica of each host returns the result.
 
     Its metrics: loss (of the last window) and eval_loss (of the weights in adapter_dir), nats per loss token;
     eval_accuracy with tracking.eval_generate_rows; eval_step, the step of both; train_seconds of all launches, with
     evaluations and checkpoints; skipped_updates; compiles on XLA; and `metrics.peak_memory`.
+
+    Args:
+        config: the run.
+        data: folder with the prepared data (`data.prepare.on_disk`); None prepares them here.
     """
-    with trainer(config) as (loop, agreement, tokenizer):
+    with trainer(config, data) as (loop, agreement):
         status = loop.run(agreement)
         reason = loop.evaluations.reason if status == "stopped" else agreement.reason or ""
-        result = _finish(loop, status, reason, tokenizer) if loop.rt.local_rank == 0 else None
+        result = _finish(loop, status, reason) if loop.rt.local_rank == 0 else None
         if loop.rt.num_hosts > 1:
             loop.rt.barrier()  # a host that ends early could make its engine stop host 0, which saves
         return result
 
 
 @contextlib.contextmanager
-def trainer(config: TrainConfig) -> Iterator[tuple[Trainer, PreemptionGuard, Any]]:
-    """Loads the run in one replica; yields its loop, ready to run, what stops it, and the tokenizer."""
+def trainer(config: TrainConfig, data: Path | None = None) -> Iterator[tuple[Trainer, PreemptionGuard]]:
+    """Loads the run in one replica; yields its loop, ready to run, and what stops it; `data` as in `fine_tune`."""
     rt = runtime.current()
-    prepared, model, tokenizer = _load(config, rt)
+    prepared, model = _load(config, data, rt)
     plan = batch_arithmetic(config, rt.data_size)
     keep = (config.checkpoint.keep, config.checkpoint.keep_every)
     with contextlib.ExitStack() as stack:
@@ -334,7 +337,7 @@ def trainer(config: TrainConfig) -> Iterator[tuple[Trainer, PreemptionGuard, Any
                 print(f"stopped          at step {loop.step} before; nothing is trained: {loop.evaluations.reason}")
             sys.stdout.flush()
         stack.enter_context(loop)
-        yield loop, agreement, tokenizer
+        yield loop, agreement
 
 
 def data_report(prepared: Prepared, plan: BatchPlan, total: int) -> str:
@@ -384,7 +387,7 @@ def _parts(config: TrainConfig, rt: Runtime, checkpoints: CheckpointManager | No
     return HostParts(config.checkpoints_place, rt.rank, rt.num_hosts, int(token), make_room)
 
 
-def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any) -> TrainResult:
+def _finish(loop: Trainer, status: Status, reason: str) -> TrainResult:
     """Waits until the last checkpoint is durable, and saves the adapter of a run that has ended, on rank 0 alone."""
     folder, adapter, metrics, again = loop.config.output_path, "", loop.results(), loop.config.again
     if loop.parts is not None:
@@ -394,8 +397,8 @@ def _finish(loop: Trainer, status: Status, reason: str, tokenizer: Any) -> Train
         return TrainResult(status, reason, loop.step, loop.total, metrics, "", place, str(folder), again)
     loop.checkpoints.wait()
     if status != "preempted":
-        adapter = str(folder / "adapter")
-        models.save_adapter(folder / "adapter", loop.model, loop.weights(), loop.config, tokenizer)
+        adapter, encoder = str(folder / "adapter"), loop.prepared.encoder
+        models.save_adapter(folder / "adapter", loop.model, loop.weights(), loop.config, encoder and encoder.tokenizer)
     metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"}
     metrics |= peak_memory(loop.rt, loop.predicted_bytes)
     complete = loop.checkpoints.complete()
