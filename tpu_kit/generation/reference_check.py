@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tpu_kit.config.loader import LoraConfig, TrainConfig, from_dict
+from tpu_kit.config.loader import TrainConfig, from_dict
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
@@ -45,10 +45,9 @@ _MOST_PARAMETERS = 100_000_000  # of a narrow copy
 _VOCABULARY, _WINDOW = 128, 8
 _DOCUMENTS, _ROW = (21, 16, 13), 37  # tokens; all documents are longer than a window
 _KERNELS = "tpu_kit_segments"
+_NOT_COMPARED = "it cannot be compared with transformers"
 _QUICK_COMPILES = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
-_NO_PART_OF_IT = (
-    "quantization_config", "dtype", "torch_dtype", "architectures", "_name_or_path", "transformers_version"
-)  # fmt: skip
+_NO_SIZES = ("quantization_config", "dtype", "torch_dtype", "architectures", "_name_or_path", "transformers_version")
 _CAPS = {
     r".*token_id.*|(pad|eos|bos)_index": _VOCABULARY - 1,
     r".*vocab_size.*": _VOCABULARY,
@@ -85,8 +84,19 @@ def check_training(config: TrainConfig, device_type: str) -> None:
         return
     models.check_length(model.get_text_config(), config.data.max_length)
     if problem := _training_problem(config, model, device_type):
+        changes = {
+            "Set model.attention=sdpa": {"model": {"attention": "sdpa"}},
+            "Set optim.scan_layers=off": {"optim": {"scan_layers": "off"}},
+            "Set data.packing=false, which puts one document in each row": {"data": {"packing": False}},
+        }
+        advice = f"Otherwise use a model of another family, such as {', '.join(FAMILIES)}"
+        for text, sections in changes.items():
+            changed = replace(config, **{name: replace(getattr(config, name), **new) for name, new in sections.items()})
+            if not _training_problem(changed, model, device_type):
+                advice = text
+                break
         family = f"{model.model_type} (model.name={config.model.name})"
-        raise ValueError(f"{family} cannot be trained this way: {problem}. {_remedy(config, model, device_type)}")
+        raise ValueError(f"{family} cannot be trained this way: {problem}. {advice}")
     if config.tracking.generate_rows or config.tracking.eval_generate_rows:
         check_generation(model, config.model.trust_remote_code)
 
@@ -101,52 +111,34 @@ def check_generation(model: PreTrainedConfig, trust_remote_code: bool = False) -
     Raises:
         ValueError: it does not.
     """
-    if problem := _once(f"{_settings(model)}", lambda: _compare_replies(narrow_model(model, trust_remote_code))):
+    if problem := _once(str(_sizes(model)), lambda: _compare_replies(narrow_model(model, trust_remote_code))):
         raise ValueError(
             f"the kit cannot generate with {model.model_type}: {problem}. Export the model and call generate() of "
             "transformers; to train it set tracking.generate_rows=0 and tracking.eval_generate_rows=0"
         )
 
 
-def _remedy(config: TrainConfig, model: PreTrainedConfig, device_type: str) -> str:
-    """Returns the first settings with which the model can be trained, or other families."""
-    changes: dict[str, dict[str, dict[str, Any]]] = {
-        "model.attention=sdpa": {"model": {"attention": "sdpa"}},
-        "optim.scan_layers=off": {"optim": {"scan_layers": "off"}},
-        "data.packing=false, which puts one document in each row": {"data": {"packing": False}},
-    }
-    if attention.choose(config.model.attention, device_type) == attention.SDPA:
-        del changes["model.attention=sdpa"]
-    for text, sections in changes.items():
-        changed = replace(config, **{name: replace(getattr(config, name), **new) for name, new in sections.items()})
-        if changed != config and not _training_problem(changed, model, device_type):
-            return f"Set {text}"
-    return f"Otherwise use a model of another family, such as {', '.join(FAMILIES)}"
-
-
 def _training_problem(config: TrainConfig, model: PreTrainedConfig, device_type: str) -> str:
-    optim, known = config.optim, model.get_text_config().model_type in FAMILIES
-    way = (config.launch.mesh, optim.remat, optim.scan_layers, config.lora, config.data.packing, config.model.attention)
+    kernel = attention.choose(config.model.attention, device_type)
+    way = (kernel, config.launch.mesh, config.optim.remat, config.optim.scan_layers, config.lora, config.data.packing)
 
     def compute() -> str:
+        on_xla = device_type in ("tpu", "xla-cpu") and model.get_text_config().model_type not in FAMILIES
         problem = _compare_training(config, model, device_type, torch.device("cpu"))
-        return problem if problem or known or device_type not in ("tpu", "xla-cpu") else _on_xla(config, device_type)
+        return _on_xla(config, device_type) if on_xla and not problem else problem
 
-    return _once(f"{device_type} {way} {_settings(model)}", compute)
+    return _once(f"{device_type} {way} {_sizes(model)}", compute)
 
 
 def _once(key: str, compute: Callable[[], str]) -> str:
+    """Returns the problem of a comparison, which is computed once; an error in it is a problem."""
     with _lock:
         if key not in _problems:
             try:
                 _problems[key] = compute()
-            except _NotComparableError as error:
-                _problems[key] = f"it cannot be compared with transformers, {error}"
+            except Exception as error:  # the code of a model may raise anything
+                _problems[key] = _text(error)
         return _problems[key]
-
-
-class _NotComparableError(Exception):
-    """The reason follows "it cannot be compared with transformers, "."""
 
 
 def _text(error: Exception) -> str:
@@ -157,7 +149,11 @@ def _text(error: Exception) -> str:
 
 
 def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Builds the narrow copy of a language model, in fp32 on the CPU; the global random state does not change."""
+    """Builds the narrow copy of a language model, in fp32 on the CPU; the global random state does not change.
+
+    Raises:
+        ValueError: no copy of the model can be built.
+    """
     import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
     from transformers import AutoModelForCausalLM
 
@@ -179,23 +175,21 @@ def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> P
             return _randomize(model.eval())
         except Exception as error:  # for sizes that do not fit together a model's code may raise anything
             failures[f"{type(error).__name__}: {brief(error)}"] = error
-    raise _NotComparableError(f"as no narrow copy of it can be built ({'; '.join(failures)})")
+    raise ValueError(f"{_NOT_COMPARED}, as no narrow copy of it can be built ({'; '.join(failures)})")
 
 
-def _settings(config: PreTrainedConfig) -> dict[str, Any]:
-    return {name: value for name, value in config.to_dict().items() if name not in _NO_PART_OF_IT}
+def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name not in _NO_SIZES}
 
 
 def _divisors(config: PreTrainedConfig) -> list[int]:
-    """Returns up to three divisors of the sizes, the best first: two heads remain, or four in two groups."""
+    """Returns divisors of the sizes, the best first: two heads remain, or four in two groups."""
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
     hidden, heads, pairs = (n if isinstance(n := getattr(config, name, None), int) else 0 for name in names)
-    common = math.gcd(hidden, heads)
+    common, least = math.gcd(hidden, heads), min(heads, 4 if 1 < pairs < heads else 2)
     divisors = [n for n in range(1, common + 1) if common % n == 0 and hidden // n >= 64] or [1]
-    least = min(heads, 4 if 1 < pairs < heads else 2)
     # Grouped products of experts need a hidden size that is a multiple of 16.
-    best = sorted(divisors, key=lambda n: (heads // n >= least, hidden // n % 16 == 0, n), reverse=True)
-    return list(dict.fromkeys([best[0], divisors[-1], *best[1:2]]))
+    return sorted(divisors, key=lambda n: (heads // n >= least, hidden // n % 16 == 0, n), reverse=True)
 
 
 def _narrowed(config: PreTrainedConfig, divisor: int) -> dict[str, Any]:
@@ -207,12 +201,12 @@ def _narrowed(config: PreTrainedConfig, divisor: int) -> dict[str, Any]:
         caps = [most for pattern, most in _CAPS.items() if re.fullmatch(pattern, name)]
         return min([value, *caps]) if caps or not re.fullmatch(_DIVIDED, name) else max(1, value // divisor)
 
-    settings = {name: narrow(name, value) for name, value in copy.deepcopy(_settings(config)).items()}
-    heads, pairs = settings.get("num_attention_heads"), getattr(config, "num_key_value_heads", None)
+    sizes = {name: narrow(name, value) for name, value in copy.deepcopy(_sizes(config)).items()}
+    heads, pairs = sizes.get("num_attention_heads"), getattr(config, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(pairs, int) and pairs > 1:
         most = max(2, pairs // divisor)
-        settings["num_key_value_heads"] = max(n for n in range(1, most + 1) if heads % n == 0)
-    return settings
+        sizes["num_key_value_heads"] = max(n for n in range(1, most + 1) if heads % n == 0)
+    return sizes
 
 
 def _randomize(model: Any) -> Any:
@@ -240,7 +234,7 @@ def _eager(model: Any, ids: torch.Tensor) -> torch.Tensor:
     try:
         logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
     except Exception as error:
-        raise _NotComparableError(f"whose eager attention fails: {_text(error)}") from error
+        raise ValueError(f"{_NOT_COMPARED}, whose eager attention fails: {_text(error)}") from error
     return logits
 
 
@@ -250,23 +244,31 @@ def _eager(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def _compare_training(config: TrainConfig, model: PreTrainedConfig, device_type: str, device: torch.device) -> str:
     """Describes how logits or gradients of a copy on `device` differ from those of transformers; "" if they do not."""
     documents, narrow = _random_ids(*_DOCUMENTS), narrow_model(model, config.model.trust_remote_code)
+    # Large adapters, as of rank 2 with alpha=32, make attention so sharp that rounding alone changes logits by 0.1 %.
+    lora = replace(config.lora, init="default", dropout=0.0, alpha=max(1, math.isqrt(config.lora.r)))
     with warnings.catch_warnings(action="ignore"):
-        adapted = _randomize(models.adapt(narrow, _mild(config.lora), "fp32").train())
+        adapted = _randomize(models.adapt(narrow, lora, "fp32").train())
     reference = copy.deepcopy(adapted).eval()
     stock = models.base_model(reference)
     stock.set_attn_implementation("eager")
-    wanted = _backward(reference, [_eager(stock, ids) for ids in documents])
-    try:
-        result = _trained(adapted, config, device_type, device, documents)
-    except Exception as error:
-        return _text(error)
-    logits = wanted.pop("logits")
-    share = float((result["logits"] - logits).abs().max() / logits.abs().max())
+    expected = _backward(reference, torch.cat([_eager(stock, ids) for ids in documents]))
+    batch = _prepare(adapted, config, device_type, documents)
+    models.to_device(adapted, device)
+    used, state = batch["segment_ids"].flatten().nonzero()[:, 0].to(device), torch.get_rng_state()
+    logits = models.logits(adapted, {name: tensor.to(device) for name, tensor in batch.items()})
+    result = _backward(adapted, logits.flatten(0, 1)[used])
+    if not torch.equal(state, torch.get_rng_state()):
+        return (
+            "its code draws random numbers in training, and a layer that is recomputed would draw others; set the "
+            "dropout in its config.json to 0"
+        )
+    wanted = expected.pop("logits")
+    share = float((result["logits"] - wanted).abs().max() / wanted.abs().max())
     if not share <= _TOLERANCE:
         whose = "transformers' eager attention on each document alone"
         return f"logits differ by {share:.1%} of the largest one from those of {whose}"
-    least = _SMALL * max(float(gradient.norm()) for gradient in wanted.values())
-    shares = {name: float((result[name] - g).norm()) / max(float(g.norm()), least) for name, g in wanted.items()}
+    least = _SMALL * max(float(gradient.norm()) for gradient in expected.values())
+    shares = {name: float((result[name] - g).norm()) / max(float(g.norm()), least) for name, g in expected.items()}
     wrong = {name: share for name, share in shares.items() if not share <= _GRADIENT_TOLERANCE}
     if not wrong:
         return ""
@@ -275,60 +277,39 @@ def _compare_training(config: TrainConfig, model: PreTrainedConfig, device_type:
     return f"{len(wrong)} of {len(shares)} gradients differ from {whose}"
 
 
-def _mild(lora: LoraConfig) -> LoraConfig:
-    """Returns adapters without dropout that change a random model equally little at each rank.
-
-    Large ones, as of rank 2 with alpha=32, make attention so sharp that rounding alone changes logits by 0.1 %.
-    """
-    return replace(lora, init="default", dropout=0.0, alpha=max(1, math.isqrt(lora.r)))
-
-
-def _backward(model: torch.nn.Module, logits: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the logits of all documents and the gradients of their randomly weighted sum by name, on the CPU."""
-    joined, generator = torch.cat(logits), torch.Generator().manual_seed(4)
-    (joined * torch.randn(joined.shape, generator=generator).to(joined.device)).sum().backward()
-    trained = models.trainable_parameters(model)
-    tensors = [joined.detach()]
-    tensors += [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in trained.values()]
-    # XLA compiles a program for each tensor that is read.
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu().split([tensor.numel() for tensor in tensors])
-    first, *rest = (part.view(tensor.shape) for part, tensor in zip(flat, tensors, strict=True))
-    gradients = dict(zip(trained, rest, strict=True))
-    return {"logits": first} | layer_scan.unstacked(layer_scan.stacked_names(model), gradients)
-
-
-def _trained(
-    model: torch.nn.Module, config: TrainConfig, device_type: str, device: torch.device, documents: list[torch.Tensor]
+def _prepare(
+    model: torch.nn.Module, config: TrainConfig, device_type: str, documents: list[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Returns `_backward` of documents in rows, computed as the run computes it."""
+    """Prepares a copy as the run prepares the model, and returns rows of the documents in their order."""
     tokens, lengths = torch.cat(documents).numpy(), np.array([len(ids) for ids in documents])
-    flat = Documents(tokens, tokens > 0, lengths, np.arange(len(lengths)))
-    rows = PackedDataset(flat, _ROW, packing=config.data.packing)
+    rows = PackedDataset(
+        Documents(tokens, tokens > 0, lengths, np.arange(len(lengths))), _ROW, packing=config.data.packing
+    )
     batch = rows.tensors(np.arange(len(rows)))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         models.hidden_states(model, batch)  # refuses dropout of attention
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
-    way = replace(config, model=replace(config.model, attention="sdpa"))
-    models.prepare_layers(model, way, device_type)
+    models.prepare_layers(model, replace(config, model=replace(config.model, attention="sdpa")), device_type)
     if attention.choose(config.model.attention, device_type) != attention.SDPA:
         _register_kernels()
         models.base_model(model).set_attn_implementation(_KERNELS)
-    models.to_device(model, device)
-    state = torch.get_rng_state()
-    logits = models.logits(model, {name: tensor.to(device) for name, tensor in batch.items()})
-    parts: dict[int, torch.Tensor] = {}
-    for row in range(len(rows)):
-        numbers = rows.documents_of(row).tolist()
-        parts |= zip(numbers, logits[row].split([*lengths[numbers], _ROW - rows.row_tokens[row]]), strict=False)
-    result = _backward(model, [parts[number] for number in range(len(documents))])
-    if not torch.equal(state, torch.get_rng_state()):
-        raise ValueError(
-            "its code draws random numbers in training, and a layer that is recomputed would draw others; set the "
-            "dropout in its config.json to 0"
-        )
-    return result
+    return batch
+
+
+def _backward(model: torch.nn.Module, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns logits and the gradients of their randomly weighted sum by name, on the CPU."""
+    generator = torch.Generator().manual_seed(4)
+    (logits * torch.randn(logits.shape, generator=generator).to(logits.device)).sum().backward()
+    trained = models.trainable_parameters(model)
+    tensors = [logits.detach()]
+    tensors += [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in trained.values()]
+    # XLA compiles a program for each tensor that is read.
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu().split([tensor.numel() for tensor in tensors])
+    first, *rest = (part.view(tensor.shape) for part, tensor in zip(flat, tensors, strict=True))
+    gradients = dict(zip(trained, rest, strict=True))
+    return {"logits": first} | layer_scan.unstacked(layer_scan.stacked_names(model), gradients)
 
 
 def _register_kernels() -> None:
@@ -364,7 +345,7 @@ def main() -> None:
     model = read_config(config.model)
     assert model is not None, "the caller has read it"
     with program.recording_operations(folder / "operations"):
-        problem = _compare_training(config, model, request["device_type"], device)
+        problem = _once("", lambda: _compare_training(config, model, request["device_type"], device))
     (folder / "result").write_text(problem)
     os._exit(0)
 
