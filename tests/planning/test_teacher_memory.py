@@ -10,10 +10,10 @@ from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.architecture import read_shape
-from tpu_kit.models.error_correction import ErrorCorrection
 from tpu_kit.planning.compile_check import compile_step
 from tpu_kit.planning.cost import work
 from tpu_kit.planning.memory_estimate import estimate
+from tpu_kit.training.objectives import objective_of
 
 GIB = 2**30
 OBJECTIVES = ("supervised", "error-correction", "error-correction-alone")
@@ -85,8 +85,10 @@ def test_an_error_correction_head(name: str, rows: int, length: int, found: tupl
 
 
 def test_the_count_of_a_heads_parameters() -> None:
-    shape = read_shape(load_config(None, ["model.name=Qwen/Qwen2.5-0.5B-Instruct"]).model)
-    assert shape.correction == sum(one.numel() for one in ErrorCorrection(shape.hidden).parameters())
+    objective = objective_of(load_config(None, ["optim.objective=error-correction"]))
+    width, components, size = 128, 4, 16
+    density = (width + 1) * components * (1 + 2 * size)
+    assert objective.cost(10, 896).params == (896 + 1) * width + density + (width + size) * 896 + 1
 
 
 @pytest.mark.slow

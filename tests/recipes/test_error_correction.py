@@ -19,13 +19,15 @@ from tpu_kit.exporting.export import export
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import generate, load_for_generation
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.models.error_correction import FILES, without_head
+from tpu_kit.models.states_head import file_names, without_head
 from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.recipes import sft
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
 xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 CPU = {"device_type": "cpu", "num_replicas": 1}
+FILES = file_names("error_correction")
+CLASS = {"tpu_kit_head": "tpu_kit.training.error_correction:ErrorCorrection"}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def test_a_run_saves_its_head_and_resumes_bit_for_bit(world: Path, whole: TrainC
     assert sorted(head) == ["gate", "mixture.bias", "mixture.weight", "output.weight", "trunk.bias", "trunk.weight"]
     assert all(torch.equal(value, ended[f"parameters/objective.{name}"]) for name, value in head.items())
     assert abs(float(head["gate"])) > 1e-3
-    settings = {"hidden_size": 32, "width": 128, "components": 4, "size": 16}
+    settings = CLASS | {"hidden_size": 32, "width": 128, "components": 4, "size": 16}
     for folder in ("adapter", "checkpoints/step-00000004"):
         assert json.loads((whole.output_path / folder / FILES[0]).read_text()) == settings
 
@@ -105,7 +107,7 @@ def test_an_evaluation_compares_with_and_without_the_head(answered: TrainConfig,
     head = load_file(closed / "adapter" / FILES[1])
     save_file(head | {"gate": torch.zeros(1)}, closed / "adapter" / FILES[1])
     told = str(evaluate_adapter(answered, closed / "adapter"))
-    assert "\nwithout its error-correction head: " in told
+    assert "\nwithout its head: " in told
     assert "; 0 rows correct only with it, 0 only without; p = 1\n" in told
     found = json.loads((closed / "eval.json").read_text())
     assert found["without_head"]["base"] == found["tuned"]
@@ -131,7 +133,7 @@ def test_replicas_answer_with_the_head(answered: TrainConfig, tmp_path: Path) ->
 @pytest.mark.parametrize("parameter", ["model.name", "distill.teacher"])
 def test_a_model_with_a_head_is_no_base_and_no_teacher(world: Path, tmp_path: Path, parameter: str) -> None:
     model = shutil.copytree(world / "model", tmp_path / "model")
-    (model / FILES[0]).write_text("{}")
+    (model / FILES[0]).write_text(json.dumps(CLASS))
     with pytest.raises(ValueError, match=f"{parameter}=.*/model: its error-correction head is for generate"):
         check_objective(load_config("embedded-cot", {parameter: str(model)}))
     with pytest.raises(ValueError, match=r"the error-correction head in .* cannot be read"):

@@ -8,11 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.support.child_processes import REPOSITORY
 from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.generation.service import load_for_generation
 from tpu_kit.hardware.machine import Machine
+from tpu_kit.models.states_head import without_head
+from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.recipes import sft
 
 OWN = "tests.support.own_objectives"
@@ -85,3 +89,22 @@ def test_parameters_of_a_loss_are_trained_and_resumed_and_not_in_the_adapter(wor
     again = trained(world, tmp_path / "half", f"{OWN}:WithScale", **settings)
     resumed = load_file(again.output_path / "checkpoints/step-00000004/training.safetensors")
     assert all((resumed[name] == value).all() for name, value in ended.items())
+
+
+@pytest.mark.usefixtures("quick_xla")
+def test_a_head_of_a_loss_is_saved_beside_the_adapter_and_generates(world: Path, tmp_path: Path) -> None:
+    name = f"{OWN}:WithShift"
+    config = trained(world, tmp_path, name, device_type="cpu", num_replicas=1, max_steps=4)
+    adapter = config.output_path / "adapter"
+    assert json.loads((adapter / "own_shift.json").read_text()) == {"hidden_size": 32, "tpu_kit_head": f"{OWN}:Shift"}
+    shift = load_file(adapter / "own_shift.safetensors")["shift"]
+    assert float(shift.abs().max()) > 1e-3
+    ids = torch.arange(1, 9)[None]
+    with without_head(adapter) as plain:
+        before = load_for_generation(config.model, plain).get_decoder()(input_ids=ids).last_hidden_state
+    after = load_for_generation(config.model, adapter, objective=name).get_decoder()(input_ids=ids).last_hidden_state
+    torch.testing.assert_close(after, before + shift)
+    with pytest.raises(ValueError, match=re.escape(f"its class is in the module {OWN}, which only optim.objective=")):
+        load_for_generation(config.model, adapter)
+    with pytest.raises(ValueError, match=f"eval_generate_rows would answer without the head of optim.objective={name}"):
+        check_objective(load_config("embedded-cot", {"objective": name, "eval_generate_rows": 2}))

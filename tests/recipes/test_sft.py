@@ -32,7 +32,7 @@ from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.causal_lm import load_tokenizer
 from tpu_kit.planning import oom_recovery, preflight
 from tpu_kit.recipes import sft
-from tpu_kit.training import objective_choice, step, trainer
+from tpu_kit.training import objectives, step, trainer
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.resume import keep_run
 
@@ -300,7 +300,7 @@ def test_a_log_counts_the_time_of_its_own_steps(configure: Configure, monkeypatc
 def test_extra_sums_of_an_objective_are_logged(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = configure("plain")
     sft.train(plain)
-    monkeypatch.setattr(objective_choice, "SupervisedObjective", training_functions.WithExtraSums)
+    monkeypatch.setattr(objectives, "SupervisedObjective", training_functions.WithExtraSums)
     config = configure("extra")
     sft.train(config)
     for record, other in zip(records(config, "train"), records(plain, "train"), strict=True):

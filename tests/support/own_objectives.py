@@ -10,6 +10,7 @@ import torch
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.states_head import StatesHead
 from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
 
 _calls = 0
@@ -113,3 +114,31 @@ class WithScale(Objective):
         found = self._supervised(model, batch)
         scale = model.objective["scale"].sum()
         return Sums(found.loss * scale, found.weight, (scale.detach() * found.weight,))
+
+
+class Shift(StatesHead):
+    """Adds a vector to the last hidden states."""
+
+    name = "own_shift"
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.settings = {"hidden_size": hidden_size}
+        self.shift = torch.nn.Parameter(torch.zeros(hidden_size))
+
+    def correct(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.shift.to(hidden.dtype)
+
+
+class WithShift(Objective):
+    """Trains a head beside the model, by the likelihood of the labels."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._supervised = SupervisedObjective(config.optim)
+
+    def attach(self, model: Any, load: Any) -> None:
+        model.objective = Shift(models.text_config(model).hidden_size)
+
+    def __call__(self, model: Any, batch: Any) -> Sums:
+        states = model.objective.correct(models.hidden_states(model, batch))
+        return self._supervised.of_states(model, states, batch, models.output_embedding(model))

@@ -26,7 +26,7 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import layer_scan
 from tpu_kit.recipes import sft
-from tpu_kit.training import objective_choice, step, trainer
+from tpu_kit.training import objectives, step, trainer
 from tpu_kit.training.objectives import Sums, SupervisedObjective
 from tpu_kit.training.optimizer import OPTIMIZERS
 from tpu_kit.training.state import Report, TrainState, sections
@@ -243,7 +243,7 @@ class WithExtraSums(SupervisedObjective):
 
 def with_extra_sums(config: TrainConfig) -> dict[str, Any]:
     """`watched`, the objective having extra sums."""
-    objective_choice.SupervisedObjective = WithExtraSums  # type: ignore[misc]  # in a process of this launch
+    objectives.SupervisedObjective = WithExtraSums  # type: ignore[misc]  # in a process of this launch
     return watched(config)
 
 

@@ -15,10 +15,12 @@ from tests.support.training_functions import rows
 from tests.training.test_distillation import WIDTH, carries, llama
 from tpu_kit.config.loader import load_config
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models import error_correction as head_files
-from tpu_kit.models.error_correction import FILES, ErrorCorrection
-from tpu_kit.training.error_correction import ErrorCorrectionObjective
+from tpu_kit.models import states_head
+from tpu_kit.models.states_head import file_names
+from tpu_kit.training.error_correction import ErrorCorrection, ErrorCorrectionObjective
 from tpu_kit.training.objectives import SupervisedObjective
+
+FILES = file_names("error_correction")
 
 
 def made(objective: str = "error-correction", **settings: Any) -> tuple[Any, Any, Any]:
@@ -120,14 +122,14 @@ def test_a_model_with_the_head_of_a_folder_returns_corrected_states(tmp_path: Pa
     write(tmp_path, files["error_correction"], documents["error_correction"])
     base, ids = llama(0, 32, 2), rows(2, WIDTH)["input_ids"]
     before = base.model(input_ids=ids).last_hidden_state
-    head_files.attach(base.get_decoder(), tmp_path, 32)
+    states_head.attach(base.get_decoder(), tmp_path, 32, "supervised")
     wanted = model.objective(before)[0]
     assert torch.equal(base.model(input_ids=ids).last_hidden_state, wanted) and not torch.equal(before, wanted)
     torch.testing.assert_close(base(input_ids=ids).logits, base.lm_head(wanted))
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, int]) -> None:
-    (folder / FILES[0]).write_text(json.dumps(settings))
+def write(folder: Path, tensors: dict[str, torch.Tensor], document: dict[str, Any]) -> None:
+    (folder / FILES[0]).write_text(json.dumps(document))
     save_file(tensors, folder / FILES[1])
 
 
@@ -143,7 +145,9 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, in
 )
 def test_a_head_that_does_not_fit_is_refused(tmp_path: Path, damage: str, text: str) -> None:
     head = ErrorCorrection(32)
-    write(tmp_path, head.state_dict(), head.settings | ({"depth": 2} if damage == "settings" else {}))
+    weights = {f"objective.{name}": value for name, value in head.state_dict().items()}
+    tensors, document = head.files(weights)
+    write(tmp_path, tensors, document | ({"depth": 2} if damage == "settings" else {}))
     path = tmp_path / FILES[1]
     if damage == "short":
         path.write_bytes(path.read_bytes()[:-9])
@@ -152,7 +156,7 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path, damage: str, text: 
     if damage == "tensor":
         save_file({name: value for name, value in load_file(path).items() if name != "gate"}, path)
     with pytest.raises(ValueError, match="the error-correction head in ") as error:
-        head_files.attach(torch.nn.Module(), tmp_path, 64 if damage == "model" else 32)
+        states_head.attach(torch.nn.Module(), tmp_path, 64 if damage == "model" else 32, "supervised")
     assert text in str(error.value)
     if damage != "model":
         assert "delete error_correction.json and error_correction.safetensors to use the adapter" in str(error.value)

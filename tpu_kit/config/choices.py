@@ -19,6 +19,13 @@ ROLES: dict[str, tuple[str, ...]] = {
 VERIFIERS = ("auto", "exact", "numeric", "choice", "math", "reasoning_gym")
 """The rules of `evaluation.verifiers`, which also takes regex:PATTERN and module:function."""
 
+OBJECTIVES = {
+    "supervised": "tpu_kit.training.objectives:SupervisedObjective",
+    "error-correction": "tpu_kit.training.error_correction:ErrorCorrectionObjective",
+    "error-correction-alone": "tpu_kit.training.error_correction:ErrorCorrectionObjective",
+}
+"""The classes of `optim.objective`, which also takes module:function and module:class."""
+
 _FUNCTION = re.compile(r"[\w.]+:\w+")
 
 
@@ -35,8 +42,8 @@ def check_verifier(name: str) -> None:
 
 def check_objective(name: str) -> None:
     """Raises ValueError if a text is no objective. It does not import the module of module:function."""
-    if name not in ("supervised", "error-correction", "error-correction-alone") and not _FUNCTION.fullmatch(name):
-        raise ValueError("must be supervised, error-correction, error-correction-alone or module:function")
+    if name not in OBJECTIVES and not _FUNCTION.fullmatch(name):
+        raise ValueError(f"must be {', '.join(OBJECTIVES)} or module:function")
 
 
 def check_roles(columns: Mapping[str, str], fmt: str) -> None:

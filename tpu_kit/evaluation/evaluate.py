@@ -25,8 +25,8 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import GenerationRequest, answer
 from tpu_kit.models.architecture import read_shape
 from tpu_kit.models.base_identity import base_of_adapter
-from tpu_kit.models.error_correction import without_head
 from tpu_kit.models.loading import load_tokenizer
+from tpu_kit.models.states_head import without_head
 from tpu_kit.storage.object_store import ObjectFolder, at_hand, is_url
 
 _BATCH = 32  # rows that a replica answers at a time
@@ -190,7 +190,7 @@ class Comparison:
         seen_in_training: held-out rows left out because the training data have their questions.
         training_data_known: whether the questions of the adapter's run are known. If not, `seen_in_training` is of the
             training data of the configuration.
-        head: the tuned model without its error-correction head, as base, and with it; None without a head.
+        head: the tuned model without the head of its objective, as base, and with it; None if it has none.
     """
 
     base: Evaluation
@@ -226,7 +226,7 @@ class Comparison:
         if self.head:
             without = self.head.base
             lines.append(
-                f"without its error-correction head: {without.accuracy}, perplexity {without.figures()['perplexity']}; "
+                f"without its head: {without.accuracy}, perplexity {without.figures()['perplexity']}; "
                 f"{self.head.gained} rows correct only with it, {self.head.lost} only without; "
                 f"p = {self.head.p_value:.2g}"
             )

@@ -35,11 +35,12 @@ from tpu_kit.generation.service import load_for_generation
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.models.base_identity import base_of_adapter
 from tpu_kit.models.causal_lm import base_model
-from tpu_kit.models.error_correction import FILES, has_head, without_head
 from tpu_kit.models.loading import load_base, load_tokenizer
+from tpu_kit.models.states_head import file_names, find_head, title, without_head
 from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import at_hand, is_url
 from tpu_kit.training.metrics import best_evaluation, read_metrics
+from tpu_kit.training.objectives import objective_of
 
 _MARKER = "export.json"  # a folder that holds it may be replaced
 _SPARE = 64 * MIB  # for the tokenizer, the card and the file system
@@ -119,12 +120,12 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
     target = Path(options.out) if options.out else run / "export" / format
     if target.exists() and not (target / _MARKER).is_file() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"out={target} exists and is no earlier export: give a folder that does not exist yet")
-    corrected = has_head(folder / "adapter")
-    if corrected and (format != "adapter" or config.optim.objective.endswith("-alone")):
+    head = find_head(folder / "adapter")
+    if head and (format != "adapter" or not objective_of(config).trains_model):
         raise ValueError(
-            f"format={format}: {folder / 'adapter'} has an error-correction head, a function of hidden states that is "
-            f"not linear, for which this format has no place. `generate adapter={folder / 'adapter'}` answers with it; "
-            f"to export the rest, delete {' and '.join(FILES)} there"
+            f"format={format}: {folder / 'adapter'} has an {title(head)}, a function of hidden states that is not "
+            f"linear, for which this format has no place. `generate adapter={folder / 'adapter'}` answers with it; to "
+            f"export the rest, delete {' and '.join(file_names(head))} there"
         )
     # The converter is fetched before minutes of loading.
     converter = formats.converter() if format.startswith("gguf") else contextlib.nullcontext()
@@ -140,8 +141,8 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
             kind, checks, notes, use = formats.gguf_adapter(work, tools)
         else:
             kind, checks, notes, use = formats.gguf_model(work, format.removeprefix("gguf-"), tools)
-        if corrected:
-            notes.append("PEFT loads the adapter without the error-correction head, tpu_kit's generate with it")
+        if head:
+            notes.append(f"PEFT loads the adapter without the {title(head)}, tpu_kit's generate with it")
         card = model_card(config, folder, kind, work.base_id, use, [*map(str, checks), *notes])
         (part / "README.md").write_text(card)
         done = {"format": format, "checks": [asdict(check) for check in checks], "notes": notes}

@@ -33,7 +33,7 @@ from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models import error_correction
+from tpu_kit.models import states_head
 from tpu_kit.models.architecture import read_shape
 from tpu_kit.models.base_identity import base_of_adapter
 from tpu_kit.models.loading import brief, load_base, load_frozen, load_tokenizer, read_config
@@ -339,7 +339,8 @@ def load_here(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[t
 def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
     if given := read_config(config.model):  # before the weights are read
         check_generation(given, config.model.trust_remote_code)
-    model = load_for_generation(config.model, adapter, "cuda" if rt.device_type == "cuda" else "cpu")
+    device = "cuda" if rt.device_type == "cuda" else "cpu"
+    model = load_for_generation(config.model, adapter, device, config.optim.objective)
     if rt.device_type == "tpu" and config.model.base_dtype != "fp32":
         model = model.to(torch.bfloat16)  # small models are loaded in fp32, for CPUs
     if rt.device_type == "cpu":
@@ -348,7 +349,10 @@ def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch
 
 
 def load_for_generation(
-    config: ModelConfig, adapter_dir: str | Path | None = None, device: torch.device | str = "cpu"
+    config: ModelConfig,
+    adapter_dir: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    objective: str = "supervised",
 ) -> torch.nn.Module:
     """Loads a new copy of the model, in evaluation mode and with transformers' own attention.
 
@@ -356,8 +360,9 @@ def load_for_generation(
         config: the base model. Its weights are rounded to `base_dtype`, int8 and int4 included, as in training. On the
             CPU models of up to 1e9 parameters then compute in fp32, which is faster there.
         adapter_dir: the result of a run: a PEFT adapter, or a whole model (lora.r = 0), which replaces the base. None
-            for the base model. An error-correction head in it corrects the model's hidden states.
+            for the base model. A head of the run's objective in it corrects the model's hidden states.
         device: the CPU or a CUDA device.
+        objective: `optim.objective` of the run, if it is the user's own; else the folder says it.
 
     Raises:
         ValueError: the model cannot be read, or the adapter is missing, incomplete or of another model.
@@ -372,8 +377,8 @@ def load_for_generation(
     if folder is not None and saved is not None:
         model = _with_adapter(model, folder, *saved, config.name)
     saved_in = folder or Path(config.name)  # a whole model may have a head, too
-    if error_correction.has_head(saved_in):
-        error_correction.attach(models.base_model(model).get_decoder(), saved_in, models.text_config(model).hidden_size)
+    decoder, size = models.base_model(model).get_decoder(), models.text_config(model).hidden_size
+    states_head.attach(decoder, saved_in, size, objective)
     if on_cpu and sum(p.numel() for p in model.parameters()) <= _FP32_UP_TO:
         model = model.float()
     return model.to(device).eval()

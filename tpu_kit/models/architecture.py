@@ -75,8 +75,6 @@ class UnknownFamilyError(ValueError):
 FEW_TILES = 4
 """Tiles of an MLP up to which its backward pass is unrolled: a loop copies the weights that it carries, and with more
 tiles the program would grow."""
-CORRECTION = (128, 4, 16)
-"""Of an error-correction head: its width, its Gaussians, and their dimensions."""
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -211,13 +209,6 @@ class Shape:
     def known(self) -> Family:
         """The family of the model."""
         return FAMILIES[self.family]
-
-    @property
-    def correction(self) -> int:
-        """Number of parameters of an error-correction head."""
-        width, components, size = CORRECTION
-        density = (width + 1) * components * (1 + 2 * size)
-        return (self.hidden + 1) * width + density + (width + size) * self.hidden + 1
 
     @property
     def norm_follows(self) -> bool:

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.models import activation_checkpointing, attention, base_identity, error_correction, partition
+from tpu_kit.models import activation_checkpointing, attention, base_identity, partition
 from tpu_kit.models.architecture import FAMILIES
 from tpu_kit.models.layer_calls import layers_of
 from tpu_kit.models.layer_scan import ScannedLayers, scan_layers, stacked_prefixes
 from tpu_kit.models.loading import load_base, load_frozen
 from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported beside load_model
 from tpu_kit.models.quantization import QuantizedLinear
+from tpu_kit.models.states_head import StatesHead
 from tpu_kit.storage import atomic
 
 if TYPE_CHECKING:
@@ -487,16 +488,13 @@ def base_document(model: torch.nn.Module) -> dict[str, Any]:
 def result_files(
     model: Any, trained: Mapping[str, torch.Tensor], config: TrainConfig
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """Makes the tensors and the JSON documents, by name of the file, of the adapter and of an error-correction head."""
+    """Makes the tensors and the JSON documents, by name of the file, of the adapter and of the objective's head."""
     files, documents = {}, {}
     if hasattr(model, "peft_config"):
         files["adapter_model"] = adapter_tensors(model, trained)
         documents["adapter_config"] = adapter_settings(model, config)
-    if isinstance(head := getattr(model, "objective", None), error_correction.ErrorCorrection):
-        files[error_correction.NAME] = {
-            name: trained[f"objective.{name}"].contiguous() for name, _ in head.named_parameters()
-        }
-        documents[error_correction.NAME] = head.settings
+    if isinstance(head := getattr(model, "objective", None), StatesHead):
+        files[head.name], documents[head.name] = head.files(trained)
     return files, documents
 
 

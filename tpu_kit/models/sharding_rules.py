@@ -29,7 +29,6 @@ _ROWS: Spec = (("model", "fsdp"), None)
 
 RULES: Mapping[str, Spec] = {
     "*.objective.*": (None, None),  # what an objective trains beside the model
-    "*.error_correction.*": (None, None),
     # Adapters: A is (r, I), B is (O, r); the side of the base weight that is sharded over the model axis is theirs too.
     **{f"*.{name}.lora_A.*": (None, "fsdp") for name in COLUMN},
     **{f"*.{name}.lora_B.*": _ROWS for name in COLUMN},

@@ -18,10 +18,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 from tpu_kit.config.loader import LoraConfig, TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import Chip
-from tpu_kit.models.architecture import ALONE, CORRECTION, FEW_TILES, Shape, read_shape
+from tpu_kit.models.architecture import ALONE, FEW_TILES, Shape, read_shape
+
+if TYPE_CHECKING:
+    from tpu_kit.training.objectives import Objective
 
 LANES, ROWS, VECTOR = 128, 8, 1024
 VECTOR_MEMORY = 112 * 2**20
@@ -153,9 +157,13 @@ def teacher_tensors(config: TrainConfig) -> list[tuple[tuple[int, ...], int]]:
     return stored_tensors(shape, replace(config, model=model, lora=LoraConfig()))
 
 
-def corrects(config: TrainConfig) -> bool:
-    """Whether the run trains an error-correction head."""
-    return config.optim.objective.startswith("error-correction")
+def objective_beside(config: TrainConfig) -> Objective | None:
+    """Returns the objective, which says what it adds; None for supervised learning and a teacher's, without torch."""
+    if config.optim.objective == "supervised":
+        return None
+    from tpu_kit.training.objectives import objective_of
+
+    return objective_of(config)
 
 
 def group_bytes(group: Sequence[tuple[int, ...]]) -> int:
@@ -220,6 +228,8 @@ class PeakActivationModel:
         self.tiled = self.tiles > 1
         self.block = max(period for period, _ in shape.runs()) if self.scanned else 1
         self.groups = update_groups(shape, config.lora, scanned=self.scanned)
+        self.objective = objective_beside(config)
+        self.added = self.objective.cost(self.tokens, shape.hidden) if self.objective else None
 
     def reported(self) -> tuple[Moment, float]:
         """The moment of the peak, and the bytes that the compiler reports beyond it."""
@@ -233,8 +243,8 @@ class PeakActivationModel:
     def moments(self) -> Iterator[Moment]:
         """The moments that can be the peak."""
         saved, gradients, head = self.saved(), self.gradients(), self.head_gradient()
-        lasting = {"weight_copies": self.copies(), "rotary": self.rotary(), "gaussians": self.gaussians()}
-        if self.config.optim.objective == "error-correction-alone":
+        lasting = {"weight_copies": self.copies(), "rotary": self.rotary(), "objective_saved": self.objective_saved()}
+        if self.objective and not self.objective.trains_model:
             return (yield from self.forward_moments(lasting))
         lasting["saved_activations"] = saved
         if self.kernel == "sdpa" and self.again:
@@ -268,8 +278,9 @@ class PeakActivationModel:
         """The moments of a model that is not trained: attention's, with its inputs in two layouts, and the loss."""
         attention = self.heads(2, self.shape.heads) + self.heads(2, self.shape.kv_heads) + self.positions(1)
         layer, chunk = self.states(3) + self.slices(), sum(self.loss())
-        yield Moment("forward", {**lasting, "gaussians": 0.0, "layer": layer, "attention": attention}, 0)
-        yield Moment("loss", {**lasting, "gaussians": self.gaussians() / 2, "loss_chunk": chunk}, self.hidden())
+        saved = lasting.pop("objective_saved")
+        yield Moment("forward", {**lasting, "layer": layer, "attention": attention}, 0)
+        yield Moment("loss", {**lasting, "objective_saved": saved / 2, "loss_chunk": chunk}, self.hidden())
 
     def group_bytes(self, group: Sequence[tuple[int, ...]]) -> int:
         """Bytes of the fp32 tensor in which a group is updated."""
@@ -449,9 +460,13 @@ class PeakActivationModel:
         logits = self.in_hbm(padded((chunk, shape.vocabulary), size))
         return logits, float(kept * padded((self.tokens, shape.hidden), size, free=True))
 
-    def gaussians(self) -> float:
-        """What the backward pass of an error-correction head reads of its Gaussians: six of (T, K, D) in fp32."""
-        return corrects(self.config) * 6.0 * padded((self.tokens, *CORRECTION[1:]), 4)
+    def objective_saved(self) -> float:
+        """What the objective saves for the backward pass, beside the likelihood of the labels."""
+        return float(sum(padded(shape, 4) for shape in self.added.saved)) if self.added else 0.0
+
+    def objective_state(self) -> int:
+        """The parameters of the objective, with AdamW's 12 bytes each at most."""
+        return 12 * self.added.params if self.added else 0
 
     def at_mlp(self) -> tuple[float, float]:
         """The recomputed layer during the backward pass of its MLP: (layer, attention).

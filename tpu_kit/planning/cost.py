@@ -23,7 +23,7 @@ from tpu_kit.hardware.chips import (
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import spec_of
-from tpu_kit.planning.activation_memory import corrects, rematerialized, teacher_shape, trained_count
+from tpu_kit.planning.activation_memory import objective_beside, rematerialized, teacher_shape, trained_count
 from tpu_kit.planning.mesh_memory import model_tensors, per_device
 
 MXU_EFFICIENCY = 0.6
@@ -163,12 +163,14 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     if config.teacher is not None and (teacher := teacher_shape(config)) is not None:
         more = _forward(teacher, config.teacher.base_dtype, tokens, length, chunks, seen)
         flops, traffic = flops + more.flops, traffic + more.traffic
-    if config.optim.objective == "error-correction-alone":
+    objective = objective_beside(config)
+    if objective and not objective.trains_model:
         base = _forward(shape, config.model.base_dtype, tokens, length, chunks, seen)
         flops, traffic = base.flops + 2 * tokens * head, base.traffic + chunks * head * compute
-    if corrects(config):  # another loss: logits, and the gradient of its states
-        flops += 4 * tokens * head + 6 * tokens * shape.correction
-        traffic += 2 * chunks * head * compute
+    if objective:
+        added = objective.cost(tokens, shape.hidden)
+        flops += tokens * (2 * added.output_products * head + 6 * added.params)
+        traffic += added.output_products * chunks * head * compute
     update = UPDATE_TRAFFIC * 4.0 * trained_count(shape, lora)
     return Work(passes * flops, passes * traffic + update, 4.0 * trained_count(shape, lora))
 

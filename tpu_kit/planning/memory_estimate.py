@@ -26,7 +26,6 @@ from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import FEW_TILES, Shape, read_shape
 from tpu_kit.planning.activation_memory import (
     PeakActivationModel,
-    corrects,
     group_bytes,
     padded,
     stored_tensors,
@@ -60,7 +59,7 @@ class Memory:
 
     Attributes:
         parts: bytes by name at the peak: base_weights, teacher_weights, adapters, optimizer, ema, batch,
-            error_correction, gaussians, saved_activations, mask, gradients, weight_copies, layer, attention,
+            objective, objective_saved, saved_activations, mask, gradients, weight_copies, layer, attention,
             loss_chunk, teacher, all_reduce, update, heap, code.
         argument_bytes: weights, state and batch.
         temporary_bytes: buffers that live only within the step.
@@ -144,8 +143,8 @@ class _Step:
 
         Base weights as `activation_memory.stored_tensors`; with lora.r=0 they are trained, in fp32. Adapters, moments
         and the average are fp32, in the layout of the groups of parameters (see `optimizer`): AdamW has 8 bytes a
-        parameter, Adafactor a number for each row and column. An error-correction head has AdamW's 12 bytes a parameter
-        at most. A batch is three int64 and one int32 array of (B, S) for each pass.
+        parameter, Adafactor a number for each row and column. A batch is three int64 and one int32 array of
+        (B, S) for each pass.
         """
         if isinstance(self.alive, MeshActivationModel):
             return self.alive.arguments()
@@ -161,7 +160,7 @@ class _Step:
             "base_weights": weights, "teacher_weights": teacher, "adapters": adapters, "optimizer": self._moments(),
             "ema": sum(map(self.alive.group_bytes, self.alive.groups)) if self.config.optim.ema_decay else 0,
             "batch": rows * self.alive.passes,
-            "error_correction": 12 * self.shape.correction * corrects(self.config),
+            "objective": self.alive.objective_state(),
         }  # fmt: skip
 
     def _moments(self) -> int:

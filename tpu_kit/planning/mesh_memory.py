@@ -18,7 +18,6 @@ from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import FIRST, ROW, Placed, Tensor, place, spec_of
 from tpu_kit.planning.activation_memory import (
     PeakActivationModel,
-    corrects,
     padded,
     teacher_shape,
 )
@@ -137,7 +136,7 @@ class MeshActivationModel(PeakActivationModel):
         return {
             "base_weights": sum(padded(part, one.size, free=True) for one, part in every) - adapters,
             "adapters": adapters, "optimizer": moments,
-            "teacher_weights": self._teacher(), "error_correction": 12 * self.shape.correction * corrects(self.config),
+            "teacher_weights": self._teacher(), "objective": self.objective_state(),
             "ema": state if optim.ema_decay else 0, "batch": rows * self.passes,
         }  # fmt: skip
 

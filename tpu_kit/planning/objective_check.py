@@ -22,11 +22,10 @@ from torch.utils._pytree import tree_leaves
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.evaluation.verifiers import imported
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models.error_correction import FILES, has_head
+from tpu_kit.models.states_head import StatesHead, file_names, find_head, title
 from tpu_kit.planning.trace import ROW, empty_model
 from tpu_kit.training.distillation import check_teacher
-from tpu_kit.training.objective_choice import objective_of
-from tpu_kit.training.objectives import Objective, Sums
+from tpu_kit.training.objectives import Objective, Sums, objective_of
 
 _READS = ("meta tensor", "register_meta function", "data-dependent")
 
@@ -36,13 +35,13 @@ def check_objective(config: TrainConfig) -> None:
 
     Raises:
         ValueError: it does not, or the loss reads the device, changes its operations, or does not return `Sums`; or the
-            model or the teacher has an error-correction head.
+            model or the teacher has a head of an objective.
     """
     for parameter, name in (("model.name", config.model.name), ("distill.teacher", config.distill.teacher)):
-        if name is not None and has_head(Path(name)):
+        if name is not None and (head := find_head(Path(name))):
             raise ValueError(
-                f"{parameter}={name}: its error-correction head is for generate and evaluate alone; copy the "
-                f"folder without {' and '.join(FILES)}, and name the copy"
+                f"{parameter}={name}: its {title(head)} is for generate and evaluate alone; copy the folder without "
+                f"{' and '.join(file_names(head))}, and name the copy"
             )
     objective = objective_of(config)
     if config.distill.teacher is not None:
@@ -57,6 +56,8 @@ def _check_own(config: TrainConfig, objective: Objective) -> None:
     with torch.device("meta"):
         model = models.adapt(empty_model(whole), config.lora, "fp32").train()
         objective.attach(model, lambda one: empty_model(replace(whole, model=one)))
+        if config.tracking.eval_generate_rows and isinstance(getattr(model, "objective", None), StatesHead):
+            raise ValueError(f"tracking.eval_generate_rows would answer without the head of {name}; set it to 0")
         rows = config.optim.batch_size if isinstance(config.optim.batch_size, int) else 1
         length = config.data.max_length
         columns = {column: (1, dtype) for column, dtype in ROW.items()} | dict(objective.columns)

@@ -26,7 +26,7 @@ from tpu_kit.models.decode_sharding import heads_spec
 from tpu_kit.models.layer_scan import stacked_prefixes
 from tpu_kit.models.partition import is_tied, spec_of
 from tpu_kit.models.quantization import Scheme, replace_layers
-from tpu_kit.training.objective_choice import objective_of
+from tpu_kit.training.objectives import objective_of
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import prepare_model, train_step
 from tpu_kit.xla import program

@@ -46,7 +46,7 @@ from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted
 from tpu_kit.storage import atomic
 from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir, upload_results
 from tpu_kit.training.metrics import check_tracking, log_result, peak_memory
-from tpu_kit.training.objective_choice import objective_of
+from tpu_kit.training.objectives import objective_of
 from tpu_kit.training.resume import (
     check_resume,
     find_checkpoint,

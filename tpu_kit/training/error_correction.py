@@ -1,9 +1,15 @@
-"""Error correction: the loss of a head on the last hidden states, trained beside the adapters or alone.
+"""Error correction: a head on the last hidden states, trained beside the adapters or alone.
 
-The residual of a token is r = -dL/dh, for the negative log-likelihood L of the label and the last hidden state h: for
-a plain output layer with rows e_v it is e_label - sum_v p_v e_v. It is the target of the next learner in gradient
-boosting (Friedman, 2001, The Annals of Statistics 29(5)), which the head is. Its density is estimated in a fixed random
-projection, scaled by the root mean square of the embeddings; a trained projection would shrink r to raise its density.
+For a last hidden state h with root mean square s, the head computes
+
+    f = silu(A h / s + a),   p(r | h) = sum_k w_k(f) N(r; m_k(f), diag(d_k(f))^2),   h' = h + tanh(g) s U [f, E[r | h]]
+
+p is a mixture-density network (Bishop, 1994, Neural Computing Research Group report NCRG/94/004) of the residual
+r = -dL/dh, for the negative log-likelihood L of the label: for a plain output layer with rows e_v it is
+e_label - sum_v p_v e_v. It is the target of the next learner in gradient boosting (Friedman, 2001, The Annals of
+Statistics 29(5)), which the head is. Its density is estimated in a fixed random projection, scaled by the root mean
+square of the embeddings; a trained projection would shrink r to raise its density. The gate g starts at 0 (as in
+Flamingo, Alayrac et al., arXiv:2204.14198), so that an untrained head changes nothing.
 
 The head reads h without a gradient to the model, so the adapters learn as without a head (only the clipping of
 gradients is common), and an evaluation without the head measures what the head is worth.
@@ -11,17 +17,85 @@ gradients is common), and an evaluation without the head measures what the head 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from tpu_kit.config.loader import ModelConfig, TrainConfig
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models.error_correction import ErrorCorrection
+from tpu_kit.models.states_head import StatesHead
 from tpu_kit.training.loss import IGNORE, shift_labels
-from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
+from tpu_kit.training.objectives import Cost, Objective, Sums, SupervisedObjective
+
+_LEAST = 1e-2  # standard deviation: the density of a residual that is nearly always 0 stays finite
+
+
+class Mixture(NamedTuple):
+    """A mixture of K Gaussians with diagonal covariances in D dimensions, for each token.
+
+    Attributes:
+        log_weights: (..., K) logarithms of the weights, whose sum is 1.
+        means: (..., K, D).
+        deviations: (..., K, D) standard deviations.
+    """
+
+    log_weights: torch.Tensor
+    means: torch.Tensor
+    deviations: torch.Tensor
+
+    def mean(self) -> torch.Tensor:
+        """Returns the expectation, (..., D)."""
+        return (self.log_weights.exp()[..., None] * self.means).sum(-2)
+
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the logarithm of the density at `value`, (..., D): (...) nats."""
+        apart = (value[..., None, :] - self.means) / self.deviations
+        each = -(apart.square() / 2 + self.deviations.log() + math.log(2 * math.pi) / 2).sum(-1)
+        return torch.logsumexp(self.log_weights + each, dim=-1)
+
+
+class ErrorCorrection(StatesHead):
+    """The head; its parameters are fp32, and it computes in fp32.
+
+    Args:
+        hidden_size: H of the model.
+        width: of f.
+        components: K Gaussians.
+        size: D dimensions of the projected residual.
+    """
+
+    name = "error_correction"
+
+    def __init__(self, hidden_size: int, width: int = 128, components: int = 4, size: int = 16) -> None:
+        super().__init__()
+        self.settings = {"hidden_size": hidden_size, "width": width, "components": components, "size": size}
+        self.trunk = torch.nn.Linear(hidden_size, width, dtype=torch.float32)
+        self.mixture = torch.nn.Linear(width, components * (1 + 2 * size), dtype=torch.float32)
+        self.output = torch.nn.Linear(width + size, hidden_size, bias=False, dtype=torch.float32)
+        self.gate = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Mixture]:
+        """Returns the corrected states, (..., H) in the dtype of `hidden`, and the estimate of their residuals."""
+        states = hidden.float()
+        scale = (states.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        features = F.silu(_linear(self.trunk, states / scale))
+        count, size = self.settings["components"], self.settings["size"]
+        weights, rest = _linear(self.mixture, features).split([count, 2 * count * size], dim=-1)
+        means, raw = rest.unflatten(-1, (count, 2 * size)).split(size, dim=-1)
+        estimate = Mixture(F.log_softmax(weights, dim=-1), means, F.softplus(raw) + _LEAST)
+        correction = _linear(self.output, torch.cat([features, estimate.mean()], dim=-1))
+        return (states + torch.tanh(self.gate.float()) * scale * correction).to(hidden.dtype), estimate
+
+    def correct(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `StatesHead.correct`."""
+        return self(hidden)[0]
+
+
+def _linear(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
+    return F.linear(states, layer.weight.float(), None if layer.bias is None else layer.bias.float())
 
 
 class ErrorCorrectionObjective(Objective):
@@ -33,7 +107,7 @@ class ErrorCorrectionObjective(Objective):
     extra = ("nll", "nll_corrected", "nll_residual")
 
     def __init__(self, config: TrainConfig) -> None:
-        self._seed, self._alone = config.optim.seed, config.optim.objective.endswith("-alone")
+        self._seed, self.trains_model = config.optim.seed, not config.optim.objective.endswith("-alone")
         self._supervised = SupervisedObjective(config.optim)
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
@@ -47,9 +121,16 @@ class ErrorCorrectionObjective(Objective):
         head.register_buffer("projection", projection / length, persistent=False)
         model.objective = head
 
+    def cost(self, tokens: int, hidden_size: int) -> Cost:
+        """See `Objective.cost`; the products are the logits of h' and the gradient of L with respect to h."""
+        with torch.device("meta"):
+            head = ErrorCorrection(hidden_size)
+        gaussians = (tokens, head.settings["components"], head.settings["size"])
+        return Cost(sum(param.numel() for param in head.parameters()), (gaussians,) * 6, output_products=2)
+
     def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
         """See `Objective.__call__`."""
-        learns = model.training and not self._alone
+        learns = model.training and self.trains_model
         with torch.set_grad_enabled(learns):
             hidden = models.hidden_states(model, batch)
         corrected, estimate = model.get_submodule("objective")(hidden.detach())

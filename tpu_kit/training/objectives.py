@@ -1,15 +1,18 @@
-"""Objectives: the losses that a training step minimises."""
+"""Objectives: the losses that a training step minimises, and what they add to the model."""
 
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.config.loader import ModelConfig, OptimConfig
+from tpu_kit.config.choices import OBJECTIVES
+from tpu_kit.config.loader import ModelConfig, OptimConfig, TrainConfig
+from tpu_kit.evaluation.verifiers import imported
 from tpu_kit.models import causal_lm as models
 from tpu_kit.training.loss import chunked_nll, rows_in_chunks, shift_labels
 
@@ -28,24 +31,47 @@ class Sums(NamedTuple):
     extra: tuple[torch.Tensor, ...] = ()
 
 
+class Cost(NamedTuple):
+    """What an objective adds to a step with the supervised loss.
+
+    Attributes:
+        params: number of parameters of `model.objective`.
+        saved: shapes of the fp32 tensors that it saves for the backward pass.
+        output_products: products of all tokens with the output layer.
+    """
+
+    params: int = 0
+    saved: tuple[tuple[int, ...], ...] = ()
+    output_products: int = 0
+
+
 class Objective(abc.ABC):
     """A loss summed over a batch. It is a part of the step's program, so it must not read tensors on the host.
 
     Attributes:
         extra: names of further sums for the log.
         columns: name -> (numbers for each token, dtype) of tensors that the batch has besides, (B, S * numbers) each.
+        trains_model: whether the model's own parameters get gradients, or `model.objective` alone.
     """
 
     extra: tuple[str, ...] = ()
     columns: Mapping[str, tuple[int, torch.dtype]] = MappingProxyType({})
+    trains_model = True
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:  # noqa: B027  optional
         """Adds what the loss needs to a loaded model: a frozen `model.teacher`, parameters to train `model.objective`.
+
+        Checkpoints have the parameters. A `states_head.StatesHead` is also saved beside the adapter, and applied where
+        the adapter generates.
 
         Args:
             model: as `causal_lm.load_model` returns it.
             load: returns a frozen base model, on the CPU or without weights.
         """
+
+    def cost(self, tokens: int, hidden_size: int) -> Cost:
+        """Returns what the plan adds for this objective, for the tokens of a batch on one device."""
+        return Cost()
 
     @abc.abstractmethod
     def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
@@ -82,3 +108,43 @@ class SupervisedObjective(Objective):
             hidden, head.weight, labels.flatten(), chunk, head.softcap, smoothing, head.bias, head.scale
         )
         return Sums(*found)
+
+
+class FunctionObjective(Objective):
+    """The user's function of a model and a batch, as in `Objective.__call__`."""
+
+    def __init__(self, function: Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], Sums]) -> None:
+        self._function = function
+
+    def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
+        """See `Objective.__call__`."""
+        return self._function(model, batch)
+
+
+def objective_of(config: TrainConfig) -> Objective:
+    """Returns the objective of a run.
+
+    `optim.objective` may name a function (model, batch) -> Sums, or a subclass of `Objective`, which is called with the
+    configuration. Raises ValueError if it cannot be imported, or takes other arguments.
+    """
+    name = config.optim.objective
+    path = OBJECTIVES.get(name, name)
+    if config.distill.teacher is not None:
+        path = "tpu_kit.training.distillation:DistillationObjective"
+    elif name == "supervised":
+        return SupervisedObjective(config.optim)
+    try:
+        target = imported(path)
+    except ValueError as error:
+        raise ValueError(f"optim.objective={name}: {error}") from error
+    is_class = isinstance(target, type)
+    arguments, wanted = ((config,), "(config)") if is_class else ((None, None), "(model, batch)")
+    try:
+        inspect.signature(target).bind(*arguments)
+    except TypeError as error:
+        takes = f"{name}{inspect.signature(target)}"
+        raise ValueError(f"optim.objective: {takes} is not called with these arguments; write {wanted}") from error
+    objective = target(config) if is_class else FunctionObjective(target)
+    if not isinstance(objective, Objective):
+        raise ValueError(f"optim.objective={name} is a class, but no subclass of Objective; derive it from that")
+    return objective

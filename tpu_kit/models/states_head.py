@@ -1,0 +1,132 @@
+"""A module of an objective that changes the last hidden states before the output layer, as files beside the adapter.
+
+NAME.json has its class and its sizes, NAME.safetensors its weights. Its function need not be linear, so it cannot be
+merged into the weights of the model.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+_CLASS = "tpu_kit_head"  # the key of the class in NAME.json
+_ATTRIBUTE = "objective"  # of a decoder: the name that a run's model has its head by, so the sharding rules are one
+
+
+class StatesHead(torch.nn.Module, abc.ABC):
+    """A head on the last hidden states; `Objective.attach` sets it as `model.objective`.
+
+    Attributes:
+        name: of its files, and of the head in messages.
+        settings: arguments that create it anew, `hidden_size` among them.
+    """
+
+    name: ClassVar[str]
+    settings: dict[str, Any]
+
+    @abc.abstractmethod
+    def correct(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the changed states, in the shape (..., H) and the dtype of `hidden`."""
+
+    def files(self, trained: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Returns the contents of NAME.safetensors and NAME.json.
+
+        Args:
+            trained: CPU tensors by the names of the run's model.
+        """
+        weights = {name: trained[f"objective.{name}"].contiguous() for name, _ in self.named_parameters()}
+        return weights, {_CLASS: f"{type(self).__module__}:{type(self).__qualname__}", **self.settings}
+
+
+def find_head(folder: Path) -> str | None:
+    """Returns the `StatesHead.name` of the head in a folder of trained weights; None without one."""
+    key = f'"{_CLASS}"'.encode()
+    return next((path.stem for path in folder.glob("*.json") if key in path.read_bytes()), None)
+
+
+def title(name: str) -> str:
+    """Names a head in a message, by its `StatesHead.name`."""
+    return f"{name.replace('_', '-')} head"
+
+
+def file_names(name: str) -> tuple[str, str]:
+    """Returns the names of a head's files."""
+    return f"{name}.json", f"{name}.safetensors"
+
+
+def attach(decoder: torch.nn.Module, folder: Path, hidden_size: int, objective: str) -> None:
+    """Makes a decoder return the states that the head in a folder changes; does nothing if the folder has none.
+
+    Args:
+        decoder: of transformers, which returns `last_hidden_state`.
+        folder: of the trained weights.
+        hidden_size: of the model.
+        objective: `optim.objective`. Of code that is not the kit's, only its module is imported.
+
+    Raises:
+        ValueError: a file of the head is missing or damaged, it is of a model of another size, or its class is code
+            that `objective` does not name.
+    """
+    name = find_head(folder)
+    if name is None:
+        return
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    settings_file, weights_file = file_names(name)
+    here = f"the {title(name)} in {folder}"
+    try:
+        settings = json.loads((folder / settings_file).read_text())
+        module, _, class_name = settings.pop(_CLASS).partition(":")
+        if not module.startswith("tpu_kit.") and module != objective.partition(":")[0]:
+            raise ValueError(f"its class is in the module {module}, which only optim.objective={module}:... imports")
+        head = _class(module, class_name)(**settings)
+        head.load_state_dict(load_file(folder / weights_file))
+    except (ImportError, AttributeError, OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"{here} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}). Give the folder that "
+            f"training wrote, or delete {settings_file} and {weights_file} to use the adapter without it"
+        ) from error
+    if settings["hidden_size"] != hidden_size:
+        raise ValueError(
+            f"{here} is for hidden states of {settings['hidden_size']} numbers, and the model has {hidden_size}: set "
+            "model.name to the base model of that run"
+        )
+    decoder.add_module(_ATTRIBUTE, head)
+    decoder.register_forward_hook(_correct)
+
+
+def _class(module: str, name: str) -> type[StatesHead]:
+    found = getattr(importlib.import_module(module), name)
+    if not issubclass(found, StatesHead):
+        raise TypeError(f"{module}:{name} is no StatesHead")
+    return found
+
+
+def _correct(decoder: torch.nn.Module, inputs: Any, output: Any) -> Any:
+    """The hook; it takes the head from the decoder, because a copy of the model has a head of its own."""
+    output.last_hidden_state = getattr(decoder, _ATTRIBUTE).correct(output.last_hidden_state)
+    return output
+
+
+@contextlib.contextmanager
+def without_head(folder: Path) -> Iterator[Path]:
+    """Gives a folder of trained weights without its head: links to the other files, or the folder if it has none."""
+    name = find_head(folder)
+    if name is None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as links:
+        for path in folder.iterdir():
+            if path.name not in file_names(name):
+                os.symlink(path.absolute(), Path(links, path.name))
+        yield Path(links)
