@@ -100,10 +100,6 @@ class Report:
         lines += [line(name, row) for name, row in self.rows.items()]
         for name, (batch, size) in self.largest.items():
             lines.append(f"largest batch, {name}: {batch} rows, {size / GIB:.2f} GiB")
-        if best := self.rows.get(BEST_ROW):
-            lines += ["", f"largest buffers of {BEST_ROW!r}:"]
-            buffers = [one for one in best.largest_buffers if one.kind != "argument"][:8]
-            lines += [f"  {one.bytes / 2**20:7.1f} MiB  {one.shape:<26} {one.operation}" for one in buffers]
         return "\n".join(
             [
                 *lines,
@@ -125,10 +121,9 @@ def line(name: str, row: Compiled) -> str:
 def _memory(best: Compiled) -> str:
     """Where a step's memory goes."""
     assert best.argument_bytes is not None and best.temporary_bytes is not None
-    largest = next(one for one in best.largest_buffers if one.kind != "argument")
     return (
         f"{best.total_bytes / GIB:.3f}, of which {best.argument_bytes / GIB:.3f} are arguments and "
-        f"{best.temporary_bytes / GIB:.3f} temporaries, {largest.bytes / GIB:.3f} of these one buffer, {largest.shape}"
+        f"{best.temporary_bytes / GIB:.3f} temporaries"
     )
 
 

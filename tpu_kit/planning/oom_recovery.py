@@ -17,7 +17,7 @@ from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.planning.cost import predict_time
 from tpu_kit.planning.preflight import Preflight, estimate_in
-from tpu_kit.xla.hlo_memory import parse_out_of_memory
+from tpu_kit.xla.hlo import parse_out_of_memory
 
 SMALLER = 0.8
 """Share of the failed setting's predicted peak that the next one may have, where its real peak is not known: chosen."""

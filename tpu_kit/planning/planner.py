@@ -63,7 +63,7 @@ EXACT_RESERVE = 0.01
 batch."""
 _COMPILED = (
     "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
-    "compile_seconds", "collectives", "largest_buffers", "program",
+    "compile_seconds", "collectives", "program",
 )  # fmt: skip
 
 

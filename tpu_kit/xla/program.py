@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.xla import hlo, hlo_memory
+from tpu_kit.xla import hlo
 from tpu_kit.xla.sharding import hlo_sharding
 
 # Products of sharded weights as gathers and one product: as loops over the shards a step compiles for minutes.
@@ -200,13 +200,13 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
     options.executable_build_options.use_shardy_partitioner = False
     if request["effort"] == "low":
         options.executable_build_options.exec_time_optimization_effort = LOW_EFFORT
-    module = _stablehlo(program)
+    stablehlo = _stablehlo(program)
     start = time.monotonic()
     try:
-        done = devices[0].client.compile(module, xla_client.DeviceList(tuple(devices)), options)
+        done = devices[0].client.compile(stablehlo, xla_client.DeviceList(tuple(devices)), options)
     except Exception as error:
         text = str(error)
-        memory = hlo_memory.parse_out_of_memory(text)
+        memory = hlo.parse_out_of_memory(text)
         if memory is None:
             raise ValueError(f"the TPU compiler refuses the program: {text[:2000]}") from error
         return {
@@ -217,8 +217,16 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
         }
     seconds = time.monotonic() - start
     stats = done.get_compiled_memory_stats()
-    compiled = hlo.Module(done.hlo_modules()[0].to_string())
-    cost = done.cost_analysis()
+    module = hlo.Module(done.hlo_modules()[0].to_string())
+    client = xla_client.make_cpu_client()
+
+    def analyse(text: str) -> dict[str, float]:
+        parsed = xla_client._xla.hlo_module_from_text(text)
+        cost: dict[str, float] = xla_client._xla.hlo_module_cost_analysis(client, parsed)
+        return cost
+
+    once = done.cost_analysis()
+    once = once[0] if isinstance(once, list) else once
     return {
         "compile_seconds": seconds,
         "argument_bytes": stats.argument_size_in_bytes,
@@ -226,9 +234,9 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
         "aliased_bytes": stats.alias_size_in_bytes,
         "temporary_bytes": stats.temp_size_in_bytes,
         "code_bytes": stats.generated_code_size_in_bytes,
-        **_costs(compiled, cost[0] if isinstance(cost, list) else cost),
-        "collectives": compiled.collectives(),
-        "largest_buffers": hlo_memory.largest_buffers(compiled, program.arguments),
+        "loop_trips": module.trips,
+        "collectives": module.collectives(),
+        **hlo.costs(module, analyse, once["bytes accessed"]),
     }
 
 
@@ -268,34 +276,3 @@ def _stablehlo(program: Program) -> bytes:
             del module.operation.attributes[_RESULT_LAYOUTS]
         bytecode: bytes = mlir.module_to_bytecode(module)
         return bytecode
-
-
-def _costs(module: hlo.Module, once: dict[str, float]) -> dict[str, Any]:
-    """Computes FLOPs and bytes of a step, with all trips of its loops; the compiler's analysis counts one trip.
-
-    XLA's generic cost analysis gives the cost of one trip. It agrees with the TPU's on FLOPs, except for kernels, whose
-    own estimate is added. It disagrees on bytes, as it ignores tiles, so only the ratio of its bytes is used.
-    """
-    from jaxlib import xla_client
-
-    client = xla_client.make_cpu_client()
-
-    def analyse(text: str) -> dict[str, float]:
-        parsed = xla_client._xla.hlo_module_from_text(text)
-        cost: dict[str, float] = xla_client._xla.hlo_module_cost_analysis(client, parsed)
-        return cost
-
-    later, first_bytes = hlo.later_trips(module, analyse), analyse(module.part(module.entry))["bytes accessed"]
-    operations = list(hlo.operations(module, analyse))
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
-    for one, kind, cost in operations:
-        place = hlo_memory.where(one.rest)
-        row = rows.setdefault((*place.values(), kind), {**place, "kind": kind, "flops": 0.0, "bytes": 0.0})
-        row |= {"flops": row["flops"] + cost.flops, "bytes": row["bytes"] + cost.bytes}
-    return {
-        "operations": list(rows.values()),
-        "flops": once["flops"] + later.flops + sum(cost.flops for one, _, cost in operations if hlo.splash_flops(one)),
-        "bytes_accessed": once["bytes accessed"] * (1 + later.bytes / first_bytes),
-        "hbm_bytes": sum(cost.bytes for _, _, cost in operations),
-        "loop_trips": {loop.name: loop.trips for loop in module.loops},
-    }
