@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from tpu_kit.config import migration_hints, tables
+from tpu_kit.config import other_trainers, tables
 from tpu_kit.config.fields import SECRET_ADVICE, ConfigError, closest, is_secret_name, near_multiples, nest, show
 from tpu_kit.config.mesh import environment_mesh, mesh_text
 from tpu_kit.config.schema import (  # noqa: F401 - other modules import the sections from here
@@ -116,10 +116,12 @@ def load_config(
     values = path if isinstance(path, Mapping) else {}
     if isinstance(path, str | Path):
         leaves = {parameter.leaf for parameter in all_parameters().values()}
-        values, notes, problems = migration_hints.translate(_read_file(path), {*all_parameters(), *leaves})
-        for note in notes:
+        translation = other_trainers.translate(_read_file(path), {*all_parameters(), *leaves})
+        for note in translation.notes:
             print(f"note: {path}: {note}", file=sys.stderr, flush=True)
-        reader.problems += problems
+        reader.problems += translation.problems
+        reader.mapping(translation.defaults, f"default of {translation.trainer}")
+        values = translation.values
     reader.mapping(values, "file")
     reader.mapping(parameters or {}, "notebook parameter")
     if isinstance(overrides, Mapping):
@@ -226,7 +228,7 @@ class _Reader:
 def _unknown(key: str, value: object, same: Sequence[str]) -> str:
     known, key = parameters(), _shortened(key)
     leaf = key.lstrip("-").rpartition(".")[2].replace("-", "_")  # --batch-size, as in other programs
-    if advice := migration_hints.instead(leaf, value):
+    if advice := other_trainers.advice(leaf, value):
         return f"{key}: no such parameter (given {show(value)}); {advice}"
     if same:
         return f"{key}: {show(value)} could be for {' or '.join(same)}; write one of these"
@@ -238,7 +240,7 @@ def _unknown(key: str, value: object, same: Sequence[str]) -> str:
         return f"{key}: {SECRET_ADVICE}"
     guesses = (
         [name for name, parameter in known.items() if parameter.leaf == leaf]
-        or [name for name in (migration_hints.NAMES.get(leaf.lower()),) if name in known]
+        or [name for name in (other_trainers.NAMES.get(leaf.lower()),) if name in known]
         or closest(key, known)
         or [name for guess in closest(leaf, leaves) for name in known if known[name].leaf == guess]
     )

@@ -25,7 +25,7 @@ from tpu_kit.config.fields import (
     show,
 )
 from tpu_kit.config.mesh import parse_rules
-from tpu_kit.config.migration_hints import instead
+from tpu_kit.config.other_trainers import advice
 
 
 @dataclass(frozen=True)
@@ -316,8 +316,8 @@ class TrainConfig:
             try:
                 values[name] = parameter.read(self[name])
             except ValueError as error:
-                advice = instead(name, self[name])
-                problems.append(f"{error} ({advice})" if advice else str(error))
+                instead = advice(name, self[name])
+                problems.append(f"{error} ({instead})" if instead else str(error))
                 refused.add(name)
                 values[name] = parameter.default  # the other parameters are still checked against each other
         for name, value in nest(values).items():

@@ -1,0 +1,302 @@
+"""Files of TRL's SFT script and of axolotl: each value is translated exactly, noted as unneeded, or refused by name."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.config.other_trainers import NAMES, _rules_of, translate
+from tpu_kit.config.schema import parameters
+
+TRL = """
+model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
+dataset_name: trl-lib/Capybara
+dataset_text_field: body
+torch_dtype: bfloat16
+per_device_train_batch_size: 4
+per_device_eval_batch_size: 8
+gradient_accumulation_steps: 2
+gradient_checkpointing: true
+num_train_epochs: 3
+learning_rate: 2.0e-5
+lr_scheduler_type: constant_with_warmup
+optim: adamw_torch_fused
+max_steps: -1
+max_length: 2048
+completion_only_loss: false
+eval_strategy: steps
+eval_steps: 100
+save_total_limit: 5
+report_to: [tensorboard]
+use_peft: true
+lora_r: 8
+lora_target_modules: [q_proj, v_proj]
+load_in_4bit: false
+deepspeed: ""
+seed: 42
+"""
+
+AXOLOTL = """
+base_model: unsloth/Llama-3.2-1B
+datasets:
+  - path: openai/gsm8k
+    name: main
+    split: train[:1000]
+    type: chat_template
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+sequence_len: 512
+sample_packing: true
+eval_sample_packing: false
+adapter: lora
+lora_model_dir:
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+micro_batch_size: 2
+num_epochs: 4
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 2e-5
+train_on_inputs: false
+val_set_size: 0.0
+evals_per_epoch: 4
+warmup_ratio: 0.1
+bf16: auto
+tf32: false
+attn_implementation: flash_attention_2
+special_tokens: {pad_token: <|end|>}
+wandb_project:
+deepspeed:
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def read(write: Any, capsys: pytest.CaptureFixture[str]) -> Any:
+    def read(text: str) -> tuple[TrainConfig, str]:
+        """Returns the configuration of a file, and the notes."""
+        config = load_config(write(text))
+        return config, capsys.readouterr().err
+
+    return read
+
+
+def problems(path: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    return caught.value.problems
+
+
+def test_a_file_of_trl_is_read_as_ours(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(path := write(TRL))
+    ours = {
+        "model.name": "Qwen/Qwen2.5-0.5B-Instruct", "data.source": "trl-lib/Capybara", "data.columns": {"text": "body"},
+        "model.base_dtype": "bf16", "optim.batch_size": 4, "optim.gradient_accumulation": 2, "optim.remat": "full",
+        "optim.epochs": 3, "optim.learning_rate": 2e-5, "optim.schedule": "constant", "optim.optimizer": "adamw",
+        "optim.max_steps": None, "data.max_length": 2048, "data.loss_on": "all", "optim.eval_steps": 100,
+        "checkpoint.keep": 5, "tracking.tensorboard": True, "lora.r": 8, "lora.targets": ("q_proj", "v_proj"),
+        "data.seed": 42, "optim.seed": 42,
+    }  # fmt: skip
+    assert {name: config[name] for name in ours} == ours
+    told = capsys.readouterr().err.splitlines()
+    for text in (
+        "per_device_train_batch_size=4 -> optim.batch_size=4", "gradient_checkpointing=true -> optim.remat='full'",
+        "per_device_eval_batch_size=8 is ignored: evaluation takes batches of optim.batch_size",
+        "optim='adamw_torch_fused' -> optim.optimizer='adamw'", "max_steps=-1 is ignored: it is the default",
+        "load_in_4bit=false is ignored: it is the default", "deepspeed='' is ignored: it is the default",
+    ):  # fmt: skip
+        assert f"note: {path}: {text}" in told
+    assert not [line for line in told if "learning_rate=" in line], "a name that is ours needs no note"
+
+
+def test_a_file_of_axolotl_is_read_as_ours(read: Any) -> None:
+    config, notes = read(AXOLOTL)
+    ours = {
+        "model.name": "unsloth/Llama-3.2-1B", "data.source": "openai/gsm8k:main", "data.split": "train[:1000]",
+        "data.format": "messages", "data.columns": {"messages": "conversations"}, "data.max_length": 512,
+        "data.packing": True, "lora.r": 32, "lora.alpha": 16, "lora.targets": "all-linear", "optim.batch_size": 2,
+        "optim.epochs": 4, "optim.optimizer": "adamw", "optim.schedule": "cosine", "optim.learning_rate": 2e-5,
+        "data.loss_on": "completion", "data.eval_rows": 0, "optim.warmup_ratio": 0.1, "model.base_dtype": "bf16",
+        "model.attention": "auto", "tracking.wandb": "off",
+    }  # fmt: skip
+    assert {name: config[name] for name in ours} == ours
+    assert "evals_per_epoch=4 is ignored: there are no rows to evaluate on" in notes
+    assert "attn_implementation='flash_attention_2' is ignored: the flash-attn package runs on CUDA alone" in notes
+    assert "lora_model_dir" not in notes and "deepspeed" not in notes, "null is absent"
+
+
+def test_absent_keys_have_the_defaults_of_the_trainer(read: Any) -> None:
+    config, notes = read("model_name_or_path: a/b\ndataset_name: c/d\nuse_peft:\n")
+    trl = {
+        "lora.r": 0, "optim.learning_rate": 2e-5, "optim.schedule": "linear", "optim.epochs": 3, "data.loss_on": "all",
+        "optim.batch_size": 8, "data.packing": False, "checkpoint.save_steps": 500, "data.eval_rows": 0,
+        "data.seed": 42, "optim.seed": 42, "lora.dropout": 0.0, "data.eval_split": None,
+    }  # fmt: skip
+    assert {name: config[name] for name in trl} == trl
+    assert {config.sources[name] for name in trl if name in config.sources} == {"default of TRL"}
+    for name in ("lora.r=0", "learning_rate=2e-05", "optim.schedule='linear'", "data.loss_on='all'"):
+        assert f"{name} is the default of TRL" in notes
+    config, notes = read("base_model: a/b\nadapter:\nlora_r: 8\nlearning_rate: 1e-5\n")
+    assert (config.lora.r, config.data.max_length, config.data.packing, config.optim.batch_size) == (0, 512, False, 1)
+    assert config.optim.warmup_ratio == 0.03 and config.data.eval_rows == 0
+    assert "lora_r=8 is ignored: all weights are trained, without adapters" in notes
+    config, notes = read("base_model: a/b\nlora: {r: 4}\nlearning_rate: 1e-5\n")
+    assert config.lora.r == 4 and "lora.r" not in notes, "a value of the file wins"
+    assert read("per_device_train_batch_size: 2\n")[0].lora.r == 16, "no model by their name: a file of the kit"
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        ("bf16: false", {"model.base_dtype": "fp32"}),
+        ("resume_from_checkpoint: false", {"checkpoint.resume": "never"}),
+        ("resume_from_checkpoint: true", {"checkpoint.resume": "must"}),
+        ("overwrite_output_dir: true", {"checkpoint.resume": "never"}),
+        ("overwrite_output_dir: false", {"checkpoint.resume": "auto"}),
+        ("lr_scheduler_type: constant\nwarmup_steps: 10", {"optim.schedule": "constant", "optim.warmup_steps": 0}),
+        ("lr_scheduler: constant_with_warmup\nwarmup_steps: 10", {"optim.warmup_steps": 10}),
+        ("warmup_steps: 0.1", {"optim.warmup_steps": 0, "optim.warmup_ratio": 0.1}),
+        ("warmup_steps: 7", {"optim.warmup_steps": 7, "optim.warmup_ratio": 0.0}),
+        ("dataset_name: a/b\ndataset_config: c", {"data.source": "a/b:c"}),
+        ("datasets: [{path: json, data_files: a.jsonl, type: completion, field: body}]",
+         {"data.source": "a.jsonl", "data.format": "text", "data.columns": {"text": "body"}}),
+        ("test_datasets: [{path: a/b, name: c, split: test}]",
+         {"data.eval_source": "a/b:c", "data.eval_split": "test"}),
+        ("train_sampling_strategy: sequential", {"data.shuffle": False}),
+        ("use_cpu: true", {"launch.device_type": "cpu"}),
+        ("report_to: [wandb, tensorboard]", {"tracking.wandb": "online", "tracking.tensorboard": True}),
+        ("base_model: a/b\nwandb_project: mine", {"tracking.wandb": "online", "tracking.wandb_project": "mine"}),
+        ("wandb_project: mine", {"tracking.wandb": "off", "tracking.wandb_project": "mine"}),
+        ("load_best_model_at_end: false", {"optim.eval_steps": None}),
+        ("optimizer: adafactor", {"optim.optimizer": "adafactor"}),
+        ("gradient_checkpointing: false", {"optim.remat": "none"}),
+        ("gradient_checkpointing_kwargs: {use_reentrant: false}", {"optim.remat": "full"}),
+        ("lora_target_linear: true\nlora_target_modules: [q_proj]", {"lora.targets": "all-linear"}),
+        ("model_name_or_path: a/b\neval_strategy: steps\neval_steps: 5\nuse_peft: true",
+         {"data.eval_split": "test", "optim.eval_steps": 5, "lora.dropout": 0.05, "data.eval_rows": None}),
+        ("model_name_or_path: a/b\neval_steps: 5", {"data.eval_split": None, "optim.eval_steps": None}),
+        ("model_name_or_path: a/b\nlr_scheduler_type: constant\nwarmup_ratio: 0.1", {"optim.warmup_ratio": 0.0}),
+    ],
+)  # fmt: skip
+def test_a_value_is_translated_exactly(read: Any, text: str, ours: dict[str, Any]) -> None:
+    config, notes = read(text)
+    assert {name: config[name] for name in ours} == ours
+    assert notes or text.startswith(("warmup_steps: 7", "wandb_project"))
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
+def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: str, capsys: Any) -> None:
+    config = load_config(path := write(f"optimizer: {name}"))
+    assert config.optim.optimizer == "adamw"
+    note = f"note: {path}: optimizer='{name}' -> optim.optimizer='adamw': the moments of adapters are small"
+    assert note in capsys.readouterr().err
+    for full in ("use_peft: false", "lora: {r: 0}", "lora.r: 0", "base_model: a/b", "model_name_or_path: a/b"):
+        (found,) = problems(write(f"optim: {name}\n{full}"))
+        assert found.startswith(f"optim: '{name}' has no counterpart here; ") and "with lora.r=0 use" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("save_strategy: epoch", "save_strategy: 'epoch' has no counterpart here; set checkpoint.save_steps"),
+        ("eval_strategy: epoch", "set optim.eval_steps, the updates between evaluations"),
+        ("eval_strategy: steps", "set optim.eval_steps, the updates between evaluations"),
+        ("eval_steps: 5\nload_best_model_at_end: false", "load_best_model_at_end: false has no counterpart here; the "),
+        ("load_in_4bit: true", "bitsandbytes runs on CUDA alone; use model.base_dtype=int4 or int8"),
+        ("fp16: true", "a TPU has no float16"),
+        ("neftune_noise_alpha: 5", "there is no noise on embeddings here; remove it"),
+        ("report_to: mlflow", "set tracking.wandb=online or tracking.tensorboard=true"),
+        ("resume_from_checkpoint: out/checkpoint-5", "checkpoint.resume=auto resumes from the newest checkpoint"),
+        ("val_set_size: 0.05", "set data.eval_rows to a number of rows"),
+        ("adapter: qlora", "set lora.r; for qlora also model.base_dtype=int4"),
+        ("datasets: [{path: a}, {path: b}]", "set data.source to one source"),
+        ("datasets: [{path: a, type: alpaca}]", "datasets.type: 'alpaca' has no counterpart here; it writes prompts"),
+        ("datasets: [{path: a, split: 'train[:20%]'}]", "datasets.split: 'train[:20%]' has no counterpart here; a "),
+        ("datasets: [{path: a, shards: 4}]", "datasets.shards: 4 has no counterpart here; the rows are read by"),
+        ("special_tokens: {eos_token: x}", "special_tokens.eos_token: 'x' has no counterpart here; model.name's"),
+        ("lora_target_modules: .*_proj", "write the names' endings as a list, as in [q_proj, v_proj]"),
+        ("average_tokens_across_devices: false", "average_tokens_across_devices: false has no counterpart here"),
+        ("base_model: a/b\nbatch_size: 4", "batch_size: 4 has no counterpart here; axolotl's is the rows of an update"),
+        ("model_name_or_path: a/b\nmax_length:", "max_length: null has no counterpart here; every row has"),
+        ("lr_scheduler_type: polynomial",
+         'lr_scheduler_type: \'polynomial\' has no counterpart here; optim.schedule is "cosine", "linear" or "const'),
+        ("lr: 1\nlearning_rate: 2", "optim.learning_rate: given twice"),
+        ("num_epochs: 1\nnum_train_epochs: 2", "optim.epochs: given twice, as 1 and as num_train_epochs=2"),
+        ("epohcs:", "epohcs: no such parameter (given null); did you mean optim.epochs?"),
+        ("per_device_train_batch_sise: 1", "per_device_train_batch_sise: no such parameter"),
+    ],
+)  # fmt: skip
+def test_what_has_no_counterpart_is_refused_by_name(write: Any, text: str, problem: str) -> None:
+    (found,) = problems(write(text))
+    assert problem in found and "\n" not in found
+
+
+def test_no_note_and_no_problem_shows_a_secret(write: Any) -> None:
+    (found,) = problems(write("hub_token: plain-words\n"))
+    assert "plain-words" not in found and "hub_token" in found
+    token = "hf_" + "abcdefghij" * 4
+    translation = translate({"base_model": token, "tf32": token, "rl": token}, ())
+    assert token not in str(translation.notes + translation.problems)
+
+
+def fields_of(module: str, file: str, name: str) -> dict[str, ast.expr]:
+    """The annotated fields of a class in an installed package, which is not imported, and their values."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
+    (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
+    pairs = [node for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    return {node.target.id: node.value for node in pairs if node.value is not None}  # type: ignore[union-attr]
+
+
+def test_every_parameter_of_trl_has_a_rule() -> None:
+    theirs = {
+        **fields_of("transformers", "training_args.py", "TrainingArguments"),
+        **fields_of("trl", "trainer/base_config.py", "_BaseConfig"),
+        **fields_of("trl", "trainer/sft_config.py", "SFTConfig"),
+        **fields_of("trl", "trainer/model_config.py", "ModelConfig"),
+        **fields_of("trl", "scripts/utils.py", "ScriptArguments"),
+    }
+    ours = {parameter.leaf for parameter in parameters().values()}
+    assert len(theirs) > 140
+    assert [name for name in theirs if not (name in NAMES or name in ours or _rules_of(name))] == []
+
+
+def test_the_defaults_of_trl_are_those_of_the_installed_release() -> None:
+    theirs = fields_of("transformers", "training_args.py", "TrainingArguments")
+    theirs |= fields_of("trl", "trainer/sft_config.py", "SFTConfig") | fields_of(
+        "trl", "trainer/base_config.py", "_BaseConfig"
+    )
+    theirs |= fields_of("trl", "trainer/model_config.py", "ModelConfig") | fields_of(
+        "trl", "scripts/utils.py", "ScriptArguments"
+    )
+
+    def default(name: str) -> Any:
+        value = theirs[name]
+        if isinstance(value, ast.Call):
+            (value,) = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
+        return ast.literal_eval(value)
+
+    absent = translate({"model_name_or_path": "a/b"}, ()).defaults
+    assert absent["learning_rate"] == default("learning_rate") and absent["optim.epochs"] == default("num_train_epochs")
+    assert absent["optim.schedule"] == default("lr_scheduler_type") and absent["seed"] == default("seed")
+    assert absent["optim.batch_size"] == default("per_device_train_batch_size")
+    assert absent["save_steps"] == default("save_steps") and absent["packing"] is default("packing")
+    assert absent["lora.r"] == 0 and default("use_peft") is False
+    assert absent["data.eval_rows"] == 0 and default("eval_strategy") == "no"
+    assert (default("lora_dropout"), default("dataset_test_split")) == (0.05, "test")

@@ -1,0 +1,198 @@
+"""Translates the files of TRL's SFT script and of axolotl to the parameters of the kit.
+
+other_trainers.toml has their names. Each key of theirs becomes a parameter of the kit, a note why it needs none, or a
+problem with what to do instead; keys that are ours or unknown are left to the loader.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.config.fields import is_secret_name, show
+
+_TABLES = tomllib.loads(Path(__file__).with_name("other_trainers.toml").read_text(encoding="utf-8"))
+NAMES: dict[str, str] = _TABLES["names"]
+"""Their name -> ours, of the parameters whose values are the same."""
+_OFF = ("false", "", "[]", "{}")  # of a parameter without a counterpart: the trainer's default
+_ROW_FILES = ("json", "csv", "parquet", "text")  # the name of a data set whose files `data_files` names
+
+Rule = Mapping[str, Any]
+"""An entry of `rules` in other_trainers.toml, which explains it; empty for a key of `NAMES`."""
+
+
+@dataclass
+class Translation:
+    """A file in the kit's names.
+
+    Attributes:
+        trainer: "TRL" or "axolotl"; "" for a file that does not name its model as one of them does.
+        values: by our names. Keys that are ours or unknown stay as they are.
+        defaults: by our names, for absent keys for which the trainer's default is not the kit's.
+        notes: a text for each value that was translated or ignored, and for each of `defaults`.
+        problems: a text for each value without a counterpart.
+    """
+
+    trainer: str
+    values: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def value(self, name: str) -> Any:
+        """The value of one of our parameters, however the file spells it; the trainer's default without one."""
+        section, _, leaf = name.rpartition(".")
+        nested = self.values.get(section)
+        values = {**self.defaults, **(nested if isinstance(nested, Mapping) else {}), **self.values}
+        return values.get(name, values.get(leaf))
+
+    def add(self, key: str, value: Any, rule: Rule) -> None:
+        """Adds a value of the file by the rule for it."""
+        hidden = is_secret_name(key) and not re.search("(bos|eos|pad|unk)_token$", key)
+        assignment = f"{key}={'(hidden)' if hidden else show(value)}"
+        if "ignored" in rule:
+            self.notes.append(f"{assignment} is ignored: {rule['ignored']}")
+        elif "refused" in rule and _text(value) in _OFF and not rule.get("off"):
+            self.notes.append(f"{assignment} is ignored: it is the default")
+        elif "refused" in rule:
+            self.problems.append(f"{assignment.replace('=', ': ', 1)} has no counterpart here; {rule['refused']}")
+        for name, item in _made(key, value, rule).items():
+            if name in self.values and self.values[name] != item:
+                before = show(self.values[name])
+                self.problems.append(f"{name}: given twice, as {before} and as {assignment}; remove one of them")
+            self.values[name] = item
+            why = f": {rule['because']}" if "because" in rule else ""
+            self.notes.append(f"{assignment} -> {name}={show(item)}{why}")
+
+
+def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
+    """Translates the values of a file; `ours` are the kit's names, with and without their sections."""
+    trainers: dict[str, dict[str, Any]] = _TABLES["trainers"]
+    trainer = next((name for name, table in trainers.items() if values.get(table["model"]) is not None), "")
+    flat = dict(_flat(values))
+    _name_sources(flat)
+    present = {key: value for key, value in flat.items() if value is not None}
+    absent = trainers[trainer]["absent"] if trainer else {}
+    absent = {names.split()[0]: value for names, value in absent.items() if present.keys().isdisjoint(names.split())}
+    case = _case({**absent, **present}, trainer)
+
+    result = Translation(trainer)
+    for key, value in flat.items():
+        rule = _rule(key, value, case)
+        if (key == "optim" and not isinstance(value, str | None)) or not (rule or _is_known(key, ours, case, value)):
+            result.values[key] = value
+        elif value is not None or rule:
+            for item in value if key == "report_to" and isinstance(value, list) else [value]:
+                result.add(key, item, _rule(key, item, case))
+    for key, value in absent.items():
+        for name, default in _made(key, value, _rule(key, value, case)).items():
+            if result.value(name) is None:
+                result.defaults[name] = default
+    result.notes += [f"{name}={show(value)} is the default of {trainer}" for name, value in result.defaults.items()]
+    return result
+
+
+def advice(name: str, value: object) -> str:
+    """What to do in place of a setting of other trainers; empty for other settings."""
+    rules = _rules(name.rpartition(".")[2].lower(), value, ("",))
+    return next((str(why) for rule in rules if (why := rule.get("refused") or rule.get("ignored"))), "")
+
+
+def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
+    """The trainer of a file, and the cases of other_trainers.toml that its values make."""
+    section = values.get("lora")
+    ranks = [values.get("lora.r"), values.get("r"), section.get("r") if isinstance(section, Mapping) else None]
+    rules = [_rule(key, value, frozenset([trainer])) for key, value in values.items()]
+    full = 0 in ranks or (ranks == [None] * 3 and any(rule.get("to") == "lora.r" for rule in rules))
+    cases = {trainer, "all weights" if full else "adapters"}
+    if "constant" in (values.get("lr_scheduler"), values.get("lr_scheduler_type")):
+        cases.add("constant")
+    evaluates = {
+        "TRL": values.get("eval_strategy") not in (None, "no", False),
+        "axolotl": bool(values.get("val_set_size")) or "test_datasets.path" in values,
+    }
+    if not evaluates.get(trainer, True):
+        cases.add("no evaluation")
+    elif "eval_steps" in values:
+        cases.add("eval_steps")
+    if values.get("lora_target_linear") is True:
+        cases.add("all linear")
+    return frozenset(cases)
+
+
+def _name_sources(theirs: dict[str, Any]) -> None:
+    """Adds the configuration of a data set to its name, and puts the file of a data set in its place."""
+    for key in ("datasets", "test_datasets"):
+        if theirs.get(f"{key}.path") in _ROW_FILES and isinstance(theirs.get(f"{key}.data_files"), str):
+            theirs[f"{key}.path"] = theirs.pop(f"{key}.data_files")
+    for configuration, name in _TABLES["configurations"].items():
+        if theirs.get(name) is not None and theirs.get(configuration) is not None:
+            theirs[name] = f"{theirs[name]}:{theirs.pop(configuration)}"
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields values; those of a mapping of theirs, or of a list of one mapping, by their dotted names."""
+    for key, value in values.items():
+        inner = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(inner, Mapping) and inner and any(fnmatchcase(str(key), pattern) for pattern in _sections()):
+            yield from _flat({f"{key}.{name}": item for name, item in inner.items()})
+        else:
+            yield str(key), value
+
+
+@cache
+def _sections() -> frozenset[str]:
+    """Patterns of the keys whose entries have rules of their own."""
+    keys = chain(NAMES, *(rule["keys"].split() for rule in _TABLES["rules"]))
+    return frozenset(key.rpartition(".")[0] for key in keys if "." in key)
+
+
+def _is_known(key: str, ours: Collection[str], case: Collection[str], value: Any) -> bool:
+    """Returns whether a key without a rule for its value is theirs; null is no value to them."""
+    if key in ours:
+        return value is None and "" not in case
+    return key in NAMES or bool(_rules_of(key))
+
+
+def _made(key: str, value: Any, rule: Rule) -> dict[str, Any]:
+    """The values by our names that a rule makes of a value."""
+    if "choices" in rule:
+        return {rule["to"]: rule["choices"][_text(value)]}
+    if "set" in rule:
+        return {name: value if item == "=" else item for name, item in rule["set"].items()}
+    return {} if rule else {NAMES.get(key, key): value}
+
+
+def _rule(key: str, value: Any, case: Collection[str]) -> Rule:
+    """The first rule for a value in a case; an empty one without one."""
+    return next(_rules(key, value, case), {})
+
+
+def _rules(key: str, value: Any, case: Collection[str]) -> Iterator[Rule]:
+    text = _text(value)
+    for rule in _rules_of(key):
+        pattern = rule.get("values", ".*")
+        of_value = text in rule["choices"] if "choices" in rule else re.fullmatch(pattern, text, re.DOTALL)
+        if of_value and rule.get("case", "") in ("", *case) and (value is not None or pattern == "null"):
+            yield rule
+
+
+@cache
+def _rules_of(key: str) -> tuple[Rule, ...]:
+    """The rules of a key, in their order. A pattern is not for the keys of `NAMES`."""
+
+    def fits(pattern: str) -> bool:
+        return pattern == key or ("*" in pattern and key not in NAMES and fnmatchcase(key, pattern))
+
+    return tuple(rule for rule in _TABLES["rules"] if any(map(fits, rule["keys"].split())))
+
+
+def _text(value: object) -> str:
+    return "null" if value is None else str(value).lower()
