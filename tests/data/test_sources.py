@@ -104,9 +104,9 @@ def test_embedded() -> None:
             '{"a": 1}\n\n{"a": 2 "b"}\n',
             r"a.jsonl, line 3, column 9: not valid JSON: Expecting ',' delimiter",
         ),
-        ("a.jsonl", '{"a": 1}\n7\n', "line 2: a row must be an object, not a number"),
+        ("a.jsonl", '{"a": 1}\n7\n', "line 2: a row must be an object, not 7"),
         ("a.json", '[\n{"a": 1},\n{"a": }\n]', "a.json, line 3, column 7: not valid JSON: Expecting value"),
-        ("a.json", '[{"a": 1}, "x"]', "row 1: a row must be an object, not text"),
+        ("a.json", '[{"a": 1}, "x"]', "row 1: a row must be an object, not .x"),
         ("a.csv", "a,b\n1,2\n1,2,3,4\n", "a.csv, line 3: 4 cells, and the header has 2"),
         ("a.parquet", "no parquet", "a.parquet: cannot be read"),
         ("a.jsonl", "", "a.jsonl: the file is empty"),
@@ -167,7 +167,7 @@ def test_unreadable_rows_are_counted_or_have_their_reason(tmp_path: Path) -> Non
     source = str(tmp_path / "*.jsonl")
     text = (
         r"\*.jsonl: 6 of 11 rows cannot be used: a.jsonl, line 1: a row must be an object, not null; .*"
-        r"a.jsonl, line 4: [^;]*; b.jsonl, line 4: [^;]*not a list; and 1 more. Correct .* at most half"
+        r"a.jsonl, line 4: [^;]*; b.jsonl, line 4: [^;]*not .7.; and 1 more. Correct .* at most half"
     )
     with pytest.raises(ValueError, match=text):
         load_rows(source, skip=True)
@@ -193,16 +193,6 @@ def test_json_as_other_systems_write_it(tmp_path: Path, content: str) -> None:
             assert load(write(tmp_path / f"{name}.{kind}", text.encode())).to_list() == ROWS
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-def test_rows_inside_an_object(tmp_path: Path, indent: int | None) -> None:
-    source = write(tmp_path / "rows.json", json.dumps({"version": "1.0", "data": ROWS}, indent=indent))
-    assert load(source).to_list() == ROWS
-    assert load(source, "train[:2]").to_list() == ROWS[:2]
-    chat = {"messages": [{"role": "user", "content": "q"}]}
-    for row in (chat, {"question": "q", "answer": "a", "steps": [{"step": 1}]}):
-        assert load(write(tmp_path / "one.json", json.dumps(row, indent=indent))).to_list() == [row]
-
-
 def test_cells_of_csv_are_the_text_that_stands_there(tmp_path: Path) -> None:
     text = '\ufeffquestion,answer\r\n"two\nlines",007\r\nq,1.50\r\n½ 😀,1e5\r\n'
     found = load(write(tmp_path / "rows.csv", text.encode()))[:]
@@ -214,18 +204,10 @@ def test_a_row_of_megabytes(tmp_path: Path) -> None:
     assert load(write(tmp_path / "rows.jsonl", lines([row, ROWS[0]])))[0] == row
 
 
-def test_a_folder_of_files(tmp_path: Path) -> None:
-    folder = tmp_path / "rows"
-    folder.mkdir()
-    write(folder / "rows.jsonl", lines(ROWS))
-    write(folder / "README.md", "# Rows")
-    assert load(str(folder)).to_list() == ROWS
-    write(folder / "rows.jsonl", lines(ROWS) + "{bad\n")
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 6, column 2: not valid JSON"):
-        load(str(folder))
-    (folder / "rows.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"the folder cannot be read: "):
-        load(str(folder))
+def test_a_folder_of_files_is_named_by_a_glob(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", lines(ROWS))
+    with pytest.raises(ValueError, match=r"a folder; name the files in it, such as /.*/\*.jsonl"):
+        load(str(tmp_path))
 
 
 def test_zst_needs_its_package(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ QUICK = (
     "null lines", "a null line after many", "very deep lists", "a deep row alone", "an array of nulls",
     "NUL bytes a.csv",
     "utf-16 a.jsonl", "gz cut off", "gz garbled", "xz garbled", "a key twice, later", "a key twice in an array",
-    "half a surrogate pair", "texts that look like dates", "texts and numbers", "a pipe", "a folder of null lines",
+    "half a surrogate pair", "texts that look like dates", "texts and numbers", "a pipe", "a folder of files",
     "a list as ShareGPT's role (chat)", "CSV with a shorter row, the rest not used", "CSV with text after a quote",
     "CSV of messages nested deep", "Parquet cut off", "Parquet of texts that are not UTF-8", "a null line, skipped",
     "a bad row in the second file", "most rows skipped",

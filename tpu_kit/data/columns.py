@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from textwrap import shorten
 from typing import Any
 
 from tpu_kit.config.choices import ROLES
@@ -150,9 +150,6 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
 """Role -> the names of its columns, compared without case, in groups of falling priority. Two columns of one group are
 ambiguous, which is an error."""
 
-KNOWN = frozenset(chain(*(chain(*groups) for groups in NAMES.values())))
-"""Every name that has a role."""
-
 _SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"
 }  # fmt: skip
@@ -225,9 +222,9 @@ def detect_layout(columns: Sequence[str], config: DataConfig, empty: Collection[
     Raises:
         ValueError: an unknown role, a missing column, columns that fit no format, or several that fit one role.
     """
-    named = dict(config.columns or {})
+    named, listed = dict(config.columns or {}), shorten(", ".join(columns), 500) or "none"
     if absent := sorted({column for column in named.values() if column} - set(columns)):
-        raise ValueError(f"data.columns: no column {', '.join(absent)}; the data has {', '.join(columns)}")
+        raise ValueError(f"data.columns: no column {', '.join(absent)}; the data has {listed}")
 
     def find(role: str) -> str | None:
         if role in named:
@@ -256,7 +253,7 @@ def detect_layout(columns: Sequence[str], config: DataConfig, empty: Collection[
         wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
         without = f" ({', '.join(empty)} without values)" if empty else ""
         raise ValueError(
-            f"missing columns: {wanted}; the data has {', '.join(columns) or 'none'}{without}. Name them, for example "
+            f"missing columns: {wanted}; the data has {listed}{without}. Name them, for example "
             "data.columns={question: problem, reasoning: rationale, answer: target}, or set data.format"
         )
     return Layout(fmt, used, tuple(column for column in columns if column not in used.values()))

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets import Features, Json, Value
 from datasets.arrow_writer import ArrowWriter
 
-from tpu_kit.data.columns import KNOWN
 from tpu_kit.storage import atomic
 
 LOCATION = "tpu_kit:location"
@@ -26,11 +23,6 @@ LOCATION = "tpu_kit:location"
 
 PROBLEM = "tpu_kit:problem"
 """The column with the reason why a row cannot be read; None if it can."""
-
-_DEEPEST = 100  # levels of lists and objects in a row; Python's parser fails near 1,000, others crash
-_TOO_DEEP = f"nested more than {_DEEPEST} levels deep"
-_MOST_COLUMNS = 1000
-_KINDS = {type(None): "null", str: "text", bool: "true or false", list: "a list"}
 
 
 class Record(NamedTuple):
@@ -53,7 +45,7 @@ def read_records(system: Any, file: str, separator: str | None) -> Iterator[Reco
     Args:
         system: the fsspec file system that holds it.
         file: its path there; the name gives its compression.
-        separator: between the cells of CSV; None for JSON (lines, an array, or an object around an array).
+        separator: between the cells of CSV; None for JSON: an object on each line, or an array of them.
 
     Raises:
         ValueError: the file, not one of its rows, cannot be read; the text names the file and the line.
@@ -85,33 +77,18 @@ def _text_lines(stream: Any, file: str) -> Iterator[str]:
 
 
 def _json(stream: Any, file: str) -> Iterator[Record]:
-    lines = ((number, line.rstrip()) for number, line in enumerate(_text_lines(stream, file), 1) if line.strip())
-    first = list(islice(lines, 2))
-    if len(first) == 1 or (first and _is_document(first[0][1], file)):
-        stream.seek(0)
-        yield from _json_document("".join(_text_lines(stream, file)), file)
+    begin = next((line for line in stream if line.strip()), "")
+    stream.seek(0)
+    if begin.lstrip().startswith("["):  # an array of rows, perhaps over many lines
+        array, location, problem = _decode("".join(_text_lines(stream, file)), 1)
+        if problem:
+            raise ValueError(f"data source {file}, {location}: {problem}")
+        yield from (_as_row(row, f"row {number}") for number, row in enumerate(array))
         return
-    for number, line in chain(first, lines):
-        value, location, problem = _decode(line, number)
-        yield Record(location, {}, problem) if problem else _as_row(value, location)
-
-
-def _is_document(line: str, file: str) -> bool:
-    """Returns whether the first line begins a value of several lines."""
-    return line.lstrip().startswith("[") or (".json" in Path(file).suffixes and bool(_decode(line, 1)[2]))
-
-
-def _json_document(text: str, file: str) -> Iterator[Record]:
-    document, location, problem = _decode(text, 1)
-    if problem:
-        raise ValueError(f"data source {file}, {location}: {problem}")
-    if isinstance(document, dict) and not {name.lower() for name in document} & KNOWN:  # such as {"data": [...]}
-        lists = [x for x in document.values() if isinstance(x, list) and any(isinstance(row, dict) for row in x)]
-        document = lists[0] if len(lists) == 1 else document
-    if isinstance(document, list):
-        yield from (_as_row(row, f"row {number}") for number, row in enumerate(document))
-    else:
-        yield _as_row(document, location)
+    for number, line in enumerate(_text_lines(stream, file), start=1):
+        if line.strip():
+            value, location, problem = _decode(line.rstrip(), number)
+            yield Record(location, {}, problem) if problem else _as_row(value, location)
 
 
 def _decode(text: str, line: int) -> tuple[Any, str, str]:
@@ -122,7 +99,7 @@ def _decode(text: str, line: int) -> tuple[Any, str, str]:
         location = f"line {line + error.lineno - 1}, column {error.colno}"
         return None, location, f"not valid JSON: {error.msg.removesuffix(' at')}"
     except RecursionError:
-        return None, f"line {line}", _TOO_DEEP
+        return None, f"line {line}", "nested too deep"
     except ValueError as error:
         return None, f"line {line}", str(error)
 
@@ -140,35 +117,19 @@ def _integer(text: str) -> int | str:
     return int(text) if len(text) < 20 and -(2**63) <= int(text) < 2**63 else text
 
 
-def _float(text: str) -> float | None:
-    value = float(text)
-    return value if math.isfinite(value) else None
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=lambda name: None
-)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer, parse_constant=lambda name: None)
 """NaN and infinity become null."""
 
 
 def _as_row(value: Any, location: str) -> Record:
     """Returns a decoded value as a row, or why Arrow cannot hold it."""
     if not isinstance(value, dict):
-        return Record(location, {}, f"a row must be an object, not {_KINDS.get(type(value), 'a number')}")
-    if _is_deep(value):
-        return Record(location, {}, _TOO_DEEP)
+        return Record(location, {}, f"a row must be an object, not {json.dumps(value)[:30]}")
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return Record(location, {}, "half of a surrogate pair (\\ud800 to \\udfff), which is no character")
     return Record(location, value)
-
-
-def _is_deep(value: Any, levels: int = _DEEPEST) -> bool:
-    if not isinstance(value, (dict, list)):
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_is_deep(item, levels - 1) for item in items)
 
 
 # ---------------------------------------------------------------------------------------------------------------- CSV
@@ -213,17 +174,11 @@ def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: P
     Args:
         records: iterates over the rows, each with its file; called twice.
         target: the file.
-
-    Raises:
-        ValueError: there are too many columns.
     """
     kinds: dict[str, set[type]] = {}
-    for file, record in records():
+    for _, record in records():
         for name, cell in record.values.items():
             kinds.setdefault(name, set()).update([] if cell is None else [type(cell)])
-        if len(kinds) > _MOST_COLUMNS:
-            text = f"more than {_MOST_COLUMNS:,} columns; write a row as an object whose keys are the columns"
-            raise ValueError(f"data source {file}, {record.location}: there are {text}")
     features = Features({name: _feature(types) for name, types in kinds.items()})
     columns = Features(features | {LOCATION: Value("string"), PROBLEM: Value("string")})
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -28,11 +28,9 @@ from datasets import (
     DownloadConfig,
     ReadInstruction,
     load_dataset,
-    load_dataset_builder,
     load_from_disk,
 )
 from datasets import config as datasets_config
-from fsspec.implementations.local import LocalFileSystem
 
 from tpu_kit.assets import embedded
 from tpu_kit.config.fields import closest
@@ -63,10 +61,9 @@ SHOWN = 5
 """Bad rows that an error names."""
 
 _KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-_FILL = f"put files of rows into it ({', '.join(_KINDS)})"
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_VERSION = 3  # increase it when records.py reads other rows from the same file
+_VERSION = 4  # increase it when records.py reads other rows from the same file
 _SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
 _HELD_OUT_SHARE = 8  # one question in eight of "rationales" belongs to the held-out split
 _ANSWER = re.compile(r"(?:Therefore,? |So |Thus,? )?the answer is:?\s*(\S.{0,60}?)\.?\s*$", re.IGNORECASE | re.DOTALL)
@@ -78,8 +75,8 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
 
     Args:
         source: "embedded", "rationales", a path, glob or URL (`gs://...`) of .jsonl, .json, .csv, .tsv or .parquet
-            files, a folder that `datasets` wrote or can read, or a data set of the hub, with its configuration after a
-            colon if it has several (`openai/gsm8k:main`).
+            files, a folder of `save_to_disk`, or a data set of the hub, with its configuration after a colon if it has
+            several (`openai/gsm8k:main`).
         split: a name, perhaps with a slice, as in `train[:1000]`. Files have one split, `train`.
         seed: of generated rows.
         skip: as in `check_rows`; the cells of an unreadable row are None.
@@ -162,9 +159,9 @@ class _Files(NamedTuple):
 
 
 def _find_files(source: str, split: str) -> _Files | None:
-    """Returns the files of a path, glob, URL or folder; None if `datasets` must find them."""
-    if Path(source).is_dir() and not _kind(source):
-        return _files_of_folder(source, split)
+    """Returns the files of a path, glob or URL; None for a data set of the hub."""
+    if Path(source).is_dir():
+        raise ValueError(f"data source {source}: a folder; name the files in it, such as {Path(source, '*.jsonl')}")
     if not (kind := _kind(source)):
         if "://" in source or "*" in source or Path(source).is_file():
             raise ValueError(f"data source {source}: the name must end in {', '.join(_KINDS)}")
@@ -178,23 +175,6 @@ def _kind(path: str) -> str | None:
     """Returns the kind of a file by its name, without the suffix of a compression."""
     suffixes = [suffix for suffix in Path(path).suffixes if suffix not in _COMPRESSED]
     return _KINDS.get(suffixes[-1].lower()) if suffixes else None
-
-
-def _files_of_folder(source: str, split: str) -> _Files | None:
-    """Returns the JSON or CSV files of a folder; None if it has other files, which `datasets` may read."""
-    try:
-        splits = load_dataset_builder(source).config.data_files or {}
-    except Exception as error:
-        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}; {_FILL}") from error
-    name = split.partition("[")[0]
-    if name not in splits:
-        raise ValueError(f"data source {source}: there is no split {name!r}; the folder has {', '.join(splits)}")
-    paths = [str(path) for path in splits[name]]
-    kinds = {str(_kind(path)) for path in paths}
-    if kinds not in ({"json"}, {"csv"}):
-        return None
-    _check_files(LocalFileSystem(), paths)
-    return _Files(LocalFileSystem(), paths, *kinds)
 
 
 def _from_text(source: str, split: str, files: _Files) -> Dataset:
@@ -242,8 +222,6 @@ def _from_hub(source: str, split: str) -> Dataset:
     try:
         return load_dataset(name, subset or None, split=split)
     except Exception as error:
-        if Path(source).is_dir():
-            raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}; {_FILL}") from error
         raise ValueError(
             f"data source {source}, split {split}: there is no such file or folder, and the hub gave no such data set: "
             f"{type(error).__name__}: {error}; check the spelling and the network"
@@ -257,7 +235,11 @@ def _glob(source: str) -> tuple[Any, list[str]]:
     try:
         system, path = url_to_fs(source)
         paths = sorted(system.glob(path)) if any(c in path for c in "*?[") else [path]
-        _check_files(system, paths)
+        for path in paths:
+            if (info := system.info(path))["type"] not in ("file", "link"):  # reading a pipe would never end
+                raise ValueError(f"data source {path}: this is not a regular file; name another")
+            if info["size"] == 0:
+                raise ValueError(f"data source {path}: the file is empty; write rows into it, or name another")
     except ImportError as error:
         raise ValueError(f"data source {source}: {error}; for gs:// run: pip install gcsfs") from error
     except FileNotFoundError:
@@ -275,17 +257,6 @@ def _glob(source: str) -> tuple[Any, list[str]]:
         near = "".join(f"; did you mean {Path(source).with_name(name)}?" for name in closest(Path(source).name, names))
         raise ValueError(f"data source {source}: there is no such file{bucket}{near or '; check data.source'}")
     return system, paths
-
-
-def _check_files(system: Any, paths: list[str]) -> None:
-    for path in paths:
-        info = system.info(path)
-        if info["type"] == "directory":
-            raise ValueError(f"data source {path}: this is a folder, not a file; rename it, or name the files in it")
-        if info["type"] not in ("file", "link"):  # reading a pipe would never end
-            raise ValueError(f"data source {path}: this is not a regular file; name another")
-        if info["size"] == 0:
-            raise ValueError(f"data source {path}: the file is empty; write rows into it, or name another")
 
 
 def _cause(error: BaseException) -> str:

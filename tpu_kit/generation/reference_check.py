@@ -84,7 +84,7 @@ def check_training(config: TrainConfig, device_type: str) -> None:
         return
     models.check_length(model.get_text_config(), config.data.max_length)
     if problem := _training_problem(config, model, device_type):
-        changes = {
+        changes: dict[str, dict[str, dict[str, Any]]] = {
             "Set model.attention=sdpa": {"model": {"attention": "sdpa"}},
             "Set optim.scan_layers=off": {"optim": {"scan_layers": "off"}},
             "Set data.packing=false, which puts one document in each row": {"data": {"packing": False}},
