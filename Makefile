@@ -48,6 +48,7 @@ notebooks: $(VENV)/installed
 
 train-real: export PJRT_DEVICE := CPU
 train-real: $(VENV)/installed-real
+	@$(BIN)/python -m tests.support.real_rows runs/real-rows
 	@$(BIN)/python -m tpu_kit train smollm2-real num_replicas=$(REAL_REPLICAS)
 
 test: lint types

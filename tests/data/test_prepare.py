@@ -11,6 +11,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tests.support.embedded_answers import is_correct
+from tests.support.real_rows import split_rows
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.config.loader import DataConfig
@@ -386,6 +387,7 @@ def test_rationales_fill_98_percent() -> None:
     """The rows of `make train-real`, with the embedded tokenizer."""
     from transformers import AutoTokenizer
 
-    made = prepare(DataConfig(source="rationales"), AutoTokenizer.from_pretrained(model_dir()), model_positions=1024)
+    rows = Dataset.from_list(split_rows()["train"])
+    made = prepare(DataConfig(), AutoTokenizer.from_pretrained(model_dir()), dataset=rows)
     assert made.report.fill >= 0.98
     assert made.report.documents > 1500

@@ -186,7 +186,7 @@ MISTAKES: dict[str, tuple[Mapping[str, str | bytes], list[str], str]] = {
         "save the file as UTF-8",
     ),
     "another kind of file": ({"rows.xlsx": "x"}, ["source=rows.xlsx"], "the name must end in .jsonl, .json, "),
-    "a folder without rows": ({"folder/notes.md": "x"}, ["source=folder"], "put files of rows into it"),
+    "a folder without rows": ({"folder/notes.md": "x"}, ["source=folder"], "a folder; name the files in it, such as"),
     "no such data set": ({}, ["source=opena1/gsm8k"], "check the spelling and the network"),
     "no such split": ({}, [MINE, "split=test"], "files have one split, train, not 'test'"),
     "a batch larger than the data": ({}, [MINE, "batch_size=64"], "Set optim.batch_size="),

@@ -196,9 +196,9 @@ FAMILIES: dict[str, Callable[[random.Random], Problem]] = {
 }
 
 
-def split_of(question: str, held_out_share: int = _HELD_OUT_SHARE) -> str:
-    """Returns the split of a question, "train" or "eval", by a hash of its text; one in `held_out_share` is "eval"."""
-    return "train" if hashlib.sha256(question.encode()).digest()[0] % held_out_share else "eval"
+def split_of(question: str) -> str:
+    """Returns the split of a question, "train" or "eval", by a hash of its text."""
+    return "train" if hashlib.sha256(question.encode()).digest()[0] % _HELD_OUT_SHARE else "eval"
 
 
 def cot_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:

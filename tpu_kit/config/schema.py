@@ -67,8 +67,8 @@ class DataConfig:
 
     source: str = knob(
         "embedded",
-        'Hub id (openai/gsm8k:main), path, glob or gs:// of jsonl/json/csv/tsv/parquet, "embedded", "rationales", or '
-        '"synthetic": rows of random tokens, for rehearsals; split=train[:N] sets their number.',
+        'Hub id (openai/gsm8k:main), path, glob or gs:// of jsonl/json/csv/tsv/parquet, "embedded", or "synthetic": '
+        "rows of random tokens, for rehearsals; split=train[:N] sets their number.",
     )
     eval_source: str | None = knob(None, "Another source of evaluation rows, in the same forms as source.")
     split: str = knob("train", "The split of source to train on.")
@@ -98,7 +98,7 @@ class DataConfig:
     on_bad_row: Literal["stop", "skip"] = knob(
         "stop", "What to do with a row that cannot be used; skip leaves out up to half of them, counted and shown."
     )
-    num_proc: int | None = knob(None, "Processes that tokenize; null = this one.", at_least=1, at_most=1024)
+    num_proc: int | None = knob(None, "Processes that tokenize; null = by cores and rows.", at_least=1, at_most=1024)
     seed: int = knob(0, "Seed of the held-out split and of the order of rows.", at_least=0, at_most=2**32 - 1)
     shuffle: bool = knob(True, "Shuffle the training rows, anew each epoch.")
 

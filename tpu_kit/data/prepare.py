@@ -24,7 +24,7 @@ from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts
 from tpu_kit.data.held_out import Questions, choose_questions, held_out_rows
-from tpu_kit.data.sources import EMBEDDED_ROWS, GENERATED, SYNTHETIC, synthetic_rows
+from tpu_kit.data.sources import EMBEDDED_ROWS, SYNTHETIC, synthetic_rows
 from tpu_kit.data.tokenizing import Tokenized, tokenize
 
 
@@ -243,10 +243,10 @@ def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
 def _eval_split(config: DataConfig, dataset: Dataset | DatasetDict | None) -> tuple[str | None, str] | None:
     """Returns source (None: the data set given) and split of the evaluation rows; None if training rows are split."""
     if config.eval_source:
-        return config.eval_source, config.eval_split or ("eval" if config.eval_source in GENERATED else "train")
+        return config.eval_source, config.eval_split or ("eval" if config.eval_source == "embedded" else "train")
     if config.eval_split and (dataset is None or isinstance(dataset, DatasetDict)):
         return config.source if dataset is None else None, config.eval_split
-    if dataset is None and config.source in GENERATED and config.eval_rows != 0:
+    if dataset is None and config.source == "embedded" and config.eval_rows != 0:
         return config.source, f"eval[:{held_out_rows(config, EMBEDDED_ROWS['train'])}]"
     return None
 

@@ -1,15 +1,6 @@
-"""Loads the rows of a data source: the hub, local files, files in a bucket, and two sources that need no download.
+"""Loads the rows of a data source: the hub, local files, files in a bucket, and generated word problems.
 
 Errors in a file name the file and the line.
-
-The source "embedded" generates its rows with `tpu_kit.assets.embedded`. The source "rationales" reads two packages of
-the Python package index:
-
-- `lm-eval` ships the worked examples of its few-shot tasks (MMLU with FLAN's rationales, BIG-Bench Hard, GSM8K): 371
-  rows of question, rationale and answer, written by people. Only its task files are read; it is not imported.
-- `reasoning-gym` generates school arithmetic problems with rationales from 85 templates (`gsm_symbolic`).
-
-The licences of MMLU, FLAN and BIG-Bench Hard apply to the first package; see their projects.
 """
 
 from __future__ import annotations
@@ -38,9 +29,6 @@ from tpu_kit.data.records import LOCATION, PROBLEM, Record, read_records, write_
 from tpu_kit.hardware.host import ask_hub_once
 from tpu_kit.storage import atomic
 
-GENERATED = ("embedded", "rationales")
-"""Sources whose rows come from installed packages; their splits are "train" and "eval"."""
-
 SYNTHETIC = "synthetic"
 """The source of rows of random tokens, which need no tokenizer."""
 
@@ -48,14 +36,7 @@ SYNTHETIC_ROWS = 4096
 """Rows of the synthetic source, unless the split has a slice."""
 
 EMBEDDED_ROWS = {"train": 4000, "eval": 500}
-"""Rows of the embedded source, unless the split has a slice, as in `train[:100]`."""
-
-GENERATED_ROWS = 1500
-"""Rows of the source "rationales" that reasoning-gym generates."""
-
-TASK_FILES = ("mmlu/flan_cot_fewshot/mmlu_*.yaml", "bbh/cot_fewshot/[a-z]*.yaml", "gsm8k/gsm8k-cot.yaml")
-INSTALL = 'pip install --no-deps "lm-eval==0.4.13" && pip install "reasoning-gym==0.1.25"'
-"""Installs both packages; lm-eval's own dependencies are not needed."""
+"""Rows of each split of `assets.embedded`, unless it has a slice, as in `train[:100]`."""
 
 SHOWN = 5
 """Bad rows that an error names."""
@@ -65,16 +46,13 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _VERSION = 4  # increase it when records.py reads other rows from the same file
 _SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
-_HELD_OUT_SHARE = 8  # one question in eight of "rationales" belongs to the held-out split
-_ANSWER = re.compile(r"(?:Therefore,? |So |Thus,? )?the answer is:?\s*(\S.{0,60}?)\.?\s*$", re.IGNORECASE | re.DOTALL)
-_OPENING = re.compile(r"^Let's think step by step\.\s*")
 
 
 def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = False) -> Dataset:
     """Loads the rows of a source; JSON and CSV files add the columns `records.LOCATION` and `records.PROBLEM`.
 
     Args:
-        source: "embedded", "rationales", a path, glob or URL (`gs://...`) of .jsonl, .json, .csv, .tsv or .parquet
+        source: "embedded", a path, glob or URL (`gs://...`) of .jsonl, .json, .csv, .tsv or .parquet
             files, a folder of `save_to_disk`, or a data set of the hub, with its configuration after a colon if it has
             several (`openai/gsm8k:main`).
         split: a name, perhaps with a slice, as in `train[:1000]`. Files have one split, `train`.
@@ -84,8 +62,8 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
     Raises:
         ValueError: the source does not exist or cannot be read; the text names the file and the line.
     """
-    if source in GENERATED:
-        rows = _generated(source, split, seed)
+    if source == "embedded":
+        rows = _embedded(split, seed)
     elif Path(source).is_dir() and any((Path(source) / name).is_file() for name in _SAVED):
         rows = _from_saved(source, split)
     elif files := _find_files(source, split):
@@ -264,74 +242,12 @@ def _cause(error: BaseException) -> str:
     return "it has no rows" if "corresponds to no data" in text or "BatchSize must be greater" in text else text
 
 
-def _generated(source: str, split: str, seed: int) -> Dataset:
+def _embedded(split: str, seed: int) -> Dataset:
     match = _SPLIT.fullmatch(split)
     if not match or match[1] not in EMBEDDED_ROWS:
-        raise ValueError(f'data source {source} has the splits "train" and "eval", as in "train[:100]", not {split!r}')
-    name, count = match[1], int(match[2]) if match[2] else None
-    if source == "embedded":
-        return Dataset.from_list(embedded.cot_rows(name, EMBEDDED_ROWS[name] if count is None else count, seed))
-    return Dataset.from_list(rationale_rows(name, seed)[:count])
-
-
-def task_rows() -> list[dict[str, str]]:
-    """Returns the worked examples of lm-eval's tasks as rows (question, reasoning, answer), always in the same order.
-
-    Raises:
-        ValueError: the package is missing, or an example does not end in "the answer is ..." (another version of it).
-    """
-    import yaml
-
-    spec = importlib.util.find_spec("lm_eval")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"data.source=rationales needs the package lm-eval: {INSTALL}")
-    tasks = Path(next(iter(spec.submodule_search_locations))) / "tasks"
-    rows = []
-    for file in (file for pattern in TASK_FILES for file in sorted(tasks.glob(pattern))):
-        samples = (yaml.safe_load(file.read_text(encoding="utf-8")).get("fewshot_config") or {}).get("samples") or []
-        for number, sample in enumerate(samples):
-            match = _ANSWER.search(sample["target"])
-            if not match:
-                raise ValueError(f'{file.name}, example {number}, does not end in "the answer is ...": {INSTALL}')
-            reasoning = _OPENING.sub("", sample["target"][: match.start()]).strip()
-            question = str(sample.get("question", sample.get("input"))).strip()
-            rows.append({"question": question, "reasoning": reasoning, "answer": match[1].strip()})
-    return rows
-
-
-def generated_rows(n: int, seed: int = 0) -> list[dict[str, str]]:
-    """Returns `n` rows (question, reasoning, answer) of reasoning-gym's `gsm_symbolic`.
-
-    Its row i depends on seed + i. The seed is multiplied, because neighbouring seeds would share most rows.
-
-    Raises:
-        ValueError: the package, or one of its dependencies, is missing.
-    """
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise ValueError(f"data.source=rationales needs the package reasoning-gym ({error}): {INSTALL}") from error
-    made: Any = reasoning_gym.create_dataset("gsm_symbolic", size=n, seed=1_000_003 * seed)
-    rows = []
-    for i in range(n):
-        reasoning = made[i]["metadata"]["answer_cot"].rpartition("####")[0].strip()
-        rows.append({"question": made[i]["question"], "reasoning": reasoning, "answer": made[i]["answer"]})
-    return rows
-
-
-def rationale_rows(split: str, seed: int = 0) -> list[dict[str, str]]:
-    """Returns the rows of both packages in one split, mixed; no question of one split occurs in the other.
-
-    Args:
-        split: "train" or "eval".
-        seed: of the generated rows.
-
-    Raises:
-        ValueError: a package is missing.
-    """
-    every = task_rows() + generated_rows(GENERATED_ROWS, seed)
-    rows = [row for row in every if embedded.split_of(row["question"], _HELD_OUT_SHARE) == split]
-    return sorted(rows, key=lambda row: hashlib.sha256(f"order {row['question']}".encode()).digest())
+        raise ValueError(f'data source embedded has the splits "train" and "eval", as in "train[:100]", not {split!r}')
+    count = int(match[2]) if match[2] else EMBEDDED_ROWS[match[1]]
+    return Dataset.from_list(embedded.cot_rows(match[1], count, seed))
 
 
 def pick_split(data: Dataset | DatasetDict, split: str) -> Dataset:

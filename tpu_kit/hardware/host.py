@@ -273,8 +273,7 @@ def check_hub(at: Machine, config: TrainConfig) -> Check:
         token = token or token_file.read_text().strip()
     text = f"token in {'HF_TOKEN' if environ.get('HF_TOKEN') else token_file}" if token else "no token"
     sources = [config[name] for name in _SOURCES if config[name] and not _is_path(name, config[name])]
-    here = ("embedded", "rationales")
-    away = [s for s in sources if s not in here and "://" not in s and "*" not in s and not Path(s).exists()]
+    away = [s for s in sources if s != "embedded" and "://" not in s and "*" not in s and not Path(s).exists()]
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):  # as huggingface_hub reads them
             return Check(name, "skipped", f"offline by {variable}; {text}")

@@ -85,11 +85,10 @@ def count_rows(config: TrainConfig) -> Rows:
         return Rows(None, reason)
     # Here, because they load torch, transformers and datasets.
     from tpu_kit.data.prepare import prepare
-    from tpu_kit.data.sources import GENERATED
     from tpu_kit.models.causal_lm import load_tokenizer
 
     data = config.data
-    elsewhere = data.eval_source or data.eval_split or data.source in GENERATED
+    elsewhere = data.eval_source or data.eval_split or data.source == "embedded"
     data = replace(data, eval_source=None, eval_split=None, eval_rows=0 if elsewhere else data.eval_rows)
     try:
         return Rows(len(prepare(data, load_tokenizer(config.model)).train))
@@ -120,7 +119,7 @@ def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> tuple[int |
 def _costly(config: TrainConfig) -> str:
     """Says why the rows are not counted; empty where they can be counted."""
     source, known = config.data.source, "; set optim.max_steps"
-    if source not in ("embedded", "rationales"):  # `sources.GENERATED`, without its imports
+    if source != "embedded":
         if "://" in source:
             return f"data.source={source} is in an object store, and is not read for a plan{known}"
         files = [Path(name) for name in glob.glob(source)]

@@ -21,7 +21,7 @@ _IN_A_ZONE = ("xpk", "gcloud")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # what all four accept: xpk allows 40 characters
 _IMAGE = re.compile(r"([\w.-]+(:\d+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*(:[\w.-]+|@sha256:[0-9a-f]{64})")
 _ROW_FILE = re.compile(r"^[./~]|[*?\[\]]|\.(jsonl?|ndjson|csv|tsv|parquet)(\.\w+)?$")
-_GENERATED = ("embedded", "rationales", "synthetic")
+_GENERATED = ("embedded", "synthetic")
 
 
 class Offer(NamedTuple):
