@@ -248,7 +248,7 @@ class _Adapter:
 @command(
     "The held-out rows are those of the adapter's run, or else those of `train`, without questions that the training\n"
     "data have too. generate_rows=200 limits the rows, generate_tokens the length of an answer; verifier judges it.\n"
-    "With an adapter the result is written as eval.json into the run's folder, unless that has more rows.\n\n"
+    "With an adapter the result is written as eval.json into the run's folder.\n\n"
     "Exit codes: 0 done, 1 error, 2 bad arguments.",
     _CONFIG | _JSON,
     (_Adapter,),

@@ -62,7 +62,7 @@ def test_rows_of_the_source_take_the_split_of_the_run(
     finished: tuple[Path, set[str]], given: dict[str, int], left_out: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, held = finished
-    found = evaluate_adapter(config(folder / "my.jsonl", **given), folder / "run" / "adapter", replace=True)
+    found = evaluate_adapter(config(folder / "my.jsonl", **given), folder / "run" / "adapter")
     assert asked(found) == held and (found.seen_in_training, found.training_data_known) == (left_out, True)
     told = json.loads((folder / "run" / "eval.json").read_text())
     assert (told["seen_in_training"], len(told["samples"])) == (left_out, 4)
@@ -78,7 +78,7 @@ def test_a_source_that_changed_since_the_run(
     rows = [row for row in cot_rows("train", 120, seed=1) if row["question"] != gone]
     new = [row for row in cot_rows("eval", 200, seed=2) if row["question"] not in QUESTIONS]
     grown = write(tmp_path / "grown.jsonl", [*rows, *new])
-    found = evaluate_adapter(config(grown), folder / "run" / "adapter", replace=True)
+    found = evaluate_adapter(config(grown), folder / "run" / "adapter")
     today = {row["question"] for row in prepare(config(grown).data, load_tokenizer(config(grown).model)).eval_rows}
     assert asked(found) == (today - set(QUESTIONS)) | (held - {gone}) and found.seen_in_training > 0
     assert found.seen_in_training == len(today & set(QUESTIONS) - held)
@@ -99,7 +99,7 @@ def test_rows_of_another_source_and_their_adapter_in_a_bucket(
     source = write(tmp_path / "eval.jsonl", [*trained, *new, *[row for row in rows if row["question"] in held]])
     upload(folder / "run", f"{bucket}/run")
     run = config("embedded", eval_source=source)
-    found = evaluate_adapter(run, f"{bucket}/run/adapter", replace=True)
+    found = evaluate_adapter(run, f"{bucket}/run/adapter")
     assert asked(found) == held | {row["question"] for row in new}
     assert (found.seen_in_training, found.training_data_known) == (5, True)
     write(tmp_path / "eval.jsonl", trained)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -19,13 +18,13 @@ from tpu_kit.config.loader import ConfigError, DataConfig, TrainConfig
 from tpu_kit.data.held_out import QUESTIONS, UNKNOWN, Questions
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.evaluation.verifiers import Verifier, judge, verifier_named, well_formed
+from tpu_kit.evaluation.verifiers import judge, verifier_named, well_formed
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import GenerationRequest, answer
-from tpu_kit.models.architecture import read_shape
 from tpu_kit.models.base_identity import base_of_adapter
-from tpu_kit.models.loading import load_tokenizer
+from tpu_kit.models.causal_lm import max_positions
+from tpu_kit.models.loading import load_tokenizer, read_config
 from tpu_kit.models.states_head import without_head
 from tpu_kit.storage.object_store import ObjectFolder, at_hand, is_url
 
@@ -260,14 +259,8 @@ def compare(base: Evaluation, tuned: Evaluation, seen_in_training: int = 0, know
     return Comparison(base, tuned, gained, lost, mcnemar(lost, gained), seen_in_training, known)
 
 
-def evaluate_adapter(
-    config: TrainConfig,
-    adapter_dir: str | Path,
-    verifier: str | Verifier | None = None,
-    replace: bool = False,
-    prepared: Prepared | None = None,
-) -> Comparison:
-    """Compares the base and the tuned model on the held-out rows, and writes the comparison beside the adapter.
+def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Prepared | None = None) -> Comparison:
+    """Compares the base and the tuned model on the held-out rows, and writes eval.json beside the adapter.
 
     The rows are those that the adapter's run held out and those that `config` holds out, without questions that the run
     was trained on; texts are compared without case, white space and closing punctuation. Where the adapter lies without
@@ -275,9 +268,7 @@ def evaluate_adapter(
 
     Args:
         config: the run; `tracking.generate_rows` limits the rows (0 = all held-out rows).
-        adapter_dir: the output of training, a folder or gs://bucket/run/adapter; eval.json goes beside it.
-        verifier: as in `evaluate`.
-        replace: replace an eval.json of more rows too, because the adapter is new.
+        adapter_dir: the output of training, a folder or gs://bucket/run/adapter.
         prepared: the data of the adapter's run; None prepares the rows of `config`.
 
     Raises:
@@ -295,30 +286,17 @@ def evaluate_adapter(
     else:
         questions = prepared.questions
     with at_hand(adapter_dir) as folder, without_head(folder) as plain:
-        base = evaluate(config, prepared, verifier=verifier)
-        tuned = evaluate(config, prepared, folder, verifier)
+        base, tuned = evaluate(config, prepared), evaluate(config, prepared, folder)
         seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
         comparison = compare(base, tuned, seen, known=questions is not None)
         if plain != folder:
-            alone = evaluate(config, prepared, plain, verifier)
-            comparison = dataclasses.replace(comparison, head=compare(alone, tuned))
-    rows = len(base.samples)
-    if not replace and (before := _rows_of(run)) > rows:
-        print(f"{run}/eval.json stays: it has {before} rows, and this evaluation {rows}", file=sys.stderr, flush=True)
-        return comparison
+            comparison = dataclasses.replace(comparison, head=compare(evaluate(config, prepared, plain), tuned))
     written = json.dumps(comparison.to_dict(), indent=2)
     if isinstance(run, str):
         ObjectFolder(run).write("eval.json", written.encode())
     else:
         (run / "eval.json").write_text(written)
     return comparison
-
-
-def _rows_of(run: str | Path) -> int:
-    """Returns the number of rows in the eval.json of a run; 0 without a readable file."""
-    with at_hand(run, "eval.json") as folder, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return len(json.loads((folder / "eval.json").read_text())["samples"])
-    return 0
 
 
 def check_answers(config: TrainConfig, prepared: Prepared) -> None:
@@ -347,7 +325,8 @@ def check_answers(config: TrainConfig, prepared: Prepared) -> None:
         raise ConfigError([f"{asked}: {error}"]) from error
     if len(rows) < wanted:
         print(f"plan             {asked}: there are {len(rows)} held-out rows, and all are answered", flush=True)
-    longest, positions = max(lengths), _positions(config)
+    model = read_config(config.model)  # loading a model explains why its configuration cannot be read
+    longest, positions = max(lengths), (model and max_positions(model.get_text_config())) or math.inf
     if longest + tracking.generate_tokens > positions:
         advice = f"use at most {positions - longest:g}" if positions > longest else "remove longer rows"
         raise ConfigError(
@@ -367,14 +346,6 @@ def check_answers(config: TrainConfig, prepared: Prepared) -> None:
                 f"asks for ({reason}); use another verifier, or set {off}"
             ]
         )
-
-
-def _positions(config: TrainConfig) -> float:
-    """Returns the longest sequence of the model; infinity where its shape is unknown until it is loaded."""
-    try:
-        return read_shape(config.model).positions
-    except ValueError:
-        return math.inf
 
 
 def held_out(config: TrainConfig, run: Questions | None = None) -> Prepared:
@@ -398,21 +369,15 @@ def held_out(config: TrainConfig, run: Questions | None = None) -> Prepared:
     return prepared
 
 
-def evaluate(
-    config: TrainConfig,
-    prepared: Prepared,
-    adapter_dir: str | Path | None = None,
-    verifier: str | Verifier | None = None,
-) -> Evaluation:
+def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | None = None) -> Evaluation:
     """Lets the model answer held-out rows, judges the answers, and measures the perplexity of the rows themselves.
 
     Args:
-        config: the run; `tracking.generate_rows` limits the rows (0 = all), `tracking.generate_tokens` an answer. The
-            replicas of `config.launch` share the rows.
+        config: the run; `tracking.generate_rows` limits the rows (0 = all), `tracking.generate_tokens` an answer, and
+            `tracking.verifier` judges it. The accuracy leaves out rows on which a verifier fails. The replicas of
+            `config.launch` share the rows.
         prepared: the data, of `data.prepare.prepare`.
         adapter_dir: folder of the trained adapter; None evaluates the base model.
-        verifier: a function of a row and the answer after the reasoning, or a name as in `tracking.verifier`, the
-            default. The accuracy leaves out rows on which it fails.
 
     Raises:
         ValueError: there are no held-out rows, there is no such verifier, or as in `answer`.
@@ -423,18 +388,20 @@ def evaluate(
             "there are no rows to evaluate on; hold out rows with data.eval_rows, or give data.eval_source"
         )
     count, limit = config.tracking.generate_rows or None, config.tracking.generate_tokens
-    rule = verifier_named(verifier or config.tracking.verifier)
-    rows, prompts = prepared.eval_rows[:count], prepared.eval_prompts[:count]
+    rule = verifier_named(config.tracking.verifier)
     source_rows = prepared.eval.documents.source_rows
     documents = np.flatnonzero(np.isin(source_rows, np.unique(source_rows)[:count]))
     ids, masks = zip(*map(prepared.eval.document, documents.tolist()), strict=True)
     ask = GenerationRequest(_prompt_ids(prepared, count), Sampling(limit))
     answers = answer(config, [ask], [each.tolist() for each in ids], adapter_dir=adapter_dir, batch_size=_BATCH)
-    replies = answers.completions[0]
-    samples = tuple(
-        _sample(row, prompt, _opened(prompt, config.data) + reply.text, config.data, rule)
-        for row, prompt, reply in zip(rows, prompts, replies, strict=True)
-    )
+    replies, samples = answers.completions[0], []
+    for row, prompt, reply in zip(prepared.eval_rows[:count], prepared.eval_prompts[:count], replies, strict=True):
+        text = _opened(prompt, config.data) + reply.text
+        expected, verdict = row.get("answer"), judge(row, text, config.data, rule)
+        question = str(row.get("question") or prompt)
+        samples.append(
+            Sample(question, None if expected is None else str(expected), text, verdict.correct, verdict.error)
+        )
     judged = [sample.correct for sample in samples if sample.correct is not None]
     logprobs = np.concatenate([np.array(rating.logprobs) for rating in answers.ratings])
     logprobs = logprobs[np.concatenate([mask[1:] for mask in masks])]
@@ -444,20 +411,9 @@ def evaluate(
         mean_tokens=sum(len(reply.tokens) for reply in replies) / len(replies),
         unfinished=sum(reply.finish_reason == "length" for reply in replies) / len(replies),
         max_new_tokens=limit,
-        samples=samples,
+        samples=tuple(samples),
         perplexity=math.exp(-logprobs.mean()),
         perplexity_tokens=len(logprobs),
-    )
-
-
-def _sample(row: dict[str, Any], prompt: str, text: str, data: DataConfig, rule: str | Verifier) -> Sample:
-    expected, verdict = row.get("answer"), judge(row, text, data, rule)
-    return Sample(
-        question=str(row.get("question") or prompt),
-        expected=None if expected is None else str(expected),
-        answer=text,
-        correct=verdict.correct,
-        error=verdict.error,
     )
 
 

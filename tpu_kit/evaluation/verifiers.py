@@ -1,6 +1,6 @@
 """Verifies whether an answer is correct, and whether its reasoning is well-formed.
 
-`tracking.verifier` names the rule, or a function of the user's: `verifier="my_rules:is_right"`, with
+`tracking.verifier` names the rule, or a function: `verifier="my_rules:is_right"`, with
 
     def is_right(row, answer):          # in my_rules.py
         return row["target"] in answer  # or a number, where only 1 is correct; None skips the row
@@ -59,7 +59,7 @@ class Verdict:
     error: str = ""
 
 
-def verifier_named(name: str | Verifier) -> str | Verifier:
+def verifier_named(name: str) -> str | Verifier:
     """Resolves a verifier for `judge`: a rule keeps its name, and "module:function" is imported.
 
     "auto" compares the statements (`_statement`) of row and reply by the kind of the row's answer, see `_same`;
@@ -70,8 +70,6 @@ def verifier_named(name: str | Verifier) -> str | Verifier:
     Raises:
         ValueError: there is no such rule, module or function, or the pattern is invalid.
     """
-    if callable(name):
-        return name
     parameters()["tracking.verifier"].read(name)
     if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
         raise ConfigError([f"tracking.verifier={name} needs the package reasoning-gym: pip install reasoning-gym"])

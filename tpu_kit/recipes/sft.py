@@ -202,7 +202,7 @@ def _train(
     if config.tracking.generate_rows and result.status != "preempted":
         try:
             with sigterm_raises():
-                compared = evaluate_adapter(config, result.adapter_dir, replace=True, prepared=prepared)
+                compared = evaluate_adapter(config, result.adapter_dir, prepared)
             print(compared, flush=True)
             metrics = {"accuracy_before": compared.base.accuracy.share, "accuracy_after": compared.tuned.accuracy.share}
             if compared.base.perplexity is not None and compared.tuned.perplexity is not None:
