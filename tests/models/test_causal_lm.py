@@ -30,6 +30,7 @@ from transformers.initialization import no_tie_weights
 from tests.support.child_processes import run_python
 from tests.support.tpu_program import ENVIRONMENT
 from tests.support.training_functions import OPTIM, control
+from tests.training.test_loss import chunked_nll
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.models import attention
@@ -46,7 +47,7 @@ from tpu_kit.models.causal_lm import (
     trainable_parameters,
     use_attention,
 )
-from tpu_kit.training.loss import chunked_nll, shift_labels
+from tpu_kit.training.loss import shift_labels
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import train_step
@@ -422,7 +423,7 @@ import torch, torch_xla, torch_xla.core.xla_model as xm, torch_xla.debug.metrics
 from transformers import AutoModelForCausalLM, Qwen2Config
 from tpu_kit.config.loader import LoraConfig, ModelConfig, OptimConfig
 from tpu_kit.models.layer_scan import scan_layers
-from tpu_kit.training.loss import chunked_nll, shift_labels
+from tpu_kit.training.loss import Likelihood, chunked, shift_labels
 from tpu_kit.models.causal_lm import (
     adapt,
     hidden_states,
@@ -457,8 +458,8 @@ for name, (rank, remat) in cases.items():
         segments = torch.tensor([[1] * 15 + [2] * 20 + [0] * 5] * 2).to(device)
         positions = torch.tensor([[*range(15), *range(20), *[0] * 5]] * 2).to(device)
         hidden = hidden_states(model, {"input_ids": ids, "segment_ids": segments, "position_ids": positions})
-        loss, count = chunked_nll(hidden.flatten(0, 1), output_embedding(model).weight,
-                                  shift_labels(ids, segments).flatten(), 16)
+        head, labels = output_embedding(model), shift_labels(ids, segments).flatten()
+        (loss,) = chunked(Likelihood(head), hidden.flatten(0, 1), head, [labels], 16)
         loss.backward()
         if step == 2:
             hlo = torch_xla._XLAC._get_xla_tensors_hlo([loss, *(p.grad for p in parameters.values())])
@@ -475,7 +476,7 @@ for name, (rank, remat) in cases.items():
     found[name] = {"dots": len(dots), "bf16": sum(dot.startswith("bf16") for dot in dots),
                    "barriers": hlo.count("opt-barrier("),
                    "tied": causal.lm_head.weight is causal.get_input_embeddings().weight,
-                   "delta": [b - a for a, b in zip(before, after)], "loss": float(loss / count),
+                   "delta": [b - a for a, b in zip(before, after)], "loss": float(loss / (labels != -100).sum()),
                    "logits": len(re.findall(r"\\[(?:80,67|2,40,67|67,80)\\]", hlo))}
 first = {name: torch.cat([gradient.cpu().flatten() for gradient in gradients]) for name, gradients in first.items()}
 apart = lambda a, b: float((first[a] - first[b]).norm() / first[a].norm())

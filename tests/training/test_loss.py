@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.child_processes import run_python
-from tpu_kit.training.loss import IGNORE, chunked_nll, shift_labels
+from tpu_kit.models.causal_lm import OutputHead
+from tpu_kit.training.loss import IGNORE, Likelihood, chunked, shift_labels
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 50
 
@@ -31,6 +32,13 @@ def plain(hidden, weight, labels, softcap=None, label_smoothing=0.0, bias=None, 
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=label_smoothing)
+
+
+def chunked_nll(hidden, weight, labels, chunk, softcap=None, label_smoothing=0.0, bias=None, logit_scale=1.0):
+    """The sum of the loss, and the number of tokens that carry it."""
+    head = OutputHead(weight, bias, softcap, logit_scale)
+    (loss,) = chunked(Likelihood(head, label_smoothing), hidden, head, [labels], chunk)
+    return loss, (labels != IGNORE).sum().float()
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -161,7 +169,7 @@ ON_XLA = """
 import json, re
 import torch, torch_xla, torch_xla.debug.metrics as metrics
 import torch_xla.core.xla_model as xm
-from tpu_kit.training.loss import chunked_nll
+from tests.training.test_loss import chunked_nll
 
 device = torch_xla.device()
 generator = torch.Generator().manual_seed(0)

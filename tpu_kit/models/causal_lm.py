@@ -48,14 +48,18 @@ class OutputHead(NamedTuple):
     """The output layer of a model, whose logits are softcap(scale * (hidden @ weight.T + bias))."""
 
     weight: torch.Tensor
-    bias: torch.Tensor | None
-    softcap: float | None
-    scale: float
+    bias: torch.Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes the logits (..., V), fp32, of last hidden states (..., H)."""
-        found = torch.nn.functional.linear(hidden, self.weight, self.bias).float() * self.scale
-        return found if self.softcap is None else torch.tanh(found / self.softcap) * self.softcap
+        return self.scaled(torch.nn.functional.linear(hidden, self.weight, self.bias))
+
+    def scaled(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Computes the logits, fp32, of the outputs of the linear layer."""
+        logits = outputs.float() * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 class ParameterCount(NamedTuple):
@@ -291,7 +295,7 @@ def _autocast(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContex
 
 
 def output_embedding(model: torch.nn.Module) -> OutputHead:
-    """Returns the output head, for `loss.chunked_nll`.
+    """Returns the output head, for `loss.chunked`.
 
     Raises:
         ValueError: if the head is not a plain linear layer (LoRA on it, for instance).

@@ -47,19 +47,18 @@ class DistillationObjective(Objective):
             return
         assert self._config.teacher is not None
         model.teacher = teacher = models.freeze(load(self._config.teacher), self._distill.teacher_dtype)
-        sizes = [models.text_config(one).hidden_size for one in (model, teacher)]
+        sizes = [models.text_config(side).hidden_size for side in (model, teacher)]
         projected = ["embeddings"] if "embeddings" in self._weights else []
         for pair in self._distill.pairs:
             projected.append(_name(pair))
-            for one, layer in zip((model, teacher), pair, strict=True):
-                keep_after(models.base_model(one).get_decoder(), layer)
+            for side, layer in zip((model, teacher), pair, strict=True):
+                keep_after(models.base_model(side).get_decoder(), layer)
         if projected and sizes[0] != sizes[1]:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._config.optim.seed)
-                parts = {
-                    name: torch.nn.Linear(sizes[0], sizes[1], bias=False, dtype=torch.float32) for name in projected
-                }
-            model.objective = torch.nn.ModuleDict(parts)
+                model.objective = torch.nn.ModuleDict(
+                    {name: torch.nn.Linear(sizes[0], sizes[1], False, dtype=torch.float32) for name in projected}
+                )
 
     def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
         """See `Objective.__call__`."""
@@ -86,25 +85,23 @@ class DistillationObjective(Objective):
         (hidden, *inputs), chunk = rows_in_chunks(self._config.optim.loss_chunk, [hidden, *inputs])
         rule = Divergence(
             self._distill, self._weights.get("logits", 0.0), self._weights.get("labels", 0.0),
-            Likelihood(own.softcap, own.scale, self._config.optim.label_smoothing),
-            None if head is None else Likelihood(head.softcap, head.scale, 0.0),
+            Likelihood(own, self._config.optim.label_smoothing), head,
         )  # fmt: skip
         inputs = [tensor.flatten(0, 1) for tensor in inputs]
-        loss, logits, nll = chunked(rule, hidden.flatten(0, 1), own.weight, own.bias, inputs, constants, chunk, 3)
-        found = {"logits": logits, "labels": nll, **apart}
+        loss, logits, nll = chunked(rule, hidden.flatten(0, 1), own, inputs, chunk, constants, 3)
         for name, value in apart.items():
             loss = loss + self._weights[name] * value
-        extra = tuple(found[name].detach() for name in self._weights)
-        return Sums(loss, (labels != IGNORE).sum().float(), extra)
+        parts = {"logits": logits, "labels": nll, **apart}
+        return Sums(loss, (labels != IGNORE).sum().float(), tuple(parts[name].detach() for name in self._weights))
 
     def _compared(self, model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the states to compare, (B, S, H) each, by name; after a forward pass of the model."""
-        place = 0 if hasattr(model, "teacher") else 1
-        kept = kept_states(models.base_model(model).get_decoder())
-        found = {_name(pair): kept[pair[place]] for pair in self._distill.pairs}
+        base, side = models.base_model(model), 0 if hasattr(model, "teacher") else 1
+        layers = kept_states(base.get_decoder())
+        states = {_name(pair): layers[pair[side]] for pair in self._distill.pairs}
         if "embeddings" in self._weights:
-            found["embeddings"] = models.base_model(model).get_input_embeddings()(batch["input_ids"])
-        return found
+            states["embeddings"] = base.get_input_embeddings()(batch["input_ids"])
+        return states
 
     def _apart(
         self,
@@ -114,15 +111,15 @@ class DistillationObjective(Objective):
         labels: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """Returns the mean squared differences of states, summed over tokens and over pairs of layers."""
-        found: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
         for name, states in ours.items():
             if hasattr(model, "objective"):
                 weight = model.get_parameter(f"objective.{name}.weight")
                 states = F.linear(states, weight.to(states.dtype))
             squares = (states.float() - theirs[name].float()).square().mean(-1)
             kind = "embeddings" if name == "embeddings" else "hidden"
-            found[kind] = found.get(kind, 0.0) + torch.where(labels != IGNORE, squares, 0.0).sum()
-        return found
+            sums[kind] = sums.get(kind, 0.0) + torch.where(labels != IGNORE, squares, 0.0).sum()
+        return sums
 
 
 _PARTS = ("logits", "labels", "hidden", "embeddings")
@@ -144,7 +141,7 @@ class Divergence:
     weight: float
     labels_weight: float
     likelihood: Likelihood
-    teacher: Likelihood | None
+    teacher: models.OutputHead | None
 
     def __call__(
         self, logits: torch.Tensor, inputs: Tensors, constants: Tensors, grad: bool
@@ -156,14 +153,12 @@ class Divergence:
         if self.weight:
             with torch.set_grad_enabled(grad):
                 leaf = logits.detach().requires_grad_(grad)
-                log_q, log_p = self._log_probabilities(self.likelihood.logits(leaf), others, constants)
+                log_q, log_p = self._log_probabilities(self.likelihood.head.scaled(leaf), others, constants)
                 tokens = divergence(log_p.detach(), log_q, self.distill.divergence)
                 apart = torch.where(labels != IGNORE, tokens, 0.0).sum()
             if slope is not None:
-                (steeper,) = torch.autograd.grad(apart, leaf)
-                slope = (
-                    self.weight * steeper + self.labels_weight * slope if self.labels_weight else self.weight * steeper
-                )
+                steeper = self.weight * torch.autograd.grad(apart, leaf)[0]
+                slope = steeper + self.labels_weight * slope if self.labels_weight else steeper
             apart = apart.detach()
         elif slope is not None:
             slope = self.labels_weight * slope
@@ -175,13 +170,12 @@ class Divergence:
         """Returns those of the model and of the teacher, (c, outcomes) each."""
         if self.teacher is None:
             ids, log_p = others
-            both = top_log_probabilities(logits, ids, self.distill.temperature), log_p
             count = ids.shape[1] + (ids.shape[1] < logits.shape[1])  # no others where all are among the k
-            return both[0][:, :count], both[1][:, :count]
+            return top_log_probabilities(logits, ids, self.distill.temperature)[:, :count], log_p[:, :count]
         with torch.no_grad():
-            theirs = self.teacher.logits(head_outputs(others[0], constants[0], next(iter(constants[1:]), None)))
+            theirs = self.teacher.scaled(head_outputs(others[0], constants[0], next(iter(constants[1:]), None)))
         size = min(logits.shape[-1], theirs.shape[-1])  # the longer vocabulary has padding at its end
-        log_q, log_p = (F.log_softmax(one[:, :size] / self.distill.temperature, dim=-1) for one in (logits, theirs))
+        log_q, log_p = (F.log_softmax(side[:, :size] / self.distill.temperature, dim=-1) for side in (logits, theirs))
         return log_q, log_p
 
 
@@ -189,9 +183,8 @@ def top_log_probabilities(logits: torch.Tensor, ids: torch.Tensor, temperature: 
     """Returns the log-probabilities of the tokens `ids`, (c, k), and of all others together: (c, k + 1)."""
     logits, ids = logits / temperature, ids.long()
     whole = torch.logsumexp(logits, dim=-1, keepdim=True)
-    found = logits.gather(1, ids) - whole
     others = torch.logsumexp(logits.scatter(1, ids, _NONE), dim=-1, keepdim=True)
-    return torch.cat([found, others - whole], dim=1)
+    return torch.cat([logits.gather(1, ids) - whole, others - whole], dim=1)
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor, kind: str) -> torch.Tensor:
@@ -213,11 +206,11 @@ def check_teacher(config: TrainConfig) -> None:
     Raises:
         ValueError: they do not, or the teacher cannot be read.
     """
-    theirs, name = config.teacher, f"distill.teacher={config.distill.teacher}"
-    assert theirs is not None
+    teacher, name = config.teacher, f"distill.teacher={config.distill.teacher}"
+    assert teacher is not None
     own = load_tokenizer(config.model).get_vocab()
     try:
-        other, settings = load_tokenizer(theirs).get_vocab(), read_config(theirs)
+        other, settings = load_tokenizer(teacher).get_vocab(), read_config(teacher)
     except ValueError as error:
         text = str(error).replace("model.name", "distill.teacher").replace("model.trust", "distill.teacher_trust")
         raise ValueError(text) from error
@@ -227,21 +220,20 @@ def check_teacher(config: TrainConfig) -> None:
             f"{len(other):,} tokens differ, such as {differ[0]!r}. Their logits are not comparable: choose a teacher "
             "of the same family"
         )
-    for one, found, place, key in (
-        (config.model, read_config(config.model), 0, "model.name"),
-        (theirs, settings, 1, "distill.teacher"),
+    for side, (whole, of) in enumerate(
+        ((read_config(config.model), f"model.name={config.model.name}"), (settings, name))
     ):
-        if found is None:
+        if whole is None:
             continue  # loading says why it cannot be read
-        text = found.get_text_config()
-        if wrong := sorted({pair[place] for pair in config.distill.pairs if pair[place] > text.num_hidden_layers}):
+        count = whole.get_text_config().num_hidden_layers
+        if wrong := sorted({pair[side] for pair in config.distill.pairs if pair[side] > count}):
             raise ValueError(
-                f"distill.layers={config.distill.layers}: {key}={one.name} has {text.num_hidden_layers} layers, and no "
-                f"layer {', '.join(map(str, wrong))}; name layers from 1 to {text.num_hidden_layers}"
+                f"distill.layers={config.distill.layers}: {of} has {count} layers, and no layer "
+                f"{', '.join(map(str, wrong))}; name layers from 1 to {count}"
             )
-        positions = getattr(text, "max_position_embeddings", None)
-        if place and positions is not None and config.data.max_length > positions:
-            raise ValueError(
-                f"data.max_length={config.data.max_length} is longer than the {positions} positions of {name}; set it "
-                f"to {positions} or less"
-            )
+    positions = getattr(settings and settings.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and config.data.max_length > positions:
+        raise ValueError(
+            f"data.max_length={config.data.max_length} is longer than the {positions} positions of {name}; set it to "
+            f"{positions} or less"
+        )

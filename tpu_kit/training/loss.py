@@ -6,7 +6,7 @@ softmax(logits) - target. Each chunk leaves one number and a (chunk, H) gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import partition
 from tpu_kit.models.activation_checkpointing import tiles_of
+from tpu_kit.models.causal_lm import OutputHead
 from tpu_kit.xla.scan import Tensors, scan
 from tpu_kit.xla.sharding import constrain
 
 IGNORE = -100
 """Label of a token that carries no loss (the value PyTorch and Hugging Face use)."""
-
 
 ChunkLoss = Callable[[torch.Tensor, Tensors, Tensors, bool], tuple[Tensors, torch.Tensor | None]]
 """Takes the linear layer's outputs (chunk, V), inputs of these tokens (labels first), constants, and whether to compute
@@ -30,22 +30,27 @@ the gradient; returns sums over the tokens (fp32 scalars, the loss first) and th
 
 @dataclass(frozen=True)
 class Likelihood:
-    """The negative log-likelihood of the labels, from the linear layer's outputs on: a `ChunkLoss`."""
+    """The negative log-likelihood of the labels, from the linear layer's outputs on: a `ChunkLoss`.
 
-    softcap: float | None
-    scale: float
-    smoothing: float
+    Attributes:
+        head: the output layer, for its scale and soft cap.
+        smoothing: weight e of the uniform distribution in the target: (1 - e) one-hot + e / V.
+    """
+
+    head: OutputHead
+    smoothing: float = 0.0
 
     def __call__(
         self, logits: torch.Tensor, inputs: Tensors, constants: Tensors, grad: bool
     ) -> tuple[Tensors, torch.Tensor | None]:
         """See `ChunkLoss`."""
         dtype, labels, logits = logits.dtype, inputs[0], logits.float()
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            capped = torch.tanh(logits / self.softcap)
-            logits = capped * self.softcap
+        scale, softcap = self.head.scale, self.head.softcap
+        if scale != 1.0:
+            logits = logits * scale
+        if softcap is not None:
+            capped = torch.tanh(logits / softcap)
+            logits = capped * softcap
         log_p = F.log_softmax(logits, dim=-1)
         # XLA fuses a comparison into the loop over the vocabulary, unlike a gather or scatter.
         is_label = torch.arange(log_p.shape[-1], device=labels.device) == labels[:, None]
@@ -56,16 +61,11 @@ class Likelihood:
         if not grad:
             return [loss], None
         slope = torch.where(carries, log_p.exp() - target, 0.0)
-        if self.softcap is not None:
+        if softcap is not None:
             slope = slope * (1.0 - capped * capped)
-        if self.scale != 1.0:
-            slope = slope * self.scale
+        if scale != 1.0:
+            slope = slope * scale
         return [loss], slope.to(dtype)
-
-    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Returns the logits, fp32, of outputs of the linear layer."""
-        found = outputs.float() * self.scale
-        return found if self.softcap is None else torch.tanh(found / self.softcap) * self.softcap
 
 
 def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,63 +97,31 @@ def rows_in_chunks(chunk: int, tensors: Tensors) -> tuple[Tensors, int]:
         return tensors, chunk
     rows = tensors[0].shape[0] // mesh.batch_shards
     parts = tiles_of(tensors[0].shape[1], max(1, chunk // rows))
-    found = [partition.tiles(tensor, parts).flatten(1, 2) for tensor in tensors]
-    return found, found[0].shape[1]
-
-
-def chunked_nll(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    chunk: int,
-    softcap: float | None = None,
-    label_smoothing: float = 0.0,
-    bias: torch.Tensor | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums the negative log-likelihood of `labels`; see `chunked`.
-
-    The matrix products run in the dtype of `hidden`; the softmax, the sum and the accumulated gradient of the weight
-    are fp32.
-
-    Args:
-        hidden: (T, H) last hidden states.
-        weight: (V, H) output embedding, of any float dtype.
-        labels: (T,) integer targets, already shifted (`shift_labels`); `IGNORE` carries no loss.
-        chunk: tokens whose logits exist at once.
-        softcap: c in c * tanh(logits / c) (Gemma 2, arXiv:2408.00118), None for none.
-        label_smoothing: weight e of the uniform distribution in the target: (1 - e) one-hot + e / V.
-        bias: (V,) bias of the output layer.
-        logit_scale: factor on the logits before the soft cap (Cohere, Granite).
-
-    Returns:
-        The fp32 scalars (sum over tokens of the loss, in nats; number of tokens that carry loss).
-    """
-    likelihood = Likelihood(softcap, logit_scale, label_smoothing)
-    (loss,) = chunked(likelihood, hidden, weight, bias, [labels], [], chunk)
-    return loss, (labels != IGNORE).sum().float()
+    tiles = [partition.tiles(tensor, parts).flatten(1, 2) for tensor in tensors]
+    return tiles, tiles[0].shape[1]
 
 
 def chunked(
     function: ChunkLoss,
     hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    head: OutputHead,
     inputs: Tensors,
-    constants: Tensors,
     chunk: int,
+    constants: Sequence[torch.Tensor] = (),
     sums: int = 1,
 ) -> Tensors:
     """Sums a loss of logits over tokens, with at most `chunk` x V logits in memory; differentiable once.
 
+    The matrix products run in the dtype of `hidden`; the sums and the accumulated gradients of the head are fp32.
+
     Args:
         function: the loss.
-        hidden: (T, H); gradients flow to it, and to `weight` and `bias` where they require it.
-        weight: (V, H) output embedding.
-        bias: (V,) or None.
-        inputs: (T, ...) each, the labels first; T is padded to a multiple of `chunk`, with ignored tokens.
-        constants: other tensors that `function` needs; no gradients flow to them.
+        hidden: (T, H); gradients flow to it, and to the head's weight and bias where they require it.
+        head: the output layer, of any float dtype.
+        inputs: (T, ...) each, the labels first, already shifted; T is padded to a multiple of `chunk`, with ignored
+            tokens.
         chunk: tokens whose logits exist at once.
+        constants: other tensors that `function` needs; no gradients flow to them.
         sums: number of sums that `function` returns.
 
     Returns:
@@ -162,13 +130,14 @@ def chunked(
     chunk = min(chunk, hidden.shape[0])  # a batch smaller than a chunk needs no padding
     # Under no_grad inputs of a Function may still require gradients, which evaluation must not compute.
     wanted = tuple(
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+        for tensor in (hidden, head.weight, head.bias)
     )
     padding = -hidden.shape[0] % chunk
     if padding:
         hidden, inputs = F.pad(hidden, (0, 0, 0, padding)), [_padded(tensor, padding) for tensor in inputs]
-    found = _Chunked.apply(function, hidden, weight, bias, inputs, constants, chunk, sums, wanted)
-    return list(found.unbind())
+    totals = _Chunked.apply(function, hidden, head.weight, head.bias, inputs, [*constants], chunk, sums, wanted)
+    return list(totals.unbind())
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -41,19 +41,18 @@ class RecompileMonitor:
 
     def notice(self, before: Mapping[str, int], now: Mapping[str, int], steps: int) -> Iterator[str]:
         """Yields the warnings to print after a log, from `Runtime.counters` before and after its steps."""
-        grown = {name: now[name] - before.get(name, 0) for name in now}
-        if self._again("compiles", grown.get("compiles", 0) > 0):
+        compiles, reads = (now.get(name, 0) - before.get(name, 0) for name in ("compiles", "fallbacks"))
+        if self._again("compiles", compiles > 0):
             yield (
-                f"{grown['compiles']} programs were compiled in the last {steps} steps, and some in each log before: "
+                f"{compiles} programs were compiled in the last {steps} steps, and some in each log before: "
                 "shapes or slices change from step to step, and each change is compiled, for minutes on a TPU. Keep "
                 "data.packing=true; in a model's code pass values that change by step as tensors"
             )
-        reads = grown.get("fallbacks", 0) / steps
-        if self._again("fallbacks", reads >= 1):
+        if self._again("fallbacks", reads >= steps):
             yield (
-                f"the host reads or computes {reads:.0f} values of each step (.item(), print, a condition on a tensor, "
-                "or an operation that XLA lacks), and the device waits for each. Remove them from the model's code or "
-                "function; the kit itself reads the device only every tracking.logging_steps"
+                f"the host reads or computes {reads / steps:.0f} values of each step (.item(), print, a condition on "
+                "a tensor, or an operation that XLA lacks), and the device waits for each. Remove them from the "
+                "model's code or function; the kit itself reads the device only every tracking.logging_steps"
             )
 
     def _again(self, cause: str, there: bool) -> bool:
@@ -64,17 +63,12 @@ class RecompileMonitor:
 def peak_memory(rt: Runtime, predicted: int | None = None) -> dict[str, float]:
     """Measures the peak memory of this process and of its device.
 
-    Args:
-        rt: the replica's runtime.
-        predicted: predicted bytes of a device; None without a prediction.
-
     Returns:
-        host_peak_bytes; where the device counts memory also device_peak_bytes and, with a prediction,
-        predicted_peak_bytes and device_peak_difference (measured / predicted - 1).
+        host_peak_bytes; where the device counts memory also device_peak_bytes and, with the `predicted` bytes of a
+        device, predicted_peak_bytes and device_peak_difference (measured / predicted - 1).
     """
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    values: dict[str, float] = {"host_peak_bytes": host}
-    device = rt.memory()[0]
+    values, device = {"host_peak_bytes": float(host)}, rt.memory()[0]
     if device is not None:
         values["device_peak_bytes"] = device
         if predicted:
@@ -132,10 +126,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
     records = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                records.append(json.loads(line))
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
     return records
 
 
@@ -166,8 +159,7 @@ class Evaluations:
     @property
     def best_step(self) -> int:
         """The step of the best evaluation; 0 if there is none."""
-        best = best_evaluation(self._records)
-        return best["step"] if best else 0
+        return (best_evaluation(self._records) or {"step": 0})["step"]
 
     @property
     def stopped(self) -> bool:
@@ -183,19 +175,16 @@ class Evaluations:
 
     @property
     def _since_best(self) -> int:
-        best = self.best_step
-        return sum(record["step"] > best for record in self._records)
+        return sum(record["step"] > self.best_step for record in self._records)
 
     def figures(self, step: int | None = None) -> dict[str, float]:
         """Returns eval_loss, eval_accuracy and eval_step of a step, by default of the newest evaluation."""
-        record = next((one for one in reversed(self._records) if step in (None, one["step"])), None)
+        record = next((record for record in reversed(self._records) if step in (None, record["step"])), None)
         if record is None:
             return {}
-        found = {
-            "eval_loss": math.nan if record["loss"] is None else record["loss"],
-            "eval_step": float(record["step"]),
-        }
-        return found if record["accuracy"] is None else {**found, "eval_accuracy": record["accuracy"]}
+        loss, accuracy = record["loss"], record["accuracy"]
+        figures = {"eval_loss": math.nan if loss is None else loss, "eval_step": float(record["step"])}
+        return figures if accuracy is None else {**figures, "eval_accuracy": accuracy}
 
 
 class Tracker:
@@ -205,11 +194,11 @@ class Tracker:
     null, and `nonfinite` has its text, as in ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
 
     Args:
-        config: the run's configuration, given to W&B with the run.
+        config: the run.
         output_dir: folder of the run; created if missing.
         resume_step: the step that the run continues after.
-        history: the records until `resume_step`, which replace the contents of the file. None starts a new file, and
-            renames an earlier one to metrics.previous.jsonl.
+        history: the records until `resume_step`, which replace those of the file. None starts a new file, and renames
+            an earlier one to metrics.previous.jsonl.
         resume_tokens: tokens trained on until `resume_step`, without padding.
         total_steps: the last step of the run, for the bar and the ETA.
         flops_per_token: for MFU; see `model_flops_per_token`.
@@ -219,11 +208,11 @@ class Tracker:
         clock: monotonic clock, seconds.
 
     Attributes:
-        history: all records so far.
-        wandb_id: of the W&B run; None if there has been none.
+        history: all records until now.
+        wandb_id: of the W&B run; None without one.
 
     Raises:
-        ConfigError: a tracker cannot start; see `check_tracking`.
+        ConfigError: as `check_tracking`.
     """
 
     def __init__(
@@ -244,21 +233,16 @@ class Tracker:
         check_tracking(config)
         self._dir = Path(output_dir)
         self._dir.mkdir(parents=True, exist_ok=True)
-        self._flops_per_token = flops_per_token
-        self._peak = chips.chip(chip_name).bf16_flops if chip_name else None
-        self._num_chips = num_chips
-        self._total_steps = total_steps
-        self._clock = clock
-
+        peak = chips.chip(chip_name).bf16_flops if chip_name else None
+        # Model FLOP/s of one token per second, as a share of the chips' peak.
+        self._utilization = flops_per_token / (num_chips * peak) if flops_per_token and peak else None
+        self._num_chips, self._total_steps, self._clock = num_chips, total_steps, clock
         self.history = self._begin(history)
         self._seconds_before = float(self.history[-1]["seconds"]) if self.history else 0.0
         self._start = self._window_start = clock()
-        self._window_step = resume_step
-        self._resumed_from = resume_step or None
-        self._window_tokens = resume_tokens
-        self._untimed = 0.0
+        self._resumed_from, self._window_step, self._window_tokens = resume_step or None, resume_step, resume_tokens
+        self._untimed, self._first_window = 0.0, True
         self._steady_steps, self._steady_seconds = 0, 0.0
-        self._first_window = True
 
         self._file = (self._dir / METRICS_FILE).open("a")
         purge = resume_step + 1 if history is not None else None
@@ -286,10 +270,9 @@ class Tracker:
         Rates are over the window since the previous record; the first window includes compilation.
 
         Args:
-            step: optimizer updates done.
-            loss: mean NLL per loss-carrying token of the window, nats.
-            tokens: tokens trained on since the start of the run on all replicas, resumed parts included, padding
-                excluded.
+            step: updates done.
+            loss: mean of the window, nats per token with loss.
+            tokens: trained on since the start of the run on all replicas, without padding.
             ahead: seconds of work on later steps until now, which count for the next record.
             values: further numbers of the record.
         """
@@ -297,9 +280,6 @@ class Tracker:
         assert steps > 0, f"step {step} was logged after step {self._window_step}"
         seconds = max(now - self._window_start - self._untimed, 1e-9)
         rate = (tokens - self._window_tokens) / seconds
-        mfu = None
-        if self._flops_per_token and self._peak:
-            mfu = rate * self._flops_per_token / (self._num_chips * self._peak)
         if not self._first_window:
             self._steady_steps += steps
             self._steady_seconds += seconds
@@ -314,7 +294,7 @@ class Tracker:
             "tokens": tokens,
             "tokens_per_second": rate,
             "tokens_per_second_per_chip": rate / self._num_chips,
-            "mfu": mfu,
+            "mfu": None if self._utilization is None else rate * self._utilization,
             "step_seconds": seconds / steps,
             "eta_seconds": eta,
             "total_steps": self._total_steps,
@@ -346,28 +326,25 @@ class Tracker:
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
-            try:
+            with _optional(f"W&B could not be closed ({{}}); {METRICS_FILE} has all records"):
                 self._wandb.finish(exit_code=int(failed))
-            except Exception as error:  # W&B may raise anything; the run is complete without it
-                text = f"W&B could not be closed ({type(error).__name__}: {error}); {METRICS_FILE} has all records"
-                print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
         values = {**values, "seconds": self._seconds_before + self._clock() - self._start}
         nonfinite = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
-        record: dict[str, Any] = {"kind": kind, "step": step, **values}
-        record.update(dict.fromkeys(nonfinite), **({"nonfinite": nonfinite} if nonfinite else {}))
+        record = {"kind": kind, "step": step, **values, **dict.fromkeys(nonfinite)}
+        record |= {"nonfinite": nonfinite} if nonfinite else {}
         self.history.append(record)
         with self._room():
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
-        known = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
+        measured = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
         if self._tensorboard is not None:
-            for name, value in known.items():
+            for name, value in measured.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
         if self._wandb is not None:
-            self._wandb.log({**known, "step": step})
+            self._wandb.log({**measured, "step": step})
         return record
 
     def _begin(self, history: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -444,17 +421,24 @@ def log_result(
     if config.tracking.wandb != "off":
         import wandb
 
-        try:
-            with _open_wandb(config, config.output_path) as run:
-                answers = {"answers": wandb.Table(columns=list(_COLUMNS), data=list(map(list, rows)))} if rows else {}
-                run.log({**figures, **answers, "step": step})
-                if config.tracking.wandb_adapter:
-                    artifact = wandb.Artifact(f"adapter-{run.id}", type="model", metadata=dict(metrics))
-                    artifact.add_dir(adapter_dir)
-                    run.log_artifact(artifact)
-        except Exception as error:  # W&B may raise anything; the run is complete without it
-            text = f"W&B did not take the result ({type(error).__name__}: {error}); eval.json and the adapter are here"
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+        unsent = "W&B did not take the result ({}); eval.json and the adapter are here"
+        with _optional(unsent), _open_wandb(config, config.output_path) as run:
+            answers = {"answers": wandb.Table(columns=list(_COLUMNS), data=list(map(list, rows)))} if rows else {}
+            run.log({**figures, **answers, "step": step})
+            if config.tracking.wandb_adapter:
+                artifact = wandb.Artifact(f"adapter-{run.id}", type="model", metadata=dict(metrics))
+                artifact.add_dir(adapter_dir)
+                run.log_artifact(artifact)
+
+
+@contextlib.contextmanager
+def _optional(warning: str) -> Iterator[None]:
+    """Prints a warning with the error inside: W&B may raise anything, and the run is complete without it."""
+    try:
+        yield
+    except Exception as error:
+        text = warning.format(f"{type(error).__name__}: {error}")
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _perplexity(loss: float) -> float:

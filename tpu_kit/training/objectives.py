@@ -14,7 +14,7 @@ from tpu_kit.config.choices import OBJECTIVES
 from tpu_kit.config.loader import ModelConfig, OptimConfig, TrainConfig
 from tpu_kit.evaluation.verifiers import imported
 from tpu_kit.models import causal_lm as models
-from tpu_kit.training.loss import chunked_nll, rows_in_chunks, shift_labels
+from tpu_kit.training.loss import IGNORE, Likelihood, chunked, rows_in_chunks, shift_labels
 
 
 class Sums(NamedTuple):
@@ -103,11 +103,10 @@ class SupervisedObjective(Objective):
         """Computes the sums from last hidden states, (B, S, H)."""
         labels = shift_labels(batch["labels"], batch["segment_ids"])
         (hidden, labels), chunk = rows_in_chunks(self._optim.loss_chunk, [hidden, labels])
-        hidden, smoothing = hidden.flatten(0, 1), self._optim.label_smoothing if model.training else 0.0
-        found = chunked_nll(
-            hidden, head.weight, labels.flatten(), chunk, head.softcap, smoothing, head.bias, head.scale
-        )
-        return Sums(*found)
+        likelihood = Likelihood(head, self._optim.label_smoothing if model.training else 0.0)
+        labels = labels.flatten()
+        (loss,) = chunked(likelihood, hidden.flatten(0, 1), head, [labels], chunk)
+        return Sums(loss, (labels != IGNORE).sum().float())
 
 
 class FunctionObjective(Objective):

@@ -96,7 +96,11 @@ def check_resume(
         problems.append("the data: other rows, tokens or packing than there, though its parameters are the same")
     _refuse(found, problems)
     if found.step > total:
-        raise ValueError(_too_short(found, config, total))
+        name = "optim.max_steps" if config.optim.max_steps is not None else "optim.epochs"
+        raise ValueError(
+            f"{found.path} has {found.step} updates, and {name}={config[name]} asks for {total}: the run is past its "
+            f"end. Raise {name} to {found.step} updates or more, or train a shorter run anew: {ANEW}"
+        )
     if not quiet:
         before, now = flatten(found.document("config")), config.flat_values()
         differ = "".join(f"; {name} is {now[name]!r}, was {before[name]!r}" for name in changes(before, now)[0])
@@ -128,8 +132,7 @@ def weights_of(step: int, config: TrainConfig) -> Tensors:
 
 
 def _base(found: Checkpoint) -> base_identity.Identity | None:
-    known = f"{base_identity.NAME}.json" in found.files
-    return found.document(base_identity.NAME) if known else None
+    return found.document(base_identity.NAME) if f"{base_identity.NAME}.json" in found.files else None
 
 
 def _problems(found: Checkpoint, config: TrainConfig, global_batch: int | None = None) -> list[str]:
@@ -149,15 +152,6 @@ def _refuse(found: Checkpoint, problems: list[str]) -> None:
         raise ValueError(
             f"{found.path} is of another run:\n  " + "\n  ".join(problems) + f"\nSet these back, or start anew: {ANEW}"
         )
-
-
-def _too_short(found: Checkpoint, config: TrainConfig, total: int) -> str:
-    """Explains that a checkpoint has more updates than the run."""
-    name = "optim.max_steps" if config.optim.max_steps is not None else "optim.epochs"
-    return (
-        f"{found.path} has {found.step} updates, and {name}={config[name]} asks for {total}: the run is past its end. "
-        f"Raise {name} to {found.step} updates or more, or train a shorter run anew: {ANEW}"
-    )
 
 
 def versions() -> dict[str, str]:

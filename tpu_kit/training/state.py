@@ -94,8 +94,8 @@ class TrainState:
 
         def moved(name: str, section: str, new: torch.Tensor) -> torch.Tensor:
             """Moves a tensor of a parameter to the device: the saved one, or `new` where there is none."""
-            found = restacked(self.stacks, before[section], name) if section in before else new
-            return partition.move(found, device, self.spec(name, new), copy=found is not new)
+            tensor = restacked(self.stacks, before[section], name) if section in before else new
+            return partition.move(tensor, device, self.spec(name, new), copy=tensor is not new)
 
         self.moments = {
             name: {
@@ -114,11 +114,11 @@ class TrainState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the state on the device, by section and name of the parameter."""
-        found = {name: getattr(self, name) for name in SCALARS}
+        tensors = {name: getattr(self, name) for name in SCALARS}
         for name, moments in self.moments.items():
-            found |= {f"moments/{kind}/{name}": moment for kind, moment in moments.items()}
-        found |= {f"average/{name}": average for name, average in (self.average or {}).items()}
-        return found | {f"parameters/{name}": param for name, param in self.params.items()}
+            tensors |= {f"moments/{kind}/{name}": moment for kind, moment in moments.items()}
+        tensors |= {f"average/{name}": average for name, average in (self.average or {}).items()}
+        return tensors | {f"parameters/{name}": param for name, param in self.params.items()}
 
     def to_host(self, runtime: Runtime) -> dict[str, torch.Tensor]:
         """Copies the state to CPU tensors.
@@ -165,11 +165,11 @@ class TrainState:
 
 def _unstacked(values: Mapping[str, torch.Tensor], stacks: Mapping[str, list[str]]) -> dict[str, torch.Tensor]:
     """Makes what `TrainState.to_host` returns of CPU copies of `TrainState.tensors`, or of some sections of them."""
-    found: dict[str, torch.Tensor] = {}
-    for section, named in sections(values).items():
-        start = f"{section}/" if section else ""
-        found |= {f"{start}{name}": tensor for name, tensor in unstacked(stacks, named).items()}
-    return found
+    return {
+        f"{section}/{name}" if section else name: tensor
+        for section, named in sections(values).items()
+        for name, tensor in unstacked(stacks, named).items()
+    }
 
 
 def joined(parts: Iterable[Mapping[str, torch.Tensor]], layout: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -178,7 +178,7 @@ def joined(parts: Iterable[Mapping[str, torch.Tensor]], layout: Mapping[str, Any
     for part in parts:
         for key, piece in part.items():
             name, _, text = key.rpartition("@")
-            box = tuple(slice(*map(int, place.split(":"))) for place in text.split(",") if place)
+            box = tuple(slice(*map(int, span.split(":"))) for span in text.split(",") if span)
             if name not in whole:
                 whole[name] = torch.empty(shapes[name], dtype=piece.dtype)
             whole[name][box] = piece
@@ -190,28 +190,28 @@ def joined(parts: Iterable[Mapping[str, torch.Tensor]], layout: Mapping[str, Any
 
 def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     """Groups the tensors of `TrainState.to_host` by section ("parameters", "moments/first") and name."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    groups: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in saved.items():
         section, _, name = key.rpartition("/")
-        found.setdefault(section, {})[name] = tensor
-    return found
+        groups.setdefault(section, {})[name] = tensor
+    return groups
 
 
 def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
     """Sets the parameters of a model on the CPU to those of `TrainState.to_host`; raises ValueError if they differ."""
-    parameters, stacks, there = models.trainable_parameters(model), stacked_names(model), sections(saved)["parameters"]
-    wanted = {name: tensor.shape for name, tensor in unstacked(stacks, parameters).items()}
-    found = {name: tensor.shape for name, tensor in there.items()}
-    if differ := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
-        shapes = [tuple(named[differ[0]]) if differ[0] in named else "none" for named in (found, wanted)]
+    params, stacks, there = models.trainable_parameters(model), stacked_names(model), sections(saved)["parameters"]
+    ours, theirs = (
+        {name: tuple(tensor.shape) for name, tensor in named.items()} for named in (unstacked(stacks, params), there)
+    )
+    if differ := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
         raise ValueError(
-            f"the checkpoint's weights do not fit this model: {len(differ)} of {len(wanted)} differ, such as "
-            f"{differ[0]}: {shapes[0]} there, {shapes[1]} now. Use the model of the run, and the versions of "
-            "transformers and peft that state.json in the checkpoint names"
+            f"the checkpoint's weights do not fit this model: {len(differ)} of {len(ours)} differ, such as "
+            f"{differ[0]}: {theirs.get(differ[0], 'none')} there, {ours.get(differ[0], 'none')} now. Use the model of "
+            "the run, and the versions of transformers and peft that state.json in the checkpoint names"
         )
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, param in params.items():
             if active_mesh().size == 1:
-                parameter.copy_(restacked(stacks, there, name))
+                param.copy_(restacked(stacks, there, name))
             else:  # which may be mapped from a file, in bf16
-                parameter.data = restacked(stacks, there, name)
+                param.data = restacked(stacks, there, name)

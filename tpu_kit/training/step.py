@@ -105,9 +105,9 @@ def train_step(
             # Without this order XLA may start a pass before the previous one ends, and keep the activations of both.
             done = [param.grad for param in state.params.values() if param.grad is not None]
             batch = dict(zip(batch, after(done, list(batch.values())), strict=True))
-        found = objective(model, batch)
-        found.loss.backward()
-        totals = totals + torch.stack([found.loss.detach(), found.weight, *found.extra])
+        sums = objective(model, batch)
+        sums.loss.backward()
+        totals = totals + torch.stack([sums.loss.detach(), sums.weight, *sums.extra])
     with torch.no_grad():  # unless a new value is sharded as its tensor, the compiler chooses another sharding
         gradients = {name: constrain(_take_gradient(param), state.specs[name]) for name, param in state.params.items()}
         runtime.all_reduce([*gradients.values(), totals])
@@ -153,13 +153,13 @@ def _update(
         scale = (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
     applied = state.applied + good
-    kept = 1.0 - rate * optim.weight_decay  # of a matrix
+    decay = 1.0 - rate * optim.weight_decay  # of a matrix
     share = good * (1.0 - optim.ema_decay)  # of the new parameters in the average
     direction_of = state.optimizer.direction(applied, optim)
     for name, param in state.params.items():
         stacked, spec, moments = name in state.stacks, state.specs[name], state.moments[name]
         direction, new_moments = direction_of(gradients[name] * scale, moments, stacked)
-        decayed = param * kept if optim.weight_decay and is_matrix(param.shape, stacked) else param
+        decayed = param * decay if optim.weight_decay and is_matrix(param.shape, stacked) else param
         param.copy_(constrain(torch.where(good, decayed - rate * direction, param), spec))
         for kind, moment in moments.items():
             moment.copy_(constrain(torch.where(good, new_moments[kind], moment), state.spec(name, moment)))

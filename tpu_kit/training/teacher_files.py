@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from tpu_kit.models.base_identity import fingerprint, identify
 from tpu_kit.models.loading import read_config
 from tpu_kit.storage import atomic
 from tpu_kit.training.distillation import top_log_probabilities
-from tpu_kit.training.loss import Likelihood, head_outputs
+from tpu_kit.training.loss import head_outputs
 from tpu_kit.xla.scan import Tensors, scan
 
 _FILE_BYTES = 64 * MIB
@@ -108,17 +108,12 @@ class TeacherFiles:
         def opened(number: int) -> Any:
             return safe_open(self.path(number), "pt")
 
-        def read(name: str, width: int, dtype: torch.dtype, rows: np.ndarray) -> torch.Tensor:
-            found = torch.zeros(len(rows), self.length * width, dtype=dtype)
-            for place, row in enumerate(rows.tolist()):
-                if row >= 0:
-                    found[place] = opened(row // self.block).get_slice(name)[row % self.block]
-            return found
+        def read(name: str, rows: np.ndarray) -> torch.Tensor:
+            places = [divmod(max(0, row), self.block) for row in rows.tolist()]
+            column = torch.stack([opened(number).get_slice(name)[index] for number, index in places])
+            return torch.where(torch.from_numpy(rows >= 0)[:, None], column, 0)
 
-        return {
-            "top_ids": lambda rows: read("top_ids", self.k, torch.int32, rows),
-            "top_log_p": lambda rows: read("top_log_p", self.k + 1, torch.float32, rows),
-        }
+        return {name: partial(read, name) for name in ("top_ids", "top_log_p")}
 
 
 def read_columns(config: TrainConfig, prepared: Prepared) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
@@ -140,7 +135,7 @@ def compute_files(config: TrainConfig, rt: Runtime, prepared: Prepared, teacher:
     assert isinstance(config.optim.batch_size, int)
     at_once = config.optim.batch_size * rt.data_size // rt.world_size
     for number in files.missing()[rt.rank :: rt.world_size]:
-        found: list[list[torch.Tensor]] = []
+        batches: list[list[torch.Tensor]] = []
         rows = files.rows_of(number)
         for start in range(0, len(rows), at_once):
             taken = rows[start : start + at_once]
@@ -149,8 +144,8 @@ def compute_files(config: TrainConfig, rt: Runtime, prepared: Prepared, teacher:
             with torch.no_grad():
                 top = _top(teacher, batch, config)
             rt.sync()
-            found.append([one[: len(taken)] for one in rt.to_host(top)])
-        ids, log_p = (torch.cat(parts).contiguous() for parts in zip(*found, strict=True))
+            batches.append([column[: len(taken)] for column in rt.to_host(top)])
+        ids, log_p = (torch.cat(parts).contiguous() for parts in zip(*batches, strict=True))
         tensors = {"top_ids": ids, "top_log_p": log_p}
         with atomic.replacing(files.path(number)) as part:
             save_file(tensors, part, metadata={"digest": _digest(tensors)})
@@ -160,25 +155,24 @@ def compute_files(config: TrainConfig, rt: Runtime, prepared: Prepared, teacher:
 def _top(teacher: Any, batch: dict[str, torch.Tensor], config: TrainConfig) -> list[torch.Tensor]:
     """Returns top_ids (B, S * k) and top_log_p (B, S * (k + 1)) of a batch, chunk by chunk."""
     states, head, k = models.hidden_states(teacher, batch), models.output_embedding(teacher), config.distill.top_k
-    rule, shape = Likelihood(head.softcap, head.scale, 0.0), states.shape[:2]
+    shape, size = states.shape[:2], _vocabulary(config)
     parts = tiles_of(shape[1], max(1, config.optim.loss_chunk // shape[0]))
     chunks = states.unflatten(1, (parts, -1)).transpose(0, 1).flatten(1, 2)
-    size = _vocabulary(config)
     bias = [] if head.bias is None else [head.bias.to(states.dtype)]
 
     def body(carry: Tensors, inputs: Tensors) -> tuple[Tensors, Tensors]:
-        logits = rule.logits(head_outputs(inputs[0], carry[0], next(iter(carry[1:]), None)))[:, :size]
+        logits = head.scaled(head_outputs(inputs[0], carry[0], next(iter(carry[1:]), None)))[:, :size]
         ids = torch.topk(logits, k, dim=-1).indices
         return carry, [ids.to(torch.int32), top_log_probabilities(logits, ids, config.distill.temperature)]
 
-    _, found = scan(body, [head.weight.to(states.dtype), *bias], [chunks])
-    return [one.unflatten(1, (shape[0], -1)).transpose(0, 1).flatten(1) for one in found]
+    _, columns = scan(body, [head.weight.to(states.dtype), *bias], [chunks])
+    return [column.unflatten(1, (shape[0], -1)).transpose(0, 1).flatten(1) for column in columns]
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
     """Returns the number of logits that the model and the teacher both have."""
-    found = [read_config(one) for one in (config.model, config.teacher) if one is not None]
-    return min((one.get_text_config().vocab_size for one in found if one is not None), default=None)
+    configs = [read_config(side) for side in (config.model, config.teacher) if side is not None]
+    return min((whole.get_text_config().vocab_size for whole in configs if whole is not None), default=None)
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:

@@ -49,7 +49,7 @@ class _PendingLog:
     window: list[Update]
     report: torch.Tensor
     rate: float
-    before: dict[str, int]
+    before: dict[str, int]  # counters
     now: dict[str, int]
     tokens: int
     sent: float  # when the host dispatched its last step, seconds
@@ -79,8 +79,7 @@ class Trainer:
         predicted_bytes: int | None = None,
         parts: HostParts | None = None,
     ) -> None:
-        self.config, self.rt, self.model = config, rt, model
-        self.objective, self.state = objective, state
+        self.config, self.rt, self.model, self.objective, self.state = config, rt, model, objective, state
         self.prepared, self.plan, self.checkpoints, self.parts = prepared, plan, checkpoints, parts
         self.predicted_bytes = predicted_bytes
         self.mark: Callable[[str, int], None] = lambda phase, step: None
@@ -127,19 +126,17 @@ class Trainer:
         """
         state = found.document("state")
         rows = sum(update.rows for update in islice(self._updates(), found.step))
-        before = state["rows"]
-        if found.step <= self.total and rows != before:
+        if found.step <= self.total and rows != state["rows"]:
             raise ValueError(
-                f"{found.path} is of another run: its {found.step} updates took {before:,} rows, and with this "
+                f"{found.path} is of another run: its {found.step} updates took {state['rows']:,} rows, and with this "
                 f"configuration they take {rows:,}. With optim.batch_growth_factor, optim.batch_size x "
                 "launch.num_replicas must not change: set both back"
             )
         self.step = self._saved = found.step
         self._logged, self._rows, self._tokens = state["logged"], rows, state["tokens"]
-        self._seconds = state["train_seconds"]
-        self.skipped = state["skipped"]
-        logged = {name: value for name, value in state["metrics"].items() if name == "loss"}
-        self.metrics = {name: math.nan if value is None else value for name, value in logged.items()}
+        self._seconds, self.skipped = state["train_seconds"], state["skipped"]
+        loss = state["metrics"].get("loss", ...)
+        self.metrics = {} if loss is ... else {"loss": math.nan if loss is None else loss}
         self._history, self._wandb_id = found.document("history"), state.get("wandb_id")
         self.evaluations = Evaluations(self.config.optim.early_stop_patience, self._history or ())
 
@@ -150,39 +147,27 @@ class Trainer:
         """
         if self.evaluations.stopped:
             return "stopped"
-        config, rt, optim = self.config, self.rt, self.config.optim
+        rt = self.rt
+        status: Status = "finished"
         self.model.train()
         window = list(islice(self._updates(), self._logged, self.step))
-        window_open, before, self._started = float(bool(window)), rt.counters(), time.monotonic()
-        status: Status = "finished"
+        before, self._started = rt.counters(), time.monotonic()
         self.mark("input", self.step + 1)
         for update, tokens, tensors in prefetch(self._batches()):
             if not agreement.should_run(update.step):
                 status = "preempted"
                 break
             step = self.step = update.step
-            self.mark("step", step)
-            rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
-            *batches, control = rt.to_device(
-                [*tensors, {"control": torch.tensor(Control(rate, window_open, float(step)))}]
-            )
-            seed_dropout(rt, config, step)
-            train_step(self.model, self.state, batches, control["control"], self.objective, optim, rt)
-            self.mark("dispatch", step)
-            rt.sync()
-            self.mark("host", step)
-            window_open = 1.0
+            rate = self._dispatch(update, tensors, window_open=bool(window))
             window.append(update)
             self._rows, self._tokens = self._rows + update.rows, self._tokens + tokens
             if self._tracker is not None:
                 self._tracker.tick(step)
             self._log()  # of an earlier step, while this one runs
-            if step % config.tracking.logging_steps == 0 or step == self.total:
-                now = rt.counters()
-                self._pending = _PendingLog(
-                    window, self.state.report, rate, before, now, self._tokens, time.monotonic()
-                )
-                window_open, before, window = 0.0, now, []
+            if step % self.config.tracking.logging_steps == 0 or step == self.total:
+                now, sent = rt.counters(), time.monotonic()
+                self._pending = _PendingLog(window, self.state.report, rate, before, now, self._tokens, sent)
+                before, window = now, []
             evaluates, saves = self._evaluates(step), self._saves(step)
             if evaluates or saves:
                 agreement.pause()
@@ -206,6 +191,20 @@ class Trainer:
         if self._saved < self.step:
             self._seconds = self._train_seconds()
         return status
+
+    def _dispatch(self, update: Update, tensors: list[Tensors], window_open: bool) -> float:
+        """Sends a batch and dispatches its step; returns the learning rate."""
+        rt, optim, step = self.rt, self.config.optim, update.step
+        self.mark("step", step)
+        rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
+        control = torch.tensor(Control(rate, float(window_open), float(step)))
+        *batches, sent = rt.to_device([*tensors, {"control": control}])
+        seed_dropout(rt, self.config, step)
+        train_step(self.model, self.state, batches, sent["control"], self.objective, optim, rt)
+        self.mark("dispatch", step)
+        rt.sync()
+        self.mark("host", step)
+        return rate
 
     def _train_seconds(self) -> float:
         """Seconds of `run` until now, earlier launches included."""
@@ -236,8 +235,9 @@ class Trainer:
         steps, good, last = len(pending.window), len(pending.window) - skipped, pending.window[-1]
         self._logged = last.step
         self.skipped += skipped
-        self.metrics["loss"] = report.loss / weight if weight else math.nan
-        means = [total / weight if weight else math.nan for total in report.extra]
+        self.metrics["loss"], *means = (
+            total / weight if weight else math.nan for total in (report.loss, *report.extra)
+        )
         extra: dict[str, Any] = dict(zip(self.objective.extra, means, strict=True))
         for name in ("host_syncs", "fallbacks"):
             if name in pending.now:
@@ -259,7 +259,7 @@ class Trainer:
             )
         if self.rt.rank == 0:
             for text in self._slowness.notice(pending.before, pending.now, steps):
-                print(f"warning: {text}", file=sys.stderr, flush=True)
+                _warn(text)
         if skipped:
             self._report_skipped(pending.window, report)
 
@@ -268,18 +268,17 @@ class Trainer:
 
     def _report_skipped(self, window: list[Update], report: Report) -> None:
         """Warns about skipped updates; raises ValueError with optim.on_nan=stop, or after too many in a row."""
-        optim, bad = self.config.optim, int(report.first_skipped)
-        update = next(update for update in window if update.step == bad)
+        optim, first = self.config.optim, int(report.first_skipped)
+        update = next(update for update in window if update.step == first)
         data = self.prepared.train
         packed = rows_of(update, len(data), self.config.data)
         rows = sorted({row for number in packed for row in data.source_rows(number)})
-        rise = (
-            optim.max_loss_rise
-            and f" or explodes (more than {optim.max_loss_rise:g} above the mean {report.usual:.4g})"
-        )
+        rise = ""
+        if optim.max_loss_rise:
+            rise = f" or explodes (more than {optim.max_loss_rise:g} above the mean {report.usual:.4g})"
         text = (
-            f"{report.skipped:.0f} of {len(window)} updates had a loss or gradient that is not finite{rise or ''}, the "
-            f"first at step {bad} with the rows {', '.join(map(str, rows[:_SHOWN_ROWS]))}"
+            f"{report.skipped:.0f} of {len(window)} updates had a loss or gradient that is not finite{rise}, the first "
+            f"at step {first} with the rows {', '.join(map(str, rows[:_SHOWN_ROWS]))}"
             f"{f' and {len(rows) - _SHOWN_ROWS} more' if len(rows) > _SHOWN_ROWS else ''} of {self.config.data.source}"
         )
         if optim.on_nan == "stop":
@@ -294,15 +293,13 @@ class Trainer:
                 "or checkpoint.resume=never (which moves the old checkpoints aside)"
             )
         if self.rt.rank == 0:
-            print(f"warning: {text}; they were skipped", file=sys.stderr, flush=True)
+            _warn(f"{text}; they were skipped")
 
     # ---------------------------------------------------------------------------------------------------- evaluations
 
     def _evaluates(self, step: int) -> bool:
-        if self.prepared.eval is None:
-            return False
         every = self.config.optim.eval_steps
-        return step == self.total or (every is not None and step % every == 0)
+        return self.prepared.eval is not None and (step == self.total or (every is not None and step % every == 0))
 
     def _evaluate(self, step: int) -> None:
         """Evaluates the held-out rows."""
@@ -318,27 +315,31 @@ class Trainer:
     def _held_out_loss(self) -> float:
         """Returns the mean loss of all held-out rows; all replicas take part."""
         assert self.prepared.eval is not None
-        rt = self.rt
-        sums = rt.to_device([{"sums": torch.zeros(2)}])[0]["sums"]
+        rt, sums = self.rt, self._on_device((0.0, 0.0))
         for batch in eval_batches(self.prepared.eval, rt.data_shards, rt.data_size, self.plan.batch_size):
             eval_step(self.model, rt.to_device([batch.tensors])[0], sums, self.objective, rt)
             rt.sync()
-        return _ratio(rt.to_host([sums])[0])
+        return self._ratio(sums)
 
     def _held_out_accuracy(self) -> float:
         """Returns the share of correct answers to held-out rows; NaN where no row has an answer to compare with."""
-        rt = self.rt
-        found = count_correct(self.model, self.config, self.prepared, rt)
-        sums = rt.to_device([{"sums": torch.tensor(found, dtype=torch.float32)}])[0]["sums"]
-        rt.all_reduce([sums])
-        rt.sync()
-        return _ratio(rt.to_host([sums])[0])
+        sums = self._on_device(count_correct(self.model, self.config, self.prepared, self.rt))
+        self.rt.all_reduce([sums])
+        self.rt.sync()
+        return self._ratio(sums)
+
+    def _on_device(self, sums: tuple[float, float]) -> torch.Tensor:
+        return self.rt.to_device([{"sums": torch.tensor(sums, dtype=torch.float32)}])[0]["sums"]
+
+    def _ratio(self, sums: torch.Tensor) -> float:
+        """Returns the first of two sums divided by the second; NaN where that is 0."""
+        total, count = self.rt.to_host([sums])[0].tolist()
+        return total / count if count else math.nan
 
     def results(self) -> dict[str, float]:
         """Returns the metrics of the resulting weights."""
-        evaluation = self.evaluations.figures(self._chosen_step)
-        metrics = {**self.metrics, **evaluation, "train_seconds": self._seconds}
-        return metrics | {"skipped_updates": float(self.skipped)}
+        measured = {**self.metrics, **self.evaluations.figures(self._chosen_step)}
+        return {**measured, "train_seconds": self._seconds, "skipped_updates": float(self.skipped)}
 
     @property
     def _chosen_step(self) -> int | None:
@@ -362,8 +363,7 @@ class Trainer:
 
     def _is_due(self) -> bool:
         """Whether `checkpoint.save_minutes` have passed on the clock of rank 0, which all hosts that save follow."""
-        minutes = self.config.checkpoint.save_minutes
-        if minutes is None:
+        if (minutes := self.config.checkpoint.save_minutes) is None:
             return False
         due = torch.tensor([float(self.rt.rank == 0 and time.monotonic() - self._saved_at >= 60 * minutes)])
         if self.parts is not None:
@@ -397,10 +397,10 @@ class Trainer:
         if self.checkpoints is None:
             return
         assert self._tracker is not None
+        finite = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
         state = {
             "logged": self._logged, "rows": self._rows, "tokens": self._tokens, "skipped": self.skipped,
-            "train_seconds": self._seconds,
-            "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
+            "train_seconds": self._seconds, "metrics": finite,
             "fingerprint": self.prepared.fingerprint, "global_batch_size": self.plan.global_batch_size,
             "versions": versions(), "wandb_id": self._tracker.wandb_id,
         }  # fmt: skip
@@ -410,10 +410,9 @@ class Trainer:
             files["training"] = tensors
         documents |= {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
         documents |= base_document(self.model)
-        evaluated = self.evaluations.figures(self.step)
-        evaluated.pop("eval_step", None)
+        metrics = {**self.metrics, **self.evaluations.figures(self.step)}
+        metrics.pop("eval_step", None)
         best = self.evaluations.best_step == self.step
-        metrics = {**self.metrics, **evaluated}
         self.checkpoints.save(self.step, files, documents, metrics, best=best, attempt=attempt)
 
 
@@ -423,7 +422,5 @@ def seed_dropout(rt: Runtime, config: TrainConfig, step: int) -> None:
     rt.seed(int(np.random.SeedSequence([config.optim.seed, rank, step]).generate_state(1)[0]))
 
 
-def _ratio(sums: torch.Tensor) -> float:
-    """Returns the first of two sums divided by the second; NaN where that is 0."""
-    total, count = sums.tolist()
-    return total / count if count else math.nan
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
