@@ -214,12 +214,12 @@ def test_no_module_and_no_public_name_loads_torch_xla() -> None:
 
 @pytest.mark.slow
 def test_light_modules_in_a_fresh_environment(tmp_path: Path) -> None:
-    """Nothing but OmegaConf and Python: what a laptop needs to read a config or ask the doctor."""
+    """Nothing but PyYAML and Python: what a laptop needs to read a config or ask the doctor."""
     run_python(["-m", "venv", str(tmp_path / "env")])
     python = tmp_path / "env" / "bin" / "python"
     pins = (REPOSITORY / "requirements-gpu.txt").read_text().splitlines()
-    (omegaconf,) = [pin for pin in pins if pin.startswith("omegaconf")]
-    run_python(["-m", "pip", "install", "--quiet", omegaconf], executable=python)
+    (pyyaml,) = [pin for pin in pins if pin.startswith("pyyaml")]
+    run_python(["-m", "pip", "install", "--quiet", pyyaml], executable=python)
     light = ["tpu_kit", *(f"tpu_kit.{name}" for name in LIGHT)]
     code = import_all(light, "torch") + "from tpu_kit.config.loader import load_config\nprint(load_config().to_yaml())"
     printed = run_python(code, executable=python).stdout

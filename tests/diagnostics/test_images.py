@@ -19,8 +19,8 @@ from tpu_kit.hardware.compatibility import find_pairing, is_tested
 each_image = pytest.mark.parametrize("image", IMAGES)
 DEPENDENCIES = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
 ABSENT = {
-    "colab-tpu": {"math-verify", "omegaconf", "peft"},
-    "kaggle-tpu": {"datasets", "math-verify", "omegaconf", "peft"},
+    "colab-tpu": {"math-verify", "peft"},
+    "kaggle-tpu": {"datasets", "math-verify", "peft"},
 }
 
 
@@ -41,7 +41,8 @@ def test_bounds_admit_what_the_image_carries(image: str) -> None:
 @each_image
 def test_installing_there_adds_what_is_missing_and_replaces_nothing(image: str) -> None:
     python, listed = read(image)
-    newest = {"transformers": "5.23.0", "matplotlib": "3.11.2"}  # where the image takes the newest of its day
+    # Where the image takes the newest of its day.
+    newest = {"transformers": "5.23.0", "matplotlib": "3.11.2", "pyyaml": "6.0.4"}
     versions = {name: version or newest.get(name, "1.0") for name, version in listed.items()}
     major, minor = map(int, python.split("."))
     decision = decide(Site(image, "8 x v5e", "Linux x86_64", (major, minor), versions))

@@ -30,7 +30,7 @@ from tpu_kit.hardware.machine import Check, Machine
 PAIR = {"torch": "2.9.0+cpu", "torch-xla": "2.9.0", "libtpu": "0.0.21", "jax": "0.7.1", "jaxlib": "0.7.1"}
 KAGGLE = {"torch": "2.8.0+cpu", "torch-xla": "2.8.0", "libtpu": "0.0.17", "jax": "0.7.2", "jaxlib": "0.7.2"}
 RIGHT = PAIR | {
-    "transformers": "5.23.0", "peft": "0.21.2", "omegaconf": "2.4.0", "datasets": "5.2.0", "math-verify": "0.9.0",
+    "transformers": "5.23.0", "peft": "0.21.2", "pyyaml": "6.0.4", "datasets": "5.2.0", "math-verify": "0.9.0",
     "matplotlib": "3.11.2",
 }  # fmt: skip
 LAPTOP = Site("computer without an accelerator", "", "Linux x86_64", (3, 12), RIGHT, "", True)
@@ -49,11 +49,11 @@ def test_where_all_is_right_nothing_is_done(capsys: pytest.CaptureFixture[str]) 
 
 def test_one_line_installs_all() -> None:
     decision = decide(replace(LAPTOP, versions=WITHOUT))
-    names = "torch, torch_xla, libtpu, jax, jaxlib, datasets, math-verify, matplotlib, omegaconf, peft, transformers"
+    names = "torch, torch_xla, libtpu, jax, jaxlib, datasets, math-verify, matplotlib, peft, pyyaml, transformers"
     assert decision.why == (f"not installed: {names}",)
     wanted = (
         "torch==2.9.0", "torch_xla==2.9.0", "libtpu==0.0.21", "jax==0.7.1", "jaxlib==0.7.1", "datasets==5.2.0",
-        "math-verify==0.9.0", "matplotlib==3.11.2", "omegaconf==2.4.0", "peft==0.21.2", "transformers==5.23.0",
+        "math-verify==0.9.0", "matplotlib==3.11.2", "peft==0.21.2", "pyyaml==6.0.4", "transformers==5.23.0",
     )  # fmt: skip
     assert decision.command == (sys.executable, "-m", "pip", "install", "--quiet", *wanted)
     with_uv = decide(replace(LAPTOP, versions=WITHOUT, uv="/bin/uv", pip=False), torch_index="https://a.b/cpu")
@@ -66,9 +66,9 @@ def test_one_line_installs_all() -> None:
 def test_what_pairs_is_left_alone_and_what_is_missing_is_added() -> None:
     """Another libtpu and jax than the pins, as Colab has them: neither is touched."""
     image = RIGHT | {"libtpu": "0.0.21.1", "jax": "0.7.2", "jaxlib": "0.7.2", "transformers": "5.15.0"}
-    there = {name: version for name, version in image.items() if name not in ("peft", "omegaconf")}
+    there = {name: version for name, version in image.items() if name not in ("peft", "pyyaml")}
     decision = decide(replace(COLAB, python=(3, 13), versions=there))
-    assert decision.add == ("omegaconf==2.4.0", "peft==0.21.2")
+    assert decision.add == ("peft==0.21.2", "pyyaml==6.0.4")
     assert decision.command == (sys.executable, "-m", "pip", "install", "--quiet", *decision.add)
     assert set(decision.keep) == {f"{name}=={version}" for name, version in there.items()}
     assert "Left as they are: 9 packages" in str(decision)

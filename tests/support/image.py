@@ -157,7 +157,7 @@ def main(image: str) -> None:
     """Runs all of it; see the module."""
     python = make_environment(image)
     pristine = installed(python)
-    for name in ("tpu-kit", "peft", "omegaconf", "math-verify"):
+    for name in ("tpu-kit", "peft", "math-verify"):
         assert name not in pristine, f"{name} is in .venv-{image}: remove that folder, then run this again"
     with tempfile.TemporaryDirectory(prefix="tpu_kit-image-") as made:
         wheel = build_wheel(Path(made))

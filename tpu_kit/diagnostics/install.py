@@ -363,7 +363,7 @@ def check(decision: Decision) -> list[Check]:
     """Loads the packages in a new process, as a run does, and computes one sum with torch_xla on its CPU."""
     pair = ["torch", "torch_xla", "libtpu", "jax"] if decision.kind == "tpu" else ["torch"]
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "USE_TORCH_XLA": "1"}
-    names = [*pair, "transformers", "peft", "datasets", "omegaconf", "tpu_kit"]
+    names = [*pair, "transformers", "peft", "datasets", "yaml", "tpu_kit"]
     done = run_child(["-c", _CHILD, *names], environment)
     lines = [line.strip() for line in done.output.splitlines() if line.split()[:1] and line.split()[0] in pair]
     loaded = " ".join(lines) or "nothing"
