@@ -19,7 +19,11 @@ from tpu_kit.hardware.compatibility import find_pairing, installed_version
 from tpu_kit.xla.sharding import sharded_kernel
 
 _LARGEST_BLOCK = 1024  # with 2048 the vector memory of a v5e overflows at head size 128
-
+# Static arguments of the kernel's backward pass, in its order.
+_STATIC = (
+    "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function",
+    "attn_logits_soft_cap", "interpret",
+)  # fmt: skip
 
 PER_HEAD: Spec = (BATCH, "model", None, None)
 """Of (B, heads, S, D) in training."""
@@ -86,10 +90,10 @@ def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, segment
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
     kernel = _kernel(query.shape[1], query.shape[2], query.shape[3], settings)
-    found = jax.vmap(kernel)(query, key, value, SegmentIds(segment_ids, segment_ids))
+    result = jax.vmap(kernel)(query, key, value, SegmentIds(segment_ids, segment_ids))
     if not settings.trains:
-        return (found,)
-    output, (log_sums,) = found
+        return (result,)
+    output, (log_sums,) = result
     return output, log_sums
 
 
@@ -100,22 +104,13 @@ def _backward(settings: SplashSettings, *arrays: Any) -> Any:
 
     kernel = _kernel(arrays[0].shape[1], arrays[0].shape[2], arrays[0].shape[3], settings)
 
-    def one_row(
-        query: Any, key: Any, value: Any, segment_ids: Any, output: Any, log_sums: Any, upstream: Any
-    ) -> tuple[Any, ...]:
+    def row(query: Any, key: Any, value: Any, segment_ids: Any, output: Any, log_sums: Any, upstream: Any) -> Any:
         segments = kernels.SegmentIds(segment_ids, segment_ids)
-        kept = (query, key, value, segments, None, output, log_sums, None, kernel.dkv_mask_info)
-        found = kernels._splash_attention_bwd(*(kernel.kwargs[name] for name in _STATIC), kept, upstream)
-        return tuple(found[3:6])
+        saved = (query, key, value, segments, None, output, log_sums, None, kernel.dkv_mask_info)
+        gradients = kernels._splash_attention_bwd(*(kernel.kwargs[name] for name in _STATIC), saved, upstream)
+        return tuple(gradients[3:6])
 
-    return jax.vmap(one_row)(*arrays)
-
-
-# Static arguments of the kernel's backward pass, in its order.
-_STATIC = (
-    "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function",
-    "attn_logits_soft_cap", "interpret",
-)  # fmt: skip
+    return jax.vmap(row)(*arrays)
 
 
 def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -125,8 +120,8 @@ def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> li
 
     shapes = tuple((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
     computation = requires_jax(_lowered)(function, settings, shapes, active_mesh())
-    found: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation("xla::splash", list(tensors), computation)
-    return found
+    results: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation("xla::splash", list(tensors), computation)
+    return results
 
 
 @functools.cache

@@ -54,16 +54,16 @@ def device() -> torch.device:
     """Returns the XLA device of this process."""
     import torch_xla
 
-    found: torch.device = torch_xla.device()
-    return found
+    current: torch.device = torch_xla.device()
+    return current
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Makes a tensor on the XLA device that has a shape but no memory."""
     from torch_xla.core.xla_builder import create_placeholder_tensor
 
-    found: torch.Tensor = create_placeholder_tensor(shape, dtype)
-    return found
+    tensor: torch.Tensor = create_placeholder_tensor(shape, dtype)
+    return tensor
 
 
 def tensor_number(tensor: torch.Tensor) -> int:
@@ -106,21 +106,13 @@ def lower(
     lowered = xla._get_xla_tensors_hlo_proto(outputs)
     arguments = tuple(names.get(number, "") for number in numbers)
     mesh = active_mesh()
-    shardings: tuple[str, ...] = ()
-    if mesh.size > 1:
-        known = specs or {}
-        shardings = tuple(
-            hlo_sharding(mesh, mesh.fitted(known.get(name, (None,) * one.ndim), one.shape))
-            for name, one in zip(arguments, tensors, strict=True)
-        )
-    return Program(
-        mesh=mesh,
-        shardings=shardings,
-        hlo=lowered,
-        donated=tuple(place for place, number in enumerate(numbers) if number in replaced),
-        arguments=arguments,
-        argument_bytes=sum(tensor.nbytes for tensor in tensors),
+    shardings = tuple(
+        hlo_sharding(mesh, mesh.fitted((specs or {}).get(name, (None,) * tensor.ndim), tensor.shape))
+        for name, tensor in zip(arguments, tensors, strict=True)
+        if mesh.size > 1
     )
+    donated = tuple(index for index, number in enumerate(numbers) if number in replaced)
+    return Program(lowered, donated, arguments, sum(tensor.nbytes for tensor in tensors), mesh, shardings)
 
 
 def name_operations(model: torch.nn.Module) -> None:
@@ -187,15 +179,12 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
     count = request["num_replicas"]
     devices = _devices(request["topology"])[:count]
     numbers = np.array([device.id for device in devices])  # not 0, 1, ... with several slices
-    if program.mesh.size == 1:
-        options = compiler.get_compile_options(
-            num_replicas=count, num_partitions=1, device_assignment=numbers.reshape(count, 1)
-        )
-    else:
-        options = compiler.get_compile_options(
-            num_replicas=1, num_partitions=count, device_assignment=numbers.reshape(1, count),
-            use_spmd_partitioning=True, env_options_overrides=_SPMD_OPTIONS,
-        )  # fmt: skip
+    replicas, shards = (count, 1) if program.mesh.size == 1 else (1, count)
+    options = compiler.get_compile_options(
+        num_replicas=replicas, num_partitions=shards, device_assignment=numbers.reshape(replicas, shards),
+        env_options_overrides=_SPMD_OPTIONS if program.mesh.size > 1 else None,
+    )  # fmt: skip
+    if program.mesh.size > 1:
         options.executable_build_options.allow_spmd_sharding_propagation_to_output = [True]
     options.executable_build_options.use_shardy_partitioner = False
     if request["effort"] == "low":
@@ -244,13 +233,11 @@ def _devices(topology: dict[str, Any]) -> Any:
     from jax.experimental import topologies
 
     config = {"chip_config_name": topology["chip_config_name"]} if topology["chip_config_name"] else {}
-    if topology["slices"] > 1:
-        config["num_slices"] = topology["slices"]
+    config |= {"num_slices": topology["slices"]} if topology["slices"] > 1 else {}
     bounds = list(topology["chips_per_host_bounds"])
-    description = topologies.get_topology_desc(
+    return topologies.get_topology_desc(
         platform="tpu", topology_name=topology["name"], chips_per_host_bounds=bounds, **config
-    )
-    return description.devices
+    ).devices
 
 
 def _stablehlo(program: Program) -> bytes:

@@ -1,4 +1,4 @@
-"""Sharding of the tensors of one program over a device mesh (SPMD): the private calls of torch_xla and jax for it.
+"""Shards the tensors of a program over a device mesh (SPMD), by private interfaces of torch_xla and JAX.
 
 A program is written for whole tensors. `constrain` says in it how a tensor is to be sharded, and the compiler adds the
 collectives.
@@ -33,8 +33,8 @@ def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None) ->
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return _constrained(tensor, spec)
     back = spec if gradient is None else mesh.fitted(gradient, tensor.shape)
-    found: torch.Tensor = _Constrain.apply(tensor, spec, back)
-    return found
+    sharded: torch.Tensor = _Constrain.apply(tensor, spec, back)
+    return sharded
 
 
 class _Constrain(torch.autograd.Function):
@@ -54,8 +54,8 @@ def _constrained(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
 
     kind = str(tensor.dtype).removeprefix("torch.")
     computation = requires_jax(_constraint)(active_mesh(), tuple(tensor.shape), kind, spec)
-    found: torch.Tensor = torch_xla._XLAC._xla_user_computation("xla::constrain", [tensor], computation)[0]
-    return found
+    sharded: torch.Tensor = torch_xla._XLAC._xla_user_computation("xla::constrain", [tensor], computation)[0]
+    return sharded
 
 
 @functools.cache
@@ -82,21 +82,20 @@ def _sharding(mesh: Mesh, spec: Spec) -> Any:
 
 
 def sharded_kernel(function: Callable[..., Any], inputs: Sequence[Spec], outputs: Sequence[Spec]) -> Callable[..., Any]:
-    """A function of jax arrays that each device runs on its shards, as a kernel needs it; itself for one device."""
+    """Returns a function of JAX arrays that each device runs on its shards; for one device, the function itself."""
     mesh = active_mesh()
     if mesh.size == 1:
         return function
     import jax
     from jax.sharding import PartitionSpec
 
-    given, found = (tuple(PartitionSpec(*spec) for spec in each) for each in (inputs, outputs))
-    abstract = _sharding(mesh, ()).mesh
+    specs = [tuple(PartitionSpec(*spec) for spec in each) for each in (inputs, outputs)]
     mapped: Callable[..., Any] = jax.shard_map(
-        function, mesh=abstract, in_specs=given, out_specs=found, check_vma=False
+        function, mesh=_sharding(mesh, ()).mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
     )
     return mapped
 
 
 def hlo_sharding(mesh: Mesh, spec: Spec) -> str:
-    """A sharding as an attribute of a program's parameter."""
+    """Returns a sharding as an attribute of a program's parameter."""
     return str(_sharding(mesh, spec)._to_xla_hlo_sharding(len(spec)))
