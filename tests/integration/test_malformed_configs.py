@@ -7,7 +7,9 @@ it is a valid way to write a value, and then that value is the one in effect.
 from __future__ import annotations
 
 import datetime
+import json
 import math
+import random
 import re
 import sys
 import types
@@ -22,6 +24,7 @@ import yaml
 from tests.support.child_processes import run_python
 from tpu_kit.cli import main
 from tpu_kit.config.choices import ROLES
+from tpu_kit.config.fields import ConfigField
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.config.schema import parameters
 from tpu_kit.data.columns import NAMES
@@ -199,6 +202,89 @@ def test_a_malformed_file_is_refused(content: str | bytes, said: str, tmp_path: 
     with pytest.raises(ConfigError) as caught:
         load_config(file)
     assert said in str(caught.value) and len(str(caught.value)) < 2 * LONG
+    assert not [problem for problem in caught.value.problems if "\n" in problem]
+
+
+TOKEN = "hf_" + "Ab1" * 12
+FOREIGN = [
+    "fp16: true", "load_in_4bit: true", "adapter: qlora", "deepspeed: zero3.json", "val_set_size: 0.05", "rl: dpo",
+    "optim: sgd", "lr_scheduler: rex", "eval_strategy: epoch", "datasets: [{path: a, type: alpaca}]", "hub_token: abc",
+]  # fmt: skip
+BROKEN = [
+    "run_name: a\nrun_name: b\n", "optim: {eps: 1, eps: 2}\n", "run_name: [a\n", "max_steps: 0x1F\n",
+    "seed: &a 1\nr: *a\n",
+    "run_name: ${oc.env:HF_TOKEN}\n", f"{TOKEN}: 1\n{TOKEN}: 2\n", f"run_name: ${{{TOKEN}}}\n", f"a: !{TOKEN} b\n",
+]  # fmt: skip
+
+
+def wrong_value(rng: random.Random, parameter: ConfigField) -> Any:
+    """Some value that a parameter does not take."""
+    text = "'" + str(parameter.hint)
+    wrong: list[Any] = [{"a": [1]}, [], [[1]], "a\0b", TOKEN, [TOKEN]]
+    if "str" not in text:
+        wrong += ["zzz", "1e400", "12:30"]
+    if "str" in text and "Literal" not in text:
+        wrong += [7, False, 1.5]
+    if "bool" not in text:
+        wrong.append(True)
+    if "float" not in text and "str" not in text:
+        wrong.append(1.5)
+    return rng.choice([*wrong, -(10**40), 10**40] if parameter.bounds else wrong)
+
+
+def malformed(rng: random.Random, file: Path) -> tuple[Callable[[], TrainConfig], list[str]]:
+    """A configuration with one to six problems, and the name that the problem of each begins with."""
+    if rng.random() < 0.1:
+        text = rng.choice(BROKEN)
+        file.write_text(text)
+        return lambda: load_config(file), [str(file)]
+    named, values, texts, lines = [], {}, [], []
+    for name in rng.sample(list(parameters()), rng.randint(1, 4)):
+        value = wrong_value(rng, parameters()[name])
+        named.append(name)
+        way = rng.randrange(3)
+        leaf = parameters()[name].leaf
+        if way == 0 or leaf == "seed" or value == "a\0b":
+            values[name] = value
+        elif way == 1 and not parameters()[name].text_only:
+            texts.append(f"{name}={json.dumps(value)}")
+        else:
+            lines.append(f"{name}: {json.dumps(value)}")
+    if rng.random() < 0.5:
+        name = rng.choice(list(parameters()))
+        typo = f"{name}x{rng.randrange(10)}"
+        named.append(typo)
+        values[typo] = rng.choice([1, TOKEN, None, [TOKEN]])
+    if rng.random() < 0.3:
+        lines.append(rng.choice(FOREIGN))
+        named.append(lines[-1].partition(":")[0].replace("datasets", "datasets.type"))
+    file.write_text("\n".join(lines))
+    return lambda: load_config(file, texts, values), named
+
+
+def refuse_all(seeds: range, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in seeds:
+        load, named = malformed(random.Random(seed), folder / "run.yaml")
+        with pytest.raises(ConfigError) as caught:
+            load()
+        problems, printed = caught.value.problems, str(caught.value) + capsys.readouterr().err
+        assert TOKEN not in printed and "Traceback" not in printed, (seed, printed)
+        assert not [problem for problem in problems if "\n" in problem or len(problem) > 700], (seed, printed)
+        for name in named:
+            assert [problem for problem in problems if problem.startswith(name)], (seed, name, printed)
+
+
+def test_sixty_malformed_configurations_are_refused_in_one_line_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse_all(range(60), tmp_path, capsys)
+
+
+@pytest.mark.slow
+def test_a_thousand_malformed_configurations_are_refused_in_one_line_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse_all(range(1000), tmp_path, capsys)
 
 
 @pytest.mark.parametrize("path", [".", "/", "/dev/zero", "no\0name", "x" * 5000, HALF, "", "run.yaml/below"])
