@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tpu_kit.checkpointing import parts
 from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig
+from tpu_kit.data.prepare import MappedData
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.mesh import Box
@@ -191,7 +192,7 @@ def resumed(config: TrainConfig) -> None:
     sft.fine_tune(again)
 
 
-def prepared_data(config: TrainConfig, data: Path) -> None:
+def prepared_data(config: TrainConfig, data: MappedData) -> None:
     """Loads the data as `sft.fine_tune` does; each rank notes what it got, and that it maps the arrays."""
     rt = runtime.current()
     sft.prepare_run = None  # a replica that prepares fails

@@ -298,22 +298,34 @@ def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: int) -> tuple[PackedD
 # ------------------------------------------------------------------------------------------------ for other processes
 
 
+@dataclass(frozen=True)
+class MappedData:
+    """Prepared data whose arrays other processes of this host map from files.
+
+    Attributes:
+        folder: with a file for each array.
+        pickled: all but the arrays. It travels with the arguments of the launch: nothing is unpickled from a disk.
+    """
+
+    folder: Path
+    pickled: bytes
+
+    def read(self) -> Prepared:
+        """Returns the data, with memory-mapped arrays."""
+        files = sorted(self.folder.glob("*.array"))
+        arrays = [np.memmap(file, mode="r") if file.stat().st_size else b"" for file in files]
+        prepared: Prepared = pickle.loads(self.pickled, buffers=arrays)
+        return prepared
+
+
 @contextlib.contextmanager
-def on_disk(prepared: Prepared) -> Iterator[Path]:
-    """Yields a temporary folder from which the processes of this host read prepared data with `read_prepared`."""
+def on_disk(prepared: Prepared) -> Iterator[MappedData]:
+    """Writes the arrays into a temporary folder, and yields the data for the processes of this host."""
     cache = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="prepared-", dir=cache) as name:
         arrays: list[pickle.PickleBuffer] = []
-        Path(name, "prepared.pickle").write_bytes(pickle.dumps(prepared, protocol=5, buffer_callback=arrays.append))
+        pickled = pickle.dumps(prepared, protocol=5, buffer_callback=arrays.append)
         for number, array in enumerate(arrays):
-            Path(name, f"{number:02}.array").write_bytes(array.raw())
-        yield Path(name)
-
-
-def read_prepared(folder: Path) -> Prepared:
-    """Returns the data of `on_disk`, with memory-mapped arrays."""
-    files = sorted(folder.glob("*.array"))
-    arrays = [np.memmap(file, mode="r") if file.stat().st_size else b"" for file in files]
-    prepared: Prepared = pickle.loads((folder / "prepared.pickle").read_bytes(), buffers=arrays)
-    return prepared
+            Path(name, f"{number:04}.array").write_bytes(array.raw())
+        yield MappedData(Path(name), pickled)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tpu_kit.config.loader import TrainConfig
+from tpu_kit.data.prepare import MappedData
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.profiling.timeline import PHASES, PREFIX
 from tpu_kit.recipes import sft
@@ -62,7 +63,7 @@ def window(steps: int) -> int:
     return WARM_UP + steps + math.ceil(steps / 4) + AFTER
 
 
-def record(config: TrainConfig, data: Path | None = None) -> None:
+def record(config: TrainConfig, data: MappedData | None = None) -> None:
     """Runs the loop with a trace; each replica writes recording-RANK.json into its output folder, rank 0 the trace.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
-from tpu_kit.data.prepare import Prepared, on_disk, read_prepared
+from tpu_kit.data.prepare import MappedData, Prepared, on_disk
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.models import causal_lm as models
@@ -72,7 +72,7 @@ def _prepare_files(config: TrainConfig, prepared: Prepared) -> None:
             launch(partial(_compute, data), config, sharded=True)
 
 
-def _compute(data: Path, config: TrainConfig) -> None:
+def _compute(data: MappedData, config: TrainConfig) -> None:
     """Computes files in one replica."""
     rt, model = runtime.current(), config.teacher
     assert model is not None
@@ -82,5 +82,5 @@ def _compute(data: Path, config: TrainConfig) -> None:
     scan_layers(teacher.get_decoder(), replace(config.optim, remat="full"), rt.device_type)
     models.to_device(teacher, rt.local_device)
     rt.sync()
-    compute_files(config, rt, read_prepared(data), teacher)
+    compute_files(config, rt, data.read(), teacher)
     rt.barrier()

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from datasets import Dataset, DatasetDict
 from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.data.batching import batch_line, updates
-from tpu_kit.data.prepare import Prepared, on_disk, prepare, read_prepared
+from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare
 from tpu_kit.data.sources import SYNTHETIC, save_rows, saved_rows_path
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import ONE, Hosts, find_hosts, keep_log
@@ -252,7 +251,7 @@ _shared: list[tuple[Prepared, torch.nn.Module]] = []
 _shared_lock = threading.Lock()
 
 
-def _load(config: TrainConfig, data: Path | None, rt: Runtime) -> tuple[Prepared, torch.nn.Module]:
+def _load(config: TrainConfig, data: MappedData | None, rt: Runtime) -> tuple[Prepared, torch.nn.Module]:
     """Loads data and model; once where replicas are threads of one process, which ends with the launch."""
     if rt.device_type != "xla-cpu":
         return _read(config, data)
@@ -264,16 +263,16 @@ def _load(config: TrainConfig, data: Path | None, rt: Runtime) -> tuple[Prepared
     return prepared, copy.deepcopy(model)
 
 
-def _read(config: TrainConfig, data: Path | None) -> tuple[Prepared, torch.nn.Module]:
+def _read(config: TrainConfig, data: MappedData | None) -> tuple[Prepared, torch.nn.Module]:
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
-    prepared = read_prepared(data) if data else prepare_run(config)
+    prepared = data.read() if data else prepare_run(config)
     if prepared.encoder:
         models.check_vocabulary(model, prepared.encoder.tokenizer)
     objective_of(config).attach(model, load_frozen)
     return prepared, model
 
 
-def fine_tune(config: TrainConfig, data: Path | None = None) -> TrainResult | None:
+def fine_tune(config: TrainConfig, data: MappedData | None = None) -> TrainResult | None:
     """Trains in one replica; the first replica of each host returns the result.
 
     Its metrics: loss (of the last window) and eval_loss (of the weights in adapter_dir), nats per loss token;
@@ -282,7 +281,7 @@ def fine_tune(config: TrainConfig, data: Path | None = None) -> TrainResult | No
 
     Args:
         config: the run.
-        data: folder with the prepared data (`data.prepare.on_disk`); None prepares them here.
+        data: prepared by the process that launches; None prepares them here.
     """
     with trainer(config, data) as (loop, agreement):
         status = loop.run(agreement)
@@ -294,7 +293,7 @@ def fine_tune(config: TrainConfig, data: Path | None = None) -> TrainResult | No
 
 
 @contextlib.contextmanager
-def trainer(config: TrainConfig, data: Path | None = None) -> Iterator[tuple[Trainer, PreemptionGuard]]:
+def trainer(config: TrainConfig, data: MappedData | None = None) -> Iterator[tuple[Trainer, PreemptionGuard]]:
     """Loads the run in one replica; yields its loop, ready to run, and what stops it; `data` as in `fine_tune`."""
     rt = runtime.current()
     prepared, model = _load(config, data, rt)
