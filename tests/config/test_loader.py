@@ -181,7 +181,9 @@ def test_unknown_notebook_parameters_are_errors() -> None:
 # --- secrets
 
 
-@pytest.mark.parametrize("name", ["hf_token", "token", "wandb_api_key", "tracking.wandb_token", "HF_TOKEN", "api_key"])
+@pytest.mark.parametrize(
+    "name", ["hf_token", "token", "wandb_api_key", "tracking.wandb_token", "HF_TOKEN", "api_key", "hub_token"]
+)
 def test_secrets_are_refused_by_name(name: str) -> None:
     for problem in (problems(overrides=[f"{name}=abc"]), problems(parameters={name: "abc"})):
         assert problem == [

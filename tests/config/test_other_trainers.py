@@ -151,6 +151,10 @@ def test_absent_keys_have_the_defaults_of_the_trainer(read: Any) -> None:
     assert {config.sources[name] for name in trl if name in config.sources} == {"default of TRL"}
     for name in ("lora.r=0", "learning_rate=2e-05", "optim.schedule='linear'", "data.loss_on='all'"):
         assert f"{name} is the default of TRL" in notes
+    assert "dataset_name is absent" not in notes and "lora_target_modules is absent" not in notes
+    assert "resume_from_checkpoint is absent: a run starts anew there; here checkpoint.resume=auto continues" in notes
+    assert "completion_only_loss is absent: rows of a prompt and a completion have loss on the completion" in notes
+    assert "lora_target_modules is absent: PEFT's choice" in read("model_name_or_path: a/b\nuse_peft: true\n")[1]
     config, notes = read("base_model: a/b\nadapter:\nlora_r: 8\nlearning_rate: 1e-5\n")
     assert (config.lora.r, config.data.max_length, config.data.packing, config.optim.batch_size) == (0, 512, False, 1)
     assert config.optim.warmup_ratio == 0.03 and config.data.eval_rows == 0

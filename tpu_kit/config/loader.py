@@ -189,6 +189,9 @@ class _Reader:
 def _unknown(key: str, value: object, same: Sequence[str]) -> str:
     known, key = parameters(), _shortened(key)
     leaf = key.lstrip("-").rpartition(".")[2].replace("-", "_")  # --batch-size, as in other programs
+    leaves = {parameter.leaf for parameter in known.values()}
+    if is_secret_name(key) and not closest(leaf, leaves, similarity=0.9):
+        return f"{key}: {SECRET_ADVICE}"
     if advice := other_trainers.advice(leaf, value):
         return f"{key}: no such parameter (given {show(value)}); {advice}"
     if same:
@@ -196,9 +199,6 @@ def _unknown(key: str, value: object, same: Sequence[str]) -> str:
     if key in SECTIONS:
         first = next(name for name in known if name.startswith(f"{key}."))
         return f"{key}: {show(value)} is given for a whole section; set one of its parameters, such as {first}"
-    leaves = {parameter.leaf for parameter in known.values()}
-    if is_secret_name(key) and not closest(leaf, leaves, similarity=0.9):
-        return f"{key}: {SECRET_ADVICE}"
     guesses = (
         [name for name, parameter in known.items() if parameter.leaf == leaf]
         or [name for name in (other_trainers.NAMES.get(leaf.lower()),) if name in known]

@@ -96,6 +96,9 @@ def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
             if result.value(name) is None:
                 result.defaults[name] = default
     result.notes += [f"{name}={show(value)} is the default of {trainer}" for name, value in result.defaults.items()]
+    for names, difference in trainers[trainer]["differs"].items() if trainer else ():
+        if present.keys().isdisjoint(names.split()) and not _rule(names.split()[0], "", case).get("case"):
+            result.notes.append(f"{names.split()[0]} is absent: {difference}")
     return result
 
 
