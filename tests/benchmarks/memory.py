@@ -34,7 +34,6 @@ BEST = {"scan_layers": "on", "mlp_tile": 2048, "attention": "splash", "loss_chun
 # What differs from plain checkpointing.
 ROWS: dict[str, dict[str, Any]] = {
     "plain checkpointing": {},
-    "nothing computed again": {"remat": "none"},
     "loss in chunks of 256": {"loss_chunk": 256},
     "splash": {"attention": "splash"},
     "scan": SCAN,
@@ -46,7 +45,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "all, tiles of 1024": BEST | {"mlp_tile": 1024},
     "all, results kept": BEST | {"remat": "outputs"},
 }
-PLAIN_ROW, NONE_ROW, BEST_ROW = "plain checkpointing", "nothing computed again", "all: scan, splash, chunks, tiles"
+PLAIN_ROW, BEST_ROW = "plain checkpointing", "all: scan, splash, chunks, tiles"
 QUICK = ("scan, splash", BEST_ROW)
 
 
@@ -68,7 +67,7 @@ class Report:
         """Of each goal whose rows are there: whether it is met, and what was found. They are for the whole model."""
         if self.layers != MODEL["num_hidden_layers"]:
             return {}
-        best, plain, none = (self.rows.get(name) for name in (BEST_ROW, PLAIN_ROW, NONE_ROW))
+        best, plain = (self.rows.get(name) for name in (BEST_ROW, PLAIN_ROW))
         found = {}
         if best is not None:
             found["1.5 GiB in all"] = best.total_bytes <= 1.5 * GIB, _memory(best)
@@ -78,12 +77,6 @@ class Report:
             seconds = best.compile_seconds, plain.compile_seconds
             found["a tenth of the unrolled step's compile time"] = (
                 seconds[0] <= seconds[1] / 10, f"{seconds[0]:.0f} of {seconds[1]:.0f} s; low effort is for the search"
-            )  # fmt: skip
-        if best is not None and none is not None:
-            # Beyond the step that keeps all: each layer's forward pass.
-            most, flops = (none.flops or 0) + forward_flops(), best.flops or math.inf
-            found["no more FLOPs than one more forward pass"] = (
-                flops <= most, f"{flops / 1e12:.2f} of {most / 1e12:.2f} TFLOP"
             )  # fmt: skip
         if {PLAIN_ROW, BEST_ROW} <= self.largest.keys():
             rows = self.largest[BEST_ROW][0], self.largest[PLAIN_ROW][0]
@@ -125,16 +118,6 @@ def _memory(best: Compiled) -> str:
         f"{best.total_bytes / GIB:.3f}, of which {best.argument_bytes / GIB:.3f} are arguments and "
         f"{best.temporary_bytes / GIB:.3f} temporaries"
     )
-
-
-def forward_flops() -> float:
-    """FLOPs of the layers' forward pass: 2 per token and weight, adapters too, and 4 B S^2 per attention channel."""
-    hidden, middle = MODEL["hidden_size"], MODEL["intermediate_size"]
-    keys = MODEL["num_key_value_heads"] * hidden // MODEL["num_attention_heads"]
-    sides = [(hidden, hidden), (hidden, hidden), (hidden, keys), (hidden, keys)] + [(hidden, middle)] * 3
-    weights = sum(one * other + RANK * (one + other) for one, other in sides)
-    layer = 2 * BATCH * LENGTH * weights + 4 * BATCH * LENGTH**2 * hidden
-    return float(MODEL["num_hidden_layers"] * layer)
 
 
 def configuration(model: Path, settings: dict[str, Any], batch: int = BATCH) -> TrainConfig:

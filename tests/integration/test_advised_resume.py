@@ -95,14 +95,14 @@ def test_a_run_goes_on_with_what_is_advised(
 def test_a_run_on_xla_goes_on_as_a_loop_and_then_elsewhere(
     world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """From a loop over layers, where remat=none is outputs, to a device that has no loop."""
+    """From a loop over layers to a device that has no loop."""
     sft.train(run(world, tmp_path / "whole", max_steps=6))
     folder = tmp_path / "run"
-    xla = {"device_type": "xla-cpu", "remat": "none", "max_steps": 2}
+    xla = {"device_type": "xla-cpu", "max_steps": 2}
     for change in (
         {},
         {"remat": "outputs", "max_steps": 4},
-        {"remat": "outputs", "max_steps": 6, "device_type": "cpu"},
+        {"remat": "none", "max_steps": 6, "device_type": "cpu"},
     ):
         sft.train(run(world, folder, **{**xla, **change}))
     assert losses(folder) == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
@@ -147,7 +147,7 @@ def test_all_that_is_offered_after_an_error_is_the_same_run(settings: dict[str, 
 
 def test_a_plan_says_which_changes_are_another_training(tmp_path: Path) -> None:
     model = write_config(tmp_path / "llama", LLAMA_8B)
-    settings = [f"model.name={model}", "max_steps=10", "device_type=tpu", "batch_size=8", "remat=none"]
+    settings = [f"model.name={model}", "max_steps=10", "device_type=tpu", "batch_size=8", "remat=outputs"]
     (found,) = plan(load_config(None, [*settings, "max_length=2048", "ema_decay=0.9"]))
     assert found.advice is not None and not found.fits
     said = {knob.change.partition("=")[0]: knob for knob in found.advice.knobs}
@@ -163,7 +163,7 @@ def test_a_plan_says_which_changes_are_another_training(tmp_path: Path) -> None:
 def test_every_change_of_a_plan_is_judged_by_what_resume_refuses(tmp_path: Path) -> None:
     shape = read_shape(load_config(None, [f"model.name={write_config(tmp_path / 'qwen', QWEN2_500M)}"]).model)
     tried = set()
-    for values in ({"remat": "none", "base_dtype": "fp32", "ema_decay": 0.9, "attention": "sdpa", "mlp_tile": None},
+    for values in ({"remat": "outputs", "base_dtype": "fp32", "ema_decay": 0.9, "attention": "sdpa", "mlp_tile": None},
                    {"lora.r": 0}, {"base_dtype": "bf16", "lora.r": 64}):  # fmt: skip
         config = load_config(None, {**values, "batch_size": 8, "max_length": 4096, "loss_chunk": 512})
         for name, value, harm in memory_estimate._changes(config, shape):

@@ -49,16 +49,13 @@ def _compiled(total: float, flops: float, seconds: float) -> Compiled:
 
 def test_the_memory_benchmark_says_which_goals_are_met_and_what_binds():
     rows = {
-        memory.PLAIN_ROW: _compiled(3.2, 12e12, 300.0), memory.NONE_ROW: _compiled(11.0, 9.2e12, 250.0),
-        memory.BEST_ROW: _compiled(1.55, 12.1e12, 40.0),
+        memory.PLAIN_ROW: _compiled(3.2, 12e12, 300.0), memory.BEST_ROW: _compiled(1.55, 12.1e12, 40.0),
     }  # fmt: skip
     report = memory.Report(24, rows, {memory.PLAIN_ROW: (30, 1), memory.BEST_ROW: (130, 1)})
-    assert [met for met, _ in report.goals().values()] == [False, True, False, True, True]
+    assert [met for met, _ in report.goals().values()] == [False, True, False, True]
     text = str(report)
     assert "NOT MET 1.5 GiB in all: 1.550, of which 1.000 are arguments and 0.500 temporaries" in text
     assert "met     100 GB of HBM traffic a step: 21.5; accessed, on-chip too: 110.0" in text
-    # 24 layers of 14.9 million weights and 0.37 million of adapters, and their attention
-    assert memory.forward_flops() == pytest.approx(24 * (8192 * (14.91e6 + 0.37e6) + 15.03e9), rel=2e-3)
 
 
 @pytest.mark.slow

@@ -369,8 +369,7 @@ def test_layers_are_loops_on_xla_and_where_they_are_asked_for() -> None:
     on, auto, off = (OptimConfig(scan_layers=choice) for choice in ("on", "auto", "off"))
     for optim, device_type, text in (
         (auto, "cpu", None), (off, "cuda", None), (on, "cpu", "2 x 1 in a loop"), (auto, "tpu", "2 x 1 in a loop"),
-        (auto, "xla-cpu", "2 x 1 in a loop"), (replace(auto, remat="none"), "xla-cpu", "2 x 1 in a loop"),
-        (off, "xla-cpu", "2 one by one"),
+        (auto, "xla-cpu", "2 x 1 in a loop"), (off, "xla-cpu", "2 one by one"),
     ):  # fmt: skip
         decoder = decoder_of(tiny())
         found = layer_scan.scan_layers(decoder, optim, device_type)

@@ -57,6 +57,16 @@ def test_a_mesh_is_shown_and_its_bad_settings_are_refused(small: Path, tmp_path:
         assert part in str(error.value)
 
 
+def test_a_loop_over_layers_refuses_to_keep_everything(small: Path, tmp_path: Path) -> None:
+    at, text = host(tmp_path / "cpu", 64), r"^optim\.remat=none is .*; set optim\.remat=outputs$"
+    assert check_before_launch(run(small, "remat=none", "device_type=cpu"), at=at).memory is not None
+    for settings in (["device_type=xla-cpu"], ["device_type=cpu", "scan_layers=on"]):
+        with pytest.raises(ValueError, match=text):
+            check_before_launch(run(small, "remat=none", *settings), at=at)
+    with pytest.raises(ValueError, match=text):
+        check_before_launch(run(small, "remat=none"), at=fake(tmp_path / "tpu", V5E))
+
+
 def test_minutes_of_rounding_are_told(tmp_path: Path) -> None:
     model, at = write_config(tmp_path / "llama", LLAMA_8B), fake(tmp_path / "root", V5E)
     text = str(check_before_launch(run(model, "device_type=tpu", "base_dtype=int4", "batch_size=1"), at=at))

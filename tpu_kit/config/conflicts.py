@@ -59,6 +59,24 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield from _without_effect(config)
 
 
+def check_remat(config: TrainConfig, device_type: str) -> None:
+    """Checks that a device's layers can keep what `optim.remat` asks for.
+
+    Args:
+        config: the run.
+        device_type: of the run, where launch.device_type may be auto.
+
+    Raises:
+        ValueError: the layers run as a loop, which recomputes something.
+    """
+    looped = device_type in ("tpu", "xla-cpu") or config.optim.scan_layers == "on" or config.distill.layers is not None
+    if config.optim.remat == "none" and looped:
+        raise ValueError(
+            "optim.remat=none is for layers that do not run as a loop, and here they do (on a TPU, on xla-cpu, with "
+            "optim.scan_layers=on and with distill.layers); set optim.remat=outputs"
+        )
+
+
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Yields the parameters that are not the default, though the value of another one makes them unused."""
     model, distill, optim = config.model, config.distill, config.optim

@@ -144,7 +144,7 @@ class OptimConfig:
     remat: Literal["none", "outputs", "full"] = knob(
         "full",
         "full computes each layer again in the backward pass to save memory; outputs all but products and attention; "
-        "none nothing, where layers are no loop.",
+        "none nothing: on CUDA and CPU only, where layers do not run as a loop.",
     )
     scan_layers: Literal["auto", "on", "off"] = knob(
         "auto",

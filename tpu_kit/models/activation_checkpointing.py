@@ -8,7 +8,8 @@ product, so XLA removes its recomputation. For layers outside of a loop, torch's
 
 `chunk_mlp` runs an MLP over tiles of tokens, so that its (tokens, intermediate size) activations exist for one tile at
 a time. The backward pass recomputes each tile. In a layer that is recomputed anyway this costs nothing more, because
-the compiler removes the unused MLP of the recomputed forward pass.
+the compiler removes the unused MLP of the recomputed forward pass. Without tiles the largest batches do not fit a chip
+("What fits on one chip" of planning's README).
 
 `SeededDropout` draws its mask from a seed and the position, so that a recomputed layer draws the same mask. A generator
 with a state would draw the same mask in every iteration of an XLA loop, or another mask in the backward pass. The mask

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tpu_kit.config.conflicts import check_remat
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import activation_checkpointing, attention, base_identity, partition
 from tpu_kit.models.architecture import FAMILIES
@@ -228,7 +229,11 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
 
     Returns:
         As `scan_layers`.
+
+    Raises:
+        ValueError: as `scan_layers` and `check_remat`.
     """
+    check_remat(config, device_type)
     use_attention(model, config.model.attention, device_type)
     optim, decoder = config.optim, base_model(model).get_decoder()
     if config.tracking.eval_generate_rows and active_mesh().size == 1:

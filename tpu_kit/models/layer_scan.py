@@ -392,7 +392,6 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> ScannedLa
     Args:
         decoder: see `stack`.
         optim: scan_layers, remat and mlp_tile. scan_layers=off takes no layers for equal; on asks for loops anywhere.
-            A loop recomputes something, so remat=none is outputs.
         device_type: of the run.
 
     Returns:
@@ -403,7 +402,7 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> ScannedLa
     """
     if device_type not in ("tpu", "xla-cpu") and optim.scan_layers != "on" and not hasattr(decoder, "kept_after"):
         return None
-    keeps = optim.remat != "full"
+    keeps = optim.remat == "outputs"
     try:
         return stack(decoder, None if keeps else optim.mlp_tile, keeps, optim.scan_layers == "off")
     except CannotScanError as error:

@@ -177,11 +177,6 @@ def group_bytes(group: Sequence[tuple[int, ...]]) -> int:
     return padded((sum(map(math.prod, group)),), 4)
 
 
-def rematerialized(config: TrainConfig) -> str:
-    """`optim.remat` as it works: a loop keeps outputs at most. scan_layers=off stands for other devices (`seen_on`)."""
-    return "outputs" if config.optim.remat == "none" and config.optim.scan_layers != "off" else config.optim.remat
-
-
 @dataclass(frozen=True)
 class Moment:
     """The tensors alive at one moment.
@@ -215,8 +210,8 @@ class PeakActivationModel:
         self.stream = 4 if self.whole else self.compute
         self.at_hand = WHOLE_STATES if self.whole else STATES
         self.trained = trained_count(shape, config.lora)
-        optim, attention, remat = config.optim, config.model.attention, rematerialized(config)
-        self.again, self.keeps = remat != "none", remat == "outputs"
+        optim, attention = config.optim, config.model.attention
+        self.again, self.keeps = optim.remat != "none", optim.remat == "outputs"
         self.scanned = self.again and optim.scan_layers != "off"
         self.kernel = "splash" if attention == "auto" else attention
         self.on_chip = (chip.vector_memory_bytes if chip else None) or VECTOR_MEMORY

@@ -23,7 +23,7 @@ from tpu_kit.hardware.chips import (
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import spec_of
-from tpu_kit.planning.activation_memory import objective_beside, rematerialized, teacher_shape, trained_count
+from tpu_kit.planning.activation_memory import objective_beside, teacher_shape, trained_count
 from tpu_kit.planning.mesh_memory import model_tensors, per_device
 
 MXU_EFFICIENCY = 0.6
@@ -136,7 +136,7 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
     compute = 4 if config.model.base_dtype == "fp32" else 2
     weights = sum(linear.inputs * linear.outputs for linear in shape.linears)
-    remat, attention = rematerialized(config), config.model.attention
+    remat, attention = config.optim.remat, config.model.attention
     again = 1 if remat == "full" else 0
     last = shape.linears[-1].inputs * shape.linears[-1].outputs
     linear = weights * (2 + again + (0 if lora.r else 1))

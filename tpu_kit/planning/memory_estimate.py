@@ -43,8 +43,8 @@ INT4_CODE = 14 * 2**20
 """Code for each layer in a loop beyond that, where weights are unpacked from int4."""
 SMALLEST_CODE = 7 * 2**20
 """Code beside the layers' of an unrolled program; and of a program of loops of next to nothing."""
-FLAT_CODE = {"full": 22 * 2**20, "none": 16 * 2**20, "whole": 21 * 2**20}
-"""Code of each unrolled layer: with remat=full, with none, and with none in full fine-tuning."""
+FLAT_CODE = 22 * 2**20
+"""Code of each unrolled layer."""
 RESERVE = 0.08
 """Share of a device's usable memory that a pick by formula leaves free: more than the largest underestimate for the
 steps that were compiled (tests/recorded_memory.json)."""
@@ -181,8 +181,7 @@ class _Step:
         """The program's own size; see `LOOP_CODE`."""
         passes, layers = self.alive.passes, self.shape.layers
         if not self.alive.scanned:
-            kind = "full" if self.alive.again else "whole" if self.alive.whole else "none"
-            return SMALLEST_CODE + passes * layers * FLAT_CODE[kind]
+            return SMALLEST_CODE + passes * layers * FLAT_CODE
         if self.shape.layer_parameters < 2**21:
             return SMALLEST_CODE * passes
         tiles = self.alive.tiles + (self.alive.tiled and self.shape.norm_follows)  # the first products twice
@@ -363,8 +362,6 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
         yield "model.attention", "auto", free
     if optim.loss_chunk > 256:
         yield "optim.loss_chunk", 256, free
-    if optim.remat == "none":
-        yield "optim.remat", "outputs", "hardly slower"
     if optim.remat != "full":
         yield "optim.remat", "full", "a third more FLOPs"
     if optim.mlp_tile is None or optim.mlp_tile > 512:

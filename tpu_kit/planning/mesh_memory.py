@@ -112,9 +112,7 @@ class MeshActivationModel(PeakActivationModel):
     """The terms of the peak of one device of a mesh."""
 
     def __init__(self, config: TrainConfig, shape: Shape, mesh: Mesh, chip: Chip | None = None) -> None:
-        optim = replace(
-            config.optim, scan_layers="on", remat="outputs" if config.optim.remat == "none" else config.optim.remat
-        )
+        optim = replace(config.optim, scan_layers="on")
         super().__init__(replace(config, optim=optim), per_device(shape, mesh), mesh.batch_shards, chip)
         self.mesh, self.tensors = mesh, model_tensors(shape, config)
         self.shards = shards(self.tensors, mesh, shape.tied)

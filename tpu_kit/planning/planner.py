@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import MOST_ROWS
@@ -250,8 +251,9 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
 
     Raises:
         ValueError: of `slices.find_slice`, `architecture.read_shape` or `memory_estimate.estimate`; or the global batch
-            cannot be split.
+            cannot be split; or as `check_remat`.
     """
+    check_remat(config, "tpu")
     launch = config.launch
     if launch.mesh in (None, "auto"):
         places = [find_slice(name, launch.num_replicas) for name in chips]

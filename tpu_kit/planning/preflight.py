@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tpu_kit.checkpointing.manager import scan
+from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.data.batching import too_few_rows
@@ -117,8 +118,9 @@ def check_before_launch(
     Raises:
         ConfigError: the batch cannot be split over the replicas, the rows do not fill one, or the attention asked
             for is not for this chip.
-        ValueError: as `runtime.detect`; `optim.batch_size=auto` cannot be chosen.
+        ValueError: as `runtime.detect` and `check_remat`; `optim.batch_size=auto` cannot be chosen.
     """
+    check_remat(config, detect(config.launch, at, hosts).device_type)
     room = device_memory_budget(config, at, hosts)
     config, notes = room.calibration.apply(config) if room else (config, [])
     notes += room.calibration.notes if room else []

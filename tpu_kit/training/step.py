@@ -63,8 +63,7 @@ def prepare_model(
         restore(model, saved)
     scanned = models.prepare_layers(model, config, rt.device_type)
     if scanned is not None and rt.rank == 0:
-        note = "; there optim.remat=none is outputs" if config.optim.remat == "none" else ""
-        print(f"layers           {scanned}{note}", flush=True)
+        print(f"layers           {scanned}", flush=True)
     if (teacher := getattr(model, "teacher", None)) is not None:
         models.use_attention(teacher, config.model.attention, rt.device_type)
         scan_layers(teacher.get_decoder(), replace(config.optim, remat="full"), rt.device_type)
