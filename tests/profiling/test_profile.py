@@ -160,7 +160,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
 @needs_xla
 @pytest.mark.slow
 def test_on_xla_the_devices_time_is_in_the_trace(run: Run) -> None:
-    found = run(device_type="xla-cpu", num_replicas=2)
+    found = run(device_type="xla-cpu", num_replicas=2, remat="outputs")
     assert found.trace is not None and found.trace.steps >= 2
     assert found.share("unexplained") < 0.05 and found.split["exposed collectives"] > 0
     assert len(found.recordings) == 2 and found.recordings[0].counts["compiles"] == 0
@@ -175,7 +175,7 @@ def test_on_xla_the_devices_time_is_in_the_trace(run: Run) -> None:
 @needs_xla
 @pytest.mark.slow
 def test_a_slow_replica_is_named(run: Run) -> None:
-    found = run(profile_functions.slow_rank, device_type="xla-cpu", num_replicas=2)
+    found = run(profile_functions.slow_rank, device_type="xla-cpu", num_replicas=2, remat="outputs")
     (advice,) = [one for one in found.advice if one.rule == "slow replica"]
     assert advice.figure.startswith("replica 1 takes") and "doctor" in advice.change
 
@@ -183,7 +183,7 @@ def test_a_slow_replica_is_named(run: Run) -> None:
 @needs_xla
 @pytest.mark.slow
 def test_on_xla_compiles_are_told(run: Run) -> None:
-    compiled = run(profile_functions.recompiles, device_type="xla-cpu", num_replicas=1)
+    compiled = run(profile_functions.recompiles, device_type="xla-cpu", num_replicas=1, remat="outputs")
     assert compiled.recordings[0].counts["compiles"] >= STEPS
     assert "recompilation" in [one.rule for one in compiled.advice]
 
