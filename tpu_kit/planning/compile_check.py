@@ -281,7 +281,7 @@ def _compiled(
         total = memory["used_bytes"] + (0 if memory["argument_bytes"] else argument)
         values |= {
             "fits": False, "total_bytes": total, "argument_bytes": argument,
-            "out_of_memory": answer["out_of_memory_text"],
+            "out_of_memory": memory["text"],
         }  # fmt: skip
     else:
         parts = [f"{name}_bytes" for name in ("argument", "output", "aliased", "temporary", "code")]

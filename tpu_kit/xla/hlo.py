@@ -215,8 +215,7 @@ def _sent(kind: str, size: int, group: int) -> float:
 def _bytes(array: re.Match[str], padded: bool = False) -> int:
     """Returns the bytes of an array; if `padded`, in HBM with its tiles filled, so 0 for other memories.
 
-    The layout `{1,0:T(8,128)(2,1)S(1)}` has the order of the axes, the minor-most first, the tiles, and the memory
-    unless it is HBM.
+    A layout `{1,0:T(8,128)(2,1)S(1)}` has the axes, the minor-most first, the tiles, and the memory unless it is HBM.
     """
     dtype, dimensions, order, layout = array.groups(default="")
     sizes = [int(size) for size in dimensions.split(",") if size]
@@ -313,8 +312,7 @@ def origin(metadata: str) -> dict[str, str]:
     file = re.sub(r"^.*/site-packages/|^.*/(?=tpu_kit/)", "", named.get("source_file", ""))
     # Numbers distinguish scopes of one name; "/jit(" begins the inside of a kernel.
     operation = re.sub(r"\.\d+(?=/|$)", "", named.get("op_name", "")).partition("/jit(")[0]
-    if "xla__scan" in operation:  # torch_xla reports wrong lines for the body of a loop
-        file = ""
+    file = "" if "xla__scan" in operation else file  # torch_xla reports wrong lines for the body of a loop
     return {"operation": operation, "source": f"{file}:{named.get('source_line', '')}" if file else ""}
 
 

@@ -127,6 +127,8 @@ def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> li
 @functools.cache
 def _lowered(function: Any, settings: SplashSettings, shapes: tuple[tuple[tuple[int, ...], str], ...], _: Mesh) -> Any:
     import jax
+    import jax.experimental.pallas.tpu  # the import registers the lowering rules for TPU
+    from jax._src.interpreters.mlir import LoweringParameters
     from torch_xla.core.xla_builder import computation_from_module_proto
 
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
@@ -135,18 +137,12 @@ def _lowered(function: Any, settings: SplashSettings, shapes: tuple[tuple[tuple[
     inputs = [(spec[0], None) if len(shape) == 2 else spec[: len(shape)] for shape, _ in shapes]
     run = sharded_kernel(functools.partial(function, settings), inputs, outputs)
     traced = jax.jit(run, keep_unused=True).trace(*structs)
-    lowered = lower(traced, "cpu" if settings.interpret else "tpu")
-    return computation_from_module_proto("splash", lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
-
-
-def lower(traced: Any, platform: str) -> Any:
-    """Lowers a trace of JAX with its kernels for "tpu" or "cpu", also in a process without a TPU."""
-    import jax.experimental.pallas.tpu  # noqa: F401  the import registers the lowering rules for TPU
-    from jax._src.interpreters.mlir import LoweringParameters
-
+    platform = "cpu" if settings.interpret else "tpu"
     # The compiler refuses kernels that are not serialised for export: "Unsupported version: expected <= 7 but got 8".
+    parameters = LoweringParameters(for_export=True)
     with _kernel_format():
-        return traced.lower(lowering_platforms=(platform,), _private_parameters=LoweringParameters(for_export=True))
+        lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+    return computation_from_module_proto("splash", lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
 
 
 @contextlib.contextmanager
@@ -154,12 +150,9 @@ def _kernel_format() -> Iterator[None]:
     """Makes JAX write kernels in a format for the installed libtpu, if that is older than JAX expects."""
     from jax._src import tpu_custom_call
 
-    pairing = find_pairing(installed_version)
-    if pairing is None or pairing.kernel_format is None:
-        yield
-        return
-    chosen = tpu_custom_call.get_ir_version
-    tpu_custom_call.get_ir_version = lambda _: pairing.kernel_format
+    pairing, chosen = find_pairing(installed_version), tpu_custom_call.get_ir_version
+    if pairing is not None and pairing.kernel_format is not None:
+        tpu_custom_call.get_ir_version = lambda _: pairing.kernel_format
     try:
         yield
     finally:
