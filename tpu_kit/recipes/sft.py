@@ -32,7 +32,7 @@ from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.meeting import Meeting, open_meeting
 from tpu_kit.distributed.preemption import PreemptionGuard, sigterm_raises
 from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.evaluation.evaluate import check_answers, evaluate_adapter
+from tpu_kit.evaluation.evaluate import Comparison, check_answers, evaluate_adapter
 from tpu_kit.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training
 from tpu_kit.hardware.chips import GIB
@@ -59,7 +59,7 @@ from tpu_kit.training.teacher_files import read_columns
 from tpu_kit.training.trainer import Status, Trainer
 
 SHOWN_REPORT = "TPU_KIT_SHOWN_REPORT"
-"""In the environment: the digest of the data report that a notebook has shown, which a run does not print again."""
+"""In the environment: the data report that a notebook has shown, which a run does not print again."""
 RESULT_TYPE = "application/vnd.tpu-kit.result+json"
 """MIME type under which a notebook cell stores the status of a `TrainResult`."""
 
@@ -92,9 +92,9 @@ class TrainResult:
 
     def __str__(self) -> str:
         if self.status == "preempted":
-            kept = f"its checkpoint is in {self.checkpoint_dir}" if self.checkpoint_dir else "it has saved nothing yet"
+            saved = f"its checkpoint is in {self.checkpoint_dir}" if self.checkpoint_dir else "it has saved nothing yet"
             return (
-                f"preempted at step {self.step} of {self.total_steps} ({self.reason}); {kept}. To go on from there, "
+                f"preempted at step {self.step} of {self.total_steps} ({self.reason}); {saved}. To go on from there, "
                 f"{self.again}: the same cell, or the same command"
             )
         adapter = self.adapter_dir or "the folder of host 0"
@@ -127,8 +127,8 @@ def train(
 
     Args:
         config: the run.
-        dataset: rows in memory instead of `data.source`; copied to `<output_dir>/data`, where the replicas read them.
-            `data.split` and `data.eval_split` select from a DatasetDict.
+        dataset: rows in memory instead of `data.source`, copied to `<output_dir>/data`; `data.split` and
+            `data.eval_split` select from a DatasetDict.
         exact: on a TPU, ask its compiler before the launch whether the batch fits; takes a minute or more.
         prepare_more: called with the run and its data before the launch.
 
@@ -197,20 +197,7 @@ def _train(
     assert result is not None, "the first replica of each host returns it"
     if hosts.index:
         return result
-    compared = None
-    if config.tracking.generate_rows and result.status != "preempted":
-        try:
-            with sigterm_raises():
-                compared = evaluate_adapter(config, result.adapter_dir, prepared)
-            print(compared, flush=True)
-            metrics = {"accuracy_before": compared.base.accuracy.share, "accuracy_after": compared.tuned.accuracy.share}
-            if compared.base.perplexity is not None and compared.tuned.perplexity is not None:
-                metrics |= {"perplexity_before": compared.base.perplexity}
-                metrics |= {"perplexity_after": compared.tuned.perplexity}
-            result = replace(result, metrics={**result.metrics, **metrics})
-        except (KeyboardInterrupt, SystemExit) as error:
-            told = "SIGINT" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
-            result = replace(result, status="preempted", reason=f"{told} received while held-out rows were answered")
+    result, compared = _answer_held_out(config, result, prepared)
     if result.status != "preempted":
         log_result(config, result.step, result.metrics, compared, result.adapter_dir)
     if config.remote:
@@ -218,12 +205,33 @@ def _train(
     return result
 
 
+def _answer_held_out(
+    config: TrainConfig, result: TrainResult, prepared: Prepared
+) -> tuple[TrainResult, Comparison | None]:
+    """Compares the answers of both models, where the run asks for it; returns the result with their metrics."""
+    if not config.tracking.generate_rows or result.status == "preempted":
+        return result, None
+    try:
+        with sigterm_raises():
+            compared = evaluate_adapter(config, result.adapter_dir, prepared)
+        print(compared, flush=True)
+    except (KeyboardInterrupt, SystemExit) as error:
+        signal = "SIGINT" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
+        reason = f"{signal} received while held-out rows were answered"
+        return replace(result, status="preempted", reason=reason), None
+    metrics = dict(result.metrics)
+    for when, side in (("before", compared.base), ("after", compared.tuned)):
+        metrics[f"accuracy_{when}"] = side.accuracy.share
+        if side.perplexity is not None:
+            metrics[f"perplexity_{when}"] = side.perplexity
+    return replace(result, metrics=metrics), compared
+
+
 def check_run(config: TrainConfig, exact: bool = False, hosts: Hosts = ONE) -> tuple[Prepared, Preflight]:
     """Prepares the data and the batch in this process, so that errors appear before the launch.
 
     Raises:
-        ValueError: the data cannot be used, do not fill one update, or have no answers although the run generates; or
-            the model cannot be trained this way.
+        ValueError: the data or the batch cannot be used, or the model cannot be trained this way.
     """
     check_objective(config)
     prepared = prepare_run(config)
@@ -329,7 +337,7 @@ def trainer(config: TrainConfig, data: MappedData | None = None) -> Iterator[tup
             if prepared.questions:
                 prepared.questions.write(config.output_path)
             report = data_report(prepared, plan, loop.total)
-            if os.environ.get(SHOWN_REPORT) != digest(report):
+            if os.environ.get(SHOWN_REPORT) != report:
                 print(report)
             print(f"model            {models.count_parameters(model)}")
             if loop.evaluations.stopped:
@@ -342,11 +350,6 @@ def trainer(config: TrainConfig, data: MappedData | None = None) -> Iterator[tup
 def data_report(prepared: Prepared, plan: BatchPlan, total: int) -> str:
     """Describes the rows and the batches of a run of `total` updates."""
     return f"{prepared}\n{batch_line(len(prepared.train), plan, total)}"
-
-
-def digest(report: str) -> str:
-    """Returns the value of `SHOWN_REPORT` for a report that a notebook has shown."""
-    return hashlib.sha256(report.encode()).hexdigest()
 
 
 def _check_same(config: TrainConfig, rt: Runtime, step: int, model: torch.nn.Module) -> None:
@@ -366,11 +369,11 @@ def _check_same(config: TrainConfig, rt: Runtime, step: int, model: torch.nn.Mod
 
 def _weights_digest(model: torch.nn.Module) -> tuple[int, int]:
     """Returns a hash of samples of all weights as two numbers that fp32 holds exactly."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         sample = tensor.reshape(-1)[:: max(1, tensor.numel() // 64)].contiguous()
-        found.update(name.encode() + sample.view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(found.digest()[:3]), int.from_bytes(found.digest()[3:6])
+        digest.update(name.encode() + sample.view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest()[:3]), int.from_bytes(digest.digest()[3:6])
 
 
 def _parts(config: TrainConfig, rt: Runtime, checkpoints: CheckpointManager | None) -> HostParts:
