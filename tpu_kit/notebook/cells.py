@@ -236,12 +236,13 @@ def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
         print(UNKNOWN)
     samples = sorted(comparison["samples"], key=lambda sample: sample["base"]["correct"] == sample["tuned"]["correct"])
     verdicts = {True: "correct", False: "wrong", None: "not judged"}
-    table = []
-    for sample in samples[:rows]:
-        answers = {name: sample[name] for name in ("base", "tuned")}
-        cells = {name: f"{answer['answer']}\n({verdicts[answer['correct']]})" for name, answer in answers.items()}
-        table.append({"question": sample["question"], "expected": sample["expected"], **cells})
-    show_table(table)
+    show_table(
+        [
+            {name: sample[name] for name in ("question", "expected")}
+            | {side: f"{sample[side]['answer']}\n({verdicts[sample[side]['correct']]})" for side in ("base", "tuned")}
+            for sample in samples[:rows]
+        ]
+    )
 
 
 @contextlib.contextmanager
@@ -308,7 +309,7 @@ def check_run(config: TrainConfig, result: TrainResult) -> None:
         print(f"preempted ({result.reason}): nothing to check; run the training cell again")
         return
     losses = [record["loss"] for record in read_metrics(config.output_path) if record["kind"] == "train"]
-    if len(losses) > 1 and not (None not in (losses[0], losses[-1]) and losses[-1] < losses[0]):
+    if len(losses) > 1 and (None in (losses[0], losses[-1]) or losses[-1] >= losses[0]):
         raise ValueError(
             f"the training loss did not fall: {losses[0]} in the first log, {losses[-1]} in the last one; try "
             "optim.learning_rate at a third or three times its value, or more optim.max_steps"
@@ -367,7 +368,8 @@ def _progress(folder: Path, begun: float) -> Bundle:
 
 def _curves(output_dir: str | Path) -> Bundle:
     """Returns the curves of training loss, held-out loss and speed of a run."""
-    records = {kind: [one for one in read_metrics(output_dir) if one["kind"] == kind] for kind in ("train", "eval")}
+    every = read_metrics(output_dir)
+    records = {kind: [record for record in every if record["kind"] == kind] for kind in ("train", "eval")}
     if not any(records.values()):
         return {"text/plain": f"no metrics yet in {output_dir} ({time.strftime('%H:%M:%S')})"}
     figure, (loss, speed) = new_figure(9, 3, columns=2)
@@ -388,19 +390,14 @@ def _curves(output_dir: str | Path) -> Bundle:
 
 def show_memory(plan: Plan) -> None:
     """Shows the parts of the pick's peak memory, the largest part first."""
-    parts = dict(sorted(plan.parts.items(), key=lambda part: -part[1]))
-    parts |= {"peak": plan.peak_bytes, f"a device of {plan.where.name} has": plan.where.limit}
-    show_table(
-        [
-            {
-                "part": name.replace("_", " "),
-                "GiB": f"{size / GIB:.3f}",
-                "of the device": f"{size / plan.where.limit:.1%}",
-            }
-            for name, size in parts.items()
-            if size >= plan.peak_bytes / 1000
-        ]
-    )
+    parts, limit = dict(sorted(plan.parts.items(), key=lambda part: -part[1])), plan.where.limit
+    parts |= {"peak": plan.peak_bytes, f"a device of {plan.where.name} has": limit}
+    rows = [
+        {"part": name.replace("_", " "), "GiB": f"{size / GIB:.3f}", "of the device": f"{size / limit:.1%}"}
+        for name, size in parts.items()
+        if size >= plan.peak_bytes / 1000
+    ]
+    show_table(rows)
 
 
 def show_mesh(plan: Plan) -> None:
@@ -417,31 +414,30 @@ def show_mesh(plan: Plan) -> None:
 
 def show_settings(plan: Plan) -> None:
     """Shows a bar of the peak memory of every setting against the limit of the device, and marks the pick."""
-    count = sum(one.peak <= plan.where.limit * (1 - plan.free) for one in plan.settings)
+    count = sum(setting.peak <= plan.where.limit * (1 - plan.free) for setting in plan.settings)
     text = f"{count} of {len(plan.settings)} settings fit {plan.where.name}, {plan.free:.0%} of its memory kept free"
     show(picture(_bars(plan), text))
 
 
 def _bars(plan: Plan) -> Figure:
     limit, mark = plan.where.limit, "the pick" if plan.fits else "the nearest"
-    fitting = sorted((one for one in plan.settings if one.peak <= limit), key=lambda one: one.time.seconds)
-    over = sorted((one for one in plan.settings if one.peak > limit), key=lambda one: one.peak)
+    fitting = sorted((each for each in plan.settings if each.peak <= limit), key=lambda each: each.time.seconds)
+    over = sorted((each for each in plan.settings if each.peak > limit), key=lambda each: each.peak)
     settings = [*over[1::-1], *fitting[9::-1]]
     names, texts = [], []
-    for one in settings:
-        batch = batch_arithmetic(one.config, one.replicas)
+    for setting in settings:
+        batch = batch_arithmetic(setting.config, setting.replicas)
         passes = f"{batch.batch_size} rows x {batch.gradient_accumulation} passes"
-        names.append(f"{passes}, remat={one.config.optim.remat}")
-        rate = batch.tokens_per_update / one.time.seconds
-        pick = f": {mark}" if one.config == plan.config else ""
-        texts.append(f"{one.peak / GIB:.1f} GiB, {rate:,.0f} tokens/s{pick}")
+        names.append(f"{passes}, remat={setting.config.optim.remat}")
+        rate = batch.tokens_per_update / setting.time.seconds
+        pick = f": {mark}" if setting.config == plan.config else ""
+        texts.append(f"{setting.peak / GIB:.1f} GiB, {rate:,.0f} tokens/s{pick}")
     figure, (axes,) = new_figure(10, 1.7 + 0.36 * max(3, len(settings)))
-    axes.bar_label(axes.barh(range(len(settings)), [one.peak / GIB for one in settings]), texts, padding=3)
+    axes.bar_label(axes.barh(range(len(settings)), [setting.peak / GIB for setting in settings]), texts, padding=3)
     axes.set_yticks(range(len(settings)), names)
     axes.axvline(limit / GIB, color="black", label=f"limit {limit / GIB:.2f} GiB")
     axes.axvline(limit * (1 - plan.free) / GIB, color="black", linestyle=":", label=f"less {plan.free:.0%} kept free")
-    axes.set(
-        xlim=(0, 1.5 * limit / GIB), xlabel="GiB of one device, by formula", title=f"Settings on {plan.where.name}"
-    )
+    axes.set(xlim=(0, 1.5 * limit / GIB), xlabel="GiB of one device, by formula")
+    axes.set_title(f"Settings on {plan.where.name}")
     figure.legend(loc="outside lower center", ncols=2)
     return figure

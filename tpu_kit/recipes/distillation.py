@@ -54,12 +54,12 @@ def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
     count = len(whole)
     if not 1 <= layers < count:
         raise ValueError(f"layers={layers}: model.name={model.name} has {count}; choose from 1 to {count - 1}")
-    kept = [round(place * (count - 1) / max(1, layers - 1)) for place in range(layers)]
-    setattr(decoder, name, torch.nn.ModuleList([whole[place] for place in kept]))
+    numbers = [round(number * (count - 1) / max(1, layers - 1)) for number in range(layers)]
+    setattr(decoder, name, torch.nn.ModuleList([whole[number] for number in numbers]))
     text = base.config.get_text_config()
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
-        text.layer_types = [text.layer_types[place] for place in kept]
+        text.layer_types = [text.layer_types[number] for number in numbers]
     with atomic.replacing(Path(folder)) as part:
         base.save_pretrained(part)
         load_tokenizer(model).save_pretrained(part)

@@ -310,17 +310,17 @@ def trainer(config: TrainConfig, data: MappedData | None = None) -> Iterator[tup
     with contextlib.ExitStack() as stack:
         agreement = stack.enter_context(PreemptionGuard(rt))
         checkpoints = stack.enter_context(CheckpointManager(config.checkpoints_place, *keep)) if rt.rank == 0 else None
-        found = find_checkpoint(config, checkpoints)
+        checkpoint = find_checkpoint(config, checkpoints)
         rt.barrier()  # rank 0 has moved damaged checkpoints aside
-        found = found if checkpoints else find_checkpoint(config, None)
+        checkpoint = checkpoint if checkpoints else find_checkpoint(config, None)
         if rt.num_hosts > 1:
-            _check_same(config, rt, found.step if found else 0, model)
+            _check_same(config, rt, checkpoint.step if checkpoint else 0, model)
         parts = stack.enter_context(_parts(config, rt, checkpoints)) if rt.shares_state else None
         saved = None
-        if found:
+        if checkpoint:
             total = sum(1 for _ in updates(len(prepared.train), plan, config.optim))
-            check_resume(found, config, plan.global_batch_size, prepared.fingerprint, total, quiet=rt.rank != 0)
-            saved = training_tensors(found)
+            check_resume(checkpoint, config, plan.global_batch_size, prepared.fingerprint, total, quiet=rt.rank != 0)
+            saved = training_tensors(checkpoint)
         objective = objective_of(config)
         prepared.train.columns = read_columns(config, prepared)
         state = prepare_model(model, config, rt, saved, len(objective.extra))
@@ -329,8 +329,8 @@ def trainer(config: TrainConfig, data: MappedData | None = None) -> Iterator[tup
 
         predicted = predicted_bytes(config, rt)
         loop = Trainer(config, rt, model, objective, state, prepared, plan, checkpoints, predicted, parts)
-        if found:
-            loop.resume(found)
+        if checkpoint:
+            loop.resume(checkpoint)
         if rt.rank == 0:
             # After all checks: a refused run must not replace the file of an earlier one.
             atomic.write_text(config.output_path / "config.yaml", config.to_yaml())
@@ -395,8 +395,8 @@ def _finish(loop: Trainer, status: Status, reason: str) -> TrainResult:
     if loop.parts is not None:
         loop.parts.wait()
     if loop.checkpoints is None:
-        place = str(loop.config.checkpoints_place)
-        return TrainResult(status, reason, loop.step, loop.total, metrics, "", place, str(folder), again)
+        checkpoints = str(loop.config.checkpoints_place)
+        return TrainResult(status, reason, loop.step, loop.total, metrics, "", checkpoints, str(folder), again)
     loop.checkpoints.wait()
     if status != "preempted":
         adapter, encoder = str(folder / "adapter"), loop.prepared.encoder

@@ -175,7 +175,8 @@ class Evaluations:
 
     @property
     def _since_best(self) -> int:
-        return sum(record["step"] > self.best_step for record in self._records)
+        best = self.best_step
+        return sum(record["step"] > best for record in self._records)
 
     def figures(self, step: int | None = None) -> dict[str, float]:
         """Returns eval_loss, eval_accuracy and eval_step of a step, by default of the newest evaluation."""

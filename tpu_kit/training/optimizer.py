@@ -102,8 +102,8 @@ def _adafactor(applied: torch.Tensor, _: OptimConfig) -> Direction:
         rows = torch.lerp(square.mean(-1), moments[kinds[0]], decay)
         columns = torch.lerp(square.mean(-2), moments[kinds[1]], decay)
         second = (rows / rows.mean(-1, keepdim=True)).unsqueeze(-1) * columns.unsqueeze(-2)
-        found = _limited(values, second, (-2, -1))
-        return found if kinds[0] == "rows" else found.mT, dict(zip(kinds, (rows, columns), strict=True))
+        limited = _limited(values, second, (-2, -1))
+        return limited if kinds[0] == "rows" else limited.mT, dict(zip(kinds, (rows, columns), strict=True))
 
     return direction
 

@@ -36,13 +36,13 @@ def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Che
         if owned is not None:
             owned.restart()
         return None
-    found = owned.newest() if owned is not None else _newest(config)
-    if found is None and config.checkpoint.resume == "must":
+    checkpoint = owned.newest() if owned is not None else _newest(config)
+    if checkpoint is None and config.checkpoint.resume == "must":
         raise ValueError(
             f"checkpoint.resume=must, but {config.checkpoints_place} has no complete checkpoint: check output_dir, or "
             "set checkpoint.resume=auto to start anew where there is none"
         )
-    return found
+    return checkpoint
 
 
 def _newest(config: TrainConfig) -> Checkpoint | None:
@@ -60,8 +60,8 @@ def keep_run(config: TrainConfig, today: str) -> TrainConfig:
     base: base_identity.Identity | None = None
     before: dict[str, Any] = {}
     with contextlib.suppress(OSError, DamagedError):  # the run itself reports it
-        if found := _newest(config):
-            base, before = _base(found), flatten(found.document("config"))
+        if checkpoint := _newest(config):
+            base, before = _base(checkpoint), flatten(checkpoint.document("config"))
     rows = before.get("data.eval_rows") if config.data.eval_rows is None else config.data.eval_rows
     data = replace(config.data, eval_rows=rows, date=config.data.date or (before["data.date"] if before else today))
     return replace(config, data=data, model=base_identity.pin(config.model, base))
@@ -70,19 +70,19 @@ def keep_run(config: TrainConfig, today: str) -> TrainConfig:
 def refuse_early(config: TrainConfig, hosts: Hosts = ONE) -> None:
     """Raises ValueError as `check_resume`, before the run writes anything; does not compare the data."""
     try:
-        found = _newest(config)
-        if found is None or not (problems := _problems(found, config)):
+        checkpoint = _newest(config)
+        if checkpoint is None or not (problems := _problems(checkpoint, config)):
             return
     except (OSError, DamagedError):
         return
     with contextlib.suppress(ValueError):  # batch_size is "auto", or the batch does not divide
         if room := device_memory_budget(config, hosts=hosts):
-            problems = _problems(found, config, batch_arithmetic(config, room.replicas).global_batch_size)
-    _refuse(found, problems)
+            problems = _problems(checkpoint, config, batch_arithmetic(config, room.replicas).global_batch_size)
+    _refuse(checkpoint, problems)
 
 
 def check_resume(
-    found: Checkpoint, config: TrainConfig, global_batch: int, fingerprint: str, total: int, quiet: bool
+    checkpoint: Checkpoint, config: TrainConfig, global_batch: int, fingerprint: str, total: int, quiet: bool
 ) -> None:
     """Checks that the run may continue from the checkpoint; prints harmless differences.
 
@@ -91,73 +91,76 @@ def check_resume(
     Raises:
         ValueError: the run differs from the checkpoint's (the text names all differences), or ends before it.
     """
-    problems = _problems(found, config, global_batch)
-    if found.document("state")["fingerprint"] != fingerprint and not any(one.startswith("data.") for one in problems):
+    problems = _problems(checkpoint, config, global_batch)
+    other_data = checkpoint.document("state")["fingerprint"] != fingerprint
+    if other_data and not any(text.startswith("data.") for text in problems):
         problems.append("the data: other rows, tokens or packing than there, though its parameters are the same")
-    _refuse(found, problems)
-    if found.step > total:
+    _refuse(checkpoint, problems)
+    if checkpoint.step > total:
         name = "optim.max_steps" if config.optim.max_steps is not None else "optim.epochs"
         raise ValueError(
-            f"{found.path} has {found.step} updates, and {name}={config[name]} asks for {total}: the run is past its "
-            f"end. Raise {name} to {found.step} updates or more, or train a shorter run anew: {ANEW}"
+            f"{checkpoint.path} has {checkpoint.step} updates, and {name}={config[name]} asks for {total}: the run is "
+            f"past its end. Raise {name} to {checkpoint.step} updates or more, or train a shorter run anew: {ANEW}"
         )
     if not quiet:
-        before, now = flatten(found.document("config")), config.flat_values()
+        before, now = flatten(checkpoint.document("config")), config.flat_values()
         differ = "".join(f"; {name} is {now[name]!r}, was {before[name]!r}" for name in changes(before, now)[0])
-        print(f"resumed          from step {found.step}, {found.path}{differ}", file=sys.stdout, flush=True)
+        print(f"resumed          from step {checkpoint.step}, {checkpoint.path}{differ}", file=sys.stdout, flush=True)
 
 
-def training_tensors(found: Checkpoint, select: Select | None = None) -> dict[str, torch.Tensor]:
+def training_tensors(checkpoint: Checkpoint, select: Select | None = None) -> dict[str, torch.Tensor]:
     """Reads training.safetensors, or the parts of several hosts, as the tensors of `TrainState.to_host`.
 
     Whole sections may be left out by `select`. Raises DamagedError as `Checkpoint.tensors`.
     """
-    if parts := [name.removesuffix(".safetensors") for name in found.files if name.startswith("training-")]:
-        layout = found.document("layout")
+    if parts := [name.removesuffix(".safetensors") for name in checkpoint.files if name.startswith("training-")]:
+        layout = checkpoint.document("layout")
         layout["shapes"] = {name: shape for name, shape in layout["shapes"].items() if select is None or select(name)}
-        return joined((found.tensors(part, select) for part in parts), layout)
-    return found.tensors("training", select)
+        return joined((checkpoint.tensors(part, select) for part in parts), layout)
+    return checkpoint.tensors("training", select)
 
 
 def weights_of(step: int, config: TrainConfig) -> Tensors:
     """Reads the trained weights of a step, or their average, from its checkpoint; raises ValueError without one."""
-    found = next((one for one in scan(config.checkpoints_place)[0] if one.step == step), None)
-    if found is None:
+    checkpoint = next((each for each in scan(config.checkpoints_place)[0] if each.step == step), None)
+    if checkpoint is None:
         raise ValueError(
             f"{config.checkpoints_place} has lost the checkpoint of step {step}, whose weights are the result: put it "
             "back, or set optim.eval_steps=null for the last weights, and run this again"
         )
     section = "average" if config.optim.ema_decay else "parameters"
-    return sections(training_tensors(found, lambda name: name.startswith(f"{section}/")))[section]
+    return sections(training_tensors(checkpoint, lambda name: name.startswith(f"{section}/")))[section]
 
 
-def _base(found: Checkpoint) -> base_identity.Identity | None:
-    return found.document(base_identity.NAME) if f"{base_identity.NAME}.json" in found.files else None
+def _base(checkpoint: Checkpoint) -> base_identity.Identity | None:
+    return checkpoint.document(base_identity.NAME) if f"{base_identity.NAME}.json" in checkpoint.files else None
 
 
-def _problems(found: Checkpoint, config: TrainConfig, global_batch: int | None = None) -> list[str]:
+def _problems(checkpoint: Checkpoint, config: TrainConfig, global_batch: int | None = None) -> list[str]:
     """How the run differs from the checkpoint's in parameters, base weights and, where it is known, rows per update."""
-    before, now = flatten(found.document("config")), config.flat_values()
+    before, now = flatten(checkpoint.document("config")), config.flat_values()
     problems = [f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]]
-    if differ := base_identity.differences(_base(found), base_identity.identify(config.model)):
+    if differ := base_identity.differences(_base(checkpoint), base_identity.identify(config.model)):
         problems.append(f"the base weights, model.name={config.model.name}: {'; '.join(differ)}")
-    rows = found.document("state")["global_batch_size"]
+    rows = checkpoint.document("state")["global_batch_size"]
     if global_batch not in (None, rows):
         problems.append(f"rows per update: {rows} there, {global_batch} now")
     return problems
 
 
-def _refuse(found: Checkpoint, problems: list[str]) -> None:
+def _refuse(checkpoint: Checkpoint, problems: list[str]) -> None:
     if problems:
         raise ValueError(
-            f"{found.path} is of another run:\n  " + "\n  ".join(problems) + f"\nSet these back, or start anew: {ANEW}"
+            f"{checkpoint.path} is of another run:\n  "
+            + "\n  ".join(problems)
+            + f"\nSet these back, or start anew: {ANEW}"
         )
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of the installed packages that train, for the checkpoint."""
-    found = {}
+    packages = {}
     for name in ("tpu_kit", "torch", "torch_xla", "transformers", "peft"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            packages[name] = importlib.metadata.version(name)
+    return packages

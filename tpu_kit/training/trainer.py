@@ -118,26 +118,26 @@ class Trainer:
         if self._tracker is not None:
             self._tracker.close(failed=error is not None)
 
-    def resume(self, found: Checkpoint) -> None:
+    def resume(self, checkpoint: Checkpoint) -> None:
         """Continues from a checkpoint whose tensors the state already has.
 
         Raises:
             ValueError: its updates took other rows, so this run would omit or repeat rows.
         """
-        state = found.document("state")
-        rows = sum(update.rows for update in islice(self._updates(), found.step))
-        if found.step <= self.total and rows != state["rows"]:
+        state = checkpoint.document("state")
+        rows = sum(update.rows for update in islice(self._updates(), checkpoint.step))
+        if checkpoint.step <= self.total and rows != state["rows"]:
             raise ValueError(
-                f"{found.path} is of another run: its {found.step} updates took {state['rows']:,} rows, and with this "
-                f"configuration they take {rows:,}. With optim.batch_growth_factor, optim.batch_size x "
+                f"{checkpoint.path} is of another run: its {checkpoint.step} updates took {state['rows']:,} rows, and "
+                f"with this configuration they take {rows:,}. With optim.batch_growth_factor, optim.batch_size x "
                 "launch.num_replicas must not change: set both back"
             )
-        self.step = self._saved = found.step
+        self.step = self._saved = checkpoint.step
         self._logged, self._rows, self._tokens = state["logged"], rows, state["tokens"]
         self._seconds, self.skipped = state["train_seconds"], state["skipped"]
         loss = state["metrics"].get("loss", ...)
         self.metrics = {} if loss is ... else {"loss": math.nan if loss is None else loss}
-        self._history, self._wandb_id = found.document("history"), state.get("wandb_id")
+        self._history, self._wandb_id = checkpoint.document("history"), state.get("wandb_id")
         self.evaluations = Evaluations(self.config.optim.early_stop_patience, self._history or ())
 
     def run(self, agreement: PreemptionGuard) -> Status:
