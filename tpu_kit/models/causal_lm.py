@@ -244,6 +244,12 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
     return scanned
 
 
+def prepare_frozen(model: torch.nn.Module, config: TrainConfig, device_type: str) -> None:
+    """Sets the attention of a model that is not trained, and makes its layers loops, which save no activations."""
+    use_attention(model, config.model.attention, device_type)
+    scan_layers(base_model(model).get_decoder(), replace(config.optim, remat="full"), device_type)
+
+
 def enable_remat(model: torch.nn.Module, keeps: bool = False) -> None:
     """Makes every layer recompute its activations in the backward pass, where the layers are no loop.
 

@@ -24,7 +24,6 @@ from tpu_kit.evaluation.verifiers import imported
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.states_head import StatesHead, file_names, find_head, title
 from tpu_kit.planning.trace import ROW, empty_model
-from tpu_kit.training.distillation import check_teacher
 from tpu_kit.training.objectives import Objective, Sums, objective_of
 
 _READS = ("meta tensor", "register_meta function", "data-dependent")
@@ -44,9 +43,8 @@ def check_objective(config: TrainConfig) -> None:
                 f"{' and '.join(file_names(head))}, and name the copy"
             )
     objective = objective_of(config)
-    if config.distill.teacher is not None:
-        check_teacher(config)
-    elif ":" in config.optim.objective:
+    objective.check()
+    if ":" in config.optim.objective:
         _check_own(config, objective)
 
 

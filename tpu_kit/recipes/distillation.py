@@ -6,7 +6,6 @@ With `distill.files`, the teacher's top logits are computed first, in a launch o
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_calls import layers_of
-from tpu_kit.models.layer_scan import scan_layers
 from tpu_kit.models.loading import load_base, load_frozen, load_tokenizer
 from tpu_kit.recipes.sft import TrainResult, train
 from tpu_kit.storage import atomic
@@ -78,8 +76,7 @@ def _compute(data: MappedData, config: TrainConfig) -> None:
     assert model is not None
     with _loading:
         teacher = models.freeze(load_frozen(model), model.base_dtype)
-    models.use_attention(teacher, config.model.attention, rt.device_type)
-    scan_layers(teacher.get_decoder(), replace(config.optim, remat="full"), rt.device_type)
+    models.prepare_frozen(teacher, config, rt.device_type)
     models.to_device(teacher, rt.local_device)
     rt.sync()
     compute_files(config, rt, data.read(), teacher)

@@ -41,6 +41,41 @@ class DistillationObjective(Objective):
             k = config.distill.top_k
             self.columns = {"top_ids": (k, torch.int32), "top_log_p": (k + 1, torch.float32)}
 
+    def check(self) -> None:
+        """See `Objective.check`; vocabulary, layers and length of the teacher and the model must fit each other."""
+        config = self._config
+        teacher, name = config.teacher, f"distill.teacher={config.distill.teacher}"
+        assert teacher is not None
+        own = load_tokenizer(config.model).get_vocab()
+        try:
+            other, settings = load_tokenizer(teacher).get_vocab(), read_config(teacher)
+        except ValueError as error:
+            text = str(error).replace("model.name", "distill.teacher").replace("model.trust", "distill.teacher_trust")
+            raise ValueError(text) from error
+        if differ := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
+            raise ValueError(
+                f"{name} has another tokenizer than model.name={config.model.name}: {len(differ):,} of {len(own):,} "
+                f"and {len(other):,} tokens differ, such as {differ[0]!r}. Their logits are not comparable: choose a "
+                "teacher of the same family"
+            )
+        for side, (whole, of) in enumerate(
+            ((read_config(config.model), f"model.name={config.model.name}"), (settings, name))
+        ):
+            if whole is None:
+                continue  # loading says why it cannot be read
+            count = whole.get_text_config().num_hidden_layers
+            if wrong := sorted({pair[side] for pair in config.distill.pairs if pair[side] > count}):
+                raise ValueError(
+                    f"distill.layers={config.distill.layers}: {of} has {count} layers, and no layer "
+                    f"{', '.join(map(str, wrong))}; name layers from 1 to {count}"
+                )
+        positions = getattr(settings and settings.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and config.data.max_length > positions:
+            raise ValueError(
+                f"data.max_length={config.data.max_length} is longer than the {positions} positions of {name}; set it "
+                f"to {positions} or less"
+            )
+
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
         """Adds the teacher, and projections of states to the teacher's size where it is another."""
         if self._distill.files:
@@ -198,42 +233,3 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, kind: str) -> torch.Ten
         return (log_q.exp() * (log_q - log_p)).sum(-1)
     middle = torch.logsumexp(torch.stack([log_p, log_q]), dim=0) - log(2)
     return (log_p.exp() * (log_p - middle) + log_q.exp() * (log_q - middle)).sum(-1) / 2
-
-
-def check_teacher(config: TrainConfig) -> None:
-    """Checks before the launch that teacher and model fit each other: vocabulary, layers and length.
-
-    Raises:
-        ValueError: they do not, or the teacher cannot be read.
-    """
-    teacher, name = config.teacher, f"distill.teacher={config.distill.teacher}"
-    assert teacher is not None
-    own = load_tokenizer(config.model).get_vocab()
-    try:
-        other, settings = load_tokenizer(teacher).get_vocab(), read_config(teacher)
-    except ValueError as error:
-        text = str(error).replace("model.name", "distill.teacher").replace("model.trust", "distill.teacher_trust")
-        raise ValueError(text) from error
-    if differ := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
-        raise ValueError(
-            f"{name} has another tokenizer than model.name={config.model.name}: {len(differ):,} of {len(own):,} and "
-            f"{len(other):,} tokens differ, such as {differ[0]!r}. Their logits are not comparable: choose a teacher "
-            "of the same family"
-        )
-    for side, (whole, of) in enumerate(
-        ((read_config(config.model), f"model.name={config.model.name}"), (settings, name))
-    ):
-        if whole is None:
-            continue  # loading says why it cannot be read
-        count = whole.get_text_config().num_hidden_layers
-        if wrong := sorted({pair[side] for pair in config.distill.pairs if pair[side] > count}):
-            raise ValueError(
-                f"distill.layers={config.distill.layers}: {of} has {count} layers, and no layer "
-                f"{', '.join(map(str, wrong))}; name layers from 1 to {count}"
-            )
-    positions = getattr(settings and settings.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and config.data.max_length > positions:
-        raise ValueError(
-            f"data.max_length={config.data.max_length} is longer than the {positions} positions of {name}; set it to "
-            f"{positions} or less"
-        )

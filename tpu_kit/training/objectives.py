@@ -58,6 +58,9 @@ class Objective(abc.ABC):
     columns: Mapping[str, tuple[int, torch.dtype]] = MappingProxyType({})
     trains_model = True
 
+    def check(self) -> None:  # noqa: B027  optional
+        """Checks before the launch that the run's model and data suit the loss; raises ValueError if they do not."""
+
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:  # noqa: B027  optional
         """Adds what the loss needs to a loaded model: a frozen `model.teacher`, parameters to train `model.objective`.
 

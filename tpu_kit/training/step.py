@@ -7,7 +7,6 @@ holds learning rate and step, and the optimizer counts on the device. The planne
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.architecture import ALONE
 from tpu_kit.models.layer_calls import layers_of
-from tpu_kit.models.layer_scan import scan_layers
 from tpu_kit.training.objectives import Objective, Sums
 from tpu_kit.training.optimizer import is_matrix, wide
 from tpu_kit.training.state import Report, TrainState, restore
@@ -65,8 +63,7 @@ def prepare_model(
     if scanned is not None and rt.rank == 0:
         print(f"layers           {scanned}", flush=True)
     if (teacher := getattr(model, "teacher", None)) is not None:
-        models.use_attention(teacher, config.model.attention, rt.device_type)
-        scan_layers(teacher.get_decoder(), replace(config.optim, remat="full"), rt.device_type)
+        models.prepare_frozen(teacher, config, rt.device_type)
     models.to_device(model, rt.local_device)
     if rt.device_type == "cuda" and config.launch.torch_compile and scanned is None:
         for layer in layers_of(model.get_decoder())[1]:  # type: ignore[operator]  # alike, so it compiles once; mypy takes get_decoder for a tensor
