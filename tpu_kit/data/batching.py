@@ -59,8 +59,7 @@ def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndar
     """Assigns documents to rows so that few token slots stay empty.
 
     Each row starts with the longest document left and adds the documents that fill the row best: a subset sum over
-    the histogram of lengths, as in the minimum bin slack heuristic of Gupta and Ho (1999). The time depends on the
-    number of different lengths.
+    the histogram of lengths, as in the minimum bin slack heuristic of Gupta and Ho (1999).
 
     Args:
         lengths: tokens of each document, 1 to `row_length`.
@@ -260,8 +259,8 @@ class Update:
         step: its number, from 1.
         epoch: complete passes over the data before it.
         first_row: index of its first row in the order of that epoch.
-        passes: forward and backward passes per replica (gradient accumulation).
-        rows: rows of all replicas and passes together.
+        passes: forward and backward passes per replica.
+        rows: of all replicas and passes together.
     """
 
     step: int

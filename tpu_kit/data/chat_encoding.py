@@ -45,13 +45,13 @@ class Example(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A text to encode.
+    """A rendered chat to encode, or plain text, to which the tokenizer adds its special tokens.
 
     Attributes:
-        text: a rendered chat, or plain text.
+        text: the text.
         spans: the ranges of characters that carry loss, one for each reply.
         reasoning: of each of these replies; empty without one.
-        plain: whether it is plain text, to which the tokenizer adds its special tokens.
+        plain: whether it is plain text.
     """
 
     text: str
@@ -104,13 +104,9 @@ def ensure_chat_template(tokenizer: Any) -> bool:
 
 
 def freeze_date(template: str, day: str | None) -> str:
-    """Returns a chat template in which `strftime_now` writes a fixed day; unchanged without that function.
+    """Returns a chat template in which `strftime_now` writes the day of `data.date`; None is today.
 
     It is a macro in the template: transformers passes no functions from the caller to a template.
-
-    Args:
-        template: the text of the template.
-        day: of `data.date`; None is today.
     """
     if "strftime_now" not in template:
         return template
@@ -172,7 +168,7 @@ class Encoder:
     Attributes:
         tokenizer: a fast Hugging Face tokenizer, with a chat template if the rows are chats (`ensure_chat_template`).
         layout: of `detect_layout`.
-        config: the data section of the configuration.
+        config: the data section.
 
     Raises:
         ValueError: the tokenizer is not fast, or has no eos token.
@@ -330,12 +326,7 @@ class Encoder:
         return self._tails[0][len(self.end) :]
 
     def count_reasoning(self, document: Document, example: Example) -> ReasoningCounts:
-        """Counts the replies of a document whose reasoning is in the decoded tokens that carry loss.
-
-        Args:
-            document: one of `documents`.
-            example: its encoding, or the first tokens of it.
-        """
+        """Counts the replies of a document whose reasoning is in the tokens of an example that carry loss."""
         replies = list(zip(document.spans, document.reasoning, strict=True))
         held = [_squeezed(reasoning) for _, reasoning in replies if reasoning]
         closed = re.compile(rf"\s*(?:{re.escape(self.config.think_open)}\s*)?{re.escape(self.config.think_close)}")

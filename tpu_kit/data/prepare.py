@@ -32,26 +32,24 @@ from tpu_kit.data.tokenizing import Tokenized, tokenize
 class DataReport:
     """Counts of rows, documents and tokens that were read, dropped and used.
 
-    A row gives one document, or several (`Encoder.documents`).
-
     Attributes:
         source: the source of the rows.
         layout: the format and the columns used.
         rows_read: rows of the source.
-        rows_used: rows with a used document.
+        rows_used: rows with a used document; a row gives one document, or several (`Encoder.documents`).
         documents: documents used.
         tokens: tokens of these documents.
         loss_tokens: tokens that carry loss.
         packed_rows: rows of max_length tokens after packing.
-        fill: share of the slots of packed rows that hold tokens, without the emptiest row.
+        fill: `PackedDataset.fill`.
         lengths: tokens of each document before truncation.
-        reasoning: see `ReasoningCounts`, summed over the documents.
+        reasoning: summed over the documents.
         held_out: rows held out for evaluation, with all rows of the same questions.
-        repeated: those of them that are not evaluated either, because another row asks the same question.
+        repeated: held-out rows that are not evaluated, because another row asks the same question.
         seen_in_training: rows of the held-out split dropped because the training split has their questions.
         dropped_too_long: documents over max_length that were dropped.
-        truncated: documents cut to max_length and kept.
-        dropped_no_loss: documents dropped because max_length tokens of them have no token with loss.
+        truncated: documents cut to max_length.
+        dropped_no_loss: documents whose first max_length tokens carry no loss, dropped.
         skipped: bad rows that `data.on_bad_row=skip` skips; of the other counts, only rows_read includes them.
         skipped_rows: the first bad rows, each with its problem.
     """
@@ -78,11 +76,19 @@ class DataReport:
 
     def __str__(self) -> str:
         middle, tail = np.percentile(self.lengths, [50, 95]).astype(int)
-        reasoning = f"{self.reasoning.trained:,} of {self.reasoning.replies:,} replies{self._reasoning_text()}"
+        replies, held, trained, empty = self.reasoning
+        split = lost = ""
+        if self.documents != self.rows_used:
+            split = f" as {self.documents:,} documents: the chat template renders earlier turns differently, so each "
+            split += "reply is trained after its own prompt"
+        if trained != held:
+            lost = f"; WARNING: the rows hold reasoning for {held:,}, and {held - trained:,} lose some of it: "
+            lost += "raise data.max_length" if self.truncated else "the tokenizer changes its text"
+        blocks = f"; {empty:,} of the others with an empty reasoning block" if empty else ""
         lines = [
             f"source           {self.source}: {self.layout}",
-            f"rows             {self.rows_read:,} read, {self.rows_used:,} used{self._split()}",
-            f"with reasoning   {reasoning}",
+            f"rows             {self.rows_read:,} read, {self.rows_used:,} used{split}",
+            f"with reasoning   {trained:,} of {replies:,} replies{blocks}{lost}",
             f"held out         {self.held_out - self.repeated:,}; neither trained nor evaluated, because they ask the "
             f"same: {self.repeated:,}",
             f"too long         {self.dropped_too_long:,} dropped, {self.truncated:,} truncated, "
@@ -99,23 +105,6 @@ class DataReport:
         more = f"; and {self.skipped - len(self.skipped_rows):,} more" if self.skipped > len(self.skipped_rows) else ""
         return f"{self.skipped:,} skipped (data.on_bad_row): {'; '.join(self.skipped_rows)}{more}"
 
-    def _split(self) -> str:
-        if self.documents == self.rows_used:
-            return ""
-        return (
-            f" as {self.documents:,} documents: the chat template renders earlier turns differently, so each reply "
-            "is trained after its own prompt"
-        )
-
-    def _reasoning_text(self) -> str:
-        _, held, trained, empty = self.reasoning
-        text = f"; {empty:,} of the others with an empty reasoning block" if empty else ""
-        if trained == held:
-            return text
-        return f"{text}; WARNING: the rows hold reasoning for {held:,}, and {held - trained:,} lose some of it: " + (
-            "raise data.max_length" if self.truncated else "the tokenizer changes its text"
-        )
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -124,9 +113,8 @@ class Prepared:
     Attributes:
         train: packed rows.
         eval: packed held-out rows; None without evaluation.
-        eval_rows: the held-out rows of `eval` as read, in order of their numbers; chain-of-thought rows also have the
-            texts of `schemas.problem`: question, reasoning and answer; other rows have an "answer"
-            (`schemas.final_answer`) if they had none.
+        eval_rows: the held-out rows of `eval` as read, in order of their numbers, with the texts of `schemas.problem`,
+            or else an "answer" (`schemas.final_answer`).
         eval_prompts: for each held-out row the text that the model continues (empty for plain text).
         eval_prompt_ids: the token ids of these texts.
         report: of the training rows.
@@ -193,7 +181,12 @@ def prepare(
         )
     if dataset is None and config.source == SYNTHETIC:
         return _synthetic(config, vocab_size)
-    load = partial(tokenize, tokenizer=tokenizer, config=config, vocab_size=vocab_size, dataset=dataset)
+    if vocab_size is not None and len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} ids and the model only {vocab_size} embeddings: they do not belong "
+            "together. Load both from one folder"
+        )
+    load = partial(tokenize, tokenizer=tokenizer, config=config, dataset=dataset)
     data = load(None if dataset is not None else config.source, config.split)
     held, train, repeated = None, np.ones(len(data.documents), dtype=bool), 0
     if eval_split := _eval_split(config, dataset):

@@ -29,7 +29,7 @@ class Record(NamedTuple):
     """One row of a file.
 
     Attributes:
-        location: its location: "line 3", or "row 2" of a JSON array, from 0.
+        location: "line 3", or "row 2" of a JSON array, from 0.
         values: column -> cell; empty if the row has a problem.
         problem: why it cannot be read; empty if it can.
     """

@@ -52,9 +52,8 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
     """Loads the rows of a source; JSON and CSV files add the columns `records.LOCATION` and `records.PROBLEM`.
 
     Args:
-        source: "embedded", a path, glob or URL (`gs://...`) of .jsonl, .json, .csv, .tsv or .parquet
-            files, a folder of `save_to_disk`, or a data set of the hub, with its configuration after a colon if it has
-            several (`openai/gsm8k:main`).
+        source: "embedded", a path, glob or URL (`gs://...`) of files, a folder of `save_to_disk`, or a data set of the
+            hub, with its configuration after a colon if it has several (`openai/gsm8k:main`).
         split: a name, perhaps with a slice, as in `train[:1000]`. Files have one split, `train`.
         seed: of generated rows.
         skip: as in `check_rows`; the cells of an unreadable row are None.
@@ -78,11 +77,11 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
 
 
 def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, skip: bool) -> tuple[str, ...]:
-    """Returns the first rows that cannot be used, each with its place and its problem.
+    """Returns the first rows that cannot be used, each with its location and its problem.
 
     Args:
         rows: of `load_rows`.
-        problems: why a row cannot be used; empty or None if it can.
+        problems: why each row cannot be used; empty or None if it can.
         source: of the rows, for the error.
         skip: whether such rows may be left out, up to half of all rows.
 
@@ -116,13 +115,7 @@ def synthetic_rows(split: str) -> int:
 
 
 class _Files(NamedTuple):
-    """The files of a source.
-
-    Attributes:
-        system: their fsspec file system.
-        paths: their paths there, in order.
-        kind: "json", "csv" or "parquet".
-    """
+    """The paths of a source in a file system of fsspec, in order; the kind is "json", "csv" or "parquet"."""
 
     system: Any
     paths: list[str]

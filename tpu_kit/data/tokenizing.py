@@ -37,18 +37,18 @@ _DOCUMENT = Features(
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The documents of all usable rows of one source; the arrays have one entry per document.
+    """The documents of all usable rows of one source; the arrays are int64.
 
     Attributes:
         source: the source of the rows.
         rows: all its rows.
         encoder: of the rows.
         documents: cut to max_length.
-        full_lengths: tokens before truncation, int64 (documents,).
-        questions: the question of the document's row, int64 (documents,); see `Conversation.questions`.
-        earlier: the prompts of earlier replies in chats, int64 (prompts,).
-        earlier_documents: the document of each of them, int64 (prompts,).
-        reasoning: the counts of `ReasoningCounts`, int64 (documents, 4).
+        full_lengths: (documents,), tokens before truncation.
+        questions: (documents,), the last of `Conversation.questions` of the document's row.
+        earlier: (prompts,), the others of them, which are prompts of earlier replies in chats.
+        earlier_documents: (prompts,), the document of each of them.
+        reasoning: (documents, 4), the counts of `ReasoningCounts`.
         skipped: the number of unusable rows.
         skipped_rows: the first of them, each with its problem.
     """
@@ -100,13 +100,12 @@ def tokenize(
     *,
     tokenizer: Any,
     config: DataConfig,
-    vocab_size: int | None,
     dataset: Dataset | DatasetDict | None,
 ) -> Tokenized:
     """Loads the rows of a source (None: of `dataset`) and tokenises them, or reads them from the cache of `datasets`.
 
     Raises:
-        ValueError: as `load_rows`, `detect_layout` and `check_rows`; or ids are outside the vocabulary.
+        ValueError: as `load_rows`, `detect_layout` and `check_rows`.
     """
     if source is not None:
         rows = load_rows(source, split, config.seed, skip=config.on_bad_row == "skip")
@@ -142,24 +141,11 @@ def tokenize(
     numbers = {name: columns[name].to_numpy() for name in ("row", "full_length", "question")}
     lengths, earlier = (pc.list_value_length(columns[name]).to_numpy() for name in ("input_ids", "earlier"))
     documents = Documents(flat["input_ids"], flat["loss_mask"], lengths.astype(np.int64), numbers["row"])
-    tokens = Tokenized(
+    return Tokenized(
         source, rows, encoder, documents, numbers["full_length"], numbers["question"], flat["earlier"],
         np.repeat(np.arange(len(documents)), earlier), flat["reasoning"].reshape(-1, len(ReasoningCounts._fields)),
         len(bad), shown,
     )  # fmt: skip
-    _check_ids(tokens, vocab_size)
-    return tokens
-
-
-def _check_ids(tokens: Tokenized, vocab_size: int | None) -> None:
-    ids, lengths = tokens.documents.input_ids, tokens.documents.lengths
-    if vocab_size is not None and (highest := int(ids.max())) >= vocab_size:
-        row = tokens.documents.source_rows[np.searchsorted(np.cumsum(lengths), int(ids.argmax()), side="right")]
-        raise ValueError(
-            f"the tokenizer and the model do not belong together: {tokens.source}, row {row} has token "
-            f"{tokens.encoder.tokenizer.convert_ids_to_tokens(highest)!r} with id {highest}, and the model's "
-            f"vocabulary ends at {vocab_size - 1}"
-        )
 
 
 def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> Encoder:

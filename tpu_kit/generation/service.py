@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import os
+import pickle
 import sys
 import tempfile
 import threading
@@ -90,12 +90,12 @@ def generate(
 
     Args:
         config: the model, the tags of the reasoning, the system prompt and the launch.
-        prompts: texts, chats (lists of messages) or lists of token ids.
+        prompts: see `GenerationRequest`, as for `n` and `truncate`.
         sampling: greedy by default.
         n: samples of each prompt.
         adapter_dir: the adapter of a run, a folder or gs://bucket/run/adapter; None for the base model.
         batch_size: the most rows of a batch in each replica.
-        truncate: remove the beginning of a prompt that is too long.
+        truncate: whether to shorten prompts.
 
     Returns:
         n completions for each prompt, those of a prompt one after the other.
@@ -134,17 +134,7 @@ _CHAT_BLOCK = 4  # tokens of a printed piece
 
 
 def chat(config: TrainConfig, sampling: Sampling, *, adapter_dir: str | Path | None = None) -> None:
-    """Runs a chat with a model in the terminal of this process, on one replica, until /exit or the end of the input.
-
-    Args:
-        config: as in `generate`.
-        sampling: of each reply.
-        adapter_dir: as in `generate`.
-
-    Raises:
-        ValueError: as in `generate`.
-        LaunchError: the replica failed.
-    """
+    """Runs a chat in the terminal, on one replica, until /exit or the end of the input; see `generate`."""
     # The replica makes no progress while the user types.
     one = on_one_replica(replace(config, launch=replace(config.launch, hang_timeout=1e9)))
     launch_with_adapter(_chat_here, chat, one, adapter_dir, sampling=sampling, terminal=os.ttyname(sys.stdin.fileno()))
@@ -190,18 +180,9 @@ def answer(
     adapter_dir: str | Path | None = None,
     batch_size: int = 8,
 ) -> Answers:
-    """Loads the model in every replica of `config.launch`, completes prompts and rates rows.
+    """Loads the model in every replica of `config.launch`, completes prompts and rates `rows` of token ids.
 
-    Args:
-        config: as in `generate`.
-        asks: the prompts.
-        rows: token ids for `Generator.rate`.
-        adapter_dir: as in `generate`.
-        batch_size: as in `generate`.
-
-    Raises:
-        ValueError: as in `generate`.
-        LaunchError: a replica failed.
+    The other arguments and the errors are those of `generate`.
     """
     for ask in asks:
         if not ask.prompts:
@@ -218,16 +199,12 @@ def answer(
             stack.enter_context(follow_answers(folder, config.output_path, model, count))
         arguments = {"asks": list(asks), "rows": list(rows), "batch_size": batch_size, "folder": folder}
         launch_with_adapter(_answer_share, answer, config, adapter_dir, **arguments)
-        shares = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+        shares = [pickle.loads(file.read_bytes()) for file in folder.glob("*.pickle")]
     completions = []
     for number, ask in enumerate(asks):
-        answers = {
-            (row, n): Completion(**{**reply, "tokens": tuple(reply["tokens"])})
-            for share in shares
-            for row, n, reply in share["completed"][number]
-        }
-        completions.append([answers[row, n] for row in range(len(ask.prompts)) for n in range(ask.n)])
-    ratings = {row: Rating(*rating) for share in shares for row, rating in share["ratings"]}
+        replies = {key: reply for completed, _ in shares for key, reply in completed[number].items()}
+        completions.append([replies[row, n] for row in range(len(ask.prompts)) for n in range(ask.n)])
+    ratings = {row: rating for _, rated in shares for row, rating in rated.items()}
     return Answers(completions, [ratings[row] for row in range(len(rows))])
 
 
@@ -255,11 +232,8 @@ def _answer_share(
 
     for ask in asks:
         completed.append(generator.share(ask.prompts, ask.sampling, ask.n, ask.truncate, tell))
-    share = {
-        "completed": [[(row, n, vars(reply)) for (row, n), reply in replies.items()] for replies in completed],
-        "ratings": list(generator.rate(rows, share=True).items()),
-    }
-    (folder / f"rank-{rt.rank}.json").write_text(json.dumps(share))
+    share = (completed, generator.rate(rows, share=True))
+    (folder / f"rank-{rt.rank}.pickle").write_bytes(pickle.dumps(share))
 
 
 def on_one_replica(config: TrainConfig) -> TrainConfig:
@@ -276,14 +250,7 @@ def launch_with_adapter(
 ) -> Any:
     """Launches `fn(config, adapter=..., **arguments)`, after copying an adapter from an object store.
 
-    `fn` runs once where `launch.mesh` is set.
-
-    Args:
-        fn: a function of a module.
-        public: the function whose name `launch` shows.
-        config: the run.
-        adapter_dir: as in `generate`.
-        **arguments: values that can be pickled.
+    `fn` runs once where `launch.mesh` is set; `launch` shows the name of `public`.
 
     Raises:
         ConfigError: the model axis of the mesh does not divide the model's heads.
