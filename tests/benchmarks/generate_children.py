@@ -56,7 +56,7 @@ def random_prompts(lengths: list[int], vocabulary: int) -> list[list[int]]:
 
 def endless(generator: Any) -> Any:
     """No token ends a reply."""
-    generator._codec.stops = set()
+    generator.codec.stops = set()
     return generator
 
 

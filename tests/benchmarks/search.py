@@ -78,7 +78,7 @@ def measure(run_dir: Path, count: int, budget: int) -> dict[str, Any]:
     for name, options in TREES.items():
         start = time.monotonic()
         chosen = SearchOptions(max_tokens=budget, thought_tokens=24, answer_tokens=8, **options)
-        found = [search(generator, tokenizer, row["question"], chosen) for row in rows]
+        found = [search(generator, row["question"], chosen) for row in rows]
         assert all(one.tokens <= budget for one in found)
         results[name] = [(one.answer, one.tokens) for one in found], time.monotonic() - start
         same = [within(own, one.tokens) for own, one in zip(samples, found, strict=True)]

@@ -247,7 +247,7 @@ def test_a_chat_goes_through_the_template_and_ends_at_its_turn(embedded: Generat
 
 def opened(embedded: Generator) -> list[int]:
     """The question, and the opening of the reasoning: the untuned model then writes at length."""
-    return [*embedded._codec.encode(QUESTION), *embedded._codec.plain("<think>\n")]
+    return [*embedded.codec.encode(QUESTION), *embedded.codec.plain("<think>\n")]
 
 
 def test_stop_strings_and_the_end_of_the_reasoning(embedded: Generator) -> None:
@@ -279,7 +279,7 @@ def test_a_stream_is_the_text_in_pieces(embedded: Generator) -> None:
 
 
 def test_half_a_character_and_half_a_stop_string_are_held_back(embedded: Generator) -> None:
-    texts = embedded._codec
+    texts = embedded.codec
     assert texts.settled("caf\ufffd", Sampling()) == "caf"
     assert texts.settled("a </thi", Sampling(stop=("</think>", "x"))) == "a "
     assert texts.settled("a </thi.", Sampling(stop=("</think>",))) == "a </thi."

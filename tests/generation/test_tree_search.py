@@ -49,23 +49,17 @@ class Counted(Generator):
 
 
 @pytest.fixture(scope="module")
-def parts() -> tuple[Counted, Any]:
-    """The embedded model and its tokenizer, on the CPU."""
+def embedded() -> Counted:
     config = load_config(None, {"model.name": "embedded", "base_dtype": "fp32"}).model
     model, tokenizer = load_base(config, torch.float32).eval(), load_tokenizer(config)
     runtime = CpuRuntime(0, 1, torch.device("cpu"))
-    return Counted(model, tokenizer, runtime, max_prompt=256, max_new_tokens=16, batch_size=12, block=4), tokenizer
+    return Counted(model, tokenizer, runtime, max_prompt=256, max_new_tokens=16, batch_size=12, block=4)
 
 
 @pytest.fixture
-def generator(parts: tuple[Counted, Any]) -> Counted:
-    parts[0].calls, parts[0].tokens = [], 0
-    return parts[0]
-
-
-@pytest.fixture
-def tokenizer(parts: tuple[Counted, Any]) -> Any:
-    return parts[1]
+def generator(embedded: Counted) -> Counted:
+    embedded.calls, embedded.tokens = [], 0
+    return embedded
 
 
 def every(node: Thought) -> list[Thought]:
@@ -73,9 +67,9 @@ def every(node: Thought) -> list[Thought]:
 
 
 @pytest.mark.parametrize("strategy", ["beam", "best-first"])
-def test_the_tree(generator: Counted, tokenizer: Any, strategy: Any) -> None:
+def test_the_tree(generator: Counted, strategy: Any) -> None:
     options = SearchOptions(strategy=strategy, **SMALL)
-    found = search(generator, tokenizer, QUESTION, options)
+    found = search(generator, QUESTION, options)
     assert generator.tokens >= found.tokens <= options.max_tokens
     nodes = every(found.root)
     assert len(nodes) == found.nodes >= 2
@@ -89,60 +83,60 @@ def test_the_tree(generator: Counted, tokenizer: Any, strategy: Any) -> None:
     drawn = str(found)
     assert drawn.startswith(QUESTION)
     assert drawn.count("*") >= found.best.depth
-    again = search(generator, tokenizer, QUESTION, options)
+    again = search(generator, QUESTION, options)
     assert str(again) == drawn
 
 
-def test_best_first_goes_back_to_an_earlier_level(generator: Counted, tokenizer: Any) -> None:
+def test_best_first_goes_back_to_an_earlier_level(generator: Counted) -> None:
     """To the most promising step of the whole tree, where beam only looks at the newest level."""
 
     def shallow(question: str, steps: Sequence[str]) -> float:
         return -float(len(steps)) - 1e-3 * sum(map(len, steps))
 
     common: dict[str, Any] = {**SMALL, "score": shallow, "beam": 1, "max_thoughts": 3, "max_tokens": 200}
-    best = search(generator, tokenizer, QUESTION, SearchOptions(strategy="best-first", **common))
-    beam = search(generator, tokenizer, QUESTION, SearchOptions(**common))
+    best = search(generator, QUESTION, SearchOptions(strategy="best-first", **common))
+    beam = search(generator, QUESTION, SearchOptions(**common))
     opened = [sum(bool(child.children) for child in found.root.children) for found in (best, beam)]
     assert opened[0] > opened[1] == 1
     first = max(best.root.children, key=lambda child: child.score)
     assert first.children or first.done  # the most promising came first
 
 
-def test_a_users_score_decides_and_sees_the_steps(generator: Counted, tokenizer: Any) -> None:
+def test_a_users_score_decides_and_sees_the_steps(generator: Counted) -> None:
     seen = []
 
     def longest(question: str, steps: Sequence[str]) -> float:
         seen.append((question, tuple(steps)))
         return float(sum(map(len, steps)))
 
-    found = search(generator, tokenizer, QUESTION, SearchOptions(score=longest, **SMALL))
+    found = search(generator, QUESTION, SearchOptions(score=longest, **SMALL))
     ended = [node for node in every(found.root) if node.answer is not None]
     assert found.best.score == max(node.score for node in ended)
     assert {question for question, _ in seen} == {QUESTION}
     assert tuple(found.best.steps) in {steps for _, steps in seen}
     with pytest.raises(ValueError, match="scoring function gave nan; it must give a finite number"):
-        search(generator, tokenizer, QUESTION, SearchOptions(score=lambda *_: float("nan"), **SMALL))
+        search(generator, QUESTION, SearchOptions(score=lambda *_: float("nan"), **SMALL))
 
 
-def test_self_evaluation_is_a_probability(generator: Counted, tokenizer: Any) -> None:
-    found = search(generator, tokenizer, QUESTION, SearchOptions(score="self-evaluation", **SMALL))
+def test_self_evaluation_is_a_probability(generator: Counted) -> None:
+    found = search(generator, QUESTION, SearchOptions(score="self-evaluation", **SMALL))
     assert all(0 <= node.score <= 1 for node in every(found.root))
-    judged = sum(len(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in ("yes", "no"))
+    judged = sum(len(generator.codec.plain(word)) for word in ("yes", "no"))
     # Each step was judged; a level of one chain is generated as two alike, which count once.
     assert found.tokens <= generator.tokens + judged * found.nodes
     tight: dict[str, Any] = {**SMALL, "score": "self-evaluation", "max_tokens": 60}
-    assert search(generator, tokenizer, QUESTION, SearchOptions(**tight)).tokens <= 60
+    assert search(generator, QUESTION, SearchOptions(**tight)).tokens <= 60
     with pytest.raises(ValueError, match=rf"max_tokens=22 is less than one level may take: {22 + 3 * judged}"):
-        search(generator, tokenizer, QUESTION, SearchOptions(**{**tight, "max_tokens": 22}))
+        search(generator, QUESTION, SearchOptions(**{**tight, "max_tokens": 22}))
 
 
-def test_budgets_end_the_search(generator: Counted, tokenizer: Any) -> None:
+def test_budgets_end_the_search(generator: Counted) -> None:
     few: dict[str, Any] = {**SMALL, "max_thoughts": 5}
-    found = search(generator, tokenizer, QUESTION, SearchOptions(**{**few, "max_tokens": 30}))
+    found = search(generator, QUESTION, SearchOptions(**{**few, "max_tokens": 30}))
     assert (found.stopped, found.root.children[0].depth) == ("tokens", 1)
     assert found.tokens <= 30
     assert found.answer == found.best.answer
-    found = search(generator, tokenizer, QUESTION, SearchOptions(**{**few, "max_nodes": 5}))
+    found = search(generator, QUESTION, SearchOptions(**{**few, "max_nodes": 5}))
     assert found.nodes <= 5
     assert found.stopped == "nodes"
 
@@ -168,10 +162,10 @@ def test_the_drawn_tree_is_escaped_and_needs_nothing_else() -> None:
     ]
 
 
-def test_think_loads_the_model_itself(generator: Counted, tokenizer: Any) -> None:
+def test_think_loads_the_model_itself(generator: Counted) -> None:
     config = load_config(None, {"base_dtype": "fp32", "device_type": "cpu"})
     options = SearchOptions(**SMALL)
-    assert str(think(config, QUESTION, options)) == str(search(generator, tokenizer, QUESTION, options))
+    assert str(think(config, QUESTION, options)) == str(search(generator, QUESTION, options))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +239,7 @@ other = "Ida has 2 bags of 5 nuts. How many nuts does Ida have?"
 for seed, question in enumerate(({QUESTION!r}, "1 + 1?", other, {QUESTION!r})):
     before = rt.counters()["compiles"]
     options = SearchOptions(max_thoughts=3, thought_tokens=8, answer_tokens=4, max_tokens=200, seed=seed)
-    found = search(generator, tokenizer, question, options)
+    found = search(generator, question, options)
     counts.append(rt.counters()["compiles"] - before)
 print(counts)
 """

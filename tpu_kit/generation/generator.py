@@ -79,10 +79,10 @@ class Generator:
         self._rt, self._config = rt or runtime.current(), models.text_config(model)
         self._limits, self._batch_size = (max_prompt, max_new_tokens), batch_size
         self._positions = models.max_positions(self._config) or math.inf
-        self._codec = PromptCodec(tokenizer, models.base_model(model), data or DataConfig())
+        self.codec = PromptCodec(tokenizer, models.base_model(model), data or DataConfig())
         self._widths = widths_to(max_prompt)
         self._steps = -(-max_new_tokens // block) * block
-        self._decoder = Decoder(model, self._rt, block, self._widths[-1] + self._steps, self._codec.stops)
+        self._decoder = Decoder(model, self._rt, block, self._widths[-1] + self._steps, self.codec.stops)
 
     def generate(
         self,
@@ -151,7 +151,7 @@ class Generator:
                     most = sampling.max_new_tokens
                     progress(len(completions) + sum(row.ended or len(row.tokens) == most for row in rows))
             for place, row in enumerate(rows):
-                completions[mine[place // n], place % n] = self._codec.completion(row, sampling)
+                completions[mine[place // n], place % n] = self.codec.completion(row, sampling)
         return completions
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, truncate: bool = False) -> Iterator[str]:
@@ -163,9 +163,9 @@ class Generator:
         (ids,) = self._encode([prompt], sampling, truncate)
         sent = ""
         for (row,) in self._batch([ids], [0], 1, 1, sampling, self._width(len(ids) - 1)):
-            text = self._codec.text(row.tokens, sampling)
+            text = self.codec.text(row.tokens, sampling)
             if not row.ended and len(row.tokens) < sampling.max_new_tokens:
-                text = self._codec.settled(text, sampling)
+                text = self.codec.settled(text, sampling)
             if len(text) > len(sent):
                 yield text[len(sent) :]
                 sent = text
@@ -187,8 +187,8 @@ class Generator:
         """
         pairs = []
         for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
-            head = self._codec.encode(prompt)
-            tail = self._codec.plain(continuation) if isinstance(continuation, str) else list(continuation)
+            head = self.codec.encode(prompt)
+            tail = self.codec.plain(continuation) if isinstance(continuation, str) else list(continuation)
             if not tail:
                 raise ValueError(f"continuation {number} is empty, so there is nothing to score")
             pairs.append((head, tail))
@@ -246,7 +246,7 @@ class Generator:
         encoded = []
         for number, prompt in enumerate(prompts):
             try:
-                ids = self._codec.encode(prompt)
+                ids = self.codec.encode(prompt)
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error
             limit = min(most, self._positions - sampling.max_new_tokens)
@@ -281,7 +281,7 @@ class Generator:
         ids, lengths = filled([prompt[:-1] for prompt in prompts], width, size)
         last = torch.tensor([prompt[-1] for prompt in prompts] + [0] * (size - len(prompts)))
         batch = Batch(ids, lengths, last)
-        rows = [Row(self._codec.opens_reasoning(prompt)) for prompt in prompts for _ in range(n)]
+        rows = [Row(self.codec.opens_reasoning(prompt)) for prompt in prompts for _ in range(n)]
         fillers = size * n - len(rows)
         block = self._decoder.block
         steps = -(-sampling.max_new_tokens // block) * block
@@ -297,7 +297,7 @@ class Generator:
             while going and state.done < steps:
                 tokens, logprobs = self._decoder.decode(sampling.kind, state, cache, min(block, most - state.done))
                 for row, new, chances in zip(rows, tokens.T.long().tolist(), logprobs.T.tolist(), strict=False):
-                    self._codec.extend(row, new, chances, sampling)
+                    self.codec.extend(row, new, chances, sampling)
                 going = any(not row.ended and len(row.tokens) < most for row in rows)
                 if self._in_step(world):
                     going = self._any(going)

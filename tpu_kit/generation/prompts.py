@@ -55,16 +55,16 @@ class Row:
 
 
 class PromptCodec:
-    """Encodes prompts and decodes replies with a tokenizer.
+    """Encodes prompts and decodes replies.
 
-    Args:
+    Attributes:
         tokenizer: of the model.
-        causal: a model of transformers.
         data: the tags of the reasoning, and the system prompt.
+        stops: `stop_ids`.
     """
 
     def __init__(self, tokenizer: Any, causal: Any, data: DataConfig) -> None:
-        self._tokenizer, self._data = tokenizer, data
+        self.tokenizer, self.data = tokenizer, data
         self._tags = (data.think_open, data.think_close)
         self.stops = stop_ids(causal, tokenizer)
         added = tokenizer.added_tokens_decoder
@@ -98,7 +98,7 @@ class PromptCodec:
             ValueError: the prompt is empty, there is no chat template, or the template refuses the chat.
         """
         if isinstance(prompt, str):
-            ids = plain_prompt(self._tokenizer, prompt)  # the Generator checks lengths
+            ids = plain_prompt(self.tokenizer, prompt)  # the Generator checks lengths
         elif prompt and isinstance(prompt[0], Mapping):
             ids = self._chat([dict(message) for message in prompt if isinstance(message, Mapping)])
         else:
@@ -109,26 +109,26 @@ class PromptCodec:
 
     def plain(self, text: str) -> list[int]:
         """Returns the token ids of a text that continues another, without special tokens."""
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        if not self._tokenizer.chat_template:
+        if not self.tokenizer.chat_template:
             raise ValueError(
                 "the tokenizer has no chat template, so a chat cannot be rendered: give the tokenizer that the model "
                 "was tuned with, set tokenizer.chat_template, or give the prompt as plain text (chat=false)"
             )
-        if self._data.system_prompt and messages[0].get("role") != "system":
-            messages = [{"role": "system", "content": self._data.system_prompt}, *messages]
+        if self.data.system_prompt and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": self.data.system_prompt}, *messages]
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template may raise anything
             raise ValueError(f"the chat template refuses the chat: {type(error).__name__}: {error}") from error
         return self.plain(text)
 
     def opens_reasoning(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the opening tag of the reasoning."""
-        tail = self._tokenizer.decode(list(ids[-16:]), clean_up_tokenization_spaces=False)
-        return bool(tail.rstrip().endswith(self._data.think_open))
+        tail = self.tokenizer.decode(list(ids[-16:]), clean_up_tokenization_spaces=False)
+        return bool(tail.rstrip().endswith(self.data.think_open))
 
     def text(self, tokens: Iterable[int], sampling: Sampling) -> str:
         """Decodes tokens without special ones, up to the first stop string."""
@@ -137,13 +137,13 @@ class PromptCodec:
 
     def _decode(self, tokens: Iterable[int]) -> str:
         ids = [token for token in tokens if token not in self._dropped]
-        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        text: str = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return text
 
     def _stop_in(self, text: str, sampling: Sampling) -> int | None:
         """Returns where a stop string ends a text; None if there is none."""
         ends = [start for stop in sampling.stop if (start := text.find(stop)) >= 0]
-        close = self._data.think_close
+        close = self.data.think_close
         if sampling.stop_after_reasoning and close in text:
             ends.append(text.find(close) + len(close))
         return min(ends, default=None)
@@ -160,7 +160,7 @@ class PromptCodec:
     def completion(self, row: Row, sampling: Sampling) -> Completion:
         """Makes the completion of a finished reply."""
         text = self.text(row.tokens, sampling)
-        reasoning, answer = split_reasoning(text, self._data, row.opened)
+        reasoning, answer = split_reasoning(text, self.data, row.opened)
         return Completion(
             text, reasoning, answer, tuple(row.tokens), "stop" if row.ended else "length", sum(row.logprobs)
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_kit.config.loader import DataConfig, TrainConfig
+from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion, Prompt
@@ -120,28 +120,20 @@ def _line(node: Thought) -> str:
     return " ".join(node.text.split()) + (f"  = {node.answer}" if node.answer is not None else "")
 
 
-def search(
-    generator: Generator,
-    tokenizer: Any,
-    question: str,
-    options: SearchOptions | None = None,
-    data: DataConfig | None = None,
-) -> SearchResult:
+def search(generator: Generator, question: str, options: SearchOptions | None = None) -> SearchResult:
     """Answers a question by a tree of thoughts.
 
     Args:
         generator: with `max_prompt` for the question and the longest chain, `batch_size` best beam x thoughts_per_step,
             and `max_new_tokens` the larger of thought_tokens and answer_tokens.
-        tokenizer: of the generator.
         question: as a user asks it; the chat template renders it, if there is one.
         options: of the search.
-        data: the tags of the reasoning and the system prompt, as in training.
 
     Raises:
         ValueError: a chain does not fit the generator, the budgets allow no level, or the scoring function gives no
             finite number.
     """
-    return _Search(generator, tokenizer, question, options or SearchOptions(), data or DataConfig()).run()
+    return _Search(generator, question, options or SearchOptions()).run()
 
 
 def think(
@@ -163,9 +155,8 @@ def think(
         ValueError: as in `search` and `service.generate`.
         LaunchError: the replica failed.
     """
-    one = on_one_replica(config)
     arguments = {"question": question, "options": options or SearchOptions()}
-    result: SearchResult = launch_with_adapter(_think_here, think, one, adapter_dir, **arguments)
+    result: SearchResult = launch_with_adapter(_think_here, think, on_one_replica(config), adapter_dir, **arguments)
     return result
 
 
@@ -177,12 +168,13 @@ def _think_here(config: TrainConfig, adapter: Path | None, question: str, option
     prompt = [{"role": "user", "content": question}] if tokenizer.chat_template else question
     rows = options.beam * options.thoughts_per_step
     generator = generator_for(model, tokenizer, config, [prompt], most, rows, room)
-    return search(generator, tokenizer, question, options, config.data)
+    return search(generator, question, options)
 
 
 class _Search:
-    def __init__(self, generator: Generator, tokenizer: Any, question: str, options: SearchOptions, data: DataConfig):
-        self._generator, self._tokenizer, self._options, self._data = generator, tokenizer, options, data
+    def __init__(self, generator: Generator, question: str, options: SearchOptions) -> None:
+        self._generator, self._options, codec = generator, options, generator.codec
+        self._tokenizer, self._data, self._ids = codec.tokenizer, codec.data, codec.plain
         self.root = Thought(question, tokens=tuple(self._opened(question)))
         self.tokens = self.nodes = self._level = 0
         self._ended: list[Thought] = []
@@ -197,16 +189,11 @@ class _Search:
 
     def _opened(self, question: str) -> list[int]:
         """Returns the tokens of the prompt up to the first step."""
+        codec, opening = self._generator.codec, f"{self._data.think_open}\n"
         if not self._tokenizer.chat_template:
-            return self._ids(f"{question}\n{self._data.think_open}\n")
-        system = [{"role": "system", "content": self._data.system_prompt}] if self._data.system_prompt else []
-        chat = [*system, {"role": "user", "content": question}]
-        text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        opened = text.rstrip().endswith(self._data.think_open)
-        return self._ids(text if opened else f"{text}{self._data.think_open}\n")
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            return self._ids(f"{question}\n{opening}")
+        prompt = codec.encode([{"role": "user", "content": question}])
+        return prompt if codec.opens_reasoning(prompt) else [*prompt, *self._ids(opening)]
 
     def run(self) -> SearchResult:
         stopped: Stopped = "done"
