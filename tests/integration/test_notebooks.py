@@ -253,7 +253,7 @@ def test_a_batch_job_that_was_preempted_says_so_and_goes_no_further(tmp_path: Pa
     out, _ = run.communicate(timeout=240)
     assert run.returncode == 75, out
     reason = "SIGINT received" if told == "SIGTERM" else "the time budget of 0.05 min is used up"
-    assert out.endswith(f"4-train-cot-sft.ipynb was preempted ({reason}): the same command resumes it\n")
+    assert out.endswith(f"4-train-cot-sft.ipynb was preempted ({reason}); to resume, run this again\n")
     assert "[1/2]" in out and "[2/2]" not in out
     (checkpoint,) = manager.scan(folder / "checkpoints", verify=True)[0]
     assert checkpoint.step >= (3 if told == "SIGTERM" else 0)

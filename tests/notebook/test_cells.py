@@ -180,7 +180,7 @@ def test_a_run_is_checked_by_its_loss_and_its_weights(tmp_path: Path, capsys: py
     assert capsys.readouterr().out == "preempted (SIGTERM received): nothing to check; run the training cell again\n"
     kept = preempted._repr_mimebundle_()
     assert kept["text/plain"] == str(preempted)
-    assert kept[RESULT_TYPE] == {"status": "preempted", "reason": "SIGTERM received"}
+    assert kept[RESULT_TYPE] == {"status": "preempted", "reason": "SIGTERM received", "again": "run this again"}
 
 
 METRICS = """\

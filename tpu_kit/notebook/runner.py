@@ -61,8 +61,7 @@ def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
         values = {key: value for key, value in parameters.items() if key in names or (configures and key not in named)}
         failure, preempted = job.execute(path, out / path.name, values)
         if preempted or (job.signals and (failure or number < len(paths))):
-            reason = preempted or "told to stop"
-            print(f"{path.name} was preempted ({reason}): the same command resumes it", flush=True)
+            print(f"{path.name} was preempted {preempted or '(told to stop); to resume, run this again'}", flush=True)
             return PREEMPTED
         if failure:
             print(f"{path.name} failed: {failure}", flush=True)
@@ -130,7 +129,8 @@ class _Job:
             print(f"    {time.monotonic() - start:.0f} s, {target.with_suffix('.html')}", flush=True)
             for output in (output for cell in nbformat.read(target, 4).cells for output in cell.get("outputs", [])):
                 result = output.get("data", {}).get(RESULT_TYPE, {})
-                preempted = result["reason"] if result.get("status") == "preempted" else preempted
+                if result.get("status") == "preempted":
+                    preempted = f"({result['reason']}); to resume, {result['again']}"
         return failure, preempted
 
 

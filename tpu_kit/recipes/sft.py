@@ -111,7 +111,10 @@ class TrainResult:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """The output of a notebook cell, from which `python -m tpu_kit notebooks` reads the status."""
-        return {"text/plain": str(self), RESULT_TYPE: {"status": self.status, "reason": self.reason}}
+        return {
+            "text/plain": str(self),
+            RESULT_TYPE: {"status": self.status, "reason": self.reason, "again": self.again},
+        }
 
 
 def train(
