@@ -119,12 +119,12 @@ def _compare(rng: random.Random) -> Problem:
         if kind == "times":
             factor = rng.choice(tuple(TIMES))
             written, amount = _step(factor, "*", amounts[-1])
-            told = f"{TIMES[factor]} as many {item} as {before}"
+            comparison = f"{TIMES[factor]} as many {item} as {before}"
         else:
             difference = rng.randint(2, 12)
             written, amount = _step(amounts[-1], "+" if kind == "more" else "-", difference)
-            told = f"{difference} {kind} {item} than {before}"
-        text.append(f"{name} has {told}.")
+            comparison = f"{difference} {kind} {item} than {before}"
+        text.append(f"{name} has {comparison}.")
         lines.append(f"{name} has {written}.")
         amounts.append(amount)
     total = _add_up(amounts, lines)

@@ -241,7 +241,9 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(base: Evaluation, tuned: Evaluation, seen_in_training: int = 0, known: bool = True) -> Comparison:
+def compare(
+    base: Evaluation, tuned: Evaluation, seen_in_training: int = 0, training_data_known: bool = True
+) -> Comparison:
     """Compares two evaluations row by row; a row that one of them did not judge counts for neither.
 
     Raises:
@@ -256,7 +258,7 @@ def compare(base: Evaluation, tuned: Evaluation, seen_in_training: int = 0, know
         )
     pairs = [(b.correct, t.correct) for b, t in zip(base.samples, tuned.samples, strict=True)]
     gained, lost = pairs.count((False, True)), pairs.count((True, False))
-    return Comparison(base, tuned, gained, lost, mcnemar(lost, gained), seen_in_training, known)
+    return Comparison(base, tuned, gained, lost, mcnemar(lost, gained), seen_in_training, training_data_known)
 
 
 def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Prepared | None = None) -> Comparison:
@@ -288,7 +290,7 @@ def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Pre
     with at_hand(adapter_dir) as folder, without_head(folder) as plain:
         base, tuned = evaluate(config, prepared), evaluate(config, prepared, folder)
         seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
-        comparison = compare(base, tuned, seen, known=questions is not None)
+        comparison = compare(base, tuned, seen, training_data_known=questions is not None)
         if plain != folder:
             comparison = dataclasses.replace(comparison, head=compare(evaluate(config, prepared, plain), tuned))
     written = json.dumps(comparison.to_dict(), indent=2)

@@ -150,8 +150,8 @@ class Generator:
                 if progress:
                     most = sampling.max_new_tokens
                     progress(len(completions) + sum(row.ended or len(row.tokens) == most for row in rows))
-            for place, row in enumerate(rows):
-                completions[mine[place // n], place % n] = self.codec.completion(row, sampling)
+            for index, row in enumerate(rows):
+                completions[mine[index // n], index % n] = self.codec.completion(row, sampling)
         return completions
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, truncate: bool = False) -> Iterator[str]:
@@ -227,9 +227,9 @@ class Generator:
                     break
                 ids, _ = filled([rows[row] for row in mine], width, size if self._rt.is_xla else len(mine))
                 logprobs, likeliest = self._decoder.score(ids)
-                for place, row in enumerate(mine):
+                for index, row in enumerate(mine):
                     end = len(rows[row]) - 1
-                    ratings[row] = Rating(logprobs[place, :end].tolist(), likeliest[place, :end].bool().tolist())
+                    ratings[row] = Rating(logprobs[index, :end].tolist(), likeliest[index, :end].bool().tolist())
         return ratings
 
     # -------------------------------------------------------------------------------------------------------- batches
@@ -285,7 +285,7 @@ class Generator:
         fillers = size * n - len(rows)
         block = self._decoder.block
         steps = -(-sampling.max_new_tokens // block) * block
-        streams = [(numbers[place // n], place % n) for place in range(len(rows))] + [(0, 0)] * fillers
+        streams = [(numbers[index // n], index % n) for index in range(len(rows))] + [(0, 0)] * fillers
         with self._decoder.ready():
             cache = self._decoder.prefill(batch, n, steps)
             state = self._decoder.begin(
@@ -313,6 +313,6 @@ class Generator:
 
     def _occurred(self, prompts: list[list[int]], n: int, fillers: int) -> torch.Tensor:
         occurred = torch.zeros(len(prompts), self._decoder.vocabulary)
-        for place, prompt in enumerate(prompts):
-            occurred[place, prompt] = 1.0
+        for index, prompt in enumerate(prompts):
+            occurred[index, prompt] = 1.0
         return torch.cat([occurred.repeat_interleave(n, 0), torch.zeros(fillers, self._decoder.vocabulary)])

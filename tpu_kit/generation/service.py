@@ -118,9 +118,8 @@ def stream(
     truncate: bool = False,
 ) -> None:
     """Prints the completion of one prompt while a replica generates it; see `generate` for arguments and errors."""
-    one = on_one_replica(config)
     arguments = {"prompt": prompt, "sampling": sampling or Sampling(), "truncate": truncate}
-    launch_with_adapter(_stream_here, stream, one, adapter_dir, **arguments)
+    launch_with_adapter(_stream_here, stream, on_one_replica(config), adapter_dir, **arguments)
 
 
 def _stream_here(config: TrainConfig, adapter: Path | None, prompt: Prompt, sampling: Sampling, truncate: bool) -> None:
@@ -136,8 +135,9 @@ _CHAT_BLOCK = 4  # tokens of a printed piece
 def chat(config: TrainConfig, sampling: Sampling, *, adapter_dir: str | Path | None = None) -> None:
     """Runs a chat in the terminal, on one replica, until /exit or the end of the input; see `generate`."""
     # The replica makes no progress while the user types.
-    one = on_one_replica(replace(config, launch=replace(config.launch, hang_timeout=1e9)))
-    launch_with_adapter(_chat_here, chat, one, adapter_dir, sampling=sampling, terminal=os.ttyname(sys.stdin.fileno()))
+    single = on_one_replica(replace(config, launch=replace(config.launch, hang_timeout=1e9)))
+    arguments = {"sampling": sampling, "terminal": os.ttyname(sys.stdin.fileno())}
+    launch_with_adapter(_chat_here, chat, single, adapter_dir, **arguments)
 
 
 def _chat_here(config: TrainConfig, adapter: Path | None, sampling: Sampling, terminal: str) -> None:
@@ -304,8 +304,8 @@ def load_here(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[t
 
 
 def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
-    if given := read_config(config.model):  # before the weights are read
-        check_generation(given, config.model.trust_remote_code)
+    if settings := read_config(config.model):  # before the weights are read
+        check_generation(settings, config.model.trust_remote_code)
     device = "cuda" if rt.device_type == "cuda" else "cpu"
     model = load_for_generation(config.model, adapter, device, config.optim.objective)
     if rt.device_type == "tpu" and config.model.base_dtype != "fp32":

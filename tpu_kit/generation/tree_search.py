@@ -1,8 +1,8 @@
 """Answers a question with a tree of thoughts, which generates more tokens than a single reply.
 
     from tpu_kit.generation.tree_search import SearchOptions, think
-    found = think(config, "Tom has 12 apples and gives 5 away. How many are left?", adapter_dir="runs/my-run/adapter")
-    print(found)
+    result = think(config, "Tom has 12 apples and gives 5 away. How many are left?", adapter_dir="runs/my-run/adapter")
+    print(result)
 
 Tree of thoughts (Yao et al., arXiv:2305.10601) proposes several next steps of the reasoning, scores them, and continues
 from the best ones. A step is a line of the reasoning. The steps of a level are generated as one batch.
@@ -236,8 +236,8 @@ class _Search:
         self._level += 1
         replies = self._generate([list(node.tokens) for node in nodes], sampling, self._options.thoughts_per_step)
         children = []
-        for place, reply in enumerate(replies):
-            node = nodes[place // self._options.thoughts_per_step]
+        for index, reply in enumerate(replies):
+            node = nodes[index // self._options.thoughts_per_step]
             self.tokens += len(reply.tokens)
             text = reply.text.strip()
             if any(text == sibling.text for sibling in node.children):
@@ -271,7 +271,7 @@ class _Search:
             prompts = [self._judged(child) for child in children for _ in _VERDICTS]
             likelihoods = self._generator.score(prompts, _VERDICTS * len(children))
             self.tokens += self._judging * len(children)
-            pairs = [(likelihoods[2 * place][0], likelihoods[2 * place + 1][0]) for place in range(len(children))]
+            pairs = [(likelihoods[2 * index][0], likelihoods[2 * index + 1][0]) for index in range(len(children))]
             return [1 / (1 + math.exp(min(700.0, no - yes))) for yes, no in pairs]
         assert callable(how)
         scores = [float(how(self.root.text, child.steps)) for child in children]
