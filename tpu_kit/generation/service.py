@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import os
-import pickle
 import sys
 import tempfile
 import threading
@@ -199,12 +199,16 @@ def answer(
             stack.enter_context(follow_answers(folder, config.output_path, model, count))
         arguments = {"asks": list(asks), "rows": list(rows), "batch_size": batch_size, "folder": folder}
         launch_with_adapter(_answer_share, answer, config, adapter_dir, **arguments)
-        shares = [pickle.loads(file.read_bytes()) for file in folder.glob("*.pickle")]
+        shares = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     completions = []
     for number, ask in enumerate(asks):
-        replies = {key: reply for completed, _ in shares for key, reply in completed[number].items()}
-        completions.append([replies[row, n] for row in range(len(ask.prompts)) for n in range(ask.n)])
-    ratings = {row: rating for _, rated in shares for row, rating in rated.items()}
+        answers = {
+            (row, n): Completion(**{**reply, "tokens": tuple(reply["tokens"])})
+            for share in shares
+            for row, n, reply in share["completed"][number]
+        }
+        completions.append([answers[row, n] for row in range(len(ask.prompts)) for n in range(ask.n)])
+    ratings = {row: Rating(*rating) for share in shares for row, rating in share["ratings"]}
     return Answers(completions, [ratings[row] for row in range(len(rows))])
 
 
@@ -232,8 +236,11 @@ def _answer_share(
 
     for ask in asks:
         completed.append(generator.share(ask.prompts, ask.sampling, ask.n, ask.truncate, tell))
-    share = (completed, generator.rate(rows, share=True))
-    (folder / f"rank-{rt.rank}.pickle").write_bytes(pickle.dumps(share))
+    share = {
+        "completed": [[(row, n, vars(reply)) for (row, n), reply in replies.items()] for replies in completed],
+        "ratings": list(generator.rate(rows, share=True).items()),
+    }
+    (folder / f"rank-{rt.rank}.json").write_text(json.dumps(share))
 
 
 def on_one_replica(config: TrainConfig) -> TrainConfig:
