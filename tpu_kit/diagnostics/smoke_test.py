@@ -5,6 +5,7 @@ XLA:CPU runs the same code, with the splash kernel in Pallas' interpreter.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import load_here
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.loading import read_config
@@ -34,6 +36,10 @@ LENGTH = 2048
 ROWS = 2
 """Rows of a replica in the compared step."""
 NEW_TOKENS = 24
+# Width of the matrices, products in one program, and timed executions of it: a tenth of a second or more on a TPU, so
+# that starting a program (about a millisecond) does not count.
+_MATMUL = {"tpu": (8192, 16, 5), "cuda": (8192, 16, 5)}
+_MATMUL_CPU = (256, 4, 5)
 WARM_UP, TIMED = 3, 10
 """Number of steps before the timed ones, and of the timed ones."""
 PROMPTS = (
@@ -69,6 +75,54 @@ CASES = {
     "window and soft cap": Case(2, 1, 256, segments=True, window=300, softcap=2.0),
 }
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def measure_cores(config: TrainConfig) -> dict[str, Any]:
+    """Runs in each replica an all-reduce, and repeatedly a program of bf16 matmuls.
+
+    Returns:
+        cores: a row for each replica: its sum of rank + 1 over the replicas, its TFLOP/s, and the GiB of device memory
+        in use, where the device counts them. compiles and fallbacks: programs compiled, and operations run on the host,
+        while the program was repeated.
+    """
+    rt = runtime.current()
+    # Made on the host: on the device it could become a constant, and each replica would have another program.
+    total = torch.tensor([rt.rank + 1.0]).to(rt.local_device)
+    rt.all_reduce([total])
+    rt.sync()
+    summed = rt.to_host([total])[0].item()
+
+    width, products, executions = _MATMUL.get(rt.device_type, _MATMUL_CPU)
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(256, width, generator=generator).repeat(width // 256, 1) / math.sqrt(width)
+    weight = block.bfloat16().to(rt.local_device)
+
+    def run(x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            for _ in range(products):
+                x = x @ weight
+            rt.sync()
+        head = x[:1, :1].clone()
+        rt.sync()
+        rt.to_host([head])  # waits
+        return x
+
+    x = run(run(weight, 1), 1)  # which compiles
+    before, start = rt.counters(), time.perf_counter()
+    run(x, executions)
+    seconds, after = time.perf_counter() - start, rt.counters()
+    used, _ = rt.memory()
+    cores = torch.zeros(3, rt.world_size)
+    teraflops = 2 * width**3 * products * executions / seconds / 1e12
+    cores[:, rt.rank] = torch.tensor([summed, teraflops, (used or 0) / GIB])
+    cores = cores.to(rt.local_device)
+    rt.all_reduce([cores])
+    rt.sync()
+    names = ("all-reduce", "TFLOP/s", *(["GiB in use"] if used is not None else []))
+    rows = [dict(zip(names, core, strict=False)) for core in rt.to_host([cores])[0].T.tolist()]
+    # Off XLA there are no counters, and nothing is compiled.
+    counts = {name: after.get(name, 0) - before.get(name, 0) for name in ("compiles", "fallbacks")}
+    return {"cores": [{"core": rank, **row} for rank, row in enumerate(rows)], **counts}
 
 
 def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:

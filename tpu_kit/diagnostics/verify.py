@@ -6,9 +6,11 @@ report, which the user can attach to an issue, and to this machine's calibration
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -16,15 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
-from tpu_kit.diagnostics import doctor, smoke_test
+from tpu_kit.diagnostics import smoke_test
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.hardware import calibration, chips
 from tpu_kit.hardware.calibration import Calibration
+from tpu_kit.hardware.chips import Chip
 from tpu_kit.hardware.compatibility import PACKAGES, TESTED, installed_version
 from tpu_kit.hardware.machine import Check, Machine, Status
 from tpu_kit.models.architecture import read_shape
@@ -60,6 +63,20 @@ _RUN = {
     "split": "train[:1000]", "max_length": 128, "batch_size": 2, "warmup_steps": 1, "logging_steps": 1,
     "save_steps": _FIRST, "eval_rows": 0, "eval_steps": None, "generate_rows": 0, "r": 8,
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _captured(output: TextIO) -> Iterator[None]:
+    """Sends what this process prints into `output`."""
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        yield
+
+
+def _brief(error: Exception) -> str:
+    """Returns the first line of an error's text, and its last line that names an error, or else its last line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    named = [line for line in lines[1:] if re.match(r"[\w.]+(Error|Exception)\b|Fatal Python error", line)]
+    return " ".join([lines[0], *(named or lines[1:])[-1:]])[:400]
 
 
 class NotMeasured(Exception):
@@ -137,7 +154,7 @@ class _Checks:
 
     def run(self) -> Iterator[Record]:
         """Runs the checks."""
-        yield self._check("Cores", partial(launch, doctor.probe, self._config(), self._limit), _judge_cores, "exact")
+        yield self._cores()
         yield self._splash()
         yield from self._steps()
         config = self._config(one=True, base_dtype="fp32")
@@ -153,6 +170,12 @@ class _Checks:
         values = {"model.name": "embedded", "data.source": "embedded", "max_length": 128, **settings}
         config = load_config(None, parameters=values)
         return self.measured.apply(replace(config, launch=self._one if one else self._all))[0]
+
+    def _cores(self) -> Record:
+        devices = self._backend.num_replicas or Machine().tpu_devices()
+        judge = partial(_judge_cores, devices=devices, chip=chips.CHIPS.get(self.measured.device))
+        run = partial(launch, smoke_test.measure_cores, self._config(), self._limit)
+        return self._check("Cores", run, judge, "exact sums, and no compiles while one shape repeats")
 
     def _splash(self) -> Record:
         if self._backend.device_type not in ("tpu", "xla-cpu"):
@@ -239,7 +262,7 @@ class _Checks:
         failed: Status = "warning" if action else "failure"
         status, error = failed, ""
         try:
-            with doctor.captured(output):
+            with _captured(output):
                 figures = run()
             good, found = judge(figures)
             status = "ok" if good else failed
@@ -247,7 +270,7 @@ class _Checks:
             status, found = "skipped", f"not measured: {reason}"
         except Exception as failure:  # of any kind: the next checks must still run
             error = f"{str(failure) or type(failure).__name__}\n\nIts last output:\n{output.getvalue()[-4000:]}"
-            found = doctor.brief(failure)
+            found = _brief(failure)
         advice = "; ".join(filter(None, [action, f"attach {Path(self.measured.report).name} to an issue"]))
         return Record(
             name, status, found[:400], advice if status == failed else "",
@@ -265,12 +288,20 @@ def _name(config: TrainConfig) -> str:
 Verdict = tuple[bool, str]  # whether the figures are right, and a text
 
 
-def _judge_cores(figures: Mapping[str, Any]) -> Verdict:
-    """Each core must have the sum of 1 to the number of cores."""
-    count = figures["replicas"]
-    sums = enumerate(core[0] for core in figures["cores"])
-    wrong = [f"core {rank} has {total:g}" for rank, total in sums if total != count * (count + 1) / 2]
-    return not wrong, f"sum of 1..{count} on each of {count}" + (f": {', '.join(wrong)}" if wrong else "")
+def _judge_cores(figures: Mapping[str, Any], devices: int, chip: Chip | None) -> Verdict:
+    """Each core must have the sum of 1 to the number of cores; the speed is told, not judged."""
+    cores, count = figures["cores"], len(figures["cores"])
+    total, slowest = count * (count + 1) / 2, min(core["TFLOP/s"] for core in cores)
+    wrong = [f"core {one['core']} has {one['all-reduce']:g}" for one in cores if one["all-reduce"] != total]
+    wrong += [f"there should be {devices} cores"] if count < devices else []
+    if figures["compiles"] or figures["fallbacks"]:
+        repeated = f"{figures['compiles']} compiles and {figures['fallbacks']} operations on the host"
+        wrong += [f"{repeated} while one shape repeats: unset XLA_USE_EAGER_DEBUG_MODE and PT_XLA_DEBUG"]
+    text = f"sum of 1..{count} on each of {count}" + (f": {', '.join(wrong)}" if wrong else "")
+    text += f"; the slowest makes {slowest:.3g} TFLOP/s (bf16)"
+    if chip is not None and chip.bf16_flops is not None:
+        text += f", {slowest * 1e12 * chip.devices_per_chip / chip.bf16_flops:.0%} of the peak"
+    return not wrong, text
 
 
 def _judge_kernel(figures: Mapping[str, Mapping[str, float]]) -> Verdict:
@@ -378,12 +409,12 @@ def rehearse(config: TrainConfig) -> Iterator[Check]:
         except (RuntimeError, ValueError, OSError) as error:
             where = f"device_type={config.launch.device_type}"
             fix = f"python -m tpu_kit train embedded-cot max_steps={_FIRST} {where} shows all of it"
-            yield Check("Rehearsal", "failure", doctor.brief(error), fix)
+            yield Check("Rehearsal", "failure", _brief(error), fix)
 
 
 def _timed(run: Callable[[], T]) -> tuple[float, T]:
     """Runs a function without its output; returns the seconds and its result."""
     start = time.monotonic()
-    with doctor.captured(io.StringIO()):
+    with _captured(io.StringIO()):
         result = run()
     return time.monotonic() - start, result

@@ -46,13 +46,12 @@ PER_PROCESS = (
 
 @dataclass(frozen=True)
 class Check:
-    """One row: `fix` is a command or a setting, empty if none is needed; `cores` has the measurements of each core."""
+    """One row: `fix` is a command or a setting, empty if none is needed."""
 
     name: str
     status: Status
     found: str
     fix: str = ""
-    cores: tuple[Mapping[str, object], ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         fix = f"\n{'':>21}-> {self.fix}" if self.fix else ""

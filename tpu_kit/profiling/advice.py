@@ -123,5 +123,5 @@ def _of_recordings(p: StepTimes) -> Iterator[Advice]:
         figure = (
             f"replica {rank} takes {1000 * times[rank]:.1f} ms to send and trace a step, another {1000 * least:.1f}"
         )
-        change = "python -m tpu_kit doctor: it measures each core; end what else runs on this host"
+        change = "python -m tpu_kit verify: it measures each core; end what else runs on this host"
         yield Advice("slow replica", figure, change, p.gain(min(later, 0.9 * p.seconds)))
