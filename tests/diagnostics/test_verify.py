@@ -24,7 +24,7 @@ from tpu_kit.diagnostics import smoke_test, verify
 from tpu_kit.diagnostics.verify import MEMORY_RATIOS, TIME_RATIOS, Record, compare
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import LaunchError
-from tpu_kit.hardware import calibration
+from tpu_kit.hardware import calibration, chips
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models import attention
 from tpu_kit.recipes.sft import train
@@ -61,7 +61,11 @@ def brief(records: Iterator[Record]) -> list[tuple[str, str]]:
 
 
 FIGURES: dict[str, Any] = {
-    "lost_sum": {"replicas": 2, "cores": [[1.0, 1e9, 0.0], [2.0, 1e9, 0.0]]},
+    "lost_sum": {
+        "cores": [{"core": core, "all-reduce": core + 1.0, "TFLOP/s": 0.001} for core in range(2)],
+        "compiles": 0,
+        "fallbacks": 0,
+    },
     "wrong_gradient": {"segments": {"output": 0.003, "query": 0.1, "key": 0.1, "value": 0.1}},
     "wrong_loop": {"loss": 7.1, "host_loss": 6.5, "grad_norm": 1.0, "host_grad_norm": 1.0},
     "wrong_tokens": {"tokens": 96, "equal": 95, "gap": 5.0},
@@ -88,7 +92,7 @@ def failed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         patch.setenv("HF_TOKEN", TOKEN)
         patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no lock file, for which tests of the compiler look
         patch.delenv("PJRT_DEVICE", raising=False)
-        patch.setattr(verify.doctor, "probe", verify_functions.lost_sum)
+        patch.setattr(verify.smoke_test, "measure_cores", verify_functions.lost_sum)
         patch.setattr(verify.smoke_test, "compare_kernel", verify_functions.wrong_gradient)
         patch.setattr(verify.smoke_test, "compare_step", verify_functions.wrong_loop)
         patch.setattr(verify.smoke_test, "compare_tokens", verify_functions.wrong_tokens)
@@ -202,6 +206,18 @@ def test_a_step_that_is_wrong_either_way_says_nothing_of_the_loop(home: Path, mo
     contact = first_contact(home, "cpu")
     assert brief(contact._steps()) == [("Step, scanned", "warning"), ("Step, unrolled", "failure")]
     assert contact.measured.scan == ""
+
+
+def test_verdicts_of_cores() -> None:
+    cores = [{"core": core, "all-reduce": 10.0, "TFLOP/s": 150.0 + core} for core in range(4)]
+    figures: dict[str, Any] = {"cores": cores, "compiles": 0, "fallbacks": 0}
+    text = "sum of 1..4 on each of 4; the slowest makes 150 TFLOP/s (bf16)"
+    assert verify._judge_cores(figures, 4, None) == (True, text)
+    assert verify._judge_cores(figures, 4, chips.CHIPS["v5e"]) == (True, f"{text}, 76% of the peak")
+    assert verify._judge_cores(figures, 4, chips.CHIPS["v7x"])[1].endswith("13% of the peak"), "a chip is two devices"
+    assert "on each of 4: there should be 8 cores;" in verify._judge_cores(figures, 8, None)[1]
+    slow = verify._judge_cores(figures | {"compiles": 3, "fallbacks": 2}, 4, None)
+    assert not slow[0] and "3 compiles and 2 operations on the host while one shape repeats: unset XLA_USE" in slow[1]
 
 
 def test_verdicts_of_what_is_no_number_or_nothing() -> None:
@@ -329,6 +345,7 @@ def test_all_of_it_passes_on_xla_cpu(tmp_path: Path) -> None:
         ("Cores", True), ("Splash kernel", True), ("Step, scanned", True), ("Tokens", True), ("Memory", None),
         ("Step time", None),
     ]  # fmt: skip
+    assert [core["all-reduce"] for core in report["checks"][0]["figures"]["cores"]] == [3, 3]
     assert len(report["checks"][1]["figures"]) == 8
     assert "xla-cpu does not count the memory" in done.stdout and "no peak of xla-cpu is known" in done.stdout
     assert done.stdout.splitlines()[-1] == f"report: {tmp_path}/verify-report.json"

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, list[Change], str]] = {
     "reads": ("host reads", [recorded(counts={"fallbacks": 20})], "compute them on the device"),
     "padding": ("padding", [setting("packing=false"), recorded(fill=0.3)], "data.packing=true"),
     "long examples": ("padding", [recorded(fill=0.6)], "data.max_length="),
-    "slow replica": ("slow replica", [recorded(phases=dict.fromkeys(PHASES, 0.4))], "tpu_kit doctor"),
+    "slow replica": ("slow replica", [recorded(phases=dict.fromkeys(PHASES, 0.4))], "tpu_kit verify"),
 }  # fmt: skip
 
 

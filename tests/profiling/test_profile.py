@@ -177,7 +177,7 @@ def test_on_xla_the_devices_time_is_in_the_trace(run: Run) -> None:
 def test_a_slow_replica_is_named(run: Run) -> None:
     found = run(profile_functions.slow_rank, device_type="xla-cpu", num_replicas=2, remat="outputs")
     (advice,) = [one for one in found.advice if one.rule == "slow replica"]
-    assert advice.figure.startswith("replica 1 takes") and "doctor" in advice.change
+    assert advice.figure.startswith("replica 1 takes") and "verify" in advice.change
 
 
 @needs_xla

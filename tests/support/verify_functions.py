@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.diagnostics import doctor, smoke_test
+from tpu_kit.diagnostics import smoke_test
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import attention
@@ -24,7 +24,7 @@ def _short(*names: str) -> None:
 def lost_sum(config: TrainConfig) -> Any:
     """Replicas that do not see each other: each gets its own number back."""
     type(runtime.current()).all_reduce = lambda self, tensors: None  # type: ignore[method-assign]
-    return doctor.probe(config)
+    return smoke_test.measure_cores(config)
 
 
 def wrong_mask(config: TrainConfig) -> Any:
