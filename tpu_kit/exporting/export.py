@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -64,7 +63,6 @@ class Exported:
         files: names of its files.
         checks: the comparisons, each within its limits.
         notes: missing checks, and how to use the export.
-        pushed: its address on the hub, if it was uploaded.
     """
 
     format: str
@@ -72,11 +70,9 @@ class Exported:
     files: tuple[str, ...]
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
-    pushed: str | None = None
 
     def __str__(self) -> str:
         lines = [f"checked, {check}" for check in self.checks] + list(self.notes)
-        lines += [f"pushed to {self.pushed}"] if self.pushed else []
         return "\n  ".join([f"{self.format} in {self.folder}: {', '.join(self.files)}", *lines])
 
 
@@ -87,7 +83,6 @@ def export(
     *,
     dtype: str = "bf16",
     base: str | None = None,
-    push: str | None = None,
 ) -> Exported:
     """Writes a run's model for another program, and checks it.
 
@@ -98,13 +93,12 @@ def export(
         out: as in `ExportOptions`; for gs://bucket/run `runs/<run_name>/export/<format>` by default.
         dtype: as in `ExportOptions`.
         base: as in `ExportOptions`.
-        push: as in `ExportOptions`; a missing repository is created as private.
 
     Raises:
         ValueError: the run is incomplete, the adapter is missing, damaged or of another model, the disk is full, a
             tool is missing, the object store cannot be read, or the export differs from the tuned model.
     """
-    options = ExportOptions(format, None if out is None else str(out), dtype, base, push)
+    options = ExportOptions(format, None if out is None else str(out), dtype, base)
     if not is_url(run_dir):
         return _export(Path(run_dir), False, options)
     with at_hand(run_dir, "adapter", "config.yaml", "eval.json", "metrics.jsonl") as folder:
@@ -148,9 +142,8 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
         done = {"format": format, "checks": [asdict(check) for check in checks], "notes": notes}
         (part / _MARKER).write_text(json.dumps(done, indent=1))
     files = tuple(sorted(path.name for path in target.iterdir()))
-    pushed = send_to_hub(target, options.push) if options.push else None
     placed = tuple(note.replace(formats.HERE, str(target)) for note in notes)
-    return Exported(format, str(target), files, tuple(checks), placed, pushed)
+    return Exported(format, str(target), files, tuple(checks), placed)
 
 
 def _load(config: TrainConfig, folder: Path, adapter: Path, part: Path, options: ExportOptions) -> formats.Work:
@@ -217,27 +210,6 @@ def _check_free_space(folder: Path, work: formats.Work, format: str) -> None:
         )
 
 
-def send_to_hub(folder: Path, repository: str) -> str:
-    """Uploads a folder to the hub, into a new private repository if there is none, and returns its address.
-
-    Raises:
-        ValueError: the hub refuses, or cannot be reached.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=os.environ["HF_TOKEN"])  # not the token of an earlier login
-    try:
-        api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export by tpu_kit")
-    except Exception as error:  # errors of the hub, the network, and refused names
-        text = str(error).strip().split("\n")[0][:200]
-        raise ValueError(
-            f"push={repository}: the hub refuses or cannot be reached ({type(error).__name__}: {text}). The export "
-            f"itself is complete in {folder}"
-        ) from error
-    return f"{api.endpoint}/{repository}"
-
-
 # ---------------------------------------------------------------------------------------------------- model card
 
 
@@ -248,7 +220,7 @@ def hub_id(name: str) -> str | None:
 
 
 def model_card(config: TrainConfig, run_dir: Path, kind: str, base: str | None, use: str, checks: Sequence[str]) -> str:
-    """Returns the text of README.md, with the front matter that the hub reads.
+    """Returns the text of README.md by model_card.jinja, with the front matter that the hub reads.
 
     Args:
         config: the run.
@@ -258,55 +230,29 @@ def model_card(config: TrainConfig, run_dir: Path, kind: str, base: str | None, 
         use: how to load it, in Markdown.
         checks: a line for each.
     """
-    from huggingface_hub import ModelCardData
+    from huggingface_hub import ModelCard, ModelCardData
 
-    tags = ["tpu_kit", *(["lora"] if config.lora.r else [])]
-    front = ModelCardData(base_model=base, pipeline_tag="text-generation", tags=tags)
-    named = base or Path(config.model.name).name
-    source = config.data.source if hub_id(str(config.data.source)) else Path(str(config.data.source)).name
+    dtype, records, path = config.model.base_dtype, read_metrics(run_dir), run_dir / "eval.json"
     method = f"LoRA, r = {config.lora.r}, alpha = {config.lora.alpha}" if config.lora.r else "all weights trained"
-    dtype = config.model.base_dtype
     method += f", over base weights in {dtype}" if config.lora.r else f", computed in {dtype}"
-    parts = [
-        f"---\n{front}\n---",
-        f"# {config.run_name}",
-        f"{kind[0].upper()}{kind[1:]}, tuned with tpu_kit from **{named}** on **{source}** ({method}). The "
-        "licences of the base model and of the data apply.",
-        "## Use\n\n" + use,
-        "## Results\n\n" + _results(config, run_dir),
-        "## Checked when it was exported\n\n" + "\n".join(f"- {check}" for check in checks),
-        f"## Configuration\n\n```yaml\n{_settings(config)}\n```",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _results(config: TrainConfig, run_dir: Path) -> str:
-    """Returns a table of base and tuned model, and the figures of the run's metrics."""
-    lines, records = [], read_metrics(run_dir)
-    if (path := run_dir / "eval.json").is_file():
-        report = json.loads(path.read_text())
-        lines += ["| on held-out rows | base | tuned |", "|---|---|---|"]
-        base, tuned = report["base"], report["tuned"]
-        shares = [Accuracy.of(one["accuracy"]["correct"], one["accuracy"]["total"]) for one in (base, tuned)]
-        lines.append(f"| correct (95 % interval) | {shares[0]} | {shares[1]} |")
-        lines.append(f"| well-formed reasoning | {base['format_adherence']:.1%} | {tuned['format_adherence']:.1%} |")
-        lines.append(f"| tokens per answer | {base['mean_tokens']:.1f} | {tuned['mean_tokens']:.1f} |")
-        if base.get("perplexity") and tuned.get("perplexity"):
-            lines.append(f"| perplexity | {base['perplexity']:.4g} | {tuned['perplexity']:.4g} |")
-        lines += ["", f"{report['gained']} rows only the tuned model answers correctly, {report['lost']} only the base "
-                  f"(p = {report['p_value']:.2g}, McNemar's exact test).", ""]  # fmt: skip
-        lines += [] if report["training_data_known"] else [UNKNOWN, ""]
-    if trained := [record for record in records if record["kind"] == "train"]:
-        last = trained[-1]
-        lines += [f"- updates: {last['step']:,}", f"- learning rate at its peak: {config.optim.learning_rate:g}"]
-        lines += [f"- tokens trained on: {last['tokens']:,}", f"- passes over the data: {last['epoch']:.3g}"]
-        lines += [f"- training loss: {last['loss']:.5g}"] if last["loss"] is not None else []
+    answers = json.loads(path.read_text()) if path.is_file() else {}
+    sides = [answers["base"], answers["tuned"]] if answers else []
     newest = [record for record in records if record["kind"] == "eval"][-1:]
-    best = best_evaluation(records if config.optim.eval_steps is not None else newest)  # as `trainer.Trainer.weights`
-    if best is not None:
-        lines.append(f"- held-out loss: {best['loss']:.5g} (of these weights, after update {best['step']:,})")
-        lines += [f"- held-out accuracy: {best['accuracy']:.1%}"] if best["accuracy"] is not None else []
-    return "\n".join(lines) or "The run has none: set tracking.generate_rows to have held-out rows answered."
+    card = ModelCard.from_template(
+        ModelCardData(
+            base_model=base, pipeline_tag="text-generation", tags=["tpu_kit", *(["lora"] if config.lora.r else [])]
+        ),
+        str(Path(__file__).with_name("model_card.jinja")),
+        config=config, settings=_settings(config), kind=kind, use=use, checks=checks, method=method,
+        named=base or Path(config.model.name).name,
+        source=config.data.source if hub_id(config.data.source) else Path(config.data.source).name,
+        answers=answers, sides=sides, unknown=UNKNOWN,
+        shares=[Accuracy.of(side["accuracy"]["correct"], side["accuracy"]["total"]) for side in sides],
+        last=next((record for record in reversed(records) if record["kind"] == "train"), None),
+        # As `trainer.Trainer.weights`.
+        best=best_evaluation(records if config.optim.eval_steps is not None else newest),
+    )  # fmt: skip
+    return str(card)
 
 
 def _settings(config: TrainConfig) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from dataclasses import dataclass
 
 from tpu_kit.config.fields import knob
@@ -18,7 +17,7 @@ class ExportOptions:
     """How a run is exported.
 
     Raises:
-        ValueError: the format or the dtype is unknown, the place cannot be written to, or a token is missing.
+        ValueError: the format or the dtype is unknown, a package is missing, or the place cannot be written to.
     """
 
     format: str = knob(
@@ -29,7 +28,6 @@ class ExportOptions:
     out: str | None = knob(None, "The folder; null = RUN_DIR/export/FORMAT. An earlier export there is replaced.")
     dtype: str = knob("bf16", f"The type of merged weights: {', '.join(DTYPES)}.")
     base: str | None = knob(None, "The base model's name on the hub, if training read it from a folder.")
-    push: str | None = knob(None, "A repository on the hub to upload to, with the token in HF_TOKEN.")
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -43,5 +41,3 @@ class ExportOptions:
             raise ValueError(f"dtype={self.dtype}: there are {', '.join(DTYPES)}")
         if self.out and is_url(self.out):
             raise ValueError(f"out={self.out}: an export is written to a local folder; copy it from there")
-        if self.push and not os.environ.get("HF_TOKEN"):
-            raise ValueError(f"push={self.push} needs a token that may write there: set HF_TOKEN in the environment")
