@@ -19,16 +19,14 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.child_processes import REPOSITORY, run_python
 from tests.support.generation_functions import make
-from tests.support.hub import run_hub
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.cli import main
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.exporting import equivalence, formats
 from tpu_kit.exporting import export as export_module
 from tpu_kit.exporting.equivalence import Check
-from tpu_kit.exporting.export import export, hub_id, send_to_hub
+from tpu_kit.exporting.export import export, hub_id
 from tpu_kit.exporting.formats import modelfile
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import generate, load_for_generation
@@ -296,12 +294,10 @@ def test_an_export_that_is_not_the_tuned_model_goes(run: Path, monkeypatch: pyte
     [
         ({"format": "gptq"}, "format=gptq: there are adapter, merged"),
         ({"dtype": "int4"}, "dtype=int4: there are bf16"),
-        ({"push": "a/b"}, "push=a/b needs a token that may write there: set HF_TOKEN"),
         ({"out": "adapter"}, "exists and is no earlier export"),
     ],
 )
 def test_bad_choices(shared: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], text: str) -> None:
-    monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.chdir(shared)
     with pytest.raises(ValueError, match=text):
         export(shared, **options)
@@ -311,50 +307,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main(["export"]) == 2
     assert "the following arguments are required: RUN_DIR; write python -m tpu_kit export" in capsys.readouterr().err
     assert main(["export", "a", "fromat=merged"]) == 2
-    assert "fromat: no such option; there are format, out, dtype, base, push" in capsys.readouterr().err
+    assert "fromat: no such option; there are format, out, dtype, base" in capsys.readouterr().err
     assert main(["export", "a", "--jsn"]) == 2
     assert "--jsn: no such option; there are -h, --help, --json; a parameter is key=value" in capsys.readouterr().err
     assert main(["export", str(tmp_path)]) == 1
     assert "has no config.yaml" in capsys.readouterr().err
-
-
-def test_a_push_that_fails_keeps_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_none")  # HF_HUB_OFFLINE is set in all tests
-    with pytest.raises(ValueError, match=r"push=a/b: the hub refuses or cannot be reached .* complete in"):
-        send_to_hub(tmp_path, "a/b")
-
-
-PUSH = """
-import sys
-from pathlib import Path
-from tpu_kit.exporting.export import send_to_hub
-print(send_to_hub(Path(sys.argv[1]), "me/mine"))
-"""
-
-
-def test_a_push_sends_every_file_and_the_token_to_the_hub_alone(tmp_path: Path) -> None:
-    token = "hf_canary0of0the0tests"
-    files = {"README.md": b"---\ntags:\n- tpu_kit\n---\n# mine\n", "adapter_model.safetensors": bytes(range(256)) * 64}
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    with run_hub() as hub:
-        env = {
-            "HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
-            "HF_HOME": str(tmp_path.parent / "home"), "HF_HUB_VERBOSITY": "debug", "HF_DEBUG": "1",
-            "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
-        }  # fmt: skip
-        done = run_python(["-c", PUSH, str(tmp_path)], env=env, cwd=REPOSITORY)
-        assert done.stdout.strip().endswith(f"{hub.url}/me/mine")
-        assert hub.files == files and hub.private == {"me/mine": True}
-        given = {path.partition("?")[0]: token for method, path, token in hub.calls if method in ("POST", "PUT")}
-        store = next(path for path in given if path.startswith("/store/"))
-        assert given.pop(store) is None  # it may be another company's machine
-        assert set(given.values()) == {token} and "/api/models/me/mine/commit/main" in given
-        hub.refuse = True
-        refused = run_python(["-c", PUSH, str(tmp_path)], env=env, cwd=REPOSITORY, expect=1)
-        assert "ValueError: push=me/mine: the hub refuses or cannot be reached" in refused.stderr
-    for said in (done, refused):
-        assert token not in said.stdout + said.stderr
 
 
 def check(**changes: float) -> Check:
