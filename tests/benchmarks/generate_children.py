@@ -93,7 +93,7 @@ def counts(folder: str, size: int, count: int, new: int, dump: str) -> dict[str,
         say(f"{many} prompts in batches of {size}, {turn}: {seconds:.0f} s, {change['compiles']:g} compiled")
         reads = change["device_reads"] * 16 / steps
         found[turn] = {**change, "reads_per_16_steps": reads, "seconds": seconds}
-    (cache,) = {tuple(tensor.shape) for tensor in [*generator._decoder._prompt_cache.keys]}
+    (cache,) = {tuple(tensor.shape) for tensor in generator._decoder._prompt_cache.tensors}
     found["cache"] = aliases(Path(dump), ",".join(map(str, cache)))
     return found
 

@@ -145,14 +145,10 @@ def test_a_family_that_carries_a_state_along_the_row_is_refused_only_for_packed_
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (
-            DeepseekV3Config(**DEPTH),
-            "its layers do not work with the kit's key/value cache (RuntimeError: index_",
-        ),
         (StableLmConfig(**DEPTH), "the model does not pass its keyword arguments, the key/value cache, on to its att"),
         (GptOssConfig(**DEPTH), "the model passes s_aux to its attention, and the kit's attention does not"),
     ],
-    ids=["deepseek_v3", "stablelm", "gpt_oss"],
+    ids=["stablelm", "gpt_oss"],
 )
 def test_a_family_that_the_kit_cannot_generate_with_is_refused_by_name(config, reason):
     with pytest.raises(ValueError) as refusal:
@@ -176,6 +172,11 @@ SHARED = Gemma4TextConfig(num_hidden_layers=6, layer_types=["sliding_attention",
                           num_kv_shared_layers=4, global_head_dim=16, hidden_size_per_layer_input=8,
                           vocab_size_per_layer_input=128, **SIZES)  # fmt: skip
 EXPERTS = Qwen3MoeConfig(num_hidden_layers=2, num_experts=8, moe_intermediate_size=32, **SIZES)
+
+
+@pytest.mark.parametrize("config", [DeepseekV3Config(**DEPTH), SHARED], ids=["deepseek_v3", "gemma4"])
+def test_the_sizes_of_keys_and_values_may_differ_between_them_and_between_layers(config):
+    check_generation(config)
 
 
 @xla
@@ -234,8 +235,8 @@ def test_the_comparison_finds_a_fault_of_the_kit(monkeypatch, tmp_path, place, n
 
 
 def test_the_comparison_finds_a_fault_of_the_cache(monkeypatch):
-    right = kv_cache.Slots.mask
-    monkeypatch.setattr(kv_cache.Slots, "mask", lambda self, window: torch.ones_like(right(self, window)))
+    right = kv_cache.Cache.mask
+    monkeypatch.setattr(kv_cache.Cache, "mask", lambda self, window: torch.ones_like(right(self, window)))
     monkeypatch.setattr(reference_check, "_problems", {})
     with pytest.raises(ValueError, match="its replies differ by"):
         check_generation(ACCEPTED["mistral"])

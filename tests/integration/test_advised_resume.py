@@ -35,7 +35,7 @@ ADVISED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"remat": "outputs", **SCAN}, {"remat": "full", "loss_chunk": 16, "mlp_tile": 8}),
     ({"remat": "none"}, {"remat": "full", "mlp_tile": 8, **SCAN}),
-    # Besides: from a TPU to a device without a loop, and generation at evaluations, which needs single layers.
+    # Besides: from a TPU to a device without a loop, and generation at evaluations.
     ({"remat": "full", **SCAN}, {"scan_layers": "off"}),
     ({"remat": "full", **SCAN, "eval_rows": 4}, {"scan_layers": "auto", "eval_generate_rows": 2, "generate_tokens": 2}),
 ]

@@ -375,7 +375,6 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["quant_group=64"], "is of model.base_dtype=int4"),
     (["revision=x"], "has no effect on the embedded model"),
     (["think_open=</think>"], "the two must differ"),
-    (["eval_generate_rows=5", "scan_layers=on"], "generates with single layers"),
     (["optimizer=adafactor", "beta1=0.5"], "is AdamW's"),
     (["global_batch_size=7"], "is no multiple of"),
     (["batch_growth_factor=2"], "needs the updates between growths"),

@@ -14,11 +14,10 @@ from transformers import LlamaConfig
 
 from tests.benchmarks.formula import table
 from tests.planning.test_memory_estimate import ANSWERS, configuration, name_of
-from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, write_config
+from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, cache_bytes_per_token, write_config
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.data.prepare import prepare
-from tpu_kit.generation.kv_cache import cache_bytes_per_token
 from tpu_kit.hardware.slices import find_slice
 from tpu_kit.models.architecture import read_shape, shipped_shape, shipped_shapes
 from tpu_kit.models.causal_lm import load_tokenizer

@@ -29,6 +29,12 @@ LLAMA_8B = {
 }  # fmt: skip
 
 
+def cache_bytes_per_token(config: Any, element_bytes: int) -> int:
+    """The bytes of keys and values of one token of one row, in all layers; from a model's configuration."""
+    size = config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * size * element_bytes)
+
+
 def write_config(folder: Path, shape: dict[str, Any], **changes: Any) -> Path:
     """Writes a model's config.json and returns its folder; a change to None takes the field out."""
     folder.mkdir(parents=True, exist_ok=True)

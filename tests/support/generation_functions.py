@@ -16,6 +16,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -37,7 +39,9 @@ from tpu_kit.distributed.mesh import start
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
+from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.layer_scan import stack
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.models.quantization import Scheme, quantize_model
 
@@ -61,6 +65,20 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mistral, sliding": lambda: MistralForCausalLM(MistralConfig(**_COMMON, sliding_window=8)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**_COMMON, sliding_window=8)),
     "phi": lambda: PhiForCausalLM(PhiConfig(**_COMMON)),
+    # Heads of two sizes, and layers without keys and values of their own.
+    "gemma4": lambda: Gemma4ForCausalLM(
+        Gemma4TextConfig(
+            **_COMMON | {"num_hidden_layers": 10, "num_key_value_heads": 1},
+            head_dim=8,
+            global_head_dim=16,
+            sliding_window=8,
+            num_kv_shared_layers=4,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=640,
+            layer_types=["sliding_attention", "full_attention"] * 5,
+        )
+    ),
 }
 NEW = 24  # tokens of a reply
 _QUICK = ("llama", "gemma3", "phi")  # grouped heads; alternating windows and norms of heads; partial rotation, biases
@@ -91,6 +109,13 @@ def with_lora(model: Any) -> Any:
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return adapted.eval()
+
+
+def in_loops(model: Any) -> Any:
+    """The model with its equal layers as loops."""
+    attention.register()
+    stack(models.base_model(model).get_decoder())
+    return model.eval()
 
 
 def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
@@ -138,7 +163,7 @@ def different_samples(mine: list[Any], theirs: list[Any]) -> int:
 # ------------------------------------------------------------------------------------------ on XLA:CPU, in a child
 
 
-_GREEDY = ("gemma2", "llama with lora")
+_GREEDY = ("gemma2", "gemma3 in loops", "gemma4 in loops", "llama with lora in loops")
 
 
 def _xla() -> Runtime:
@@ -158,15 +183,16 @@ def _mesh(text: str) -> Runtime:
 
 def families(rt: Runtime) -> dict[str, bool]:
     """Whether the greedy tokens are transformers', for those families that `greedy` leaves out."""
-    return _same(rt, *(family for family in FAMILIES if family not in _GREEDY))
+    return _same(rt, *(name for family in FAMILIES for name in (family, f"{family} in loops") if name not in _GREEDY))
 
 
 def _same(rt: Runtime, *names: str) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for family in names:
-        model = make(family.removesuffix(" with lora"))
+        model = make(family.removesuffix(" in loops").removesuffix(" with lora"))
         model = with_lora(model) if "lora" in family else model
         wanted = stock(model, MIXED)
+        model = in_loops(model) if "loops" in family else model
         found[family] = tokens(generator(model, rt).generate(MIXED, Sampling(max_new_tokens=NEW))) == wanted
     return found
 
@@ -184,13 +210,12 @@ def greedy(rt: Runtime) -> dict[str, Any]:
 
 
 def counts(rt: Runtime) -> dict[str, Any]:
-    """Compiles, executions and reads of many prompts of random lengths, for two batch sizes; twice each."""
+    """Compiles, executions and reads of many prompts of random lengths; alone, and eight with layers in a loop."""
     lengths = torch.randint(5, 101, (16,), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = prompts_of(*lengths)
-    model = make("llama")
-    model.config.max_position_embeddings = 512
     found: dict[str, Any] = {}
-    for size in (1, 8):
+    for size, model in ((1, make("llama")), (8, in_loops(make("llama")))):
+        model.config.max_position_embeddings = 512
         mine = generator(model, rt, max_prompt=100, batch_size=size)
         for turn in ("first", "again"):
             before = rt.counters()
@@ -227,7 +252,7 @@ def sharded(rt: Runtime) -> dict[str, Any]:
     found: dict[str, Any] = {}
     drawn = Sampling(max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.3)
     model = with_lora(make("llama, four key-value heads"))
-    mine, theirs = generator(copy.deepcopy(model)), generator(model, rt)
+    mine, theirs = generator(copy.deepcopy(model)), generator(in_loops(model), rt)
     for name, sampling, n in (("greedy", Sampling(max_new_tokens=NEW), 1), ("samples", drawn, 2)):
         before = rt.counters()
         replies = mine.generate(MIXED, sampling, n), theirs.generate(MIXED, sampling, n)
@@ -241,7 +266,7 @@ def sharded(rt: Runtime) -> dict[str, Any]:
 
 def sharded_families(rt: Runtime) -> dict[str, bool]:
     """Whether the greedy tokens on a mesh are transformers'; the two key-value heads of most do not divide by 4."""
-    return _same(rt, *FAMILIES, "qwen3 with lora", "phi3 with lora")
+    return _same(rt, *FAMILIES, "qwen3 with lora in loops", "phi3 with lora", "gemma3 in loops")
 
 
 def sharded_integers(rt: Runtime) -> dict[str, bool]:
@@ -251,7 +276,7 @@ def sharded_integers(rt: Runtime) -> dict[str, bool]:
         model = make("llama, four key-value heads")
         quantize_model(model, scheme)
         model = with_lora(model)
-        mine, theirs = generator(copy.deepcopy(model)), generator(model, rt)
+        mine, theirs = generator(copy.deepcopy(model)), generator(in_loops(model), rt)
         sampling = Sampling(max_new_tokens=NEW)
         found[str(scheme)] = tokens(mine.generate(MIXED, sampling)) == tokens(theirs.generate(MIXED, sampling))
     return found

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from tests.support.compiler_models import cache_bytes_per_token
 from tpu_kit.config.loader import load_config
-from tpu_kit.generation.kv_cache import cache_bytes_per_token
 from tpu_kit.hardware.slices import find_topology
 from tpu_kit.planning.trace import GenerationProgram, trace_generation
 from tpu_kit.xla.program import compile_program

@@ -144,9 +144,6 @@ def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if bool(pairs) != bool(distill.hidden_weight):
         text = f"and distill.layers={distill.layers or 'null'} belong together; set both, or remove both"
         yield "distill.hidden_weight distill.layers", text
-    if pairs and config.tracking.eval_generate_rows:
-        text = "needs layers that run as a loop, with which tracking.eval_generate_rows cannot generate; set that to 0"
-        yield "distill.layers tracking.eval_generate_rows", text
     if distill.files is None:
         return
     if not distill.logits_weight:
@@ -182,9 +179,6 @@ def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             if config[name]:
                 advice = "remove that, or set data.eval_source or data.eval_split"
                 yield f"{name} {rows}", f"needs rows to evaluate on, but data.eval_rows=0; {advice}"
-    if config.tracking.eval_generate_rows and optim.scan_layers == "on" and config.launch.mesh is None:
-        text = "generates with single layers, and optim.scan_layers=on has none; remove that"
-        yield "tracking.eval_generate_rows optim.scan_layers", text
     if optim.early_stop_patience is not None and optim.eval_steps is None:
         text = "counts evaluations during training, but optim.eval_steps is null; set optim.eval_steps"
         yield "optim.early_stop_patience optim.eval_steps", text

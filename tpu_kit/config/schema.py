@@ -268,9 +268,8 @@ class TrackingConfig:
         0, "Held-out rows answered by generation before and after training; 0 = none.", at_least=0
     )
     eval_generate_rows: int = knob(
-        0, "Held-out rows answered at each evaluation, for its accuracy; 0 = none. Needs layers that are not scanned.",
-        at_least=0,
-    )  # fmt: skip
+        0, "Held-out rows answered at each evaluation, for its accuracy; 0 = none.", at_least=0
+    )
     generate_tokens: int = knob(256, "The most tokens of an answer.", at_least=1)
     verifier: str = knob(
         "auto",

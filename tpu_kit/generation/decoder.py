@@ -4,6 +4,8 @@ On XLA each is a program of fixed shape: a prefill and a score for each width to
 program for `block` decode steps, which changes the cache in place. Elsewhere the same functions run eagerly, with a
 cache as long as the batch needs.
 
+Layers that run as loops over stacked weights (`models.layer_scan`) do so here, too: the cache is carried by the loop.
+
 The prefill processes a prompt without its last token, which the first decode step processes, so that only the decode
 program has an output head and sampling.
 """
@@ -21,14 +23,14 @@ import torch
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation import kv_cache
-from tpu_kit.generation.kv_cache import Buffers, Recorder, Slots
+from tpu_kit.generation.kv_cache import Cache, Step, stack_spec
 from tpu_kit.generation.sampling import Kind
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.causal_lm import output_embedding
-from tpu_kit.models.decode_sharding import heads_spec, weights_in_place
-from tpu_kit.models.layer_scan import stacked_prefixes, unrolled
-from tpu_kit.xla.scan import Traced, replace_contents, write_slot
+from tpu_kit.models.decode_sharding import weights_in_place
+from tpu_kit.models.layer_scan import kept_states, stacked_prefixes
+from tpu_kit.xla.scan import Traced, replace_contents
 from tpu_kit.xla.sharding import constrain
 
 BLOCK = 16
@@ -160,8 +162,9 @@ class Decoder:
         # The matrix products of a trained model may have another dtype than its weights; see causal_lm.py.
         self._dtype: torch.dtype = getattr(model, _COMPUTE, None) or self._causal.dtype
         self._programs: dict[Any, Traced] = {}
-        self._prompt_cache: Buffers | None = None  # of the last shape
-        self._sample_cache: Buffers | None = None
+        self._prompt_cache: Cache | None = None  # of the last shape
+        self._sample_cache: Cache | None = None
+        self._shapes: dict[int, list[tuple[int, int, int]]] = {}  # see `Cache.shapes`
         self.vocabulary = int(self._causal.get_output_embeddings().weight.shape[0])
         ends = torch.zeros(self.vocabulary, dtype=torch.int64)
         ends[[token for token in stops if token < self.vocabulary]] = 1
@@ -178,7 +181,7 @@ class Decoder:
         compute = torch.autocast(kind, self._dtype, cache_enabled=False) if mixed else contextlib.nullcontext()
         try:
             in_place = weights_in_place(self._model, stacked_prefixes(self._model))
-            with torch.no_grad(), compute, models.fixed_rotary(self._causal), unrolled(self._model), in_place:
+            with torch.no_grad(), compute, models.fixed_rotary(self._causal), in_place:
                 yield
         finally:
             self._causal.set_attn_implementation(implementation)
@@ -186,43 +189,33 @@ class Decoder:
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
-    def prefill(self, batch: Batch, samples: int, steps: int) -> Buffers:
+    def prefill(self, batch: Batch, samples: int, steps: int) -> Cache:
         """Fills a cache with the prompts, one row for each sample, with room for `steps` more tokens."""
         rows, width = batch.ids.shape
         if self._rt.is_xla:
             assert width + steps <= self._slots, (width, steps, self._slots)
         cache = self.prompt_cache(rows, width + steps)
 
-        def fill(ids: torch.Tensor, *buffers: torch.Tensor) -> list[torch.Tensor]:
-            recorder, positions = Recorder(), torch.arange(ids.shape[1], device=ids.device)
-            self._causal.get_decoder()(
-                input_ids=ids, position_ids=positions[None].expand_as(ids), **self._with(recorder)
-            )
-            start = torch.zeros(1, dtype=torch.int64, device=ids.device)
-            pairs = zip(buffers, [*recorder.buffers.keys, *recorder.buffers.values], strict=True)
-            return [self._write(old, new.to(old.dtype), start) for old, new in pairs]
+        def fill(ids: torch.Tensor, *stacks: torch.Tensor) -> list[torch.Tensor]:
+            mine, positions = cache.of(stacks), torch.arange(ids.shape[1], device=ids.device)
+            self._causal.get_decoder()(input_ids=ids, position_ids=positions[None].expand_as(ids), **self._with(mine))
+            return mine.tensors
 
         (ids,) = self.send([batch.ids])
-        inputs = [ids, *cache.keys, *cache.values]
+        inputs = [ids, *cache.tensors]
         self._replace(cache, self._program(("prefill", rows, width), fill, inputs)(*inputs))
         if samples == 1:
             return cache
         (index,) = self.send([torch.arange(rows).repeat_interleave(samples)])
-        copies = self._sample_cache = self._buffers(self._sample_cache, rows * samples, cache.slots)
-        self._replace(copies, [tensor.index_select(0, index) for tensor in inputs[1:]])
+        copies = self._sample_cache = self._cache(self._sample_cache, rows * samples, cache.rows_and_slots[1])
+        self._replace(copies, [tensor.index_select(1, index) for tensor in cache.tensors])
         return copies
 
-    def _replace(self, cache: Buffers, contents: list[torch.Tensor]) -> None:
-        """Gives a cache new contents, sharded as its buffers, and clears the list `contents`."""
-        contents[:] = [constrain(tensor, heads_spec(tensor.shape)) for tensor in contents]
-        replace_contents([*cache.keys, *cache.values], contents)
+    def _replace(self, cache: Cache, contents: list[torch.Tensor]) -> None:
+        """Gives a cache new contents, sharded as its stacks, and clears the list `contents`."""
+        contents[:] = [constrain(tensor, stack_spec(tensor.shape)) for tensor in contents]
+        replace_contents(cache.tensors, contents)
         self._rt.sync()
-
-    def _write(self, buffer: torch.Tensor, new: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        """Returns a buffer with keys or values (B, heads, n, D) written from a slot (1,) on."""
-        if self._rt.is_xla:
-            return write_slot(buffer, new, slot)
-        return buffer.index_copy_(2, slot + torch.arange(new.shape[2], device=new.device), new)
 
     # -------------------------------------------------------------------------------------------------------- decode
 
@@ -252,7 +245,7 @@ class Decoder:
         sent = self.send([*carried, lengths, torch.tensor([width]), uniforms, knobs])
         return State(sent[: len(carried)], [*sent[len(carried) :], self._ends])
 
-    def decode(self, kind: Kind, state: State, cache: Buffers, steps: int) -> torch.Tensor:
+    def decode(self, kind: Kind, state: State, cache: Cache, steps: int) -> torch.Tensor:
         """Runs a block of steps.
 
         Returns:
@@ -270,16 +263,15 @@ class Decoder:
                 break
         return torch.stack(reports, 1).cpu()
 
-    def _decode_program(self, kind: Kind, state: State, cache: Buffers) -> torch.Tensor:
-        layers, count = len(self._layers), len(state.carried)
-        buffers = [*cache.keys, *cache.values]
-        inputs = [*state.carried, *buffers, *state.constant]
-        carried = count + len(buffers)
+    def _decode_program(self, kind: Kind, state: State, cache: Cache) -> torch.Tensor:
+        count = len(state.carried)
+        inputs = [*state.carried, *cache.tensors, *state.constant]
+        carried = count + len(cache.tensors)
 
         def step(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            mine = Buffers(list(tensors[count : count + layers]), list(tensors[count + layers : carried]))
+            mine = cache.of(tensors[count:carried])
             *changed, output = self._step(kind, tensors[:count], tensors[carried:], mine)
-            return [*changed, *mine.keys, *mine.values, output]
+            return [*changed, *mine.tensors, output]
 
         shapes = (kind, count, len(state.carried[0]), *(tuple(tensor.shape) for tensor in state.constant))
         program = self._program(("decode", *shapes), step, inputs, self.block, carried)
@@ -292,7 +284,7 @@ class Decoder:
         return self._rt.to_host([report])[0].transpose(0, 1)
 
     def _step(
-        self, kind: Kind, carried: Sequence[torch.Tensor], constant: Sequence[torch.Tensor], cache: Buffers
+        self, kind: Kind, carried: Sequence[torch.Tensor], constant: Sequence[torch.Tensor], cache: Cache
     ) -> list[torch.Tensor]:
         """Generates one token for every row; returns the new carried tensors, and (2, B) fp32 for the host.
 
@@ -301,12 +293,12 @@ class Decoder:
             carried: the last tokens (B,) int64, whether rows have ended (B,) int64, the number of this step (1,) int64
                 and, with a repetition penalty, the tokens that occurred (B, V) fp32.
             constant: lengths (B,), width (1,), uniforms (T, B), knobs (5,), whether each token ends a row (V,) int64.
-            cache: its lists get the new keys and values.
+            cache: gets the new keys and values.
         """
         token, ended, step, *occurred = carried
         lengths, width, uniforms, knobs, ends = constant
         seen = [occurred[0].scatter(1, token[:, None], 1.0)] if occurred else []
-        slots = Slots(cache, lengths, width, step, self._write)
+        slots = Cache(cache.stacks, Step(lengths, width, step))
         position = (lengths + step)[:, None]
         output = self._causal(input_ids=token[:, None], position_ids=position, **self._with(slots))
         uniform = uniforms.index_select(0, step)[0]
@@ -342,6 +334,7 @@ class Decoder:
         output = self._causal.get_decoder()(
             input_ids=ids, position_ids=positions, use_cache=False, device_type=self._rt.device_type
         )
+        kept_states(self._causal.get_decoder())  # of a trace, which no program computes
         wanted = torch.cat([ids[:, 1:], ids[:, :1]], 1)
         parts = []
         for hidden, targets in zip(
@@ -355,31 +348,36 @@ class Decoder:
 
     # ---------------------------------------------------------------------------------------------------- the device
 
-    def _with(self, cache: Recorder | Slots) -> dict[str, Any]:
+    def _with(self, cache: Cache, device_type: str | None = None) -> dict[str, Any]:
         """Returns the arguments with which transformers' layers use the cache and `kv_cache.cached_attention`."""
-        return {"past_key_values": cache, "use_cache": True, "cache": cache, "device_type": self._rt.device_type}
+        device_type = device_type or self._rt.device_type
+        return {"past_key_values": cache, "use_cache": True, "cache": cache, "device_type": device_type}
 
-    @property
-    def _layers(self) -> range:
-        return range(models.text_config(self._model).num_hidden_layers)
-
-    def prompt_cache(self, rows: int, slots: int = 0) -> Buffers:
-        """Returns the buffers of the prompts, of `slots` except on XLA; those of the last call if they fit."""
-        self._prompt_cache = self._buffers(self._prompt_cache, rows, slots)
+    def prompt_cache(self, rows: int, slots: int = 0) -> Cache:
+        """Returns the cache of the prompts, of `slots` except on XLA; that of the last call if it fits."""
+        self._prompt_cache = self._cache(self._prompt_cache, rows, slots)
         return self._prompt_cache
 
-    def _buffers(self, have: Buffers | None, rows: int, slots: int) -> Buffers:
+    def _cache(self, last: Cache | None, rows: int, slots: int) -> Cache:
         slots = self._slots if self._rt.is_xla else slots
-        shape = (rows, *kv_cache.cache_shape(models.text_config(self._model), slots))
-        if have is not None and have.keys[0].shape == shape:
-            return have
-        # A tensor for each layer: sent several times, one tensor would be one buffer for all layers.
-        spec, mesh = heads_spec(shape), active_mesh()
+        if last is not None and last.rows_and_slots == (rows, slots):
+            return last
+        if not self._shapes:  # one token through the layers; on XLA it is traced and never computed
+            one = torch.zeros(1, 1, dtype=torch.int64, device=self._rt.local_device)
+            empty = Cache({})
+            self._causal.get_decoder()(input_ids=one, position_ids=one, **self._with(empty, "cpu"))
+            self._shapes = empty.shapes
+        mesh, size, stacks = active_mesh(), 0, {}
+        for layer, pair in self._shapes.items():
+            shapes = [(turns, rows, heads, slots, width) for turns, heads, width in pair]
+            # Each stack is a tensor of its own: sent several times, one tensor would be one buffer for all layers.
+            stacks[layer] = [self._rt.put([torch.zeros(shape, dtype=self._dtype)], stack_spec(shape))[0]
+                             for shape in shapes]  # fmt: skip
+            size += sum(math.prod(mesh.shard_shape(stack_spec(shape), shape)) for shape in shapes)
         if mesh.size > 1:
-            size = len(self._layers) * 2 * math.prod(mesh.shard_shape(spec, shape)) * self._dtype.itemsize
-            print(f"cache            {size / GIB:.2f} GiB a device; in each layer {shape}, {spec}", flush=True)
-        zeros = ([torch.zeros(shape, dtype=self._dtype) for _ in self._layers] for _ in "kv")
-        return Buffers(*(self._rt.put(each, spec) for each in zeros))
+            used = f"{size * self._dtype.itemsize / GIB:.2f} GiB a device"
+            print(f"cache            {used}; in each layer {shapes[0][1:]}, {stack_spec(shapes[0])[1:]}", flush=True)
+        return Cache(stacks)
 
     def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies CPU tensors to the device."""

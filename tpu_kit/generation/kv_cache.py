@@ -1,106 +1,136 @@
 """The key/value cache of generation, and attention over it, for any model of transformers.
 
-The keys and values of a layer are two tensors (B, key-value heads, slots, head size); see `Buffers`. A slot holds one
-token. Row i has a prompt of n_i tokens, padded on the right to the width P of the batch: key j < n_i is in slot j, and
-the mask hides the other slots up to P. Step t writes the keys of all rows into slot P + t, at position n_i + t. So all
-rows write to the same slot, and the mask is a function of n, P and t, which are inputs of the program: one decode
-program serves all lengths.
+A layer has two buffers, keys and values, (B, key-value heads, slots, size); see `Cache` for layers that run as a loop.
+A slot holds one token. Row i has a prompt of n_i tokens, padded on the right to the width P of the batch: key j < n_i
+is in slot j, and the mask hides the other slots up to P. Step t writes the keys of all rows into slot P + t, at
+position n_i + t. So all rows write to the same slot, and the mask is a function of n, P and t, which are inputs of the
+program: one decode program serves all lengths.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from tpu_kit.config.mesh import Spec
 from tpu_kit.models import attention
 from tpu_kit.models.decode_sharding import heads_spec
+from tpu_kit.models.layer_calls import LayerCache
+from tpu_kit.xla.scan import Tensors, slice_at, write_slot
 from tpu_kit.xla.sharding import constrain
 
 CACHED = "tpu_kit_cached"
 
 
-class Buffers(NamedTuple):
-    """Keys and values of each layer, (B, key-value heads, slots, head size) each."""
+class Step(NamedTuple):
+    """Where a decode step writes, and what it sees.
 
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-
-    @property
-    def slots(self) -> int:
-        """Length of the cache."""
-        return self.keys[0].shape[2]
-
-
-class Recorder:
-    """Replaces transformers' cache in the prefill, and records the keys and values of the prompts."""
-
-    def __init__(self) -> None:
-        self.buffers = Buffers([], [])
-
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
-        """Stores keys and values and returns those to attend to; called by the layers of transformers."""
-        assert layer == len(self.buffers.keys), "layers come in order"
-        self.buffers.keys.append(key)
-        self.buffers.values.append(value)
-        return key, value
-
-
-class Slots:
-    """Replaces transformers' cache in a decode step, and makes the mask over its slots.
-
-    Args:
-        buffers: the cache; its lists get the results of `write`.
+    Attributes:
         lengths: (B,) int64, n: the number of keys of each prompt.
         width: (1,) int64, P.
         step: (1,) int64, t.
-        write: returns a buffer with new keys (B, heads, 1, D) in a slot (1,).
     """
 
-    def __init__(
-        self,
-        buffers: Buffers,
-        lengths: torch.Tensor,
-        width: torch.Tensor,
-        step: torch.Tensor,
-        write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> None:
-        self.buffers, self._lengths, self._width, self._step = buffers, lengths[:, None], width, step
-        self._write = write
+    lengths: torch.Tensor
+    width: torch.Tensor
+    step: torch.Tensor
+
+    @property
+    def slot(self) -> torch.Tensor:
+        """The slot, (1,), of the new token."""
+        return self.width + self.step
+
+
+class Cache(LayerCache):
+    """Replaces transformers' cache in a prefill or a decode step, and makes the mask over its slots.
+
+    Attributes:
+        stacks: the keys and the values of a layer, (G, B, heads, slots, size) each, by number of the layer. G layers
+            that are the turns of a loop have the number of the first one; for other layers G is 1.
+        step: None for a prefill, which writes from slot 0 on.
+        shapes: (G, heads, size) of the keys and the values of each layer that ran without stacks.
+    """
+
+    def __init__(self, stacks: dict[int, Tensors], step: Step | None = None) -> None:
+        """Takes the stacks, which are replaced in the dictionary, or none to record their shapes."""
+        self.stacks, self.step = stacks, step
+        self.shapes: dict[int, list[tuple[int, int, int]]] = {}
+        self._place: torch.Tensor | None = None  # of the present turn in the stacks, () int64
+        self._turns = 1
         self._masks: dict[int | None, torch.Tensor] = {}
+
+    @property
+    def tensors(self) -> Tensors:
+        """All stacks."""
+        return [stack for pair in self.stacks.values() for stack in pair]
+
+    @property
+    def rows_and_slots(self) -> tuple[int, int]:
+        """Rows of the batch, and length of the cache."""
+        _, rows, _, slots, _ = self.tensors[0].shape
+        return rows, slots
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
         """Stores keys and values and returns those to attend to; called by the layers of transformers."""
-        for buffers, new in zip(self.buffers, (key, value), strict=True):
-            buffers[layer] = self._write(buffers[layer], new.to(buffers[layer].dtype), self._width + self._step)
-        return self.buffers.keys[layer], self.buffers.values[layer]
+        if not self.stacks:
+            self.shapes[layer] = [(self._turns, new.shape[1], new.shape[3]) for new in (key, value)]
+            return key, value
+        zero = torch.zeros(1, dtype=torch.int64, device=key.device)
+        place, slot = zero[0] if self._place is None else self._place, self.step.slot if self.step else zero
+        pair = [write_slot(stack, new.to(stack.dtype), place, slot)
+                for stack, new in zip(self.stacks[layer], (key, value), strict=True)]  # fmt: skip
+        self.stacks[layer] = pair
+        return [slice_at(stack, place) for stack in pair] if self.step else (key, value)
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """Returns the mask (B, 1, 1, slots) of the new token, boolean. Cached by window."""
+        """Returns the mask (B, 1, 1, slots) of the new token of a decode step, boolean. Cached by window."""
         if window not in self._masks:
-            slot = torch.arange(self.buffers.slots, device=self._lengths.device)[None]
-            seen = (slot < self._lengths) | ((slot >= self._width) & (slot <= self._width + self._step))
+            assert self.step is not None, "a prefill is causal"
+            lengths, width, step = self.step.lengths[:, None], self.step.width, self.step.step
+            slot = torch.arange(self.rows_and_slots[1], device=lengths.device)[None]
+            seen = (slot < lengths) | ((slot >= width) & (slot <= width + step))
             if window is not None:
-                position = torch.where(slot < self._width, slot, self._lengths + slot - self._width)
-                seen = seen & (self._lengths + self._step - position < window)
+                position = torch.where(slot < width, slot, lengths + slot - width)
+                seen = seen & (lengths + step - position < window)
             self._masks[window] = seen[:, None, None, :]
         return self._masks[window]
 
+    def begin(self) -> Tensors:
+        """See `LayerCache`; the carry is the turn, the decode step and all stacks."""
+        if not self.stacks:
+            return []
+        return [torch.zeros((), dtype=torch.int64, device=self.tensors[0].device), *(self.step or ()), *self.tensors]
 
-def cache_shape(config: Any, slots: int) -> tuple[int, int, int]:
-    """Returns (key-value heads, slots, head size) of one row in one layer, from a model's text configuration."""
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return getattr(config, "num_key_value_heads", None) or heads, slots, size
+    def turn(self, carried: Tensors, turns: int) -> Cache:
+        """See `LayerCache`."""
+        mine = self.of(carried, Step(*carried[1:4]) if carried and self.step else None)
+        mine.shapes, mine._turns = self.shapes, turns
+        mine._place = carried[0] if carried else None
+        return mine
+
+    def end(self) -> Tensors:
+        """See `LayerCache`."""
+        return [] if self._place is None else [self._place + 1, *(self.step or ()), *self.tensors]
+
+    def update_all(self, carried: Sequence[torch.Tensor]) -> None:
+        """See `LayerCache`; the stacks are the last of the tensors, or all of them."""
+        rest = iter(carried[len(carried) - 2 * len(self.stacks) :])
+        self.stacks.update({layer: [next(rest), next(rest)] for layer in self.stacks})
+
+    def of(self, tensors: Sequence[torch.Tensor], step: Step | None = None) -> Cache:
+        """Returns a cache with other stacks, as for `update_all`."""
+        other = Cache(dict(self.stacks), step)
+        other.update_all(tensors)
+        return other
 
 
-def cache_bytes_per_token(config: Any, element_bytes: int) -> int:
-    """Returns the bytes of keys and values of one token of one row, in all layers."""
-    heads, _, size = cache_shape(config, 1)
-    return int(2 * config.num_hidden_layers * heads * size * element_bytes)
+def stack_spec(shape: Sequence[int]) -> Spec:
+    """Returns the sharding of a stack of keys or values, (G, B, heads, slots, size)."""
+    return (None, *heads_spec(shape[1:]))
 
 
 def cached_attention(
@@ -112,7 +142,7 @@ def cached_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    cache: Recorder | Slots | None = None,
+    cache: Cache | None = None,
     device_type: str = "cpu",
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -145,7 +175,7 @@ def cached_attention(
     batch, heads, _, size = query.shape
     spec = heads_spec(key.shape)
     query, key, value = (constrain(each, spec) for each in (query, key, value))
-    if not isinstance(cache, Slots):
+    if cache is None or cache.step is None:
         # Padding follows the prompt, so a causal mask hides it.
         ones = torch.ones(batch, query.shape[2], dtype=torch.int32, device=query.device)
         attend: Any = attention.sdpa_attention

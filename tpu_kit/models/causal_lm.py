@@ -14,7 +14,6 @@ import functools
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -236,8 +235,6 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
     check_remat(config, device_type)
     use_attention(model, config.model.attention, device_type)
     optim, decoder = config.optim, base_model(model).get_decoder()
-    if config.tracking.eval_generate_rows and active_mesh().size == 1:
-        optim = replace(optim, scan_layers="off")  # it generates with single layers
     scanned = scan_layers(decoder, optim, device_type)
     if scanned is None and optim.remat != "none":
         enable_remat(model, optim.remat == "outputs")

@@ -14,7 +14,7 @@ import torch
 from tpu_kit.config.mesh import BATCH, Spec
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models.causal_lm import base_model, text_config
-from tpu_kit.models.partition import is_tied, spec_of
+from tpu_kit.models.partition import in_place, is_tied, spec_of
 from tpu_kit.models.sharding_rules import ROW
 from tpu_kit.xla.sharding import constrain
 
@@ -31,7 +31,7 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
     changes.
 
     Args:
-        model: its layers do not run as a loop.
+        model: on the mesh.
         stacks: how the names of stacked tensors begin.
     """
     if active_mesh().size == 1:
@@ -53,9 +53,11 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
             hooks.append(part.register_forward_hook(lambda _, __, output: _ending(output, None)))
         elif leaf in _HEADS and not by_heads:
             hooks.append(part.register_forward_hook(lambda _, __, output: _ending(output, "model")))
+    token = in_place.set(True)
     try:
         yield
     finally:
+        in_place.reset(token)
         for hook in hooks:
             hook.remove()
 

@@ -7,6 +7,7 @@ tensors, or each tensors of its own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,31 @@ from tpu_kit.models import attention
 from tpu_kit.models.activation_checkpointing import SeededDropout
 from tpu_kit.xla.scan import Tensors
 
-_TENSOR, _MAPPING = object(), object()  # in place of such arguments
+_TENSOR, _MAPPING, _CACHE = object(), object(), object()  # in place of such arguments
 
 
 class CannotScanError(ValueError):
     """The layers of a model cannot run as a loop; the text says why."""
+
+
+class LayerCache(ABC):
+    """What layers get and change in generation, such as keys and values; a loop over layers carries its tensors."""
+
+    @abstractmethod
+    def begin(self) -> Tensors:
+        """Returns the tensors that a loop carries, at its first turn."""
+
+    @abstractmethod
+    def turn(self, carried: Tensors, turns: int) -> LayerCache:
+        """Returns the cache that the layers of one turn get, with the tensors that the loop carries."""
+
+    @abstractmethod
+    def end(self) -> Tensors:
+        """Returns the tensors that a loop carries after the turn of this cache."""
+
+    @abstractmethod
+    def update_all(self, carried: Tensors) -> None:
+        """Takes over the tensors that a loop carried to its end."""
 
 
 def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -39,37 +60,44 @@ class Call:
 
     Attributes:
         tensors: the tensors among them.
-        others: the other arguments, with marks in place of tensors and of the mapping.
+        others: the other arguments, with marks in place of tensors, of the mapping and of the cache.
         spec: their structure.
         mapping: in which layers leave tensors for later layers; None if there is none.
+        cache: None outside of generation.
     """
 
     tensors: Tensors
     others: tuple[Any, ...]
     spec: Any
     mapping: MutableMapping[Any, Any] | None
+    cache: LayerCache | None
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Separates tensors and the mapping from other arguments."""
+        """Separates tensors, the mapping and the cache from other arguments."""
         leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_shared)
         mappings = {id(leaf): leaf for leaf in leaves if _is_shared(leaf)}
         if len(mappings) > 1:
             raise CannotScanError("its layers share several mappings")
         others = (
-            _TENSOR if isinstance(leaf, torch.Tensor) else _MAPPING if id(leaf) in mappings else leaf for leaf in leaves
-        )
+            _TENSOR if isinstance(leaf, torch.Tensor) else _MAPPING if id(leaf) in mappings
+            else _CACHE if isinstance(leaf, LayerCache) else leaf for leaf in leaves
+        )  # fmt: skip
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return cls(tensors, tuple(others), spec, next(iter(mappings.values()), None))
+        cache = next((leaf for leaf in leaves if isinstance(leaf, LayerCache)), None)
+        return cls(tensors, tuple(others), spec, next(iter(mappings.values()), None), cache)
 
     def key(self) -> Any:
         """Returns a key that is equal for calls that differ only in the values of tensors."""
         return [(tensor.shape, tensor.dtype) for tensor in self.tensors], self.others, self.spec
 
-    def arguments(self, tensors: Tensors, mapping: MutableMapping[Any, Any] | None) -> Any:
-        """Returns (args, kwargs) with other tensors and another mapping."""
+    def arguments(
+        self, tensors: Tensors, mapping: MutableMapping[Any, Any] | None, cache: LayerCache | None = None
+    ) -> Any:
+        """Returns (args, kwargs) with other tensors, another mapping and another cache."""
         rest = iter(tensors)
-        leaves = [next(rest) if one is _TENSOR else mapping if one is _MAPPING else one for one in self.others]
+        leaves = [next(rest) if one is _TENSOR else mapping if one is _MAPPING else cache if one is _CACHE else one
+                  for one in self.others]  # fmt: skip
         return tree_unflatten(leaves, self.spec)
 
 
@@ -172,9 +200,7 @@ def _probe(decoder: Any, name: str, layers: torch.nn.ModuleList) -> _Probe:
     return probe
 
 
-def equal_layers(
-    decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Sequence[int]
-) -> tuple[list[int], set[tuple[str, str]]]:
+def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Sequence[int]) -> list[int]:
     """Finds the layers that can be turns of one loop.
 
     A tensor that several layers get must be the same in all turns. A layer that writes into a mapping is equal to none.
@@ -186,8 +212,7 @@ def equal_layers(
         parts: a number for each layer; layers of different parts are different.
 
     Returns:
-        A number for each layer, the same for equal layers; and the settings, (module, attribute), of a layer that hold
-        its place in the list, in which equal layers differ.
+        A number for each layer, the same for equal layers.
 
     Raises:
         CannotScanError: no layer can be a turn of a loop.
@@ -206,7 +231,7 @@ def equal_layers(
         if key not in known:
             known.append(key)
         found.append(known.index(key))
-    return found, numbered
+    return found
 
 
 def _settings(layer: torch.nn.Module) -> dict[tuple[str, str], Any]:
@@ -217,7 +242,10 @@ def _settings(layer: torch.nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _numbered(layers: torch.nn.ModuleList) -> set[tuple[str, str]]:
-    """Returns the settings that hold the layer's place, by any name; of two layers a switch may look the same."""
+    """Returns the settings, (module, attribute), that hold the layer's place in the list, in which equal layers differ.
+
+    Of two layers a switch may look the same, so there only the usual name counts.
+    """
     every = [_settings(layer) for layer in layers]
     names = {key for settings in every for key, value in settings.items() if type(value) is int}
     return {

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +27,15 @@ from tpu_kit.config.loader import OptimConfig
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import activation_checkpointing, architecture, partition, sharding_rules
 from tpu_kit.models.activation_checkpointing import SeededDropout, autocast_now, chunk_mlp, is_tiled, mix
-from tpu_kit.models.layer_calls import Call, CannotScanError, Placeholders, equal_layers, layers_of, tensors_of
+from tpu_kit.models.layer_calls import (
+    Call,
+    CannotScanError,
+    LayerCache,
+    Placeholders,
+    equal_layers,
+    layers_of,
+    tensors_of,
+)
 from tpu_kit.xla.scan import Body, Tensors, after, scan, slice_at
 
 
@@ -37,28 +44,20 @@ class ScannedLayers(Placeholders):
 
     Attributes:
         kept_after: numbers of layers, from 1 on, each the last of a run.
-        kept: the states after them, of the last forward pass, until `kept_states` takes them.
-        numbers: (module, attribute) of a layer's settings that hold its number.
+        kept: the states after them, of the last forward pass outside of generation, until `kept_states` takes them.
     """
 
-    def __init__(self, runs: list[Run], kept_after: Sequence[int], numbers: set[tuple[str, str]]) -> None:
+    def __init__(self, runs: list[Run], kept_after: Sequence[int]) -> None:
         super().__init__(sum(run.count for run in runs))
-        self.kept_after, self.numbers = tuple(kept_after), numbers
+        self.kept_after = tuple(kept_after)
         self.kept: dict[int, torch.Tensor] = {}
         self.runs, self.in_order = torch.nn.ModuleList(runs), runs
-        self.unrolled = False
 
     def __str__(self) -> str:
         loops = [f"{run.turns} x {run.period}" for run in self.in_order if run.turns > 1]
         single = sum(run.turns == 1 for run in self.in_order)
         parts = [f"{' and '.join(loops)} in {'loops' if len(loops) > 1 else 'a loop'}"] if loops else []
         return ", ".join(parts + ([f"{single} one by one"] if single else []))
-
-    def __iter__(self) -> Iterator[Callable[..., torch.Tensor]]:
-        """Iterates over placeholders, of which the last one runs the layers. See also `unrolled`."""
-        if not self.unrolled:
-            return super().__iter__()
-        return iter([partial(self._run_one, run, place) for run in self.in_order for place in range(run.count)])
 
     def _visit(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
         if len(calls) < self.count:
@@ -69,21 +68,9 @@ class ScannedLayers(Placeholders):
             hidden, written = run(hidden, calls[start : start + run.count], shared)
             shared |= written
             start += run.count
-            if start in self.kept_after:
+            if start in self.kept_after and calls[0].cache is None:
                 self.kept[start] = hidden
         return hidden
-
-    def _run_one(self, run: Run, place: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Runs layer `place` of a run with its slices of the stacks."""
-        turn, offset = divmod(place, run.period)
-        layer = run.layers[offset]
-        number = sum(one.count for one in self.in_order[: self.in_order.index(run)]) + place
-        parts = dict(layer.named_modules())
-        for path, setting in self.numbers:  # by which the key/value cache knows the layer
-            if hasattr(parts.get(path), setting):
-                setattr(parts[path], setting, number)
-        tensors = {name: tensor[turn] for name, tensor in tensors_of(layer).items()}
-        return torch.func.functional_call(layer, tensors, (hidden, *args), kwargs, tie_weights=False)
 
     def places(self) -> dict[str, list[str]]:
         """Returns, for the prefix of each stack's name, the prefixes of its slices' names in a list of layers."""
@@ -119,22 +106,12 @@ class Run(torch.nn.Module):
         if torch.is_grad_enabled():
             hidden, *written = _Scanned.apply(block, hidden, *block.constants, *inputs)
         else:
-            carry, outputs = block.loop(block.forward_alone, [hidden, *block.constants], inputs)
+            state = block.cache.begin() if block.cache else []
+            carry, outputs = block.loop(block.forward_alone, [hidden, *block.constants, *state], inputs)
             hidden, written = carry[0], [tensor[0] for tensor in outputs]
+            if block.cache:
+                block.cache.update_all(carry[1 + len(block.constants) :])
         return hidden, tree_unflatten(written, block.written) if written else {}
-
-
-@contextlib.contextmanager
-def unrolled(model: torch.nn.Module) -> Iterator[None]:
-    """Runs layers one after the other while it is open, for generation; slices of the stacks may be copied."""
-    stacks = [part for part in model.modules() if isinstance(part, ScannedLayers)]
-    for part in stacks:
-        part.unrolled = True
-    try:
-        yield
-    finally:
-        for part in stacks:
-            part.unrolled = False
 
 
 def _draw(device: torch.device) -> torch.Tensor:
@@ -153,11 +130,13 @@ class _Block:
     Attributes:
         named: for each layer of the block, its stacks: weights by name, and its own arguments by place in its call.
         constants: the other tensors that the layers get.
+        cache: of generation, whose tensors the carry ends with.
         summed: the places of the constants that need a gradient, which is a sum over the layers.
     """
 
     def __init__(self, run: Run, calls: list[Call], shared: Mapping[Any, Any]) -> None:
         self.layers, self.keeps, self.turns, self.calls = run.layers, run.keeps, run.turns, calls[: run.period]
+        self.cache = self.calls[0].cache
         self.kept: list[int] = []  # number of results that each layer saves, known after a forward pass
         self.written: Any = None  # structure of what the layers leave in the mapping, likewise
         self.writes = 0  # number of tensors in it
@@ -242,19 +221,21 @@ class _Block:
 
     def forward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
         """Returns the states after the block; outputs those before each layer, the saved results, and what is left."""
-        hidden, *constants = carry
+        hidden, constants, state = carry[0], carry[1 : 1 + len(self.constants)], carry[1 + len(self.constants) :]
+        cache = self.cache.turn(state, self.turns) if self.cache else None
         before, kept = [], []
         left: dict[Any, Any] = {}
         for index, tensors in enumerate(self._by_layer(slices)):
             before.append(hidden)
             with activation_checkpointing.recording(self.keeps) as found:
-                hidden, written = self._layer(index, hidden, constants, tensors)
+                hidden, written = self._layer(index, hidden, constants, tensors, cache)
             left |= written
             kept.append(found)
         self.kept = [len(found) for found in kept]
         leaves, self.written = tree_flatten(left)
         self.writes = len(leaves)
-        return [hidden, *constants], [*before, *(tensor for found in kept for tensor in found), *leaves]
+        state = cache.end() if cache else []
+        return [hidden, *constants, *state], [*before, *(tensor for found in kept for tensor in found), *leaves]
 
     def forward_alone(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
         """As `forward`, without the outputs that only a backward pass needs."""
@@ -311,7 +292,12 @@ class _Block:
         return found
 
     def _layer(
-        self, index: int, hidden: torch.Tensor, constants: Tensors, given: dict[str | int, torch.Tensor]
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        constants: Tensors,
+        given: dict[str | int, torch.Tensor],
+        cache: LayerCache | None = None,
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Returns the states after a layer, and what it left in the mapping."""
         call, places = self.calls[index], self.places[index]
@@ -326,7 +312,7 @@ class _Block:
         product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         weights = {name: tensor for name, tensor in given.items() if isinstance(name, str)}
         weights, hidden = partition.gather_layer(weights, product), partition.by_rows(hidden)
-        args, kwargs = call.arguments(arguments, mapping)
+        args, kwargs = call.arguments(arguments, mapping, cache)
         output = torch.func.functional_call(self.layers[index], weights, (hidden, *args), kwargs, tie_weights=False)
         if not isinstance(output, torch.Tensor):
             raise CannotScanError("its layers return more than the hidden states")
@@ -434,13 +420,13 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: boo
         raise CannotScanError("its layers share weights")
     cuts = getattr(decoder, "kept_after", ())  # a run ends there, so that its states can be kept
     parts = [sum(cut <= place for cut in cuts) for place in range(len(layers))]
-    equal, numbered = equal_layers(decoder, name, layers, range(len(layers)) if apart else parts)
+    equal = equal_layers(decoder, name, layers, range(len(layers)) if apart else parts)
     runs, start = [], 0
     for period, turns in architecture.spans(equal):
         ends = range(start, start + period * turns, period)
         runs.append(_run([list(layers[end : end + period]) for end in ends], keeps))
         start += period * turns
-    scanned = ScannedLayers(runs, cuts, numbered).train(decoder.training)
+    scanned = ScannedLayers(runs, cuts).train(decoder.training)
     if tile is not None:
         for layer in (layer for run in runs for layer in run.layers):
             mlp = getattr(layer, "mlp", None)

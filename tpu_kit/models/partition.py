@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from tpu_kit.models import sharding_rules
 from tpu_kit.models.sharding_rules import Placed, Tensor
 from tpu_kit.xla.sharding import constrain
 
+in_place: ContextVar[bool] = ContextVar("in_place", default=False)
+"""Whether products take a layer's weights and activations as they are, as `decode_sharding` shards them."""
 PARTS = WeakTensorKeyDictionary()
 """For each stack on "meta" that `to_mesh` has still to move, the list of its layers' CPU tensors."""
 
@@ -58,7 +61,7 @@ def gather_layer(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None)
         tensors: by name in the layer.
         dtype: of the products; trained matrices in fp32 are cast to it before they are gathered.
     """
-    if active_mesh().size == 1:
+    if active_mesh().size == 1 or in_place.get():
         return dict(tensors)
     found = {}
     for name, tensor in tensors.items():
@@ -77,7 +80,7 @@ def gathered_early(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     Integers are a half or a quarter of the bytes, which the compiler hides as they are.
     """
     groups: dict[torch.Size, list[str]] = {}
-    if active_mesh().fsdp == 1:
+    if active_mesh().fsdp == 1 or in_place.get():
         return []
     for name, tensor in tensors.items():
         first = name.endswith(".weight") and "lora_" not in name and set(name.split(".")) & set(sharding_rules.FIRST)
@@ -93,8 +96,8 @@ def gather_alike(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def by_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Shards hidden states or labels, (B, ...), by rows."""
-    return constrain(tensor, (BATCH, *[None] * (tensor.ndim - 1)))
+    """Shards hidden states or labels, (B, ...), by rows; see also `in_place`."""
+    return tensor if in_place.get() else constrain(tensor, (BATCH, *[None] * (tensor.ndim - 1)))
 
 
 @contextlib.contextmanager

@@ -19,10 +19,10 @@ from tpu_kit.config.mesh import BATCH, resolve_mesh
 from tpu_kit.distributed.backends import TpuRuntime
 from tpu_kit.distributed.mesh import active_mesh, use_mesh
 from tpu_kit.generation.decoder import BLOCK, Batch, Decoder
+from tpu_kit.generation.kv_cache import stack_spec
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models.decode_sharding import heads_spec
 from tpu_kit.models.layer_scan import stacked_prefixes
 from tpu_kit.models.partition import is_tied, spec_of
 from tpu_kit.models.quantization import Scheme, replace_layers
@@ -137,9 +137,9 @@ def _trace_generation(config: TrainConfig, wanted: GenerationProgram) -> Program
     batch = Batch(ids, lengths, ids[:, 0])
     with decoder.ready(), attention.lowering_for_tpu():
         cache = decoder.prompt_cache(wanted.rows)
-        buffers = [*cache.keys, *cache.values]
+        buffers = cache.tensors
         names = {f"cache.{number}": tensor for number, tensor in enumerate(buffers)}
-        specs |= {name: heads_spec(tensor.shape) for name, tensor in names.items()}
+        specs |= {name: stack_spec(tensor.shape) for name, tensor in names.items()}
         numbers = {tensor_number(tensor): name for name, tensor in (inputs | names).items()}
         replaced = {tensor_number(tensor) for tensor in buffers}
         outputs = []

@@ -90,7 +90,9 @@ def _taken() -> Any:
 
 
 def slice_at(stack: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Returns a slice of a stack on XLA, (G, ...), at `place`, an integer on the device."""
+    """Returns a slice of a stack, (G, ...), at `place`, an integer on the device."""
+    if stack.device.type != "xla":
+        return stack[place]
     found: torch.Tensor = _taken()(stack, place)[0]
     return found
 
@@ -208,17 +210,21 @@ def _loop(
     return xb.Op.mkwhile(parameters, more, step).build(name)
 
 
-def write_slot(buffer: torch.Tensor, new: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """Returns `buffer` with `new` written from index `slot` of axis 2 on; XLA does this in place.
+def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """Returns a stack of buffers with `new` written into one of them, from a slot on, in place.
 
     torch_xla lowers `index_copy` to a scatter, which a TPU cannot do in place.
 
     Args:
-        buffer: (B, heads, S, D).
+        stack: (G, B, heads, S, D).
         new: (B, heads, n, D), of the same dtype.
+        place: of the buffer, () int64.
         slot: (1,) int64.
     """
-    found: torch.Tensor = _slot_writer()(buffer, new, slot)
+    if stack.device.type != "xla":
+        stack[place].index_copy_(2, slot + torch.arange(new.shape[2], device=new.device), new)
+        return stack
+    found: torch.Tensor = _slot_writer()(stack, new, place, slot)
     return found
 
 
@@ -227,9 +233,9 @@ def _slot_writer() -> Any:
     import torch_xla.core.xla_builder as xb
     import torch_xla.core.xla_op_registry as registry
 
-    def lower(buffer: Any, new: Any, slot: Any) -> Any:
+    def lower(stack: Any, new: Any, place: Any, slot: Any) -> Any:
         zero = xb.Op.scalar(slot.builder(), 0, dtype=xb.Type.S64)
-        return buffer.dynamic_update_slice(new, [zero, zero, slot.reshape(()), zero])
+        return stack.dynamic_update_slice(new.broadcast((1,)), [place, zero, zero, slot.reshape(()), zero])
 
     return registry.register("tpu_kit_write_slot", lower)
 
