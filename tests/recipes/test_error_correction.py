@@ -26,13 +26,26 @@ from tpu_kit.recipes import sft
 pytestmark = pytest.mark.usefixtures("quick_xla")
 xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 CPU = {"device_type": "cpu", "num_replicas": 1}
+# Below eps AdamW moves an element in proportion to its gradient. With the default of 1e-8, an element whose gradient
+# is no larger than its rounding error moves by up to a whole step either way, also with other micro-batches on one CPU.
+ABOVE_ROUNDING = {"eps": 1e-4, "save_steps": 1, "checkpoint.keep": 4}
 FILES = file_names("error_correction")
 CLASS = {"tpu_kit_head": "tpu_kit.training.error_correction:ErrorCorrection"}
 
 
 @pytest.fixture(scope="module")
 def whole(world: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    return trained(world, tmp_path_factory.mktemp("whole"), "error-correction", **CPU)
+    return trained(world, tmp_path_factory.mktemp("whole"), "error-correction", **CPU, **ABOVE_ROUNDING)
+
+
+def assert_same_training(run: TrainConfig, whole: TrainConfig) -> None:
+    """The gradients of the first update, the losses and the parameters are the same."""
+    mine, wanted = weights(run, 1), weights(whole, 1)
+    firsts = [name for name in wanted if name.startswith("moments/first/")]
+    assert firsts
+    for name in firsts:
+        assert (mine[name] - wanted[name]).norm() <= 1e-5 * wanted[name].norm(), name
+    assert_alike(run, whole)
 
 
 def test_a_run_saves_its_head_and_resumes_bit_for_bit(world: Path, whole: TrainConfig, tmp_path: Path) -> None:
@@ -50,16 +63,17 @@ def test_a_run_saves_its_head_and_resumes_bit_for_bit(world: Path, whole: TrainC
         assert json.loads((whole.output_path / folder / FILES[0]).read_text()) == settings
 
     shutil.copytree(whole.output_path / "checkpoints", tmp_path / "checkpoints")
-    shutil.rmtree(tmp_path / "checkpoints/step-00000004")
-    resumed = weights(trained(world, tmp_path, "error-correction", **CPU))
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / f"checkpoints/step-{step:08}")
+    resumed = weights(trained(world, tmp_path, "error-correction", **CPU, **ABOVE_ROUNDING))
     assert [name for name, value in ended.items() if not torch.equal(value, resumed[name])] == []
 
 
 @xla
 @pytest.mark.slow
 def test_replicas_train_it_like_one_cpu_in_one_program(world: Path, whole: TrainConfig, tmp_path: Path) -> None:
-    found = trained(world, tmp_path, "error-correction", num_replicas=2)
-    assert_alike(found, whole)
+    found = trained(world, tmp_path, "error-correction", num_replicas=2, **ABOVE_ROUNDING)
+    assert_same_training(found, whole)
     assert_one_program(found)
 
 
@@ -67,8 +81,8 @@ def test_replicas_train_it_like_one_cpu_in_one_program(world: Path, whole: Train
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp=2", "data=2,model=2"])
 def test_a_mesh_trains_it_like_one_cpu(world: Path, whole: TrainConfig, tmp_path: Path, mesh: str) -> None:
-    found = trained(world, tmp_path, "error-correction", **{"launch.mesh": mesh})
-    assert_alike(found, whole)
+    found = trained(world, tmp_path, "error-correction", **{"launch.mesh": mesh}, **ABOVE_ROUNDING)
+    assert_same_training(found, whole)
     assert all(line["host_syncs_per_step"] == line["fallbacks_per_step"] == 0 for line in logged(found))
 
 
