@@ -358,7 +358,8 @@ def test_on_xla_the_tokens_are_the_same(on_xla: tuple[dict[str, Any], Path]) -> 
 @needs_xla
 def test_on_xla_the_tokens_are_the_same_for_every_family() -> None:
     found = child("families")["families"]
-    assert len(found) == len(FAMILIES) - 1 and all(found.values()), found
+    # Each with its layers one by one and as loops; the quick suite has one of these runs.
+    assert len(found) == 2 * len(FAMILIES) - 1 and all(found.values()), found
 
 
 @needs_xla
