@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.planning.test_memory_estimate import RECORDED, configuration, estimated
+from tests.planning.test_memory_estimate import RECORDED, configuration, derive_shapes, estimated
 from tests.support.child_processes import REPOSITORY
 from tpu_kit.planning.compile_check import compile_step
 
@@ -32,6 +32,7 @@ def table(folder: Path) -> str:
     lines = ["| model | layers | slice | replicas | settings | compiler | formula | error |"]
     lines.append("|---|---:|---|---:|---|---:|---:|---:|")
     errors, unseen = [], []
+    derive_shapes(folder)
     for one in (answer for answer in RECORDED["answers"] if "total_bytes" in answer):
         found = estimated(one, folder).total_bytes
         errors.append(found / one["total_bytes"] - 1)

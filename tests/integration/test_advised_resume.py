@@ -16,7 +16,7 @@ from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, is_another, load_config
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.models.architecture import read_shape
+from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning import memory_estimate, oom_recovery
 from tpu_kit.planning.planner import plan
 from tpu_kit.recipes import sft

@@ -24,7 +24,7 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.slices import find_topology
-from tpu_kit.models.architecture import read_shape
+from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning import compile_check
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable, compile_step
 from tpu_kit.planning.cost import weight_transfers

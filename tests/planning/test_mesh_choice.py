@@ -18,7 +18,7 @@ from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.distributed import runtime
 from tpu_kit.hardware.chips import chip
 from tpu_kit.hardware.slices import find_slice
-from tpu_kit.models.architecture import read_shape
+from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.cost import link_seconds, sharded_work, step_time, transfers
 from tpu_kit.planning.mesh_choice import largest_models, placed
 from tpu_kit.planning.planner import Plan, plan

@@ -135,7 +135,7 @@ def test_a_run_that_began_anew_is_not_to_begin_anew_again(tmp_path: Path) -> Non
 
 
 def test_without_a_prediction_the_next_smaller_batch(tmp_path: Path) -> None:
-    model = write_config(tmp_path / "model", QWEN2_500M, model_type="olmo")
+    model = write_config(tmp_path / "model", QWEN2_500M, model_type="none")
     config = load_config(None, [f"model.name={model}", "batch_size=6", "device_type=cpu", "remat=none"])
     outlook = check_before_launch(config)
     assert outlook.memory is None

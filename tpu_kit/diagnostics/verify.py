@@ -30,7 +30,7 @@ from tpu_kit.hardware.calibration import Calibration
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.hardware.compatibility import PACKAGES, TESTED, installed_version
 from tpu_kit.hardware.machine import Check, Machine, Status
-from tpu_kit.models.architecture import read_shape
+from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.compile_check import compile_step, with_shipped_shape
 from tpu_kit.planning.cost import step_time, work
 from tpu_kit.storage import atomic

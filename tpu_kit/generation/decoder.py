@@ -23,12 +23,12 @@ import torch
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation import kv_cache
+from tpu_kit.generation.decode_sharding import weights_in_place
 from tpu_kit.generation.kv_cache import Cache, Step, stack_spec
 from tpu_kit.generation.sampling import Kind
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.causal_lm import output_embedding
-from tpu_kit.models.decode_sharding import weights_in_place
 from tpu_kit.models.layer_scan import kept_states, stacked_prefixes
 from tpu_kit.xla.scan import Traced, replace_contents
 from tpu_kit.xla.sharding import constrain

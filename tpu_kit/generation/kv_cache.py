@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from tpu_kit.config.mesh import Spec
+from tpu_kit.generation.decode_sharding import heads_spec
 from tpu_kit.models import attention
-from tpu_kit.models.decode_sharding import heads_spec
 from tpu_kit.models.layer_calls import LayerCache
 from tpu_kit.xla.scan import Tensors, slice_at, write_slot
 from tpu_kit.xla.sharding import constrain

@@ -31,7 +31,6 @@ from tpu_kit.generation.decoder import Batch, Decoder, filled
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import attention, layer_scan
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models.architecture import FAMILIES
 from tpu_kit.models.loading import brief, read_config
 from tpu_kit.xla import program
 
@@ -89,7 +88,7 @@ def check_training(config: TrainConfig, device_type: str) -> None:
             "Set optim.scan_layers=off": {"optim": {"scan_layers": "off"}},
             "Set data.packing=false, which puts one document in each row": {"data": {"packing": False}},
         }
-        advice = f"Otherwise use a model of another family, such as {', '.join(FAMILIES)}"
+        advice = f"Otherwise use a model of another family, such as {', '.join(models.COMPARED)}"
         for text, sections in changes.items():
             changed = replace(config, **{name: replace(getattr(config, name), **new) for name, new in sections.items()})
             if not _training_problem(changed, model, device_type):
@@ -123,7 +122,7 @@ def _training_problem(config: TrainConfig, model: PreTrainedConfig, device_type:
     way = (kernel, config.launch.mesh, config.optim.remat, config.optim.scan_layers, config.lora, config.data.packing)
 
     def compute() -> str:
-        on_xla = device_type in ("tpu", "xla-cpu") and model.get_text_config().model_type not in FAMILIES
+        on_xla = device_type in ("tpu", "xla-cpu") and model.get_text_config().model_type not in models.COMPARED
         problem = _compare_training(config, model, device_type, torch.device("cpu"))
         return _on_xla(config, device_type) if on_xla and not problem else problem
 

@@ -34,9 +34,9 @@ from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import states_head
-from tpu_kit.models.architecture import read_shape
 from tpu_kit.models.base_identity import base_of_adapter
 from tpu_kit.models.loading import brief, load_base, load_frozen, load_tokenizer, read_config
+from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.storage.object_store import at_hand
 
 __all__ = ["Completion", "Generator", "Prompt", "Sampling", "chat", "generate", "stream"]
@@ -265,9 +265,9 @@ def launch_with_adapter(
     """
     if (mesh := runtime.detect(config.launch).mesh) is not None:
         shape = None
-        with contextlib.suppress(ValueError):  # an unknown family
+        with contextlib.suppress(ValueError):  # its shape cannot be derived
             shape = read_shape(config.model)
-        if shape and (problems := mesh.problems(shape.heads, shape.kv_heads)):
+        if shape and (problems := shape.mesh_problems(mesh)):
             raise ConfigError(problems)
     with contextlib.nullcontext() if adapter_dir is None else at_hand(adapter_dir) as adapter:
         config = replace(config, model=base_of_adapter(config.model, adapter))

@@ -1,14 +1,15 @@
-"""The shapes of models, read from their config.json alone: sizes, linear layers, layers with adapters.
+"""The shapes of models: sizes, parameters, the linear layers of each kind of layer, layers with adapters.
 
-It needs no torch, no transformers and no weights, so that planning is quick. assets/shapes.json has the sizes of some
-models of the hub, to plan them without a network, and before access is granted.
+`meta_model` derives a shape from the model itself, and `shape_cache` keeps it. assets/shapes.json has the config.json
+of some models of the hub, to plan them without a network, and before access is granted.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
@@ -17,7 +18,7 @@ from typing import Any
 
 from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import LoraConfig, ModelConfig
-from tpu_kit.hardware.host import ask_hub_once
+from tpu_kit.config.mesh import Mesh
 
 ALONE = 2**24
 """Number of elements from which on the squares of a gradient are summed by themselves; see `training.step`.
@@ -68,66 +69,9 @@ def known_models() -> str:
     return "\n".join([*lines, f"and their copies of {' and '.join(f'{name}/' for name in MIRRORS)}"])
 
 
-class UnknownFamilyError(ValueError):
-    """The formula does not know the architecture; the TPU compiler may compile it."""
-
-
 FEW_TILES = 4
 """Tiles of an MLP up to which its backward pass is unrolled: a loop copies the weights that it carries, and with more
 tiles the program would grow."""
-NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-@dataclass(frozen=True)
-class Family:
-    """The layers of an architecture, and transformers' defaults for values that its config.json may omit.
-
-    Attributes:
-        linears: of a layer, "module: inputs outputs" in letters: H hidden, Q all query heads, K all key-value heads, I
-            intermediate size; "+b" for a bias.
-        norms: of a layer, the lengths of its vectors: H, or D for the size of a head.
-        last: vectors after the last layer.
-        kv_heads: default of key-value heads; None for as many as heads.
-        head_dim: default; None for hidden_size / heads.
-        tied: default of tied input and output embeddings.
-        positions: default.
-        head_bias: whether the output layer has a bias.
-    """
-
-    linears: str
-    norms: str
-    last: str = "H"
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    tied: bool = False
-    positions: int = 2048
-    head_bias: bool = False
-
-
-_GATED = "mlp.gate_proj: H I, mlp.up_proj: H I, mlp.down_proj: I H"
-_LLAMA = f"self_attn.q_proj: H Q, self_attn.k_proj: H K, self_attn.v_proj: H K, self_attn.o_proj: Q H, {_GATED}"
-_QWEN2 = (
-    f"self_attn.q_proj: H Q +b, self_attn.k_proj: H K +b, self_attn.v_proj: H K +b, self_attn.o_proj: Q H, {_GATED}"
-)
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(_LLAMA, "H H"),
-    "mistral": Family(_LLAMA, "H H", kv_heads=8, positions=131072),
-    "qwen2": Family(_QWEN2, "H H", kv_heads=32, positions=32768),
-    "qwen3": Family(_LLAMA, "H H D D", kv_heads=32, head_dim=128, positions=32768),
-    "gemma2": Family(_LLAMA, "H H H H", kv_heads=4, head_dim=256, tied=True, positions=8192),
-    "gemma3_text": Family(_LLAMA, "H H H H D D", kv_heads=4, head_dim=256, tied=True, positions=131072),
-    "phi": Family(
-        "self_attn.q_proj: H Q +b, self_attn.k_proj: H K +b, self_attn.v_proj: H K +b, self_attn.dense: Q H +b, "
-        "mlp.fc1: H I +b, mlp.fc2: I H +b",
-        "H H", last="H H", head_bias=True,
-    ),
-    "phi3": Family(
-        "self_attn.qkv_proj: H QKK, self_attn.o_proj: Q H, mlp.gate_up_proj: H II, mlp.down_proj: I H",
-        "H H", positions=4096,
-    ),
-}  # fmt: skip
-"""By model_type. Sources: the modeling_*.py and configuration_*.py files of transformers 5.23."""
 
 
 def spans(keys: Sequence[Any]) -> list[tuple[int, int]]:
@@ -154,7 +98,7 @@ def spans(keys: Sequence[Any]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of a decoder layer: its path in the layer, such as "self_attn.q_proj", and its shape."""
+    """A linear layer: its path in the decoder layer, such as "self_attn.q_proj", and its shape."""
 
     path: str
     inputs: int
@@ -168,6 +112,71 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """A kind of decoder layer.
+
+    Attributes:
+        linears: its linear layers, in the order of their calls.
+        others: (path, shape) of its other parameters.
+        mlp: path of the module with the most weights beside attention, "" if there is none.
+        heads: query heads, 0 without attention.
+        kv_heads: key-value heads.
+        head_dim: size of a head.
+        norm_follows: whether the result of the MLP has a norm before the residual addition.
+    """
+
+    linears: tuple[Linear, ...]
+    others: tuple[tuple[str, tuple[int, ...]], ...]
+    mlp: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_follows: bool
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Layer:
+        """Reads the result of `asdict`."""
+        linears = tuple(Linear(**one) for one in values["linears"])
+        return cls(**values | {"linears": linears, "others": _pairs(values["others"])})
+
+    def in_mlp(self, linear: Linear) -> bool:
+        """Whether a linear layer is the MLP's; the others are counted as attention's."""
+        return bool(self.mlp) and linear.path.startswith(f"{self.mlp}.")
+
+    @cached_property
+    def mlp_linears(self) -> tuple[Linear, ...]:
+        """The MLP's linear layers."""
+        return tuple(filter(self.in_mlp, self.linears))
+
+    @cached_property
+    def attention_linears(self) -> tuple[Linear, ...]:
+        """All other linear layers."""
+        return tuple(one for one in self.linears if not self.in_mlp(one))
+
+    @property
+    def intermediate(self) -> int:
+        """Size within the MLP: the inputs of its last linear layer."""
+        return self.mlp_linears[-1].inputs if self.mlp_linears else 0
+
+    @property
+    def gates(self) -> int:
+        """Arrays of (T, intermediate) that the MLP's backward pass reads: gate, up and product; without a gate two."""
+        outputs = sum(one.outputs for one in self.mlp_linears[:-1])
+        return 1 + round(outputs / self.intermediate) if self.intermediate else 0
+
+    @property
+    def norms_heads(self) -> bool:
+        """Whether attention has parameters beside its linear layers: norms of queries and keys."""
+        modules = {one.path.rpartition(".")[0] for one in self.attention_linears}
+        return any(path.startswith(f"{module}.") for path, _ in self.others for module in modules if module)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(one.parameters for one in self.linears) + _elements(self.others)
+
+
+@dataclass(frozen=True)
 class Shape:
     """The shape of a decoder-only model.
 
@@ -175,197 +184,130 @@ class Shape:
         family: the model_type.
         vocabulary: rows of the embedding.
         hidden: size of the hidden states.
-        intermediate: size within the MLP.
-        layers: number of decoder layers.
-        heads: query heads.
-        kv_heads: key-value heads.
-        head_dim: size of a head.
         tied: whether the output layer is the embedding.
         positions: longest sequence.
-        linears: the linear layers of each decoder layer.
-        norms: lengths of the other vectors of each layer.
-        last_norms: lengths of the vectors after the last layer.
-        kinds: the attention of each layer ("full", "sliding"); layers of two kinds are not in one block of a loop.
-        softcap: whether attention caps its scores, which then exist in memory.
+        layers_path: of the list of layers, such as "model.layers".
+        outside: (name, shape) of the parameters that are in no layer; a tied embedding counts once.
+        linears_outside: linear layers of the decoder that are in no layer, by their paths in the model.
+        kinds: the kinds of layers.
+        order: the kind of each layer.
+        equal: a number for each layer; layers with the same number can be turns of one loop.
     """
 
     family: str
     vocabulary: int
     hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     tied: bool
     positions: int
-    linears: tuple[Linear, ...]
-    norms: tuple[int, ...]
-    last_norms: tuple[int, ...]
-    kinds: tuple[str, ...]
-    softcap: bool
+    layers_path: str
+    outside: tuple[tuple[str, tuple[int, ...]], ...]
+    linears_outside: tuple[Linear, ...]
+    kinds: tuple[Layer, ...]
+    order: tuple[int, ...]
+    equal: tuple[int, ...]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Shape:
+        """Reads the result of `asdict`, also from JSON."""
+        changes = {
+            "outside": _pairs(values["outside"]), "order": tuple(values["order"]), "equal": tuple(values["equal"]),
+            "linears_outside": tuple(Linear(**one) for one in values["linears_outside"]),
+            "kinds": tuple(map(Layer.from_dict, values["kinds"])),
+        }  # fmt: skip
+        return cls(**values | changes)
 
     @property
-    def known(self) -> Family:
-        """The family of the model."""
-        return FAMILIES[self.family]
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.order)
 
-    @property
-    def norm_follows(self) -> bool:
-        """Whether the results of attention and MLP have a norm before the residual addition."""
-        return self.norms.count(self.hidden) >= 4
+    @cached_property
+    def counted(self) -> tuple[tuple[Layer, int], ...]:
+        """The kinds of layers, and how many layers are of each."""
+        counts = Counter(self.order)
+        return tuple((kind, counts[number]) for number, kind in enumerate(self.kinds))
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Number of parameters of one layer."""
-        return sum(linear.parameters for linear in self.linears) + sum(self.norms)
+        """Number of parameters of all layers."""
+        return sum(kind.parameters * count for kind, count in self.counted)
 
     @cached_property
-    def head_parameters(self) -> int:
-        """Number of parameters of an output layer that is not tied, and of its bias."""
-        return (0 if self.tied else self.vocabulary * self.hidden) + (self.vocabulary if self.known.head_bias else 0)
+    def linears(self) -> tuple[Linear, ...]:
+        """The different linear layers of all kinds of layers, and those that are in no layer."""
+        return tuple(dict.fromkeys([one for kind in self.kinds for one in kind.linears] + [*self.linears_outside]))
+
+    @cached_property
+    def linear_weights(self) -> int:
+        """Number of elements of the layers' matrices."""
+        return sum(one.inputs * one.outputs * count for kind, count in self.counted for one in kind.linears)
 
     @property
     def parameters(self) -> int:
         """Number of all parameters; a tied embedding counts once."""
-        embedding = self.vocabulary * self.hidden
-        return embedding + self.head_parameters + self.layers * self.layer_parameters + sum(self.last_norms)
+        return self.layer_parameters + _elements(self.outside)
 
+    @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """Returns (layers of a block, turns) of each loop over layers."""
-        return spans(self.kinds)
+        """(layers of a block, turns) of each loop over layers."""
+        return spans(self.equal)
 
-    def adapted(self, lora: LoraConfig) -> list[tuple[Linear, int]]:
-        """Returns the linear layers with adapters, and the number of decoder layers in which they have them.
+    def mesh_problems(self, mesh: Mesh) -> list[str]:
+        """Returns a text for each number of attention heads that the model axis of a mesh does not divide."""
+        return list(dict.fromkeys(text for kind in self.kinds for text in mesh.problems(kind.heads, kind.kv_heads)))
+
+    def stacks(self, *, scanned: bool = True) -> Iterator[tuple[str, list[int]]]:
+        """Yields the path in the model of each layer, or of each stack of layers, and the layers that are in it."""
+        if not scanned:
+            yield from ((f"{self.layers_path}.{number}", [number]) for number in range(self.layers))
+            return
+        start = 0
+        for run, (period, turns) in enumerate(self.runs):
+            for offset in range(period):
+                layers = [start + offset + turn * period for turn in range(turns)]
+                yield f"{self.layers_path}.runs.{run}.layers.{offset}", layers
+            start += period * turns
+
+    def has_adapter(self, lora: LoraConfig, layer: int | None, linear: Linear) -> bool:
+        """Whether a linear layer has an adapter; `layer` is the number of its layer, None for one in no layer."""
+        if not lora.r or lora.targets == "all-linear":
+            return bool(lora.r)
+        path = linear.path if layer is None else f"{self.layers_path}.{layer}.{linear.path}"
+        wanted = [lora.targets] if isinstance(lora.targets, str) else lora.targets
+        return any(f".{path}".endswith(f".{one}") for one in wanted)
+
+    def check_targets(self, lora: LoraConfig) -> None:
+        """Checks that each LoRA target matches a linear layer.
 
         Raises:
-            ValueError: a target matches nothing.
+            ValueError: one does not.
         """
-        if not lora.r:
-            return []
-        if lora.targets == "all-linear":
-            return [(linear, self.layers) for linear in self.linears]
+        if not lora.r or lora.targets == "all-linear":
+            return
+        paths = [f".{one.path}" for one in self.linears_outside]
+        paths += [
+            f".{self.layers_path}.{layer}.{one.path}"
+            for layer, kind in enumerate(self.order)
+            for one in self.kinds[kind].linears
+        ]
         wanted = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
-        paths = {(linear, i): f".model.layers.{i}.{linear.path}" for linear in self.linears for i in range(self.layers)}
-        missing = [one for one in wanted if not any(path.endswith(f".{one}") for path in paths.values())]
+        missing = [one for one in wanted if not any(path.endswith(f".{one}") for path in paths)]
         if missing or not wanted:
-            names = ", ".join(sorted(linear.path.rpartition(".")[2] for linear in self.linears))
+            names = ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
             raise ValueError(
                 f"lora.targets: {', '.join(missing) or 'an empty list'} matched nothing in {self.family}; its linear "
                 f"layers are {names}. Name some of these, or use all-linear"
             )
-        hits = [key for key, path in paths.items() if any(path.endswith(f".{one}") for one in wanted)]
-        counts = {linear: sum(1 for other, _ in hits if other is linear) for linear in self.linears}
-        return [(linear, count) for linear, count in counts.items() if count]
+
+    def adapted(self, lora: LoraConfig, kind: Layer) -> list[Linear]:
+        """Returns the linear layers of a kind that have adapters in at least one layer."""
+        layers = [layer for layer, number in enumerate(self.order) if self.kinds[number] == kind]
+        return [one for one in kind.linears if any(self.has_adapter(lora, layer, one) for layer in layers)]
 
 
-def read_shape(model: ModelConfig) -> Shape:
-    """Reads the shape of the model of a run.
-
-    Args:
-        model: a hub id, whose config.json is fetched, a folder with one, or "embedded".
-
-    Raises:
-        ValueError: there is no config.json, it lacks a needed value, or the architecture is not among `FAMILIES`.
-    """
-    name = f"model.name={model.name}"
-    given = _read(model)
-    values = {**given, **given["text_config"]} if isinstance(given.get("text_config"), dict) else given
-    family = {"gemma3": "gemma3_text"}.get(kind := str(values.get("model_type")), kind)
-    if family not in FAMILIES:
-        raise UnknownFamilyError(
-            f"{name}: the formula knows {', '.join(FAMILIES)}, and this is {kind}; --exact asks the TPU compiler, "
-            "which takes any causal language model that traces"
-        )
-    wrong = [key for key in NEEDED if not isinstance(values.get(key), int) or values[key] < 1]
-    if wrong:
-        raise ValueError(
-            f"{name}: its config.json does not say {', '.join(wrong)} (whole numbers from 1 on); take the whole file "
-            "of the original model"
-        )
-    return _shape(family, values, name)
+def _pairs(values: Iterable[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(shape)) for name, shape in values)
 
 
-def _shape(family: str, values: Mapping[str, Any], name: str) -> Shape:
-    ways = FAMILIES[family]
-    hidden, heads, layers = (values[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    kv_heads = values.get("num_key_value_heads") or ways.kv_heads or heads
-    head_dim = values.get("head_dim") or ways.head_dim or hidden // heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"{name}: {heads} heads cannot share {kv_heads} key-value heads; correct num_key_value_heads in its "
-            "config.json"
-        )
-    sizes = {"H": hidden, "Q": heads * head_dim, "K": kv_heads * head_dim, "I": values["intermediate_size"]}
-    linears = []
-    for text in ways.linears.split(", "):
-        path, _, rest = text.partition(": ")
-        inputs, outputs, *bias = rest.split()
-        attends = path.startswith("self_attn")
-        has = bool(bias) or bool(values.get("attention_bias" if attends else "mlp_bias", False))
-        linears.append(Linear(path, sizes[inputs], sum(sizes[letter] for letter in outputs), has))
-    return Shape(
-        family=family, vocabulary=values["vocab_size"], hidden=hidden, intermediate=values["intermediate_size"],
-        layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        tied=bool(values.get("tie_word_embeddings", ways.tied)),
-        positions=int(values.get("max_position_embeddings") or ways.positions), linears=tuple(linears),
-        norms=tuple(hidden if letter == "H" else head_dim for letter in ways.norms.split()),
-        last_norms=tuple(hidden for _ in ways.last.split()),
-        kinds=_kinds(family, values, layers), softcap=bool(values.get("attn_logit_softcapping")),
-    )  # fmt: skip
-
-
-def _kinds(family: str, values: Mapping[str, Any], layers: int) -> tuple[str, ...]:
-    given = values.get("layer_types")
-    if isinstance(given, list) and len(given) == layers:
-        return tuple(map(str, given))
-    period = {"gemma2": 2, "gemma3_text": int(values.get("sliding_window_pattern") or 6)}.get(family)
-    if period:
-        return tuple("full" if (i + 1) % period == 0 else "sliding" for i in range(layers))
-    if family in ("qwen2", "qwen3") and values.get("use_sliding_window"):
-        first = int(values.get("max_window_layers", 28))
-        return tuple("sliding" if i >= first else "full" for i in range(layers))
-    return ("full",) * layers
-
-
-def _read(model: ModelConfig) -> dict[str, Any]:
-    name = f"model.name={model.name}"
-    if model.gguf_file:
-        raise ValueError(f"{name}: the formula reads a config.json, not a GGUF file; --exact asks the TPU compiler")
-    if (shipped := shipped_shape(model)) is not None:
-        return shipped
-    path = _find(model)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name}: its config.json cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{name}: its config.json holds no object; take the file of the original model")
-    return values
-
-
-def _find(model: ModelConfig) -> Path:
-    name = f"model.name={model.name}"
-    if model.name == "embedded":
-        from tpu_kit.assets import embedded
-
-        return embedded.model_dir() / "config.json"
-    folder = Path(model.name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{name}: the folder has no config.json")
-        return folder / "config.json"
-    if model.name.startswith((".", "~", os.sep)) or model.name.count("/") > 1:
-        raise ValueError(f"{name}: there is no such folder. Give a folder, a hub id or embedded")
-    from huggingface_hub import hf_hub_download
-
-    ask_hub_once()
-    try:
-        return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ValueError(
-            f"{name}: it is no folder here and its config.json cannot be fetched from the hub ({reason}): check the "
-            f"spelling and the network, or give a folder that has the file;{did_you_mean(model.name)} known without a "
-            f"network:\n{known_models()}"
-        ) from error
+def _elements(parameters: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    return sum(math.prod(shape) for _, shape in parameters)

@@ -126,7 +126,7 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
     except (SafetensorError, RuntimeError) as error:  # a file that is damaged, weights of other shapes
         raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
     except (OSError, ValueError, KeyError) as error:
-        _refuse_code(config, error)
+        refuse_code(config, error)
         if Path(name).is_dir():
             raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
         raise ValueError(unreachable(config, error)) from error
@@ -139,7 +139,7 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
     return model
 
 
-def _refuse_code(config: ModelConfig, error: Exception) -> None:
+def refuse_code(config: ModelConfig, error: Exception) -> None:
     """Raises ValueError if transformers refused to run the model's own code."""
     if "trust_remote_code" in str(error):
         raise ValueError(
@@ -162,7 +162,7 @@ def read_config(config: ModelConfig) -> PreTrainedConfig | None:
             locate(config), revision=config.revision, trust_remote_code=config.trust_remote_code, **options
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        _refuse_code(config, error)
+        refuse_code(config, error)
         return None
     return found
 

@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tpu_kit.config.loader import LoraConfig, TrainConfig, batch_arithmetic
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import Chip
-from tpu_kit.models.architecture import ALONE, FEW_TILES, Shape, read_shape
+from tpu_kit.models.architecture import ALONE, FEW_TILES, Layer, Linear, Shape
+from tpu_kit.planning.argument_memory import LANES, is_matrix, model_tensors, padded, shards, teacher_shape
 
 if TYPE_CHECKING:
     from tpu_kit.training.objectives import Objective
 
-LANES, ROWS, VECTOR = 128, 8, 1024
 VECTOR_MEMORY = 112 * 2**20
 """Bytes of the tiles of the MLP, and of the inputs and outputs of the attention kernels, that are in the chip's vector
 memory instead of HBM, if the chip is not given: v5e and v6e have 128 MiB."""
@@ -44,119 +44,6 @@ LEFT_BY_TILES = 0.5
 """Arrays of (t, I) that each tile of an unrolled MLP but the last leaves in HBM for its adapters' gradients."""
 
 
-def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
-    """Bytes of an array in HBM, with the padding of its tiles.
-
-    An array lies in tiles of 8 rows of 128 for every dtype (bf16 as T(8,128)(2,1), int8 as T(8,128)(4,1): rows are
-    interleaved within a tile), fewer rows where the array has fewer; a vector in tiles of 1024.
-
-    Args:
-        shape: its axes.
-        size: bytes of an element.
-        free: whether the compiler may exchange the last two axes in the layout, as it may for arguments.
-    """
-    if not shape:
-        return 512
-    if len(shape) == 1:
-        return math.ceil(-(-shape[0] // VECTOR) * VECTOR * size)
-
-    def lay(rows: int, lanes: int) -> int:
-        tile = min(ROWS, 1 << (rows - 1).bit_length())
-        return -(-rows // tile) * tile * -(-lanes // LANES) * LANES
-
-    orders = [shape[-2:], shape[:-3:-1]] if free else [shape[-2:]]
-    return math.ceil(math.prod(shape[:-2]) * min(lay(*order) for order in orders) * size)
-
-
-def trained_tensors(shape: Shape, lora: LoraConfig) -> list[tuple[int, ...]]:
-    """The trained tensors, layers stacked: adapters (layers, r, in), (layers, out, r), DoRA's (layers, out); or all."""
-    if lora.r:
-        found: list[tuple[int, ...]] = []
-        for linear, count in shape.adapted(lora):
-            found += [(count, lora.r, linear.inputs), (count, linear.outputs, lora.r)]
-            found += [(count, linear.outputs)] if lora.dora else []
-        return found
-    return weight_tensors(shape)
-
-
-def update_groups(shape: Shape, lora: LoraConfig, *, scanned: bool) -> list[list[tuple[int, ...]]]:
-    """Groups the trained tensors as they are updated: the small ones together, each large one alone.
-
-    Args:
-        shape: of the model.
-        lora: the adapters.
-        scanned: whether layers are stacked: then the stacks of a block's layers are the tensors.
-    """
-    small, groups = [], []
-    for tensor in trained_tensors(shape, lora):
-        parts = [tensor]
-        if len(tensor) == 3:
-            turns = [turns for period, turns in shape.runs() for _ in range(period)] if scanned else [1] * tensor[0]
-            parts = [(count, *tensor[1:]) for count in turns]
-        for part in parts:
-            if math.prod(part) < ALONE:
-                small.append(part)
-            else:
-                groups.append([part])
-    return [small, *groups] if small else groups
-
-
-def trained_count(shape: Shape, lora: LoraConfig) -> int:
-    """Number of trained parameters."""
-    return sum(map(math.prod, trained_tensors(shape, lora)))
-
-
-def weight_tensors(shape: Shape) -> list[tuple[int, ...]]:
-    """The shapes of a model's weights, layers stacked."""
-    return _other_tensors(shape) + [(shape.layers, linear.outputs, linear.inputs) for linear in shape.linears]
-
-
-def _other_tensors(shape: Shape) -> list[tuple[int, ...]]:
-    """All weights except the matrices of linear layers, which can be quantised."""
-    embedding = (shape.vocabulary, shape.hidden)
-    found: list[tuple[int, ...]] = [embedding] if shape.tied else [embedding, embedding]
-    found += [(shape.vocabulary,)] if shape.known.head_bias else []
-    found += [(shape.layers, linear.outputs) for linear in shape.linears if linear.bias]
-    return found + [(shape.layers, size) for size in shape.norms] + [(size,) for size in shape.last_norms]
-
-
-def stored_tensors(shape: Shape, config: TrainConfig) -> list[tuple[tuple[int, ...], int]]:
-    """The stored base weights: shapes and bytes of an element, layers stacked.
-
-    They are fp32 where they are trained, else model.base_dtype. int8 has a scale for each output of a linear layer;
-    int4 has two weights in a byte, and a step and an offset for each group of inputs (`quantization.Scheme.stored` has
-    (2, groups): as arguments the two lie together, or groups would be padded to a tile). Scales and all other weights
-    are bf16.
-    """
-    dtype = config.model.base_dtype if config.lora.r else "fp32"
-    if dtype in ("fp32", "bf16"):
-        return [(tensor, 4 if dtype == "fp32" else 2) for tensor in weight_tensors(shape)]
-    found: list[tuple[tuple[int, ...], int]] = [(tensor, 2) for tensor in _other_tensors(shape)]
-    for one in shape.linears:
-        layers, groups = shape.layers, one.inputs // config.model.quant_group
-        if dtype == "int8":
-            found += [((layers, one.outputs, one.inputs), 1), ((layers, one.outputs), 2)]
-        else:
-            found += [((layers, one.inputs // 2, one.outputs), 1), ((layers, groups, 2, one.outputs), 2)]
-    return found
-
-
-def teacher_shape(config: TrainConfig) -> Shape | None:
-    """The shape of a teacher in memory; None without one."""
-    return None if config.teacher is None or config.distill.files else _shape_of(config.teacher)
-
-
-_shape_of = cache(read_shape)
-
-
-def teacher_tensors(config: TrainConfig) -> list[tuple[tuple[int, ...], int]]:
-    """The stored weights of a teacher in memory, as `stored_tensors`; none without one."""
-    shape, model = teacher_shape(config), config.teacher
-    if shape is None or model is None:
-        return []
-    return stored_tensors(shape, replace(config, model=model, lora=LoraConfig()))
-
-
 def objective_beside(config: TrainConfig) -> Objective | None:
     """Returns the objective, which says what it adds; None for supervised learning and a teacher's, without torch."""
     if config.optim.objective == "supervised":
@@ -166,15 +53,14 @@ def objective_beside(config: TrainConfig) -> Objective | None:
     return objective_of(config)
 
 
-def group_bytes(group: Sequence[tuple[int, ...]]) -> int:
-    """Bytes of the fp32 tensor of a group of `update_groups`: a large one in its own shape, or a vector of small ones.
+def elements(linears: Sequence[Linear]) -> int:
+    """Returns the number of elements of linear layers."""
+    return sum(one.parameters for one in linears)
 
-    Args:
-        group: shapes of its tensors.
-    """
-    if len(group) == 1 and math.prod(group[0]) >= ALONE:
-        return padded(group[0], 4, free=True)
-    return padded((sum(map(math.prod, group)),), 4)
+
+def largest(linears: Sequence[Linear]) -> int:
+    """Returns the number of elements of the largest of linear layers, 0 without one."""
+    return max((one.parameters for one in linears), default=0)
 
 
 @dataclass(frozen=True)
@@ -200,7 +86,9 @@ class Moment:
 class PeakActivationModel:
     """The terms of the peak, one method each."""
 
-    def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int, chip: Chip | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, shape: Shape, num_replicas: int, chip: Chip | None = None, mesh: Mesh | None = None
+    ) -> None:
         plan = batch_arithmetic(config, num_replicas)
         self.config, self.shape = config, shape
         self.passes, self.rows, self.length = plan.gradient_accumulation, plan.batch_size, config.data.max_length
@@ -209,7 +97,6 @@ class PeakActivationModel:
         self.compute = 4 if config.model.base_dtype == "fp32" else 2
         self.stream = 4 if self.whole else self.compute
         self.at_hand = WHOLE_STATES if self.whole else STATES
-        self.trained = trained_count(shape, config.lora)
         optim, attention = config.optim, config.model.attention
         self.again, self.keeps = optim.remat != "none", optim.remat == "outputs"
         self.scanned = self.again and optim.scan_layers != "off"
@@ -221,10 +108,20 @@ class PeakActivationModel:
         self.tile = min(optim.mlp_tile or self.tokens, self.tokens) if tiles else self.tokens
         self.tiles = -(-self.tokens // self.tile)
         self.tiled = self.tiles > 1
-        self.block = max(period for period, _ in shape.runs()) if self.scanned else 1
-        self.groups = update_groups(shape, config.lora, scanned=self.scanned)
+        self.block = max(period for period, _ in shape.runs) if self.scanned else 1
+        self.tensors = model_tensors(shape, config, scanned=self.scanned)
+        self.parts = shards(self.tensors, mesh, shape.tied)
+        self.trained = sum(math.prod(one.shape) for one in self.tensors if one.trained)
+        self.groups = self.update_groups()
         self.objective = objective_beside(config)
         self.added = self.objective.cost(self.tokens, shape.hidden) if self.objective else None
+
+    def update_groups(self) -> list[list[tuple[int, ...]]]:
+        """Groups the trained tensors as they are updated: the small ones together, each large one alone."""
+        parts = [one.shape for one in self.tensors if one.trained]
+        small = [part for part in parts if math.prod(part) < ALONE]
+        large = [[part] for part in parts if math.prod(part) >= ALONE]
+        return [small, *large] if small else large
 
     def reported(self) -> tuple[Moment, float]:
         """The moment of the peak, and the bytes that the compiler reports beyond it."""
@@ -242,8 +139,9 @@ class PeakActivationModel:
         if self.objective and not self.objective.trains_model:
             return (yield from self.forward_moments(lasting))
         lasting["saved_activations"] = saved
+        kinds = self.shape.kinds
         if self.kernel == "sdpa" and self.again:
-            lasting["mask"] = self.scores()  # a bias of the scores' shape, made once for all layers
+            lasting["mask"] = max(map(self.scores, kinds))  # a bias of the scores' shape, made once for all layers
         if self.scanned:  # the stack that the first loop fills is allocated before it
             yield Moment("start", {**lasting, "layer": self.in_hbm(self.table())}, 0)
         before = gradients if self.passes > 1 else 0.0
@@ -256,12 +154,12 @@ class PeakActivationModel:
         parts = {**parts, "loss_chunk": rest + head, "teacher": states}  # the first moment keeps its own
         yield Moment("loss", parts, saved + self.hidden() + below)
         filled = self.layer_gradients() + head
-        for layer, attention in (self.at_mlp(), self.at_attention()):
+        for layer, attention in [term(kind) for kind in kinds for term in (self.at_mlp, self.at_attention)]:
             parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled + before}
             yield Moment("backward", parts, saved + self.hidden(1 + self.tiled) + filled + before)
         if self.scanned and self.kernel != "sdpa":
-            parts |= {"layer": self.states(3), "attention": self.turned_back()}
-            yield Moment("backward", parts, saved + self.layer_gradients("self_attn") + head + before)
+            parts |= {"layer": self.states(3), "attention": max(map(self.turned_back, kinds))}
+            yield Moment("backward", parts, saved + self.layer_gradients(attention=True) + head + before)
         yield Moment("backward", parts | {"layer": self.hidden(), "attention": 0.0}, saved + head + before)
         flat = sum(self.group_bytes(group) for group in self.groups if len(group) > 1) * self.flat_vectors()
         unseen = self.scanned * (self.layer_gradients() + (0.0 if self.shape.tied else head))
@@ -271,15 +169,18 @@ class PeakActivationModel:
 
     def forward_moments(self, lasting: dict[str, float]) -> Iterator[Moment]:
         """The moments of a model that is not trained: attention's, with its inputs in two layouts, and the loss."""
-        attention = self.heads(2, self.shape.heads) + self.heads(2, self.shape.kv_heads) + self.positions(1)
-        layer, chunk = self.states(3) + self.slices(), sum(self.loss())
-        saved = lasting.pop("objective_saved")
-        yield Moment("forward", {**lasting, "layer": layer, "attention": attention}, 0)
+        saved, chunk = lasting.pop("objective_saved"), sum(self.loss())
+        for kind in self.shape.kinds:
+            attention = self.heads(2, kind) + self.pairs(2, kind) + self.positions(1, kind)
+            layer = self.states(3) + self.slices(kind)
+            yield Moment("forward", {**lasting, "layer": layer, "attention": attention}, 0)
         yield Moment("loss", {**lasting, "objective_saved": saved / 2, "loss_chunk": chunk}, self.hidden())
 
     def group_bytes(self, group: Sequence[tuple[int, ...]]) -> int:
-        """Bytes of the fp32 tensor in which a group is updated."""
-        return group_bytes(group)
+        """Bytes of the fp32 tensor in which a group is updated: a large one in its own shape, or a vector of all."""
+        if len(group) == 1 and math.prod(group[0]) >= ALONE:
+            return padded(group[0], 4, free=True)
+        return padded((sum(map(math.prod, group)),), 4)
 
     # -------------------------------------------------------------------------------------------------------- arrays
 
@@ -291,28 +192,30 @@ class PeakActivationModel:
         """`count` arrays of (T, H) in the compute dtype: a layer's work has few fp32 arrays at a time."""
         return count * padded((self.tokens, self.shape.hidden), self.compute, free=True)
 
-    def heads(self, count: float, heads: int) -> float:
-        """`count` arrays of (B, heads, S, d): a head is padded to 128 lanes for a kernel, else dense."""
-        size = self.shape.head_dim
+    def heads(self, count: float, kind: Layer) -> float:
+        """`count` arrays of (B, n, S, d): a head is padded to 128 lanes for a kernel, else dense."""
+        return count * self._heads(kind.heads, kind.head_dim)
+
+    def pairs(self, count: float, kind: Layer) -> float:
+        """`count` arrays of (B, m, S, d), as `heads`."""
+        return count * self._heads(kind.kv_heads, kind.head_dim)
+
+    def _heads(self, heads: int, size: int) -> float:
         if self.kernel == "sdpa":
-            return count * self.tokens * heads * size * self.compute
-        return count * padded((self.rows * heads, self.length, size), self.compute)
+            return self.tokens * heads * size * self.compute
+        return padded((self.rows * heads, self.length, size), self.compute)
 
-    def scores(self) -> float:
+    def scores(self, kind: Layer) -> float:
         """One array of sdpa's scores, (B, n, S, S) in the compute dtype."""
-        return padded((self.rows * self.shape.heads, self.length, self.length), self.compute)
+        return padded((self.rows * kind.heads, self.length, self.length), self.compute)
 
-    def wide(self, tokens: int) -> float:
+    def wide(self, tokens: int, kind: Layer) -> float:
         """One array of (tokens, I)."""
-        return padded((tokens, self.shape.intermediate), self.compute)
+        return padded((tokens, kind.intermediate), self.compute)
 
-    def lanes(self) -> float:
+    def lanes(self, kind: Layer) -> float:
         """One number for each query and head, repeated in every lane: (B, n, S, 128) fp32."""
-        return padded((self.rows * self.shape.heads, self.length, LANES), 4)
-
-    def gates(self) -> int:
-        """Arrays of (T, I) that an MLP's backward pass reads: gate, up and product; without a gate two."""
-        return 2 if self.shape.family == "phi" else 3
+        return padded((self.rows * kind.heads, self.length, LANES), 4)
 
     # ------------------------------------------------------------------------------------------------ lasting tensors
 
@@ -321,48 +224,52 @@ class PeakActivationModel:
 
         They are counted for one pass of gradient accumulation: `scan.after` delays the next pass until it has ended.
 
-        With remat=none they are all that the backward pass of a layer reads: the MLP's `gates`; `kept`; the inputs of
-        its two halves, 2 T H c; and these normed, and attention's output, as far as adapters read them. The compiler
-        computes again what no adapter reads (the input of a product without one; all in full fine-tuning).
+        With remat=none they are all that the backward pass of a layer reads: the MLP's `Layer.gates`; `kept`; the
+        inputs of its two halves, 2 T H c; and these normed, and attention's output, as far as adapters read them. The
+        compiler computes again what no adapter reads (the input of a product without one; all in full fine-tuning).
         """
-        layers = self.shape.layers
-        if self.again:
-            return layers * (self.hidden() + (self.results() if self.keeps else 0.0))
-        adapted = [linear.path for linear, _ in self.shape.adapted(self.config.lora)]
-        attends, ends = (any(path.startswith(part) for path in adapted) for part in ("self_attn", "mlp"))
-        wide = (self.gates() - (self.shape.linears[-1].path not in adapted)) * self.wide(self.tokens)
-        reads = self.kernel != "sdpa" and {"self_attn.o_proj", "self_attn.dense"} & {*adapted}
-        output = self.output() if reads else 0.0
-        return layers * (wide + self.kept() + output + self.hidden(2 + attends + ends))
+        return sum(count * self._saved_by(kind) for kind, count in self.shape.counted)
 
-    def results(self) -> float:
+    def _saved_by(self, kind: Layer) -> float:
+        if self.again:
+            return self.hidden() + (self.results(kind) if self.keeps else 0.0)
+        adapted = self.shape.adapted(self.config.lora, kind)
+        attends = any(one in kind.attention_linears for one in adapted)
+        ends = any(kind.in_mlp(one) for one in adapted)
+        wide = (kind.gates - (kind.mlp_linears[-1:] != tuple(adapted[-1:]))) * self.wide(self.tokens, kind)
+        last = kind.attention_linears[-1:]
+        output = self.output(kind) if self.kernel != "sdpa" and last and last[0] in adapted else 0.0
+        return wide + self.kept(kind) + output + self.hidden(2 + attends + ends)
+
+    def results(self, kind: Layer) -> float:
         """The results of a layer that remat=outputs keeps: of its linear layers, T times their outputs, and attention.
 
-        The result of the last product is kept only if a norm follows: otherwise it is added to the stream, and its
-        gradient does not need it. Attention keeps its output, T n d c, and with splash the log of sums, 4 T n.
+        The result of the MLP is kept only if a norm follows: otherwise it is added to the stream, and its gradient does
+        not need it. Attention keeps its output, T n d c, and with splash the log of sums, 4 T n.
         """
-        shape, last = self.shape, 0 if self.shape.norm_follows else 1
-        kept = shape.linears[: len(shape.linears) - last]
-        found = 0.0 + sum(padded((self.tokens, one.outputs), self.compute, free=True) for one in kept)
-        found += self.output()
-        return found + (padded((self.rows * shape.heads, self.length), 4) if self.kernel == "splash" else 0.0)
+        last = () if kind.norm_follows else kind.mlp_linears[-1:]
+        saved = sum(
+            float(padded((self.tokens, one.outputs), self.compute, free=True))
+            for one in kind.linears if one not in last
+        ) + self.output(kind)  # fmt: skip
+        return saved + (padded((self.rows * kind.heads, self.length), 4) if self.kernel == "splash" else 0.0)
 
-    def output(self) -> float:
+    def output(self, kind: Layer) -> float:
         """The output of attention, T n d c: its heads side by side, as the input of the next product."""
-        return padded((self.tokens, self.shape.heads * self.shape.head_dim), self.compute, free=True)
+        return padded((self.tokens, kind.heads * kind.head_dim), self.compute, free=True)
 
-    def kept(self) -> float:
+    def kept(self, kind: Layer) -> float:
         """Tensors that attention keeps for its backward: queries and output, 2 T n D c, keys and values, 2 T m D c.
 
         sdpa keeps its weights, T S n c, and keys and values repeated for every query head.
         """
         if self.kernel == "sdpa":
-            return self.heads(4, self.shape.heads) + self.scores()
-        return self.heads(2, self.shape.heads) + self.heads(2, self.shape.kv_heads)
+            return self.heads(4, kind) + self.scores(kind)
+        return self.heads(2, kind) + self.pairs(2, kind)
 
     def rotary(self) -> float:
         """Cosines and sines of the positions, (T, D) each in the compute dtype."""
-        return 2 * padded((self.tokens, self.shape.head_dim), self.compute)
+        return 2 * padded((self.tokens, max(kind.head_dim for kind in self.shape.kinds)), self.compute)
 
     def copies(self) -> float:
         """Copies of stacks that are made before the loop.
@@ -374,13 +281,13 @@ class PeakActivationModel:
         """
         table = self.table() if self.passes > 1 or self.whole else 0.0
         if self.whole or self.compute == 4:
-            return 2.0 * self.shape.layers * self.shape.layer_parameters * self.scanned + table
+            return 2.0 * self.shape.layer_parameters * self.scanned + table
         return 2.0 * self.trained + self.relaid() + table
 
     def relaid(self) -> float:
         """Stacks of a frozen model that a loop over tiles needs in a layout with padding, unlike arguments, in bf16."""
-        model, layers, found = self.config.model, self.shape.layers, 0.0
-        for one in self.shape.linears:
+        model, found = self.config.model, 0.0
+        for one, layers in [(one, count) for kind, count in self.shape.counted for one in kind.linears]:
             stack = (layers, one.outputs, one.inputs)
             before, now = padded(stack, 2, free=True), padded(stack, 2) if self.tiles > FEW_TILES else 0
             if model.base_dtype == "int4":
@@ -414,14 +321,15 @@ class PeakActivationModel:
         """Gradients in fp32, 4 P."""
         return 4.0 * self.trained
 
-    def layer_gradients(self, module: str = "") -> float:
-        """The stacks of gradients that the backward loop fills, or those of a module: without embedding and output."""
-        if self.whole:
-            linears = sum(one.parameters for one in self.shape.linears if one.path.startswith(module))
-            return 4.0 * self.shape.layers * (linears if module else self.shape.layer_parameters)
-        r, adapted = self.config.lora.r, self.shape.adapted(self.config.lora)
-        found = sum(count * r * (one.inputs + one.outputs) for one, count in adapted if one.path.startswith(module))
-        return 4.0 * (found if module else self.trained)
+    def layer_gradients(self, *, attention: bool = False) -> float:
+        """The stacks of gradients that the backward loop fills, or those of attention: without embedding and output."""
+        mlps = tuple(f".{kind.mlp}." for kind in self.shape.kinds if kind.mlp)
+        return 4.0 * sum(
+            math.prod(part)
+            for one, part in zip(self.tensors, self.parts, strict=True)
+            if one.trained and f"{self.shape.layers_path}." in one.name
+            and (not attention or (is_matrix(one) and not any(mlp in one.name for mlp in mlps)))
+        )  # fmt: skip
 
     def head_gradient(self) -> float:
         """The output layer's gradient in fp32, alive from the loss on, in full fine-tuning.
@@ -463,7 +371,7 @@ class PeakActivationModel:
         """The parameters of the objective, with AdamW's 12 bytes each at most."""
         return 12 * self.added.params if self.added else 0
 
-    def at_mlp(self) -> tuple[float, float]:
+    def at_mlp(self, kind: Layer) -> tuple[float, float]:
         """The recomputed layer during the backward pass of its MLP: (layer, attention).
 
         For the arrays of (T, H) see `STATES`. The MLP has gate, up, product and two gradients, 5 T I c (ungated 3), one
@@ -473,18 +381,22 @@ class PeakActivationModel:
         """
         if not self.scanned:
             if not self.again:
-                return self.spilt(self.hidden(5) + (self.gates() - 1) * self.wide(self.tokens)), 0.0
-            return self.hidden(5) + (2 * self.gates() - 1) * self.wide(self.tokens), self.kept()
-        arrays = 2 * self.gates() - 1
-        wide = self.spilt(arrays * self.wide(self.tile)) if self.tiled else (arrays - 1) * self.wide(self.tokens)
+                return self.spilt(self.hidden(5) + (kind.gates - 1) * self.wide(self.tokens, kind)), 0.0
+            return self.hidden(5) + (2 * kind.gates - 1) * self.wide(self.tokens, kind), self.kept(kind)
+        arrays = 2 * kind.gates - 1
+        wide = (
+            self.spilt(arrays * self.wide(self.tile, kind))
+            if self.tiled
+            else (arrays - 1) * self.wide(self.tokens, kind)
+        )
         if 1 < self.tiles <= FEW_TILES and not self.whole:
-            wide = max(wide, LEFT_BY_TILES * (self.tiles - 1) * self.wide(self.tile))
-        layer = self.states(self.at_hand + self.block - 1) + self.slices() + wide
-        layer += self.whole * 4.0 * sum(one.parameters for one in self.shape.linears if one.path.startswith("mlp"))
-        sums = self.lanes() if self.kernel == "splash" and not self.keeps else 0.0
-        return layer, self.kept() + sums + self.positions(1) + self.read_back()
+            wide = max(wide, LEFT_BY_TILES * (self.tiles - 1) * self.wide(self.tile, kind))
+        layer = self.states(self.at_hand + self.block - 1) + self.slices(kind) + wide
+        layer += self.whole * 4.0 * elements(kind.mlp_linears)
+        sums = self.lanes(kind) if self.kernel == "splash" and not self.keeps else 0.0
+        return layer, self.kept(kind) + sums + self.positions(1, kind) + self.read_back(kind)
 
-    def at_attention(self) -> tuple[float, float]:
+    def at_attention(self, kind: Layer) -> tuple[float, float]:
         """The recomputed layer during the backward pass of its attention: (layer, attention).
 
         Unrolled, the peak is the forward kernel with queries and output; splash writes the log of sums for each lane,
@@ -492,50 +404,50 @@ class PeakActivationModel:
         backward kernel, with queries, output and its gradient, keys and values and theirs, and the gradient of queries,
         of which splash makes one for each block of keys, S / 1024 T n D c, and adds them.
         """
-        extra = self.hidden(self.block - 1) + self.slices()
+        extra = self.hidden(self.block - 1) + self.slices(kind)
         if self.kernel == "sdpa":
-            found = self.kept() + self.scores()
+            found = self.kept(kind) + self.scores(kind)
         elif not self.scanned:
-            found = self.lanes() + self.heads(2, self.shape.heads)
+            found = self.lanes(kind) + self.heads(2, kind)
         else:
-            block = SPLASH_BLOCK // (1 if self.shape.head_dim <= LANES else 2)
+            block = SPLASH_BLOCK // (1 if kind.head_dim <= LANES else 2)
             blocks = max(1, self.length // block)
-            read = self.heads(3, self.shape.heads) + self.heads(4, self.shape.kv_heads)
-            given = self.spilt(read) + self.heads(blocks, self.shape.heads)
-            return self.states(self.at_hand) + extra, given + self.positions(3) + self.read_back()
+            read = self.heads(3, kind) + self.pairs(4, kind)
+            given = self.spilt(read) + self.heads(blocks, kind)
+            return self.states(self.at_hand) + extra, given + self.positions(3, kind) + self.read_back(kind)
         if self.again:
             return extra, found
         # The saved activations include attention's; those of the MLP are freed.
-        return -self.gates() * self.wide(self.tokens), found - self.kept()
+        return -kind.gates * self.wide(self.tokens, kind), found - self.kept(kind)
 
-    def read_back(self) -> float:
+    def read_back(self, kind: Layer) -> float:
         """Other inputs of attention's backward pass: the results of the adapters' first halves, T r c each.
 
         Norms of heads add their inputs, queries and keys in fp32; with remat=outputs no product comes before them, so
         they start early: 3 T n D.
         """
-        adapted = [one for one, _ in self.shape.adapted(self.config.lora) if one.path.startswith("self_attn")]
+        adapted = [one for one in self.shape.adapted(self.config.lora, kind) if not kind.in_mlp(one)]
         found = float(len(adapted) * padded((self.tokens, self.config.lora.r or 1), self.compute, free=True))
-        if all(size == self.shape.hidden for size in self.shape.norms):
+        if not kind.norms_heads:
             return found
         if self.keeps:
-            return found + self.heads(3, self.shape.heads) * 4 / self.compute
-        return found + 4.0 * self.tokens * (self.shape.heads + self.shape.kv_heads) * self.shape.head_dim
+            return found + self.heads(3, kind) * 4 / self.compute
+        return found + 4.0 * self.tokens * (kind.heads + kind.kv_heads) * kind.head_dim
 
-    def turned_back(self) -> float:
+    def turned_back(self, kind: Layer) -> float:
         """The tensors while rotary positions are undone, after a kernel's backward pass: (4 n + 6 m) T D c.
 
         These are the gradients of queries, keys and values; both halves of the first two, each padded to 128 lanes; and
         all three with the heads behind the tokens.
         """
-        return self.heads(4, self.shape.heads) + self.heads(6, self.shape.kv_heads) + self.read_back()
+        return self.heads(4, kind) + self.pairs(6, kind) + self.read_back(kind)
 
-    def positions(self, numbers: int) -> float:
+    def positions(self, numbers: int, kind: Layer) -> float:
         """Tensors of a loop: cosines and sines in fp32; per lane documents and, in a kernel, two scratch numbers."""
         lanes = numbers * padded((self.tokens, LANES), 4)
-        return 2 * padded((self.tokens, self.shape.head_dim), 4) + lanes if self.kernel != "sdpa" else 0.0
+        return 2 * padded((self.tokens, kind.head_dim), 4) + lanes if self.kernel != "sdpa" else 0.0
 
-    def slices(self) -> float:
+    def slices(self, kind: Layer) -> float:
         """Weights cut out of their stacks: the MLP's, as stored, for a loop over tiles.
 
         Few tiles are not a loop (`tiles`), but if a norm follows, each weight is read twice for all tiles.
@@ -544,13 +456,12 @@ class PeakActivationModel:
         both halves of a matrix of the MLP in fp32, one also in bf16, and as much of attention.
         """
         dtype = "bf16" if self.whole else self.config.model.base_dtype
-        mlp = [one.parameters for one in self.shape.linears if one.path.startswith("mlp")]
-        others = [one.parameters for one in self.shape.linears if not one.path.startswith("mlp")]
         size = {"int8": 1, "int4": 0.5}.get(dtype, self.compute)
-        found = sum(mlp) * size if self.tiles > FEW_TILES or (self.tiled and self.shape.norm_follows) else 0.0
+        mlp, others = kind.mlp_linears, kind.attention_linears
+        found = elements(mlp) * size if self.tiles > FEW_TILES or (self.tiled and kind.norm_follows) else 0.0
         if dtype == "int4":
-            return found + 4.0 * (max(mlp) + max(others)) + max(mlp)
-        return found + (sum(others) if dtype == "int8" else 0.0)
+            return found + 4.0 * (largest(mlp) + largest(others)) + largest(mlp)
+        return found + (elements(others) if dtype == "int8" else 0.0)
 
     def flat_vectors(self) -> int:
         """Number of vectors at the update for the small tensors, beside the gradients in their own shapes.

@@ -23,8 +23,9 @@ from tpu_kit.hardware.chips import (
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import spec_of
-from tpu_kit.planning.activation_memory import objective_beside, teacher_shape, trained_count
-from tpu_kit.planning.mesh_memory import model_tensors, per_device
+from tpu_kit.planning.activation_memory import objective_beside
+from tpu_kit.planning.argument_memory import model_tensors, teacher_shape, trained_count
+from tpu_kit.planning.mesh_memory import per_device
 
 MXU_EFFICIENCY = 0.6
 """Share of the peak FLOP/s that matrix products reach: an assumption."""
@@ -135,31 +136,34 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     """
     tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
     compute = 4 if config.model.base_dtype == "fp32" else 2
-    weights = sum(linear.inputs * linear.outputs for linear in shape.linears)
-    remat, attention = config.optim.remat, config.model.attention
+    weights, remat, attention = shape.linear_weights, config.optim.remat, config.model.attention
     again = 1 if remat == "full" else 0
-    last = shape.linears[-1].inputs * shape.linears[-1].outputs
     linear = weights * (2 + again + (0 if lora.r else 1))
-    if not shape.norm_follows:
-        linear -= again * last
-    elif (config.optim.mlp_tile or tokens) < tokens and config.optim.scan_layers != "off":
-        linear += again * sum(one.inputs * one.outputs for one in shape.linears if one.path.startswith("mlp"))
-    adapters = trained_count(shape, lora) / shape.layers * (3 + again) if lora.r else 0.0
+    tiled = (config.optim.mlp_tile or tokens) < tokens and config.optim.scan_layers != "off"
+    for kind, count in shape.counted:
+        if not kind.norm_follows:
+            linear -= again * count * sum(one.inputs * one.outputs for one in kind.mlp_linears[-1:])
+        elif tiled:
+            linear += again * count * sum(one.inputs * one.outputs for one in kind.mlp_linears)
+    trained = trained_count(shape, config)
+    adapters = trained * (3 + again) if lora.r else 0.0
     if remat == "outputs":
-        adapters += sum(one.inputs * lora.r * count for one, count in shape.adapted(lora)) / shape.layers
+        adapters += sum(
+            count * one.inputs * lora.r for kind, count in shape.counted for one in shape.adapted(lora, kind)
+        )
     seen = 1.0 if attention == "sdpa" else 0.5
     repeated = (0.5 if attention == "sdpa" else 0.0) if remat == "outputs" else again
-    scores = 2 * length * shape.heads * shape.head_dim * (3.5 + repeated) * seen
+    scores = _scores(shape, length) * (3.5 + repeated) * seen
     head = shape.vocabulary * shape.hidden
-    flops = 2 * tokens * (shape.layers * (linear + adapters + scores) + head * (2 if lora.r else 3))
+    flops = 2 * tokens * (linear + adapters + scores + head * (2 if lora.r else 3))
 
-    ends = sum(linear.inputs + linear.outputs for linear in shape.linears)
     chunks = -(-tokens // min(config.optim.loss_chunk, tokens))
     read = weights * (2 + again) * WEIGHT_BYTES[config.model.base_dtype]
-    traffic = shape.layers * (TRAFFIC * ends * tokens * compute + read) + 2 * chunks * head * compute
+    traffic = TRAFFIC * _ends(shape) * tokens * compute + read + 2 * chunks * head * compute
     passes = plan.gradient_accumulation
     if config.model.attention == "sdpa":
-        traffic += SCORES_TRAFFIC * shape.layers * tokens * length * shape.heads * compute
+        heads = sum(count * kind.heads for kind, count in shape.counted)
+        traffic += SCORES_TRAFFIC * tokens * length * heads * compute
     if config.teacher is not None and (teacher := teacher_shape(config)) is not None:
         more = _forward(teacher, config.teacher.base_dtype, tokens, length, chunks, seen)
         flops, traffic = flops + more.flops, traffic + more.traffic
@@ -171,8 +175,7 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
         added = objective.cost(tokens, shape.hidden)
         flops += tokens * (2 * added.output_products * head + 6 * added.params)
         traffic += added.output_products * chunks * head * compute
-    update = UPDATE_TRAFFIC * 4.0 * trained_count(shape, lora)
-    return Work(passes * flops, passes * traffic + update, 4.0 * trained_count(shape, lora))
+    return Work(passes * flops, passes * traffic + UPDATE_TRAFFIC * 4.0 * trained, 4.0 * trained)
 
 
 def sharded_work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh, slices: int = 1) -> Work:
@@ -188,11 +191,11 @@ def sharded_work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh,
     own = per_device(shape, mesh)
     done, moved = work(config, own, plan), transfers(config, shape, plan, mesh, slices)
     gathered = sum(one.bytes for one in moved if one.kind.startswith("all-gather"))
-    elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config.lora) * (1 - 1 / mesh.fsdp)
+    elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config) * (1 - 1 / mesh.fsdp)
     flops = done.flops
     if config.model.base_dtype == "int4":  # steps and offsets are spread by products, for forward and backward pass
-        spread = sum(4 * one.inputs**2 * one.outputs / config.model.quant_group for one in own.linears)
-        flops += plan.gradient_accumulation * own.layers * spread
+        spread = sum(count * one.inputs**2 * one.outputs for kind, count in own.counted for one in kind.linears)
+        flops += plan.gradient_accumulation * 4 * spread / config.model.quant_group
     return Work(flops, done.traffic - elsewhere + GATHERED_TRAFFIC * gathered, 0.0, tuple(moved))
 
 
@@ -265,12 +268,20 @@ def link_seconds(transfers: Iterable[Transfer], chip: Chip, *, synchronous: bool
 
 def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, seen: float) -> Work:
     """The work of a model that is not trained: its logits, with a third of the traffic of forward and backward."""
-    weights = sum(linear.inputs * linear.outputs for linear in shape.linears)
-    scores, head = 2 * length * shape.heads * shape.head_dim * seen, shape.vocabulary * shape.hidden
-    ends, compute = sum(linear.inputs + linear.outputs for linear in shape.linears), 4 if dtype == "fp32" else 2
-    flops = 2 * tokens * (shape.layers * (weights + scores) + head)
-    traffic = shape.layers * (TRAFFIC / 3 * ends * tokens * compute + weights * WEIGHT_BYTES[dtype])
+    head, compute = shape.vocabulary * shape.hidden, 4 if dtype == "fp32" else 2
+    flops = 2 * tokens * (shape.linear_weights + _scores(shape, length) * seen + head)
+    traffic = TRAFFIC / 3 * _ends(shape) * tokens * compute + shape.linear_weights * WEIGHT_BYTES[dtype]
     return Work(flops, traffic + chunks * head * compute, 0.0)
+
+
+def _scores(shape: Shape, length: int) -> float:
+    """Multiplications of a token in the scores of all layers, and in their product with the values: 2 S n d a layer."""
+    return 2.0 * length * sum(count * kind.heads * kind.head_dim for kind, count in shape.counted)
+
+
+def _ends(shape: Shape) -> int:
+    """Elements of a token in the inputs and outputs of the linear layers of all layers."""
+    return sum(count * (one.inputs + one.outputs) for kind, count in shape.counted for one in kind.linears)
 
 
 def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None = None) -> StepTime:

@@ -23,16 +23,10 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.chips import CHIPS, GIB, Chip
 from tpu_kit.hardware.slices import TargetSlice
-from tpu_kit.models.architecture import FEW_TILES, Shape, read_shape
-from tpu_kit.planning.activation_memory import (
-    PeakActivationModel,
-    group_bytes,
-    padded,
-    stored_tensors,
-    teacher_tensors,
-    trained_count,
-    trained_tensors,
-)
+from tpu_kit.models.architecture import FEW_TILES, Shape
+from tpu_kit.models.shape_cache import read_shape
+from tpu_kit.planning.activation_memory import PeakActivationModel
+from tpu_kit.planning.argument_memory import is_matrix, padded, shards, teacher_shape, teacher_tensors
 from tpu_kit.planning.mesh_memory import MESH_CODE, MeshActivationModel
 
 LOOP_CODE = 26 * 2**20
@@ -98,14 +92,14 @@ def estimate(
     """Estimates the memory of a training step on a TPU.
 
     Args:
-        config: the run; its model is read by `architecture.read_shape`.
+        config: the run; its model is read by `shape_cache.read_shape`.
         num_replicas: data-parallel replicas; each holds everything. Not used with a mesh.
         shape: the model's shape, if it was read before.
         chip: the TPU; without it the vector memory of v5e is assumed.
         mesh: the devices over which the model is sharded; None for replicas.
 
     Raises:
-        ValueError: as `architecture.read_shape` and `batch_arithmetic`; a sequence longer than the model's positions.
+        ValueError: as `shape_cache.read_shape` and `batch_arithmetic`; a sequence longer than the model's positions.
     """
     shape = shape or read_shape(config.model)
     if config.data.max_length > shape.positions:
@@ -133,62 +127,61 @@ class _Step:
             if mesh is None
             else MeshActivationModel(config, shape, mesh, chip)
         )
-        self.trained_tensors = trained_tensors(shape, config.lora)
-        self.trained = trained_count(shape, config.lora)
+        self.mesh = mesh
 
     # ------------------------------------------------------------------------------------------------------ arguments
 
     def arguments(self) -> dict[str, int]:
-        """The buffers before the step: weights, adapters, optimizer, average, batches.
+        """The buffers before the step: weights, adapters, optimizer, average, batches; of a mesh a device's shards.
 
-        Base weights as `activation_memory.stored_tensors`; with lora.r=0 they are trained, in fp32. Adapters, moments
-        and the average are fp32, in the layout of the groups of parameters (see `optimizer`): AdamW has 8 bytes a
-        parameter, Adafactor a number for each row and column. A batch is three int64 and one int32 array of
-        (B, S) for each pass.
+        Moments and the average are fp32, in the layout of the groups of parameters: AdamW has 8 bytes a parameter,
+        Adafactor a number for each row and column. A batch is three int64 and one int32 array of (B, S) for each pass.
         """
-        if isinstance(self.alive, MeshActivationModel):
-            return self.alive.arguments()
-        lora = self.config.lora
-        weights = sum(padded(tensor, size, free=True) for tensor, size in stored_tensors(self.shape, self.config))
-        adapters = sum(padded(tensor, 4, free=True) for tensor in self.trained_tensors) if lora.r else 0
-        teacher = sum(padded(tensor, size, free=True) for tensor, size in teacher_tensors(self.config))
+        alive, config = self.alive, self.config
+        every = list(zip(alive.tensors, alive.parts, strict=True))
+        sizes = {one.name: padded(part, one.size, free=True) for one, part in every}
+        adapters = sum(sizes[one.name] for one in alive.tensors if one.trained) if config.lora.r else 0
+        teacher, state = teacher_tensors(config), sum(map(alive.group_bytes, alive.groups))
+        shape = teacher_shape(config)
+        parts = shards(teacher, self.mesh, bool(shape and shape.tied))
         columns = [(1, 8), (1, 8), (1, 8), (1, 4)]
-        if self.config.distill.files:
-            columns += [(self.config.distill.top_k, 4), (self.config.distill.top_k + 1, 4)]
-        rows = sum(padded((self.alive.rows, self.alive.length * width), size) for width, size in columns)
+        if config.distill.files:
+            columns += [(config.distill.top_k, 4), (config.distill.top_k + 1, 4)]
+        rows = sum(padded((alive.rows, alive.length * width), size) for width, size in columns)
         return {
-            "base_weights": weights, "teacher_weights": teacher, "adapters": adapters, "optimizer": self._moments(),
-            "ema": sum(map(self.alive.group_bytes, self.alive.groups)) if self.config.optim.ema_decay else 0,
-            "batch": rows * self.alive.passes,
-            "objective": self.alive.objective_state(),
+            "base_weights": sum(sizes.values()) - adapters,
+            "teacher_weights": sum(padded(part, one.size, free=True) for one, part in zip(teacher, parts, strict=True)),
+            "adapters": adapters,
+            "optimizer": 2 * state if config.optim.optimizer == "adamw" else self._factored(),
+            "ema": state if config.optim.ema_decay else 0,
+            "batch": rows * alive.passes,
+            "objective": alive.objective_state(),
         }  # fmt: skip
 
-    def _moments(self) -> int:
-        kind, groups = self.config.optim.optimizer, self.alive.groups
-        if kind == "adamw":
-            return 2 * sum(map(group_bytes, groups))
-        found = 0
-        for group in groups:
-            # A stack of the layers' vectors has two axes, but is no matrix.
-            matrices = [one for one in group if len(one) == 3 or one[0] == self.shape.vocabulary]
-            rows = sum(math.prod(one[:-1]) for one in matrices)
-            columns = sum(math.prod(one) // one[-2] for one in matrices)
-            vectors = sum(map(math.prod, group)) - sum(map(math.prod, matrices))
-            found += sum(padded((count,), 4) for count in (rows, columns, vectors))
-        return found
+    def _factored(self) -> int:
+        """Adafactor's numbers of rows and columns, which each device of a mesh holds whole."""
+        size, vectors = 0, 0
+        for one, part in zip(self.alive.tensors, self.alive.parts, strict=True):
+            if one.trained and is_matrix(one):
+                shape = one.shape
+                size += padded((math.prod(shape[:-1]),), 4) + padded((math.prod(shape) // shape[-2],), 4)
+            elif one.trained:
+                vectors += math.prod(part)
+        return size + padded((vectors,), 4)
 
     def code(self) -> int:
         """The program's own size; see `LOOP_CODE`."""
         passes, layers = self.alive.passes, self.shape.layers
         if not self.alive.scanned:
             return SMALLEST_CODE + passes * layers * FLAT_CODE
-        if self.shape.layer_parameters < 2**21:
+        if max(kind.parameters for kind in self.shape.kinds) < 2**21:
             return SMALLEST_CODE * passes
-        tiles = self.alive.tiles + (self.alive.tiled and self.shape.norm_follows)  # the first products twice
+        twice = self.alive.tiled and any(kind.norm_follows for kind in self.shape.kinds)
+        tiles = self.alive.tiles + twice  # the first products twice
         more = max(0, tiles - 2) if self.alive.tiles <= FEW_TILES else 0
         layer = LOOP_CODE + TILE_CODE * more + INT4_CODE * (self.config.model.base_dtype == "int4")
         collectives = MESH_CODE if isinstance(self.alive, MeshActivationModel) else 0
-        return layer * sum(period for period, _ in self.shape.runs()) * passes + collectives
+        return layer * sum(period for period, _ in self.shape.runs) * passes + collectives
 
     def memory(self) -> Memory:
         """The estimate."""
@@ -197,7 +190,9 @@ class _Step:
         temporaries = {name: math.ceil(size) for name, size in {**moment.parts, "heap": beyond}.items()}
         parts = {**arguments, **temporaries, "code": self.code()}
         total = sum(temporaries.values())
-        return Memory(parts, sum(arguments.values()), total, self.code(), moment.name, self.trained, self.alive.scanned)
+        return Memory(
+            parts, sum(arguments.values()), total, self.code(), moment.name, self.alive.trained, self.alive.scanned
+        )
 
 
 @dataclass(frozen=True)
@@ -271,7 +266,7 @@ def inference(config: TrainConfig, shape: Shape, limit: float) -> Inference:
     ).parts
     weights = parts["base_weights"] + (parts["adapters"] if config.lora.r else 0)
     element = 4 if config.model.base_dtype == "fp32" else 2
-    each = 2 * shape.layers * shape.kv_heads * shape.head_dim * element
+    each = 2 * element * sum(count * kind.kv_heads * kind.head_dim for kind, count in shape.counted)
     return Inference(weights, each, max(0, min(shape.positions, int((limit - weights) // each))))
 
 

@@ -9,10 +9,11 @@ from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig, load_co
 from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.slices import TargetSlice
-from tpu_kit.models.architecture import Shape, read_shape, shipped_shapes
+from tpu_kit.models.architecture import Shape, shipped_shapes
+from tpu_kit.models.shape_cache import read_shapes
+from tpu_kit.planning.argument_memory import table
 from tpu_kit.planning.cost import StepTime, Work, predict_time, step_time
 from tpu_kit.planning.memory_estimate import can_shard, estimate_on, largest, reserve
-from tpu_kit.planning.mesh_memory import table
 
 _UNSET = (None, "auto")
 
@@ -96,12 +97,12 @@ def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: i
 
     Raises:
         ConfigError: the mesh does not divide the attention heads, the slices do not divide its data axis, or the batch
-            size is open and the formula does not know the model.
+            size is open and the shape of the model is not known.
         ValueError: the mesh is of another number of devices.
     """
     assert config.launch.mesh is not None
     mesh = resolve_mesh(config.launch.mesh, devices, config.launch.mesh_rules)
-    problems = mesh.problems(shape.heads, shape.kv_heads) if shape else []
+    problems = shape.mesh_problems(mesh) if shape else []
     if mesh.data % slices:
         problems.append(
             f"launch.mesh={mesh}: the data axis spreads over the {slices} slices, and data={mesh.data} does not divide "
@@ -123,7 +124,8 @@ def largest_models(where: TargetSlice) -> list[dict[str, object]]:
     """
     mesh = Mesh(fsdp=where.replicas)
     on = where.sharded(mesh) if where.replicas > 1 else where
-    shapes = {name: read_shape(ModelConfig(name=name)) for name in shipped_shapes()}
+    names = [*shipped_shapes()]
+    shapes = dict(zip(names, read_shapes([ModelConfig(name=name) for name in names]), strict=True))
     found: list[dict[str, object]] = []
     for dtype in ("bf16", "int8", "int4"):
         for name, shape in sorted(shapes.items(), key=lambda one: -one[1].parameters):

@@ -21,8 +21,10 @@ from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.chips import MIB
 from tpu_kit.hardware.slices import TargetSlice, find_slice
-from tpu_kit.models.architecture import Shape, UnknownFamilyError, read_shape
+from tpu_kit.models.architecture import Shape
+from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.models.sharding_rules import Placed
+from tpu_kit.planning.argument_memory import table
 from tpu_kit.planning.compile_check import Compiled
 from tpu_kit.planning.cost import (
     StepTime,
@@ -46,8 +48,7 @@ from tpu_kit.planning.memory_estimate import (
     largest,
     reserve,
 )
-from tpu_kit.planning.mesh_choice import Answering, check_mesh, compile_answering, placed
-from tpu_kit.planning.mesh_memory import table
+from tpu_kit.planning.mesh_choice import Answering, compile_answering, placed
 
 MOST_BYTES = 32 * MIB
 """Size of the data up to which the rows are counted: tokenising more takes longer than about ten seconds."""
@@ -250,7 +251,7 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
         exact: whether to run the TPU compiler, which takes some minutes for each chip.
 
     Raises:
-        ValueError: of `slices.find_slice`, `architecture.read_shape` or `memory_estimate.estimate`; or the global batch
+        ValueError: of `slices.find_slice`, `shape_cache.read_shape` or `memory_estimate.estimate`; or the global batch
             cannot be split; or as `check_remat`.
     """
     check_remat(config, "tpu")
@@ -260,15 +261,8 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
     else:  # a chip alone means the smallest slice with room for the mesh
         size = mesh_size(launch.mesh)
         places = [find_slice(name, None if re.search(r"[-_:]\d", name) else size) for name in chips]
-    try:
-        shape: Shape | None = read_shape(config.model)
-    except UnknownFamilyError:
-        if not exact:
-            raise
-        shape = None
+    shape = read_shape(config.model)
     rows = Rows(None) if config.optim.max_steps else count_rows(config)
-    if shape is None:
-        return [by_compiler_alone(*_placed(config, where), rows) for where in places]
     found = []
     for where in places:
         open_batch = "optim.batch_size" not in config.sources
@@ -278,13 +272,6 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
         one = _with_answering(one)
         found.append(replace(one, note="; ".join(filter(None, [note, one.note]))))
     return found
-
-
-def _placed(config: TrainConfig, where: TargetSlice) -> tuple[TrainConfig, TargetSlice]:
-    """The run and the slice with the run's own mesh; without one, with replicas."""
-    if config.launch.mesh in (None, "auto"):
-        return replace(config, launch=replace(config.launch, mesh=None)), where
-    return config, where.sharded(check_mesh(config, where.replicas, None, where.slices))
 
 
 def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, rows: Rows | None = None) -> Plan:
@@ -458,18 +445,6 @@ def with_largest_batch(found: Plan) -> Plan:
     return replace(found, advice=replace(found.advice, largest_batch=most))
 
 
-def by_compiler_alone(config: TrainConfig, where: TargetSlice, rows: Rows) -> Plan:
-    """Makes the plan of a model that the formula does not know, for the given batch size.
-
-    Raises:
-        CompilerUnavailable: the compiler cannot run here.
-    """
-    config, notes = where.calibration.apply(config)
-    compiled = _compile(config, where)
-    found = Plan(where, config, (), False, 0, {}, "compiler", None, None, None, None, note="; ".join(notes))
-    return _with_answering(_with(found, compiled, None, rows))
-
-
 def _with_answering(found: Plan) -> Plan:
     """Compiles generation, too, if the plan is compiled for a mesh; a run may train a model that cannot generate."""
     if found.compiled is None or found.where.mesh is None:
@@ -489,14 +464,12 @@ def _compile(config: TrainConfig, where: TargetSlice) -> Compiled:
     return compile_step(config, where.topology, num_replicas=where.devices)
 
 
-def _with(found: Plan, compiled: Compiled, shape: Shape | None, rows: Rows) -> Plan:
+def _with(found: Plan, compiled: Compiled, shape: Shape, rows: Rows) -> Plan:
     where, config, time = found.where, found.config, found.time
     if compiled.flops is not None and compiled.bytes_accessed is not None:
         batch = batch_arithmetic(config, where.replicas)
-        own = Work(0.0, 0.0, 0.0)
-        if shape:
-            mesh = where.mesh
-            own = sharded_work(config, shape, batch, mesh, where.slices) if mesh else work(config, shape, batch)
+        mesh = where.mesh
+        own = sharded_work(config, shape, batch, mesh, where.slices) if mesh else work(config, shape, batch)
         # Splash attention reports no FLOPs, so the formula's count may be larger.
         moved = tuple(one.transfer for one in compiled.collectives) if where.mesh else ()
         done = Work(max(compiled.flops, own.flops), compiled.bytes_accessed, own.reduced, moved)
@@ -506,22 +479,17 @@ def _with(found: Plan, compiled: Compiled, shape: Shape | None, rows: Rows) -> P
     saved = found.checkpoint_bytes or 0.0
     limit = where.limit * (1 - EXACT_RESERVE)
     fits = compiled.fits and compiled.total_bytes <= limit
-    if shape is not None:
-        # The formula tells what else would fit, corrected by the compiler's figure for the pick.
-        formula = estimate_on(config, shape, where)
-        held = compiled.argument_bytes or 0
-        scale = (formula.total_bytes - formula.argument_bytes) / max(1, compiled.total_bytes - held)
-        room = formula.argument_bytes + (limit - held) * scale
-        found = replace(
-            found,
-            advice=advise(config, shape, where, room, fits),
-            inference=None if where.mesh else inference(config, shape, where.limit * (1 - RESERVE)),
-        )
+    # The formula tells what else would fit, corrected by the compiler's figure for the pick.
+    formula = estimate_on(config, shape, where)
+    held = compiled.argument_bytes or 0
+    scale = (formula.total_bytes - formula.argument_bytes) / max(1, compiled.total_bytes - held)
+    room = formula.argument_bytes + (limit - held) * scale
     moved = tuple(one.transfer for one in compiled.collectives) if where.mesh and compiled.fits else found.transfers
     return replace(
         found, transfers=moved, updates=updates, unknown=unknown, fits=fits, time=time, peak_bytes=compiled.total_bytes,
         run=time_plan(where.chip, where.chips, where.name, time.seconds, updates, saved) if time else None,
-        parts=_parts(compiled), source="compiler", compiled=compiled,
+        parts=_parts(compiled), source="compiler", compiled=compiled, advice=advise(config, shape, where, room, fits),
+        inference=None if where.mesh else inference(config, shape, where.limit * (1 - RESERVE)),
     )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import MOST_ROWS, MemoryBudget, Runtime, detect, device_memory_budget, seen_on
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.models.architecture import Shape, read_shape
+from tpu_kit.models.architecture import Shape
+from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.cost import StepTime, host_rate, predict_time, work
 from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
 from tpu_kit.planning.mesh_choice import check_mesh, placed

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
 
-from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import BATCH, resolve_mesh
 from tpu_kit.distributed.backends import TpuRuntime
 from tpu_kit.distributed.mesh import active_mesh, use_mesh
 from tpu_kit.generation.decoder import BLOCK, Batch, Decoder
 from tpu_kit.generation.kv_cache import stack_spec
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.models import attention
+from tpu_kit.models import attention, meta_model
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_scan import stacked_prefixes
 from tpu_kit.models.partition import is_tied, spec_of
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "segment_ids": torch.int32}
 """The tensors of a batch, (B, S) each; as in `PackedDataset.tensors`."""
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 def trace_step(config: TrainConfig, num_replicas: int) -> Program:
@@ -175,60 +174,19 @@ def empty_model(config: TrainConfig) -> PreTrainedModel:
     """Builds the base model as `load_model` loads it, without weights; call it under `torch.device("meta")`.
 
     Raises:
-        ValueError: there is no configuration, it lacks sizes, transformers does not know the architecture, or the
-            model has fewer positions than data.max_length.
+        ValueError: as `meta_model.build`; or the model has fewer positions than data.max_length.
     """
-    from transformers import AutoModelForCausalLM
-
-    settings = _settings(config.model)
-    positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
+    dtype = torch.float32 if config.lora.r == 0 or config.model.base_dtype == "fp32" else torch.bfloat16
+    model = meta_model.build(config.model, dtype)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and config.data.max_length > positions:
         raise ValueError(
             f"data.max_length={config.data.max_length} is longer than the {positions} positions of the model; set it "
             f"to {positions} or less"
         )
-    dtype = torch.float32 if config.lora.r == 0 or config.model.base_dtype == "fp32" else torch.bfloat16
-    try:
-        model = AutoModelForCausalLM.from_config(
-            settings, dtype=dtype, trust_remote_code=config.model.trust_remote_code
-        )
-    except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"model.name={config.model.name}: transformers cannot build a causal language model from its config.json: "
-            f"{str(error).strip().splitlines()[0][:300]}"
-        ) from error
-    model.tie_weights()
     if scheme := Scheme.of(config.model):
         replace_layers(model, scheme)
     return model
-
-
-def _settings(config: ModelConfig) -> Any:
-    from transformers import AutoConfig
-
-    from tpu_kit.models.loading import brief, locate, unreachable
-
-    name = locate(config)
-    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    if config.gguf_file:
-        return AutoConfig.from_pretrained(name, gguf_file=config.gguf_file, **options)
-    try:
-        settings = AutoConfig.from_pretrained(name, **options)
-        given, _ = type(settings).get_config_dict(name, revision=config.revision)
-    except OSError as error:
-        raise ValueError(unreachable(config, error)) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"model.name={config.name}: its config.json cannot be used: {brief(error)}") from error
-    # transformers replaces missing sizes by its defaults, which would silently plan another model.
-    text, given = settings.get_text_config(), given.get("text_config", given)
-    names = {name: getattr(text, "attribute_map", {}).get(name, name) for name in _SIZES}
-    missing = [own for name, own in names.items() if name not in given and own not in given]
-    if missing:
-        raise ValueError(
-            f"model.name={config.name}: its config.json lacks {', '.join(missing)}; take the whole file of the "
-            "original model"
-        )
-    return settings
 
 
 def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, torch.Tensor]:

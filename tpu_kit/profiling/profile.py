@@ -18,7 +18,7 @@ from pathlib import Path
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.data.prepare import on_disk
 from tpu_kit.distributed.launch import launch
-from tpu_kit.models.architecture import read_shape
+from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.compile_check import compile_step
 from tpu_kit.planning.cost import Work, step_time, work
 from tpu_kit.planning.planner import plan

@@ -1,0 +1,252 @@
+"""Builds models on PyTorch's "meta" device, without weights, and derives their shapes.
+
+`python -m tpu_kit.models.meta_model` derives shapes in a process of its own: a list of requests on stdin, see `derive`,
+and on stdout {"shapes": [...]}, or {"problem": text}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import warnings
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
+
+from tpu_kit.config.loader import ModelConfig
+from tpu_kit.models import attention, layer_calls
+from tpu_kit.models.architecture import Layer, Linear, Shape
+from tpu_kit.models.loading import brief, locate, refuse_code, unreachable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_RECORDED = "tpu_kit_recorded"
+_MOST_POSITIONS = 2**30  # of a model that says none
+
+Named = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def build(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Builds a base model from its config.json; call it under `torch.device("meta")`.
+
+    Raises:
+        ValueError: there is no configuration, it lacks sizes, or transformers cannot build the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    settings = _settings(model)
+    try:
+        built: PreTrainedModel = AutoModelForCausalLM.from_config(
+            settings, dtype=dtype, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:  # for sizes that do not fit together a model's code may raise anything
+        raise ValueError(
+            f"model.name={model.name}: transformers cannot build a causal language model from its config.json: "
+            f"{brief(error)}"
+        ) from error
+    built.tie_weights()
+    return built
+
+
+def _settings(config: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    name = locate(config)
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    if config.gguf_file:
+        return AutoConfig.from_pretrained(name, gguf_file=config.gguf_file, **options)
+    try:
+        settings = AutoConfig.from_pretrained(name, **options)
+        given, _ = type(settings).get_config_dict(name, revision=config.revision)
+    except OSError as error:
+        raise ValueError(unreachable(config, error)) from error
+    except Exception as error:  # strict configurations raise classes of their own
+        refuse_code(config, error)
+        raise ValueError(f"model.name={config.name}: its config.json cannot be used: {brief(error)}") from error
+    # transformers replaces missing sizes by its defaults, which would silently plan another model.
+    text, given = settings.get_text_config(), given.get("text_config", given)
+    names = {name: getattr(text, "attribute_map", {}).get(name, name) for name in _SIZES}
+    missing = [own for name, own in names.items() if name not in given and own not in given]
+    if missing:
+        raise ValueError(
+            f"model.name={config.name}: its config.json lacks {', '.join(missing)}; take the whole file of the "
+            "original model"
+        )
+    return settings
+
+
+def derive(request: dict[str, Any]) -> dict[str, Any]:
+    """Derives the shape of a model, as a dictionary for JSON.
+
+    Args:
+        request: the fields of a `ModelConfig`, and "config", the text of its config.json.
+
+    Raises:
+        ValueError: as `build`; or its decoder does not run.
+    """
+    given = ModelConfig(**{one.name: request[one.name] for one in fields(ModelConfig)})
+    with tempfile.TemporaryDirectory() as folder:
+        model = given
+        if not given.trust_remote_code:  # what ships with the kit is in no folder
+            Path(folder, "config.json").write_text(request["config"])
+            model = ModelConfig(name=folder)
+        try:
+            with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+                return asdict(shape_of(build(model, torch.bfloat16), given.name))
+        except ValueError as error:
+            raise ValueError(str(error).replace(folder, given.name)) from error
+
+
+def shape_of(model: PreTrainedModel, name: str) -> Shape:
+    """Derives the shape of a model on "meta"; `name` is for messages.
+
+    Raises:
+        ValueError: its decoder does not run, or it has no list of layers.
+    """
+    decoder: Any = model.eval().get_decoder()
+    try:
+        equal, kinds, order = _layers(decoder)
+    except Exception as error:  # for sizes that do not fit together a model's code may raise anything
+        raise ValueError(f"model.name={name}: {type(decoder).__name__} does not run: {brief(error)}") from error
+    list_name, layers = layer_calls.layers_of(decoder)
+    paths = {id(part): path for path, part in model.named_modules()}
+    inside = {id(param) for param in layers.parameters()}
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+    text, text_modules, in_layers = model.config.get_text_config(), {*decoder.modules()}, {*layers.modules()}
+    return Shape(
+        family=str(model.config.model_type), vocabulary=embedding.shape[0],
+        hidden=int(getattr(text, "hidden_size", embedding.shape[1])), tied=head.weight is embedding,
+        positions=getattr(text, "max_position_embeddings", None) or _MOST_POSITIONS,
+        layers_path=".".join(filter(None, [paths[id(decoder)], list_name])),
+        outside=tuple((n, tuple(p.shape)) for n, p in model.named_parameters() if id(p) not in inside),
+        linears_outside=tuple(
+            linear for path, part in model.named_modules()
+            if part in text_modules and part not in in_layers and part is not head and (linear := _linear(path, part))
+        ),
+        kinds=tuple(kinds), order=tuple(order), equal=tuple(equal),
+    )  # fmt: skip
+
+
+def _linear(path: str, part: torch.nn.Module) -> Linear | None:
+    """Describes a linear layer, also GPT-2's Conv1D, which stores its weight the other way round."""
+    if isinstance(part, torch.nn.Linear):
+        return Linear(path, part.in_features, part.out_features, part.bias is not None)
+    if type(part).__name__ == "Conv1D":
+        inputs, outputs = part.weight.shape  # type: ignore[misc]  # a matrix
+        return Linear(path, inputs, outputs, True)
+    return None
+
+
+def _layers(decoder: Any) -> tuple[list[int], list[Layer], list[int]]:
+    """Returns for each layer the number of its loop's turns, the kinds of layers, and the kind of each layer."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    attention.register()
+    AttentionInterface.register(_RECORDED, _record_attention)
+    AttentionMaskInterface.register(_RECORDED, ALL_MASK_ATTENTION_FUNCTIONS[attention.SDPA])
+    name, layers = layer_calls.layers_of(decoder)
+    count, config = len(layers), decoder.config
+    try:
+        equal = layer_calls.equal_layers(decoder, name, layers, [0] * count)
+    except layer_calls.CannotScanError:  # no loop: other devices run the layers one by one
+        equal = list(range(count))
+    run, before = _FirstLayers(layers, equal), config._attn_implementation
+    decoder._modules[name], config._attn_implementation = run, _RECORDED
+    ones = torch.ones(1, 2, dtype=torch.int64)
+    try:
+        with torch.no_grad():
+            decoder(input_ids=ones, position_ids=ones, use_cache=False, **attention.inputs(attention.SDPA, ones))
+    finally:
+        decoder._modules[name], config._attn_implementation = layers, before
+    kinds: list[Layer] = list(dict.fromkeys(run.kinds.values()))
+    return equal, kinds, [kinds.index(run.kinds[number]) for number in equal]
+
+
+_attention_calls: list[tuple[torch.nn.Module, int, int, int]] = []
+"""(module, query heads, key-value heads, size of a head) of the calls within a layer; one thread derives at a time."""
+
+
+def _record_attention(module: torch.nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    _attention_calls.append((module, query.shape[1], key.shape[1], query.shape[-1]))
+    return attention.sdpa_attention(module, query, key, value, *args, **kwargs)
+
+
+class _FirstLayers(layer_calls.Placeholders):
+    """Runs the first of equal layers, and records what it calls."""
+
+    def __init__(self, layers: torch.nn.ModuleList, equal: list[int]) -> None:
+        super().__init__(len(layers))
+        self.given, self.equal, self.kinds = list(layers), equal, dict[int, Layer]()
+
+    def _visit(self, hidden: torch.Tensor, calls: list[layer_calls.Call]) -> torch.Tensor:
+        place, call = len(calls) - 1, calls[-1]
+        number = self.equal[place]
+        if number in self.kinds:
+            return hidden
+        args, kwargs = call.arguments(call.tensors, call.mapping)
+        output, self.kinds[number] = _kind(self.given[place], hidden, args, kwargs)
+        return output
+
+
+def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) -> tuple[torch.Tensor, Layer]:
+    """Runs a layer; returns its output and its kind."""
+    modules = dict(layer.named_modules())
+    linears: dict[str, Linear] = {}
+    results: dict[str, torch.Tensor] = {}
+    inputs: list[Any] = []  # it keeps them, as the id of one that is gone may be another's
+
+    def before(_: torch.nn.Module, given: Any) -> None:
+        inputs.extend(given)
+
+    def after(path: str, part: torch.nn.Module, output: Any) -> None:
+        if linear := _linear(path, part):
+            linears.setdefault(path, linear)
+            results[path] = output
+
+    hooks = [part.register_forward_pre_hook(before) for part in modules.values() if [*part.parameters()]]
+    hooks += [
+        part.register_forward_hook(lambda part, _, output, path=path: after(path, part, output))
+        for path, part in modules.items()
+    ]
+    _attention_calls.clear()
+    try:
+        output: torch.Tensor = layer(hidden, *args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for path, part in modules.items():  # what this input did not need
+        if path not in linears and (linear := _linear(path, part)):
+            linears[path] = linear
+    owner, heads, kv_heads, size = _attention_calls[-1] if _attention_calls else (None, 0, 0, 0)
+    attends = next((path for path, part in modules.items() if part is owner), None)
+    sizes: dict[str, int] = {}
+    for path, linear in linears.items():
+        module = path.partition(".")[0]
+        if "." in path and module != (attends or "").partition(".")[0]:
+            sizes[module] = sizes.get(module, 0) + linear.parameters
+    mlp = max(sizes, key=lambda module: sizes[module], default="")
+    last = [path for path in linears if mlp and path.startswith(f"{mlp}.")][-1:]
+    of_linears = {id(param) for path in linears for param in modules[path].parameters(recurse=False)}
+    others = tuple((n, tuple(p.shape)) for n, p in layer.named_parameters() if id(p) not in of_linears)
+    follows = any(one is results.get(path, layer) for path in last for one in inputs)
+    return output, Layer(tuple(linears.values()), others, mlp, heads, kv_heads, size, follows)
+
+
+def main() -> None:
+    """Answers the requests on stdin."""
+    try:
+        answer: dict[str, Any] = {"shapes": [derive(request) for request in json.load(sys.stdin)]}
+    except ValueError as error:
+        answer = {"problem": str(error)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

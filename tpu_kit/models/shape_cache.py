@@ -1,0 +1,143 @@
+"""Reads the shapes of models: `meta_model` derives them, and they stay on disk.
+
+Deriving a shape loads torch and transformers, so a process that has not loaded transformers starts another one for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.config.loader import ModelConfig
+from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
+from tpu_kit.hardware.host import ask_hub_once
+from tpu_kit.models.architecture import Shape, did_you_mean, known_models, shipped_shape
+from tpu_kit.storage import atomic
+
+CACHE = Path("~/.cache/tpu_kit/shapes")
+_SECONDS = 300.0
+
+
+def read_shape(model: ModelConfig) -> Shape:
+    """Derives the shape of the model of a run, or reads it from disk if it was derived before.
+
+    Args:
+        model: a hub id, whose config.json is fetched, a folder with one, or "embedded".
+
+    Raises:
+        ValueError: there is no config.json, or transformers cannot build a decoder from it.
+    """
+    return read_shapes([model])[0]
+
+
+def read_shapes(models: Sequence[ModelConfig]) -> list[Shape]:
+    """As `read_shape` for several models, with one process for those that were not derived before."""
+    texts = [_read(model) for model in models]
+    paths = [CACHE.expanduser() / f"{_key(model, text)}.json" for model, text in zip(models, texts, strict=True)]
+    shapes = {path: shape for path in {*paths} if (shape := _load(path))}
+    missing = {path: number for number, path in enumerate(paths) if path not in shapes}
+    derived = _derive([{**asdict(models[number]), "config": texts[number]} for number in missing.values()])
+    for path, values in zip(missing, derived, strict=True):
+        shapes[path] = _loaded[path] = Shape.from_dict(values)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(path, json.dumps(values), shared=True)
+        except OSError:  # the next call derives it again
+            pass
+    return [shapes[path] for path in paths]
+
+
+_loaded: dict[Path, Shape] = {}
+
+
+def _load(path: Path) -> Shape | None:
+    try:
+        if path not in _loaded:
+            _loaded[path] = Shape.from_dict(json.loads(path.read_text()))
+        return _loaded[path]
+    except (OSError, ValueError, TypeError, KeyError):  # no file, or half of one
+        return None
+
+
+def _key(model: ModelConfig, text: str) -> str:
+    """Hashes what determines a shape: the configuration, the code that derives it, and transformers."""
+    own = Path(model.name).expanduser()
+    code = sorted(own.glob("*.py")) if model.trust_remote_code and own.is_dir() else []
+    code += [Path(__file__), Path(__file__).with_name("meta_model.py"), Path(__file__).with_name("layer_calls.py")]
+    parts = [text.encode(), str(model.trust_remote_code and model.name).encode(), version("transformers").encode()]
+    return hashlib.sha256(b"\0".join([*parts, *(path.read_bytes() for path in code)])).hexdigest()[:32]
+
+
+def _derive(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Derives shapes in this process if it has loaded transformers, else in another one."""
+    if not requests:
+        return []
+    if "transformers" in sys.modules:
+        from tpu_kit.models import meta_model
+
+        return [meta_model.derive(request) for request in requests]
+    arguments = ["-W", "ignore", "-m", "tpu_kit.models.meta_model"]
+    try:
+        ended = run_child(arguments, xla_cpu_environment(), given=json.dumps(requests), seconds=_SECONDS)
+        answer: dict[str, Any] = json.loads(ended.output.splitlines()[-1])
+    except (TimeoutError, ValueError, IndexError) as error:
+        reason = str(error) if isinstance(error, TimeoutError) else ended.last_lines(3)
+        raise ValueError(f"model.name={requests[0]['name']}: its shape cannot be derived: {reason}") from error
+    if "problem" in answer:
+        raise ValueError(answer["problem"])
+    shapes: list[dict[str, Any]] = answer["shapes"]
+    return shapes
+
+
+def _read(model: ModelConfig) -> str:
+    """Returns the text of a model's config.json."""
+    name = f"model.name={model.name}"
+    if model.gguf_file:
+        raise ValueError(
+            f"{name}: planning reads a config.json, not a GGUF file; give the original model's folder or id"
+        )
+    if (shipped := shipped_shape(model)) is not None:
+        return json.dumps(shipped)
+    path = _find(model)
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}: its config.json cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}: its config.json holds no object; take the file of the original model")
+    return text
+
+
+def _find(model: ModelConfig) -> Path:
+    name = f"model.name={model.name}"
+    if model.name == "embedded":
+        from tpu_kit.assets import embedded
+
+        return embedded.model_dir() / "config.json"
+    folder = Path(model.name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{name}: the folder has no config.json")
+        return folder / "config.json"
+    if model.name.startswith((".", "~", os.sep)) or model.name.count("/") > 1:
+        raise ValueError(f"{name}: there is no such folder. Give a folder, a hub id or embedded")
+    from huggingface_hub import hf_hub_download
+
+    ask_hub_once()
+    try:
+        return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise ValueError(
+            f"{name}: it is no folder here and its config.json cannot be fetched from the hub ({reason}): check the "
+            f"spelling and the network, or give a folder that has the file;{did_you_mean(model.name)} known without a "
+            f"network:\n{known_models()}"
+        ) from error
