@@ -95,8 +95,11 @@ class ConfigField:
         """
         if is_secret_value(value):
             raise ValueError(f"{self.name}: the value looks like a secret; {SECRET_ADVICE}")
-        result, converted = _convert(value, self.hint)
-        if not converted:
+        for member in _members(self.hint):
+            with suppress(TypeError, ValueError, OverflowError):
+                result = _as(value, member)
+                break
+        else:
             raise ValueError(f"{self.name}: {show(value)} is not {wanted(self.hint)}{self._fix(value)}")
         if re.search("[\0\ud800-\udfff]", "".join(_texts(result))):
             text = "holds a character that no file can (NUL, or one of half a pair)"
@@ -217,49 +220,27 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _convert(value: object, hint: Any) -> tuple[Any, bool]:
-    for member in _members(hint):
-        with suppress(TypeError, ValueError, OverflowError):
-            return _as(value, member), True
-    return None, False
-
-
 def _as(value: Any, kind: Any) -> Any:
     """Returns `value` as one plain type; raises TypeError, ValueError or OverflowError if it has another type."""
-    if get_origin(kind) is Literal:
-        if value is False and "off" in get_args(kind):
-            return "off"  # YAML 1.1 reads a bare off as false
-        if isinstance(value, str) and value in get_args(kind):
-            return value
-    elif kind is types.NoneType:
-        if value is None:
-            return None
-    elif kind is bool:
-        if isinstance(value, bool):
-            return value
-    elif kind is int:
-        number = _number(value)
-        if number == int(number):
-            return int(number)
-    elif kind is float:
-        number = _number(value)
-        if math.isfinite(number):
-            return float(number)
-    elif kind is str:
-        text = os.fspath(value)
-        if isinstance(text, str) and text:
-            return text
-    elif get_origin(kind) is tuple:
-        if isinstance(value, list | tuple) and value:
-            return tuple(_as(item, str) for item in value)
-    elif get_origin(kind) is Callable:
-        if callable(value):
-            return value
-    elif get_origin(kind) is dict:
-        if isinstance(value, Mapping) and value:
-            return {_as(key, str): "" if item == "" else _as(item, str) for key, item in value.items()}
-    else:
-        raise AssertionError(f"no rule for fields of type {kind}")
+    origin = get_origin(kind)
+    if origin is Literal and isinstance(value, str) and value in get_args(kind):
+        return value
+    if kind is types.NoneType and value is None:
+        return None
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and (number := _number(value)) == int(number):
+        return int(number)
+    if kind is float and math.isfinite(number := _number(value)):
+        return float(number)
+    if kind is str and isinstance(text := os.fspath(value), str) and text:
+        return text
+    if origin is tuple and isinstance(value, list | tuple) and value:
+        return tuple(_as(item, str) for item in value)
+    if origin is Callable and callable(value):
+        return value
+    if origin is dict and isinstance(value, Mapping) and value:
+        return {_as(key, str): "" if item == "" else _as(item, str) for key, item in value.items()}
     raise TypeError
 
 
@@ -272,7 +253,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _number(value: Any) -> int | float:
-    """Returns a number, also from numpy or from text ("1e-4" is text to YAML 1.1, which wants 1.0e-4)."""
+    """Returns a number, also from numpy or from text, as the fields of a notebook's form give it."""
     if isinstance(value, bool):
         raise TypeError
     if isinstance(value, numbers.Integral):
