@@ -191,7 +191,7 @@ def _rounding(config: TrainConfig, shape: Shape | None) -> list[str]:
     rate = ROUNDED_PER_SECOND.get(config.model.base_dtype)
     if shape is None or rate is None or not config.lora.r:
         return []
-    minutes = shape.layers * sum(one.inputs * one.outputs for one in shape.linears) / rate / 60
+    minutes = shape.linear_weights / rate / 60
     cache = f"; {config.model.quant_cache} keeps them for the next" if config.model.quant_cache else ""
     text = f"model.base_dtype={config.model.base_dtype}: the first start rounds the weights, {minutes:.0f} minutes"
     return [f"{text} of one core{cache}"] if minutes >= 1 else []
