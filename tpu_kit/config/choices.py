@@ -23,6 +23,7 @@ OBJECTIVES = {
     "supervised": "tpu_kit.training.objectives:SupervisedObjective",
     "error-correction": "tpu_kit.training.error_correction:ErrorCorrectionObjective",
     "error-correction-alone": "tpu_kit.training.error_correction:ErrorCorrectionObjective",
+    "policy": "tpu_kit.training.policy:PolicyObjective",
 }
 """The classes of `optim.objective`, which also takes module:function and module:class."""
 

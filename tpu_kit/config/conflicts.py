@@ -53,6 +53,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if tracking.wandb_adapter and tracking.wandb == "off":
         yield "tracking.wandb_adapter tracking.wandb", "adds to a run on W&B, and tracking.wandb=off; set wandb=online"
     yield from _objective_conflicts(config)
+    yield from _policy_conflicts(config)
     yield from _evaluation_conflicts(config)
     yield from _schedule_conflicts(optim)
     yield from _batch_conflicts(config)
@@ -151,6 +152,40 @@ def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     elif distill.hidden_weight or distill.embeddings_weight:
         text = "holds logits alone; set distill.hidden_weight=0 and distill.embeddings_weight=0, or remove it"
         yield "distill.files distill.hidden_weight distill.embeddings_weight", text
+
+
+def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yields the contradictions between the parameters of reinforcement learning."""
+    rl, optim, data = config.rl, config.optim, config.data
+    if rl.loss_type == "cispo" and rl.epsilon_high < 1:
+        text = "is the limit of the ratio itself with rl.loss_type=cispo, which is about 1; set rl.epsilon_high=5"
+        yield "rl.epsilon_high rl.loss_type", text
+    elif rl.loss_type != "cispo" and rl.epsilon_high < rl.epsilon:
+        text = f"is below rl.epsilon={rl.epsilon:g}; raise it, or lower rl.epsilon"
+        yield "rl.epsilon_high rl.epsilon", text
+    if rl.loss_type == "cispo" and rl.delta is not None:
+        yield "rl.delta rl.loss_type", "limits no ratio with rl.loss_type=cispo; remove it"
+    if rl.beta and not config.lora.r:
+        text = "compares with the model without its adapter, and lora.r=0 has none; set rl.beta=0 or lora.r=16"
+        yield "rl.beta lora.r", text
+    if rl.beta and rl.drop_zero_advantage:
+        text = f"leaves out rows that rl.beta={rl.beta:g} learns from; remove it, or set rl.beta=0"
+        yield "rl.drop_zero_advantage rl.beta", text
+    if optim.objective != "policy":
+        return
+    if rl.max_completion_length + (rl.max_prompt_length or 1) > data.max_length:
+        text = f"and a prompt must fit a row of data.max_length={data.max_length}; raise that, or lower it"
+        yield "rl.max_completion_length rl.max_prompt_length data.max_length", text
+    for name, unused in (
+        ("optim.gradient_accumulation", 1), ("optim.global_batch_size", None), ("optim.batch_growth_factor", 1),
+        ("optim.label_smoothing", 0), ("optim.early_stop_patience", None),
+    ):  # fmt: skip
+        if config[name] != unused:
+            text = "is not for grpo: an update has as many passes as its completions need; remove it"
+            yield f"{name} optim.objective", text
+    if optim.eval_steps is not None and not config.tracking.eval_generate_rows:
+        text = "evaluates answers alone in grpo, and tracking.eval_generate_rows=0; set that to 200 or more"
+        yield "optim.eval_steps tracking.eval_generate_rows", text
 
 
 def _is_date(text: str) -> bool:

@@ -174,7 +174,8 @@ def wanted(hint: Any) -> str:
     texts = []
     for member in _members(hint):
         choices = get_args(member) if get_origin(member) is Literal else ()
-        texts += [f'"{choice}"' for choice in choices] or [words[get_origin(member) or member]]
+        word = "a list of numbers" if member == tuple[float, ...] else words.get(get_origin(member) or member)
+        texts += [f'"{choice}"' for choice in choices] or [word]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
@@ -236,7 +237,7 @@ def _as(value: Any, kind: Any) -> Any:
     if kind is str and isinstance(text := os.fspath(value), str) and text:
         return text
     if origin is tuple and isinstance(value, list | tuple) and value:
-        return tuple(_as(item, str) for item in value)
+        return tuple(_as(item, get_args(kind)[0]) for item in value)
     if origin is Callable and callable(value):
         return value
     if origin is dict and isinstance(value, Mapping) and value:
@@ -249,7 +250,7 @@ def _texts(value: Any) -> list[str]:
         return [value]
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
-    return list(value) if isinstance(value, tuple) else []
+    return [item for item in value if isinstance(item, str)] if isinstance(value, tuple) else []
 
 
 def _number(value: Any) -> int | float:

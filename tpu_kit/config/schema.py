@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from tpu_kit.config.choices import VERIFIERS, check_objective, check_verifier, layer_pairs
+from tpu_kit.config.choices import OBJECTIVES, VERIFIERS, check_objective, check_verifier, layer_pairs
 from tpu_kit.config.conflicts import conflicts
 from tpu_kit.config.fields import (
     ConfigError,
@@ -120,9 +120,7 @@ class OptimConfig:
     gradient_accumulation: int = knob(
         1, "Passes per update; leave it at 1 when global_batch_size is given.", at_least=1, at_most=10**6
     )
-    objective: str = knob(
-        "supervised", "supervised, error-correction, error-correction-alone, or module:function.", check=check_objective
-    )
+    objective: str = knob("supervised", f"{', '.join(OBJECTIVES)}, or module:function.", check=check_objective)
     optimizer: Literal["adamw", "adafactor"] = knob("adamw", "adafactor keeps hardly any moments. Both run on XLA.")
     learning_rate: float = knob(2e-4, "The peak, after warm-up.", above=0)
     min_learning_rate_ratio: float = knob(
@@ -210,6 +208,59 @@ class DistillConfig:
 
 
 @dataclass(frozen=True)
+class RlConfig:
+    """Reinforcement learning from rewards, of `grpo`; the names are TRL's."""
+
+    reward_funcs: tuple[str, ...] = knob(
+        ("auto",),
+        f"What judges a completion: {', '.join(VERIFIERS)} (1 if the answer is correct), think_format, length, "
+        "regex:PATTERN or module:function.",
+    )
+    reward_weights: tuple[float, ...] | None = knob(None, "A weight for each reward; null = 1.")
+    num_generations: int = knob(8, "Completions of a prompt: a group.", at_least=2, at_most=1024)
+    prompts_per_update: int = knob(16, "Prompts of a rollout.", at_least=1, at_most=10**5)
+    max_prompt_length: int | None = knob(
+        None, "Longer prompts are left out and counted; null = what a row leaves beside a completion.", at_least=1
+    )
+    max_completion_length: int = knob(512, "The most tokens of a completion.", at_least=1)
+    sampling_temperature: float = knob(1.0, "Divides the logits, when completions are drawn and in the loss.", above=0)
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = knob(
+        "dapo",
+        "dapo and bnpo average over tokens, grpo over completions, dr_grpo over completions of max_completion_length; "
+        "cispo clips the weight of the gradient.",
+    )
+    importance_sampling_level: Literal["token", "sequence"] = knob(
+        "token", "Ratios of tokens, or of whole completions (GSPO)."
+    )
+    epsilon: float = knob(0.2, "Ratios are clipped below 1 - epsilon.", at_least=0, at_most=1)
+    epsilon_high: float = knob(0.28, "And above 1 + epsilon_high; with cispo above epsilon_high itself.", at_least=0)
+    delta: float | None = knob(None, "Ratios are also limited to this where the advantage is negative.", above=1)
+    beta: float = knob(0.0, "Weight of the divergence from the model without its adapter.", at_least=0)
+    use_bias_correction_kl: bool = knob(True, "Weight that divergence by the ratio.")
+    scale_rewards: Literal["group", "batch", "none"] = knob(
+        "group", "Divide advantages by the rewards' standard deviation in the group or the rollout."
+    )
+    num_iterations: int = knob(1, "Updates of each rollout.", at_least=1, at_most=100)
+    mask_truncated_completions: bool = knob(False, "Give no loss to completions that reach max_completion_length.")
+    drop_zero_advantage: bool | None = knob(
+        None, "Leave groups of equal rewards out of the passes, not out of the average; null = where beta is 0."
+    )
+    importance_sampling_correction: Literal[
+        "auto", "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = knob(
+        "auto",
+        "Weight the loss by the trainer's likelihood / the sampler's, at most importance_sampling_cap or 0 above it; "
+        "auto is off with base_dtype=fp32, else sequence_mask.",
+    )
+    importance_sampling_cap: float = knob(3.0, "The limit of these weights.", above=0)
+
+    @property
+    def drops_flat_groups(self) -> bool:
+        """Whether groups without advantages are left out of the passes."""
+        return self.beta == 0 if self.drop_zero_advantage is None else self.drop_zero_advantage
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When to save, and whether to resume."""
 
@@ -291,6 +342,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -153,6 +153,19 @@ class PackedDataset:
         part = slice(start, start + self.documents.lengths[number])
         return self.documents.input_ids[part], self.documents.loss_mask[part]
 
+    def column(self, values: np.ndarray) -> Callable[[np.ndarray], torch.Tensor]:
+        """Returns an entry of `columns` for numbers of all tokens, (tokens,) in the order of `documents`."""
+
+        def read(rows: np.ndarray) -> torch.Tensor:
+            column = np.zeros((len(rows), self.length), dtype=values.dtype)
+            for i, row in enumerate(rows):
+                numbers = self.documents_of(row) if row >= 0 else ()
+                parts = [values[self._token_starts[n] :][: self.documents.lengths[n]] for n in numbers]
+                column[i, : sum(map(len, parts))] = np.concatenate([*parts, values[:0]])
+            return torch.from_numpy(column)
+
+        return read
+
     def fill(self) -> float:
         """Returns the share of slots that hold tokens, without the emptiest row (the last row is rarely full)."""
         used = self.row_tokens

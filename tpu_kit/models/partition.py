@@ -123,6 +123,11 @@ def tiles(tensor: torch.Tensor, count: int) -> torch.Tensor:
     return constrain(found, (None, BATCH, *[None] * (found.ndim - 2)))
 
 
+def untiled(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Inverts `tiles` after its last axes were flattened: (count, B * S / count) becomes `shape`, (B, S)."""
+    return constrain(tensor.unflatten(1, (shape[0], -1)).transpose(0, 1).reshape(shape), (BATCH, None))
+
+
 def move(tensor: torch.Tensor, device: torch.device, spec: Spec | None = None, copy: bool = False) -> torch.Tensor:
     """Moves a tensor to a device, or to the devices of the mesh.
 

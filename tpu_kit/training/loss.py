@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import partition
 from tpu_kit.models.activation_checkpointing import tiles_of
-from tpu_kit.models.causal_lm import OutputHead
+from tpu_kit.models.causal_lm import OutputHead, at_least_fp32
 from tpu_kit.xla.scan import Tensors, scan
 from tpu_kit.xla.sharding import constrain
 
@@ -35,16 +35,18 @@ class Likelihood:
     Attributes:
         head: the output layer, for its scale and soft cap.
         smoothing: weight e of the uniform distribution in the target: (1 - e) one-hot + e / V.
+        weighted: whether the second input is a weight for each token.
     """
 
     head: OutputHead
     smoothing: float = 0.0
+    weighted: bool = False
 
     def __call__(
         self, logits: torch.Tensor, inputs: Tensors, constants: Tensors, grad: bool
     ) -> tuple[Tensors, torch.Tensor | None]:
         """See `ChunkLoss`."""
-        dtype, labels, logits = logits.dtype, inputs[0], logits.float()
+        dtype, labels, logits = logits.dtype, inputs[0], at_least_fp32(logits)
         scale, softcap = self.head.scale, self.head.softcap
         if scale != 1.0:
             logits = logits * scale
@@ -57,10 +59,13 @@ class Likelihood:
         carries = (labels != IGNORE)[:, None]
         uniform = self.smoothing / log_p.shape[-1]
         target = is_label * (1.0 - self.smoothing) + uniform
-        loss = -torch.where(carries, target * log_p, 0.0).sum()
+        losses = torch.where(carries, target * log_p, 0.0)
+        loss = -(losses * inputs[1][:, None] if self.weighted else losses).sum()
         if not grad:
             return [loss], None
         slope = torch.where(carries, log_p.exp() - target, 0.0)
+        if self.weighted:
+            slope = slope * inputs[1][:, None]
         if softcap is not None:
             slope = slope * (1.0 - capped * capped)
         if scale != 1.0:
@@ -146,7 +151,40 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return F.pad(tensor, (*[0, 0] * (tensor.ndim - 1), 0, rows), value=value)
 
 
-def head_outputs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def token_logprobs(
+    hidden: torch.Tensor, head: OutputHead, labels: torch.Tensor, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes log-probabilities of labels, without a gradient and with at most `chunk` x V logits in memory.
+
+    Args:
+        hidden: (B, S, H).
+        head: the output layer.
+        labels: (B, S), already shifted.
+        chunk: tokens whose logits exist at once.
+
+    Returns:
+        (B, S) log-probabilities of the labels, 0 where there is none, and entropies of the distributions, in nats.
+    """
+    (states, targets), chunk = rows_in_chunks(chunk, [hidden.detach(), labels])
+    shape, count = targets.shape, targets.numel()
+    states, targets, chunk = states.flatten(0, 1), targets.flatten(), min(chunk, count)
+    states, targets = F.pad(states, (0, 0, 0, -count % chunk)), _padded(targets, -count % chunk)
+
+    def body(carry: Tensors, chunk_inputs: Tensors) -> tuple[Tensors, Tensors]:
+        logits = head.scaled(head_outputs(chunk_inputs[0], carry[0], *carry[1:]))
+        log_p = F.log_softmax(logits, dim=-1)
+        is_label = torch.arange(log_p.shape[-1], device=logits.device) == chunk_inputs[1][:, None]
+        return carry, [torch.where(is_label, log_p, 0.0).sum(-1), -(log_p.exp() * log_p).sum(-1)]
+
+    weights = [each.detach().to(hidden.dtype) for each in (head.weight, head.bias) if each is not None]
+    _, outputs = scan(body, weights, [tensor.reshape(-1, chunk, *tensor.shape[1:]) for tensor in (states, targets)])
+    logprobs, entropies = (each.flatten()[:count].view(shape) for each in outputs)
+    if active_mesh().size == 1:
+        return logprobs, entropies
+    return partition.untiled(logprobs, labels.shape), partition.untiled(entropies, labels.shape)
+
+
+def head_outputs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Computes a chunk's outputs of the linear layer, (chunk, V), in the dtype of `hidden`.
 
     On a mesh each device has the logits of all tokens of its data group, for its part of the vocabulary.
@@ -214,6 +252,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In fp32, as bf16 would round the factor 1 / tokens.
         gradients = (
-            None if saved is None else (saved.float() * upstream[0]).to(saved.dtype) for saved in ctx.saved_tensors
+            None if saved is None else (at_least_fp32(saved) * upstream[0]).to(saved.dtype)
+            for saved in ctx.saved_tensors
         )
         return (None, *gradients, None, None, None, None, None)

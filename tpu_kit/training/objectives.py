@@ -23,7 +23,8 @@ class Sums(NamedTuple):
     Attributes:
         loss: the summed loss, with its graph.
         weight: the divisor of the loss, such as the number of tokens with loss, summed over replicas and passes.
-        extra: one sum for each name in `Objective.extra`, without a graph; logs show it divided by the weight.
+        extra: one sum for each name in `Objective.extra`, without a graph; logs show it divided by the weight, or by
+            the sum that `Objective.divisor` names.
     """
 
     loss: torch.Tensor
@@ -50,11 +51,13 @@ class Objective(abc.ABC):
 
     Attributes:
         extra: names of further sums for the log.
+        divisor: the one of these by which logs divide the others; None for the weight.
         columns: name -> (numbers for each token, dtype) of tensors that the batch has besides, (B, S * numbers) each.
         trains_model: whether the model's own parameters get gradients, or `model.objective` alone.
     """
 
     extra: tuple[str, ...] = ()
+    divisor: str | None = None
     columns: Mapping[str, tuple[int, torch.dtype]] = MappingProxyType({})
     trains_model = True
 

@@ -235,10 +235,10 @@ class Trainer:
         steps, good, last = len(pending.window), len(pending.window) - skipped, pending.window[-1]
         self._logged = last.step
         self.skipped += skipped
-        self.metrics["loss"], *means = (
-            total / weight if weight else math.nan for total in (report.loss, *report.extra)
-        )
-        extra: dict[str, Any] = dict(zip(self.objective.extra, means, strict=True))
+        sums = dict(zip(self.objective.extra, report.extra, strict=True))
+        divisor = sums.pop(self.objective.divisor, weight) if self.objective.divisor else weight
+        self.metrics["loss"] = report.loss / weight if weight else math.nan
+        extra: dict[str, Any] = {name: total / divisor if divisor else math.nan for name, total in sums.items()}
         for name in ("host_syncs", "fallbacks"):
             if name in pending.now:
                 extra[f"{name}_per_step"] = (pending.now[name] - pending.before[name]) / steps
