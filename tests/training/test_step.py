@@ -18,7 +18,7 @@ from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_scan import stack
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import Report, TrainState, restore, sections
-from tpu_kit.training.step import _update, eval_step, train_step
+from tpu_kit.training.step import SplitStep, _update, eval_step, train_step
 
 CPU = torch.device("cpu")
 AVERAGED = replace(OPTIM, ema_decay=0.9)
@@ -487,3 +487,29 @@ def test_the_update_is_the_same_on_real_replicas(device_type: Any, replicas: int
     assert one.keys() == many.keys()
     for name, value in one.items():
         torch.testing.assert_close(torch.tensor(many[name]), torch.tensor(value), rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_an_update_in_two_programs_is_that_of_one(passes: int) -> None:
+    """With as many passes as needed, and empty ones besides."""
+    optim, states = replace(OPTIM, ema_decay=0.9), []
+    for split_up in (False, True):
+        model = tiny()
+        state = TrainState(model, CPU, optim)
+        objective = SupervisedObjective(optim)
+        halves = SplitStep(model, state, objective, optim, ALONE) if split_up else None
+        for step in (1, 2, 3):
+            taken = rows(seed=step)
+            empty = taken | {"labels": torch.full_like(taken["labels"], -100)}
+            parts = [{name: value[n::passes] for name, value in taken.items()} for n in range(passes)]
+            scalars = control(1e-2, step, float(step > 1))
+            if halves is None:
+                train_step(model, state, parts, scalars, objective, optim, ALONE)
+                continue
+            for part in [*parts, *[empty] * (step - 1)]:
+                halves.accumulate(part)
+            halves.apply(scalars)
+        states.append(state)
+    for name, value in contents(states[0]).items():
+        torch.testing.assert_close(contents(states[1])[name], value, rtol=1e-6, atol=1e-7, msg=name)
+    torch.testing.assert_close(states[1].report, states[0].report, rtol=1e-5, atol=1e-6)

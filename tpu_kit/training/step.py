@@ -101,13 +101,49 @@ def train_step(
             # Without this order XLA may start a pass before the previous one ends, and keep the activations of both.
             done = [param.grad for param in state.params.values() if param.grad is not None]
             batch = dict(zip(batch, after(done, list(batch.values())), strict=True))
-        sums = objective(model, batch)
-        sums.loss.backward()
-        totals = totals + torch.stack([sums.loss.detach(), sums.weight, *sums.extra])
+        totals = totals + _backward(model, batch, objective)
     with torch.no_grad():  # unless a new value is sharded as its tensor, the compiler chooses another sharding
         gradients = {name: constrain(_take_gradient(param), state.specs[name]) for name, param in state.params.items()}
         runtime.all_reduce([*gradients.values(), totals])
         _update(state, gradients, totals, control, optim)
+
+
+def _backward(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], objective: Objective) -> torch.Tensor:
+    """Adds the gradients of a pass to the parameters'; returns its sums, (2 + N,)."""
+    sums = objective(model, batch)
+    sums.loss.backward()
+    return torch.stack([sums.loss.detach(), sums.weight, *sums.extra])
+
+
+class SplitStep:
+    """`train_step` as two programs, `accumulate` for each pass and `apply`, so that the number of passes is free.
+
+    It keeps a buffer for the gradients. The state must not be given to `train_step` besides.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, state: TrainState, objective: Objective, optim: OptimConfig, runtime: Runtime
+    ) -> None:
+        self._model, self._state, self._objective, self._optim, self._rt = model, state, objective, optim, runtime
+        for name, param in state.params.items():
+            (param.grad,) = runtime.put([torch.zeros(param.shape)], state.specs[name])
+        (self._totals,) = runtime.put([torch.zeros(2 + len(objective.extra))])
+
+    def accumulate(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Adds the gradients and sums of one pass; without a collective."""
+        self._totals.add_(_backward(self._model, batch, self._objective))
+
+    def apply(self, control: torch.Tensor) -> None:
+        """Makes the update of all passes since the last one, as `train_step`."""
+        state = self._state
+        with torch.no_grad():
+            buffers = {name: param.grad for name, param in state.params.items() if param.grad is not None}
+            gradients = {name: constrain(grad.clone(), state.specs[name]) for name, grad in buffers.items()}
+            totals = self._totals.clone()
+            self._rt.all_reduce([*gradients.values(), totals])
+            _update(state, gradients, totals, control, self._optim)
+            for tensor in (*buffers.values(), self._totals):
+                tensor.zero_()
 
 
 def _take_gradient(param: torch.nn.Parameter) -> torch.Tensor:
