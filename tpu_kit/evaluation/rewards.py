@@ -1,0 +1,190 @@
+"""Rewards of sampled completions: functions with the signature of TRL's, and verifiers by name.
+
+    def shorter(completions, target, **kwargs):      # in my_rewards.py; `target` is a column of the data
+        return [1.0 - len(text) / 1000 for text in completions]
+
+A function gets `prompts`, `completions`, `completion_ids`, each column of the rows, `trainer_state` (global_step,
+max_steps) and `log_metric(name, value)`, those of them that it names, or all if it has `**kwargs`. Completions are
+lists of messages where the prompts are, else texts. It returns a number, or None for no judgement, for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from tpu_kit.config.choices import VERIFIERS
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.evaluation.verifiers import imported, judge, verifier_named, well_formed
+
+RewardFunction = Callable[..., Any]
+_LONG = 0.2  # share of max_completion_length at its end in which `length` falls to -1 (DAPO, arXiv:2503.14476)
+
+
+class Attempt(NamedTuple):
+    """A completion to judge.
+
+    Attributes:
+        row: of the data, with the columns that functions get.
+        prompt: text, or a list of messages.
+        text: of the completion, with the tag that the prompt opens.
+        tokens: ids of the completion.
+    """
+
+    row: Mapping[str, Any]
+    prompt: Any
+    text: str
+    tokens: Sequence[int]
+
+
+@dataclass
+class Judgement:
+    """Rewards of completions; NaN where there is none.
+
+    Attributes:
+        total: the weighted sums.
+        parts: the rewards of each function, without weight.
+        metrics: means of what functions logged.
+    """
+
+    total: list[float]
+    parts: dict[str, list[float]]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Rewards:
+    """The rewards of a run.
+
+    Args:
+        config: `rl.reward_funcs` and `rl.reward_weights`.
+        functions: in place of `rl.reward_funcs`: names and functions.
+
+    Raises:
+        ValueError: a name is none, or there is not a weight for each.
+    """
+
+    def __init__(self, config: TrainConfig, functions: Sequence[str | RewardFunction] | None = None) -> None:
+        self._config = config
+        rewards = list(functions or config.rl.reward_funcs)
+        self._weights = list(config.rl.reward_weights or [1.0] * len(rewards))
+        if len(self._weights) != len(rewards):
+            raise ValueError(f"rl.reward_weights has {len(self._weights)} weights for {len(rewards)} rewards")
+        self._functions: dict[str, RewardFunction] = {}
+        for reward in rewards:
+            name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
+            count = sum(other.partition("#")[0] == name for other in self._functions)
+            self._functions[f"{name}#{count + 1}" if count else name] = self._resolved(reward)
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether no reward judges a row without an answer."""
+        return all(name in VERIFIERS or name.startswith("regex:") for name in self._functions)
+
+    def __call__(self, attempts: Sequence[Attempt], step: int = 0, total_steps: int | None = None) -> Judgement:
+        """Judges completions, each function in a thread of its own.
+
+        Raises:
+            ValueError: a function fails, or returns something else than a number or None for each completion.
+        """
+        logged: dict[str, list[float]] = defaultdict(list)
+        given = self._arguments(attempts) | {
+            "trainer_state": SimpleNamespace(global_step=step, max_steps=total_steps),
+            "log_metric": lambda name, value: logged[name].append(float(value)),
+        }
+        with ThreadPoolExecutor(len(self._functions), thread_name_prefix="reward") as threads:
+            pending = {
+                name: threads.submit(self._judged, name, function, attempts, given)
+                for name, function in self._functions.items()
+            }
+            parts = {name: each.result() for name, each in pending.items()}
+        total = []
+        for rewards in zip(*parts.values(), strict=True):
+            judged = [w * r for w, r in zip(self._weights, rewards, strict=True) if not math.isnan(r)]
+            total.append(sum(judged) if judged else math.nan)
+        return Judgement(total, parts, {name: sum(values) / len(values) for name, values in logged.items()})
+
+    def _resolved(self, reward: str | RewardFunction) -> RewardFunction:
+        if not isinstance(reward, str):
+            return reward
+        if reward == "think_format":
+            return lambda texts: [float(well_formed(text, self._config.data)) for text in texts]
+        if reward == "length":
+            return self._within_length
+        if reward not in VERIFIERS and not reward.startswith("regex:") and ":" in reward:
+            try:
+                return imported(reward)
+            except ValueError as error:
+                raise ValueError(f"rl.reward_funcs={reward}: {error}") from error
+        rule = verifier_named(reward)
+
+        def verdicts(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float | None]:
+            judged = [judge(row, text, self._config.data, rule) for row, text in zip(rows, texts, strict=True)]
+            return [None if verdict.correct is None else float(verdict.correct) for verdict in judged]
+
+        return verdicts
+
+    def _within_length(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        """DAPO's penalty: 0, falling to -1 in the last part of max_completion_length."""
+        most = self._config.rl.max_completion_length
+        allowed = most - round(_LONG * most)
+        return [min(0.0, (allowed - len(ids)) / max(1, most - allowed)) for ids in completion_ids]
+
+    @staticmethod
+    def _arguments(attempts: Sequence[Attempt]) -> dict[str, Any]:
+        rows, prompts, texts, tokens = (list(values) for values in zip(*attempts, strict=True))
+        chats = not isinstance(prompts[0], str)
+        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
+        return columns | {
+            "prompts": prompts, "completion_ids": [list(ids) for ids in tokens], "rows": rows, "texts": texts,
+            "completions": [[{"role": "assistant", "content": text}] if chats else text for text in texts],
+        }  # fmt: skip
+
+    def _judged(
+        self, name: str, function: RewardFunction, attempts: Sequence[Attempt], given: Mapping[str, Any]
+    ) -> list[float]:
+        wanted = inspect.signature(function).parameters.values()
+        own = {"rows", "texts"} - {each.name for each in wanted}
+        given = {key: value for key, value in given.items() if key not in own}
+        if not any(each.kind is each.VAR_KEYWORD for each in wanted):
+            given = {key: value for key, value in given.items() if key in {each.name for each in wanted}}
+        try:
+            return _called(function, given, len(attempts))
+        except Exception as error:  # a user's function may raise anything
+            raise ValueError(f"the reward {name} {self._blame(function, given, len(attempts), error)}") from error
+
+    @staticmethod
+    def _blame(function: RewardFunction, given: Mapping[str, Any], count: int, error: Exception) -> str:
+        """Finds the completion that a function fails for, by calling it for each alone."""
+        shared = {"trainer_state", "log_metric"}
+        for number in range(count):
+            alone = {name: value if name in shared else value[number : number + 1] for name, value in given.items()}
+            try:
+                _called(function, alone, 1)
+            except Exception as again:
+                shown = {name: value[0] for name, value in alone.items() if name not in shared | {"completion_ids"}}
+                return f"failed for {str(shown)[:300]}: {type(again).__name__}: {again}"
+        return f"failed for {count} completions together, and for none alone: {type(error).__name__}: {error}"
+
+
+def _called(function: RewardFunction, given: Mapping[str, Any], count: int) -> list[float]:
+    """Calls a function and checks what it returns."""
+    values = function(**given)
+    if inspect.isawaitable(values):
+
+        async def result() -> Any:
+            return await values
+
+        values = asyncio.run(result())
+    values = [math.nan if value is None else float(value) for value in values]
+    if len(values) != count:
+        raise ValueError(f"it returned {len(values)} rewards for {count} completions; return one, or None, for each")
+    if any(map(math.isinf, values)):
+        raise ValueError("it returned an infinite reward; return finite numbers, or None")
+    return values
