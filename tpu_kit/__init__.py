@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tpu_kit.generation.tree_search import SearchOptions, think
     from tpu_kit.planning.planner import plan
     from tpu_kit.profiling.profile import profile
+    from tpu_kit.recipes.grpo import grpo
     from tpu_kit.recipes.sft import TrainResult, train
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ _NAMES = {
     "generation.tree_search": ("SearchOptions", "think"),
     "planning.planner": ("plan",),
     "profiling.profile": ("profile",),
+    "recipes.grpo": ("grpo",),
     "recipes.sft": ("TrainResult", "train"),
 }
 _HOMES = {name: f"tpu_kit.{module}" for module, names in _NAMES.items() for name in names}

@@ -225,6 +225,14 @@ def distill(args: argparse.Namespace) -> int:
     return _fine_tune(args, "tpu_kit.recipes.distillation")
 
 
+@command(
+    "reward_funcs=[auto] names what judges; adapter=FOLDER is where training starts.\n\n" + _TRAINS, _CONFIG | _EXACT
+)
+def grpo(args: argparse.Namespace) -> int:
+    """Train a model on its own answers, by rewards."""
+    return _fine_tune(args, "tpu_kit.recipes.grpo")
+
+
 def _fine_tune(args: argparse.Namespace, recipe: str) -> int:
     print(describe(args.config), flush=True)
     result = getattr(importlib.import_module(recipe), args.function.__name__)(args.config, exact=args.exact)

@@ -13,6 +13,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "messages": ("system", "messages", "tools", "reasoning", "answer"),
     "prompt_completion": ("prompt", "completion", "tools"),
     "text": ("text",),
+    "prompt": ("system", "prompt", "tools", "answer"),
 }
 """Format -> the roles of its columns; chats have reasoning and answer if their last turn is in columns of its own."""
 

@@ -88,7 +88,7 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
          "has no effect on the embedded model; remove it or set model.name"),
         ("int4" not in (model.base_dtype, distill.teacher_dtype), "model", "quant_group", "model.base_dtype",
          "is of model.base_dtype=int4; remove it or set that"),
-        (config.lora.r == 0, "lora", "dropout targets rslora dora init", "lora.r",
+        (config.lora.r == 0, "lora", "dropout targets rslora dora init adapter", "lora.r",
          "needs adapters, and lora.r=0 has none; remove it or set lora.r=16"),
         (optim.optimizer == "adafactor", "optim", "beta1 beta2 eps", "optim.optimizer",
          "is AdamW's, and optim.optimizer=adafactor has none; remove it"),
@@ -168,6 +168,11 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if rl.beta and not config.lora.r:
         text = "compares with the model without its adapter, and lora.r=0 has none; set rl.beta=0 or lora.r=16"
         yield "rl.beta lora.r", text
+    if rl.beta and config.lora.adapter:
+        text = (
+            "is not the model without its adapter, which rl.beta compares with; export it merged, and name that model"
+        )
+        yield "lora.adapter rl.beta", text
     if rl.beta and rl.drop_zero_advantage:
         text = f"leaves out rows that rl.beta={rl.beta:g} learns from; remove it, or set rl.beta=0"
         yield "rl.drop_zero_advantage rl.beta", text

@@ -174,8 +174,10 @@ def wanted(hint: Any) -> str:
     texts = []
     for member in _members(hint):
         choices = get_args(member) if get_origin(member) is Literal else ()
-        word = "a list of numbers" if member == tuple[float, ...] else words.get(get_origin(member) or member)
-        texts += [f'"{choice}"' for choice in choices] or [word]
+        if member == tuple[float, ...]:
+            texts.append("a list of numbers")
+        else:
+            texts += [f'"{choice}"' for choice in choices] or [words[get_origin(member) or member]]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 

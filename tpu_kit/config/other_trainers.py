@@ -86,7 +86,9 @@ def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
     result = Translation(trainer)
     for key, value in flat.items():
         rule = _rule(key, value, case)
-        if (key == "optim" and not isinstance(value, str | None)) or not (rule or _is_known(key, ours, case, value)):
+        if (key in ("optim", "rl") and not isinstance(value, str | None)) or not (
+            rule or _is_known(key, ours, case, value)
+        ):
             result.values[key] = value
         elif value is not None or rule:
             for item in value if key == "report_to" and isinstance(value, list) else [value]:

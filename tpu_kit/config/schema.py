@@ -56,6 +56,7 @@ class LoraConfig:
     rslora: bool = knob(False, "Scale by alpha / sqrt(r).")
     dora: bool = knob(False, "Train a magnitude beside the direction (DoRA).")
     init: Literal["default", "gaussian"] = knob("default", "PEFT's initialisation.")
+    adapter: str | None = knob(None, "The adapter folder of a run, also in gs://, whose weights training starts from.")
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class DataConfig:
         "the questions, 64 at most.",
         at_least=0,
     )
-    format: Literal["auto", "cot", "messages", "prompt_completion", "text"] = knob(
-        "auto", "What a row holds; auto looks at the column names."
+    format: Literal["auto", "cot", "messages", "prompt_completion", "text", "prompt"] = knob(
+        "auto", "What a row holds; auto looks at the column names. prompt has no reply, and is for grpo."
     )
     columns: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
         None, "Role -> column, as in {question: problem, reasoning: rationale, answer: target}; an empty name: none."

@@ -155,7 +155,7 @@ _SHAREGPT_ROLES = {
 }  # fmt: skip
 _NEEDED = {
     "messages": ("messages",), "prompt_completion": ("prompt", "completion"), "cot": ("question", "answer"),
-    "text": ("text",),
+    "text": ("text",), "prompt": ("prompt",),
 }  # fmt: skip
 _ROWS = 1000  # read at a time
 
@@ -239,7 +239,7 @@ def detect_layout(columns: Sequence[str], config: DataConfig, empty: Collection[
         return None
 
     fmt = _format(config, find)
-    roles = [role for role in ROLES.get(fmt, ()) if fmt == "cot" or role not in ("reasoning", "answer")]
+    roles = [role for role in ROLES.get(fmt, ()) if fmt in ("cot", "prompt") or role not in ("reasoning", "answer")]
     if fmt == "messages" and "answer" in named:  # the last reply of a chat is in columns of its own
         roles += ["reasoning", "answer"]
     used = {role: column for role in roles if (column := find(role))}

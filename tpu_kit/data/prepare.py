@@ -25,7 +25,7 @@ from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts
 from tpu_kit.data.held_out import Questions, choose_questions, held_out_rows
 from tpu_kit.data.sources import EMBEDDED_ROWS, SYNTHETIC, synthetic_rows
-from tpu_kit.data.tokenizing import Tokenized, tokenize
+from tpu_kit.data.tokenizing import RawRows, Tokenized, tokenize
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,21 @@ class DataReport:
 
 
 @dataclass(frozen=True)
+class Tasks:
+    """Training rows that a model answers.
+
+    Attributes:
+        rows: the rows with their prompts.
+        numbers: of the rows in the source.
+        too_long: rows that were left out, because their prompts are longer than allowed.
+    """
+
+    rows: RawRows
+    numbers: list[int]
+    too_long: int
+
+
+@dataclass(frozen=True)
 class Prepared:
     """Data ready for training.
 
@@ -122,6 +137,7 @@ class Prepared:
         encoder: encodes other rows of the same kind; None for random tokens.
         questions: of the training rows and of the held-out rows; None for random tokens.
         fingerprint: hash of all tokens, loss masks, packing and order.
+        tasks: the training rows to answer in reinforcement learning; None without it.
     """
 
     train: PackedDataset
@@ -134,6 +150,7 @@ class Prepared:
     encoder: Encoder | None
     questions: Questions | None
     fingerprint: str
+    tasks: Tasks | None = None
 
     def __str__(self) -> str:
         lines = [str(self.report)]
@@ -142,6 +159,8 @@ class Prepared:
             lines += [f"held-out rows    {held.documents:,}, {held.loss_tokens:,} tokens with loss; too long: {cut}"]
             lines += [f"held-out rows    {held.seen_in_training:,} left out, because training has their questions"]
             lines += [f"held-out rows    {held.skipped_text}"] if held.skipped else []
+        if self.tasks:
+            lines += [f"prompts          {len(self.tasks.numbers):,}; too long and left out: {self.tasks.too_long:,}"]
         return "\n".join(lines)
 
     def example(self, number: int = 0) -> Example:
@@ -158,6 +177,7 @@ def prepare(
     vocab_size: int | None = None,
     dataset: Dataset | DatasetDict | None = None,
     run: Questions | None = None,
+    max_prompt: int | None = None,
 ) -> Prepared:
     """Loads, holds out, tokenises, checks and packs.
 
@@ -170,6 +190,7 @@ def prepare(
         dataset: rows in place of `config.source`.
         run: the questions of a finished run, to evaluate it: its held-out questions are held out too, and rows with a
             question that it was trained on are left out and counted.
+        max_prompt: keep the rows of training for reinforcement learning, with prompts of at most so many tokens.
 
     Raises:
         ValueError: rows, columns, files or settings are wrong; the text names them.
@@ -198,9 +219,10 @@ def prepare(
         repeated = data.count(~train & ~wanted)
     packed, report = _pack(data, train, held_out=data.count(~train), repeated=repeated)
     fingerprint = _fingerprint_of(packed, config)
+    tasks = None if max_prompt is None else _tasks(data, np.unique(data.documents.source_rows[train]), max_prompt)
     if held is None:
         questions = Questions(np.unique(data.prompts(train)), np.zeros(0, dtype=np.int64))
-        return Prepared(packed, None, [], [], [], report, None, data.encoder, questions, fingerprint)
+        return Prepared(packed, None, [], [], [], report, None, data.encoder, questions, fingerprint, tasks)
     if run:
         wanted |= held.one_of_each(run.held_out)
     chosen = wanted & ~np.isin(held.questions, run.trained if run else data.prompts(train))
@@ -208,9 +230,22 @@ def prepare(
         text = f"every question of the evaluation rows ({held.source}) is in the training rows too"
         raise ValueError(f"{text}; name other rows in data.eval_source")
     eval_data, eval_report = _pack(held, chosen, seen_in_training=held.count(wanted & ~chosen))
-    raw = held.raw_rows(np.unique(eval_data.documents.source_rows))
+    raw = held.raw_rows(np.unique(eval_data.documents.source_rows))[:3]
     questions = Questions(np.unique(data.prompts(train)), np.unique(held.questions[chosen]))
-    return Prepared(packed, eval_data, *raw, report, eval_report, data.encoder, questions, fingerprint)
+    return Prepared(packed, eval_data, *raw, report, eval_report, data.encoder, questions, fingerprint, tasks)
+
+
+def _tasks(data: Tokenized, numbers: np.ndarray, max_prompt: int) -> Tasks:
+    raw = data.raw_rows(numbers)
+    fits = [0 < len(ids) <= max_prompt for ids in raw.prompt_ids]
+    if not any(fits):
+        shortest = min(map(len, raw.prompt_ids))
+        raise ValueError(
+            f"{data.source}: no prompt has from 1 to {max_prompt} tokens, the shortest has {shortest}. Raise "
+            "data.max_length or rl.max_prompt_length, or lower rl.max_completion_length"
+        )
+    chosen = RawRows(*([value for value, fit in zip(values, fits, strict=True) if fit] for values in raw))
+    return Tasks(chosen, numbers[fits].tolist(), len(fits) - sum(fits))
 
 
 def _fingerprint_of(packed: PackedDataset, config: DataConfig) -> str:

@@ -28,6 +28,9 @@ from tpu_kit.data.columns import (
 
 _PLAIN = str.maketrans("\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}\N{LEFT DOUBLE QUOTATION MARK}"
                        "\N{RIGHT DOUBLE QUOTATION MARK}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}", "''\"\"---")  # fmt: skip
+NO_REPLY = "..."
+"""The reply in the conversation of a row that has none; no run trains on it."""
+
 _SHAREGPT_KEYS = {"from": "role", "value": "content"}
 
 
@@ -101,6 +104,12 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
         messages = _messages(turns, columns["messages"], 0, system, config, layout.filled)
         replies = [i for i, message in enumerate(messages) if learns(message)]
         return Conversation(messages, replies[-1 if "answer" in columns else 0], tools)
+    if layout.format == "prompt":
+        asked = row.get(columns["prompt"])
+        turns = asked if isinstance(asked, list) else [{"role": "user", "content": _cell(row, columns["prompt"])}]
+        turns = [*turns, {"role": "assistant", "content": NO_REPLY}]
+        messages = _messages(turns, columns["prompt"], len(turns) - 1, system, config, layout.filled)
+        return Conversation(messages, len(messages) - 1, tools)
     prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
     if isinstance(prompt, list) != isinstance(completion, list):
         raise RowError("prompt and completion must both be text or both be lists of messages")

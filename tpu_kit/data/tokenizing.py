@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
@@ -21,7 +21,7 @@ from tpu_kit.data.batching import Documents
 from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts, ensure_chat_template, freeze_date
 from tpu_kit.data.columns import detect_layout, empty_columns, stores_arguments
 from tpu_kit.data.records import LOCATION, PROBLEM
-from tpu_kit.data.schemas import RowError, final_answer, problem, without_none
+from tpu_kit.data.schemas import NO_REPLY, Conversation, RowError, final_answer, problem, without_none
 from tpu_kit.data.sources import check_rows, load_rows, pick_split
 
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
@@ -33,6 +33,22 @@ _DOCUMENT = Features(
         "reasoning": List(Value("int64")), "error": Value("string"),
     }
 )  # fmt: skip
+
+
+class RawRows(NamedTuple):
+    """Rows of a source and what the model continues.
+
+    Attributes:
+        rows: as read, with the texts of `schemas.problem`, or else an "answer" (`schemas.final_answer`).
+        prompts: for each row the text that the model continues (empty for plain text).
+        prompt_ids: the token ids of these texts.
+        asked: the prompts as lists of messages, or texts.
+    """
+
+    rows: list[dict[str, Any]]
+    prompts: list[str]
+    prompt_ids: list[list[int]]
+    asked: list[Any]
 
 
 @dataclass(frozen=True)
@@ -79,8 +95,8 @@ class Tokenized:
         """Returns the number of rows of the chosen documents."""
         return len(np.unique(self.documents.source_rows[chosen]))
 
-    def raw_rows(self, numbers: np.ndarray) -> tuple[list[dict[str, Any]], list[str], list[list[int]]]:
-        """Returns `eval_rows`, `eval_prompts` and `eval_prompt_ids` of `Prepared`."""
+    def raw_rows(self, numbers: np.ndarray) -> RawRows:
+        """Returns rows of the source with their prompts."""
         encoder, rows = self.encoder, []
         names = [name for name in self.rows.column_names if name not in (LOCATION, PROBLEM)]
         for row in self.rows.select(numbers).select_columns(names):
@@ -89,9 +105,19 @@ class Tokenized:
         for row, talk in zip(rows, talks, strict=True):
             if encoder.layout.format == "cot":
                 row |= problem(row, encoder.layout, encoder.config)
-            elif row.get("answer") is None and (said := final_answer(talk, encoder.config)):
+            elif (column := encoder.layout.columns.get("answer")) and encoder.layout.format == "prompt":
+                row["answer"] = row[column]
+            elif row.get("answer") is None and (said := final_answer(talk, encoder.config)) != NO_REPLY and said:
                 row["answer"] = said
-        return rows, [encoder.prompt(talk) for talk in talks], [encoder.prompt_ids(talk) for talk in talks]
+        prompts, ids = [encoder.prompt(talk) for talk in talks], [encoder.prompt_ids(talk) for talk in talks]
+        return RawRows(rows, prompts, ids, [_asked(talk) for talk in talks])
+
+
+def _asked(talk: Conversation) -> Any:
+    """Returns the messages before the last reply, or the text before the completion."""
+    if isinstance(talk.messages, str):
+        return talk.messages[: talk.first]
+    return talk.messages[: max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant")]
 
 
 def tokenize(

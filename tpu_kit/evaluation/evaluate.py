@@ -398,7 +398,7 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
     answers = answer(config, [ask], [each.tolist() for each in ids], adapter_dir=adapter_dir, batch_size=_BATCH)
     replies, samples = answers.completions[0], []
     for row, prompt, reply in zip(prepared.eval_rows[:count], prepared.eval_prompts[:count], replies, strict=True):
-        text = _opened(prompt, config.data) + reply.text
+        text = opened(prompt, config.data) + reply.text
         expected, verdict = row.get("answer"), judge(row, text, config.data, rule)
         question = str(row.get("question") or prompt)
         samples.append(
@@ -419,8 +419,12 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
     )
 
 
-def count_correct(model: Any, config: TrainConfig, prepared: Prepared, rt: Runtime) -> tuple[int, int]:
+def count_correct(
+    model: Any, config: TrainConfig, prepared: Prepared, rt: Runtime, generator: Generator | None = None
+) -> tuple[int, int]:
     """Lets a model in training answer `tracking.eval_generate_rows` rows; every replica takes a part of them.
+
+    A `generator` that has sampled answers with the programs that it has, up to its own limit of tokens.
 
     Returns:
         The correct answers in this replica's part, and the rows with an answer to compare with.
@@ -428,13 +432,15 @@ def count_correct(model: Any, config: TrainConfig, prepared: Prepared, rt: Runti
     assert prepared.encoder is not None, "there are held-out rows"
     ids = _prompt_ids(prepared, config.tracking.eval_generate_rows)
     data, limit, rule = config.data, config.tracking.generate_tokens, verifier_named(config.tracking.verifier)
-    generator = Generator(
+    # The program of samples takes the likeliest token, too, at a temperature at which no other one is drawn.
+    sampling = Sampling(config.rl.max_completion_length, temperature=1e-8) if generator else Sampling(limit)
+    generator = generator or Generator(
         model, prepared.encoder.tokenizer, rt, max_prompt=max(map(len, ids)), max_new_tokens=limit,
         batch_size=min(_BATCH, -(-len(ids) // rt.world_size)), data=data,
     )  # fmt: skip
     verdicts = []
-    for (row, _), reply in generator.share(ids, Sampling(limit)).items():
-        text = _opened(prepared.eval_prompts[row], data) + reply.text
+    for (row, _), reply in generator.share(ids, sampling).items():
+        text = opened(prepared.eval_prompts[row], data) + reply.text
         verdicts.append(judge(prepared.eval_rows[row], text, data, rule).correct)
     return sum(filter(None, verdicts)), sum(verdict is not None for verdict in verdicts)
 
@@ -450,6 +456,6 @@ def _prompt_ids(prepared: Prepared, count: int | None) -> list[list[int]]:
     return ids
 
 
-def _opened(prompt: str, data: DataConfig) -> str:
+def opened(prompt: str, data: DataConfig) -> str:
     """Returns the opening tag of the reasoning if the prompt ends with it, as the first part of the answer."""
     return f"{data.think_open}\n" if prompt.rstrip().endswith(data.think_open) else ""

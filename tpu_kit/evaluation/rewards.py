@@ -83,6 +83,11 @@ class Rewards:
             self._functions[f"{name}#{count + 1}" if count else name] = self._resolved(reward)
 
     @property
+    def names(self) -> list[str]:
+        """The names of the functions, in order."""
+        return list(self._functions)
+
+    @property
     def needs_answers(self) -> bool:
         """Whether no reward judges a row without an answer."""
         return all(name in VERIFIERS or name.startswith("regex:") for name in self._functions)

@@ -81,7 +81,7 @@ def filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch
 
 
 class Choice(NamedTuple):
-    """Token ids (B,) int64, and their log-probabilities (B,) fp32 by the model's own logits."""
+    """Token ids (B,) int64, and their log-probabilities (B,) fp32 by the model's own logits, or tempered ones."""
 
     token: torch.Tensor
     logprob: torch.Tensor
@@ -101,11 +101,11 @@ def choose(
     Args:
         logits: (B, V) fp32.
         uniform: (B,) fp32 random numbers in [0, 1).
-        knobs: (5,) as `Sampling.knobs` returns them.
+        knobs: (6,) as `Sampling.knobs` returns them.
         kind: `Sampling.kind`; each has its own program.
         occurred: (B, V) fp32, 1 where a token occurred already; None without a repetition penalty.
     """
-    temperature, top_k, top_p, min_p, penalty = knobs.unbind()
+    temperature, top_k, top_p, min_p, penalty, own = knobs.unbind()
     scores = logits
     if occurred is not None:
         scores = torch.where(occurred > 0, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
@@ -121,6 +121,7 @@ def choose(
         before = chances.cumsum(-1) - chances
         allowed = (before < top_p) & (chances >= min_p * chances.amax(-1, keepdim=True)) & (rank < top_k)
         token = ids.gather(-1, _draw(chances * allowed, uniform).unsqueeze(-1)).squeeze(-1)
+    logits = logits / own
     chosen = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1)
     return Choice(token, chosen - torch.logsumexp(logits, -1))
 
@@ -292,7 +293,7 @@ class Decoder:
             kind: of the sampling.
             carried: the last tokens (B,) int64, whether rows have ended (B,) int64, the number of this step (1,) int64
                 and, with a repetition penalty, the tokens that occurred (B, V) fp32.
-            constant: lengths (B,), width (1,), uniforms (T, B), knobs (5,), whether each token ends a row (V,) int64.
+            constant: lengths (B,), width (1,), uniforms (T, B), knobs (6,), whether each token ends a row (V,) int64.
             cache: gets the new keys and values.
         """
         token, ended, step, *occurred = carried

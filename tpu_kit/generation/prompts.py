@@ -27,6 +27,7 @@ class Completion:
         tokens: the ids, including those that ended the reply.
         finish_reason: "stop" (an end-of-turn token, a stop string) or "length".
         logprob: sum of the tokens' log-probabilities, in nats, by the model's own distribution.
+        logprobs: of each token.
     """
 
     text: str
@@ -35,6 +36,7 @@ class Completion:
     tokens: tuple[int, ...]
     finish_reason: Literal["stop", "length"]
     logprob: float
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass
@@ -162,8 +164,9 @@ class PromptCodec:
         text = self.text(row.tokens, sampling)
         reasoning, answer = split_reasoning(text, self.data, row.opened)
         return Completion(
-            text, reasoning, answer, tuple(row.tokens), "stop" if row.ended else "length", sum(row.logprobs)
-        )
+            text, reasoning, answer, tuple(row.tokens), "stop" if row.ended else "length", sum(row.logprobs),
+            tuple(row.logprobs),
+        )  # fmt: skip
 
 
 def split_reasoning(text: str, data: DataConfig, opened: bool = False) -> tuple[str | None, str]:

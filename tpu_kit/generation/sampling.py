@@ -36,6 +36,9 @@ class Sampling:
     seed: int = knob(0, "Seed of the draws.")
     stop: tuple[str, ...] = knob((), "A reply ends before the first of these texts.")
     stop_after_reasoning: bool = knob(False, "End when the reasoning does.")
+    tempered_logprobs: bool = knob(
+        False, "Give log-probabilities of the distribution at this temperature, not of the model's own."
+    )
 
     def __post_init__(self) -> None:
         bounds = {
@@ -64,11 +67,12 @@ class Sampling:
         return "plain" if self.top_k == 0 and self.top_p == 1 and self.min_p == 0 else "filtered"
 
     def knobs(self, vocabulary: int) -> torch.Tensor:
-        """Returns (5,) fp32 for `decoder.choose`: temperature, top_k, top_p, min_p and repetition penalty."""
+        """Returns (6,) fp32 for `decoder.choose`: the options, and the temperature of the log-probabilities."""
         import torch
 
-        top_k = self.top_k or vocabulary
-        return torch.tensor([self.temperature or 1.0, top_k, self.top_p, self.min_p, self.repetition_penalty])
+        top_k, temperature = self.top_k or vocabulary, self.temperature or 1.0
+        own = temperature if self.tempered_logprobs else 1.0
+        return torch.tensor([temperature, top_k, self.top_p, self.min_p, self.repetition_penalty, own])
 
     def uniforms(self, steps: int, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Draws numbers in [0, 1), (steps, rows) fp32; a row is (number of the prompt, number of its sample).

@@ -203,7 +203,7 @@ def answer(
     completions = []
     for number, ask in enumerate(asks):
         answers = {
-            (row, n): Completion(**{**reply, "tokens": tuple(reply["tokens"])})
+            (row, n): Completion(**{**reply, "tokens": tuple(reply["tokens"]), "logprobs": tuple(reply["logprobs"])})
             for share in shares
             for row, n, reply in share["completed"][number]
         }

@@ -58,13 +58,8 @@ class OutputHead(NamedTuple):
 
     def scaled(self, outputs: torch.Tensor) -> torch.Tensor:
         """Computes the logits, fp32, of the outputs of the linear layer."""
-        logits = at_least_fp32(outputs) * self.scale
+        logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32)) * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
-
-def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a float tensor in fp32, or in fp64 if it is that."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class ParameterCount(NamedTuple):

@@ -11,7 +11,7 @@ import inspect
 import linecache
 import sys
 import traceback
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.config.schema import RlConfig
 from tpu_kit.evaluation.verifiers import imported
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.states_head import StatesHead, file_names, find_head, title
@@ -42,6 +43,14 @@ def check_objective(config: TrainConfig) -> None:
                 f"{parameter}={name}: its {title(head)} is for generate and evaluate alone; copy the folder without "
                 f"{' and '.join(file_names(head))}, and name the copy"
             )
+    if config.optim.objective != "policy":
+        known = RlConfig()
+        if unused := [
+            f"rl.{each.name}" for each in fields(known) if getattr(config.rl, each.name) != getattr(known, each.name)
+        ]:
+            raise ConfigError([f"{unused[0]}: has no effect here; train with grpo, or remove it"])
+        if config.data.format == "prompt":
+            raise ConfigError(["data.format: 'prompt' has no replies to train on; train with grpo, or name columns"])
     objective = objective_of(config)
     objective.check()
     if ":" in config.optim.objective:

@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -23,7 +23,7 @@ from datasets import Dataset, DatasetDict
 
 from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic
-from tpu_kit.data.batching import batch_line, updates
+from tpu_kit.data.batching import batch_line
 from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare
 from tpu_kit.data.sources import SYNTHETIC, save_rows, saved_rows_path
 from tpu_kit.distributed import runtime
@@ -33,19 +33,22 @@ from tpu_kit.distributed.meeting import Meeting, open_meeting
 from tpu_kit.distributed.preemption import PreemptionGuard, sigterm_raises
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import Comparison, check_answers, evaluate_adapter
+from tpu_kit.evaluation.rewards import Rewards
 from tpu_kit.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models.base_identity import fingerprint, identify
+from tpu_kit.models.base_identity import base_of_adapter, fingerprint, identify
 from tpu_kit.models.loading import load_frozen, read_config
 from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
 from tpu_kit.storage import atomic
+from tpu_kit.storage.object_store import at_hand
 from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir, upload_results
 from tpu_kit.training.metrics import check_tracking, log_result, peak_memory
-from tpu_kit.training.objectives import objective_of
+from tpu_kit.training.objectives import Objective, objective_of
+from tpu_kit.training.policy import PolicyObjective
 from tpu_kit.training.resume import (
     check_resume,
     find_checkpoint,
@@ -54,9 +57,12 @@ from tpu_kit.training.resume import (
     training_tensors,
     versions,
 )
+from tpu_kit.training.rollout import Rollouts
+from tpu_kit.training.state import start_from
 from tpu_kit.training.step import prepare_model
 from tpu_kit.training.teacher_files import read_columns
 from tpu_kit.training.trainer import Status, Trainer
+from tpu_kit.training.updates import DatasetUpdates, Updates
 
 SHOWN_REPORT = "TPU_KIT_SHOWN_REPORT"
 """In the environment: the data report that a notebook has shown, which a run does not print again."""
@@ -123,6 +129,7 @@ def train(
     *,
     exact: bool = False,
     prepare_more: Callable[[TrainConfig, Prepared], None] | None = None,
+    reward_funcs: Sequence[Any] | None = None,
 ) -> TrainResult:
     """Fine-tunes a model on all devices, and returns when the result is on disk.
 
@@ -134,6 +141,7 @@ def train(
             `data.eval_split` select from a DatasetDict.
         exact: on a TPU, ask its compiler before the launch whether the batch fits; takes a minute or more.
         prepare_more: called with the run and its data before the launch.
+        reward_funcs: of `grpo`.
 
     Raises:
         OutOfMemory: a device or the host had too little memory; the text names the next setting that fits.
@@ -151,7 +159,7 @@ def train(
         if meeting is not None:
             print(f"hosts            {hosts.count}, by {hosts.source}; this is {hosts.name(hosts.index)}", flush=True)
             meeting.agree({"number of hosts": hosts.count, "packages": versions(), **config.flat_values()})
-        return _train(config, dataset, exact, prepare_more, meeting, stack)
+        return _train(config, dataset, exact, prepare_more, reward_funcs, meeting, stack)
 
 
 def _train(
@@ -159,6 +167,7 @@ def _train(
     dataset: Dataset | DatasetDict | None,
     exact: bool,
     prepare_more: Callable[[TrainConfig, Prepared], None] | None,
+    reward_funcs: Sequence[Any] | None,
     meeting: Meeting | None,
     stack: contextlib.ExitStack,
 ) -> TrainResult:
@@ -179,7 +188,7 @@ def _train(
     refuse_early(config, hosts)
     if dataset is not None:
         save_rows(dataset, folder / "data")
-    prepared, outlook = check_run(config, exact, hosts)
+    prepared, outlook = check_run(config, exact, hosts, reward_funcs)
     config = outlook.config
     if meeting is not None:
         batch = {"optim.batch_size": config.optim.batch_size, "replicas of a host": backend.num_replicas}
@@ -192,7 +201,12 @@ def _train(
         prepare_more(config, prepared)
     try:
         with on_disk(prepared) as data:
-            result = launch(functools.partial(fine_tune, data=data), config, sharded=True, meeting=meeting)
+            result = launch(
+                functools.partial(fine_tune, data=data, reward_funcs=reward_funcs),
+                config,
+                sharded=True,
+                meeting=meeting,
+            )
     except (RuntimeError, MemoryError) as error:
         if explained := out_of_memory(error, outlook):
             raise explained from error
@@ -230,7 +244,9 @@ def _answer_held_out(
     return replace(result, metrics=metrics), compared
 
 
-def check_run(config: TrainConfig, exact: bool = False, hosts: Hosts = ONE) -> tuple[Prepared, Preflight]:
+def check_run(
+    config: TrainConfig, exact: bool = False, hosts: Hosts = ONE, reward_funcs: Sequence[Any] | None = None
+) -> tuple[Prepared, Preflight]:
     """Prepares the data and the batch in this process, so that errors appear before the launch.
 
     Raises:
@@ -239,20 +255,40 @@ def check_run(config: TrainConfig, exact: bool = False, hosts: Hosts = ONE) -> t
     check_objective(config)
     prepared = prepare_run(config)
     check_answers(config, prepared)
-    outlook = check_before_launch(config, exact, rows=len(prepared.train), hosts=hosts)
+    if prepared.tasks:
+        check_rewards(config, prepared.tasks.rows.rows, reward_funcs, hosts)
+    rows = None if prepared.tasks else len(prepared.train)
+    outlook = check_before_launch(config, exact, rows=rows, hosts=hosts)
     check_training(outlook.config, runtime.detect(config.launch, hosts=hosts).device_type)
     return prepared, outlook
 
 
+def check_rewards(
+    config: TrainConfig, rows: Sequence[Mapping[str, Any]], reward_funcs: Sequence[Any] | None, hosts: Hosts
+) -> None:
+    """Raises ValueError if the rewards of a run are not there, or none can judge its rows, or it has several hosts."""
+    if hosts.count > 1:
+        raise ValueError(f"grpo on {hosts.count} hosts: completions are exchanged within one host alone; use one host")
+    if Rewards(config, reward_funcs).needs_answers and not any(row.get("answer") for row in rows):
+        raise ConfigError(
+            ["rl.reward_funcs: no row has an answer to compare with; name its column, as in "
+             "data.columns={answer: solution}, or a function that judges without one"]
+        )  # fmt: skip
+
+
 def prepare_run(config: TrainConfig) -> Prepared:
     """Prepares the data of a run for the tokenizer, the vocabulary and the positions of its model."""
-    model = read_config(config.model)
+    rl, model, max_prompt = config.rl, read_config(config.model), None
+    if config.optim.objective == "policy":
+        room = config.data.max_length - rl.max_completion_length
+        max_prompt = min(room, rl.max_prompt_length or room)
     text = model.get_text_config() if model else None  # loading a model explains why its configuration cannot be read
     return prepare(
         config.data,
         None if config.data.source == SYNTHETIC else models.load_tokenizer(config.model),
         model_positions=getattr(text, "max_position_embeddings", None),
         vocab_size=getattr(text, "vocab_size", None),
+        max_prompt=max_prompt,
     )
 
 
@@ -276,6 +312,10 @@ def _load(config: TrainConfig, data: MappedData | None, rt: Runtime) -> tuple[Pr
 
 def _read(config: TrainConfig, data: MappedData | None) -> tuple[Prepared, torch.nn.Module]:
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
+    if config.lora.adapter:
+        with at_hand(config.lora.adapter) as folder:
+            base_of_adapter(config.model, folder)
+            start_from(model, folder)
     prepared = data.read() if data else prepare_run(config)
     if prepared.encoder:
         models.check_vocabulary(model, prepared.encoder.tokenizer)
@@ -283,7 +323,9 @@ def _read(config: TrainConfig, data: MappedData | None) -> tuple[Prepared, torch
     return prepared, model
 
 
-def fine_tune(config: TrainConfig, data: MappedData | None = None) -> TrainResult | None:
+def fine_tune(
+    config: TrainConfig, data: MappedData | None = None, reward_funcs: Sequence[Any] | None = None
+) -> TrainResult | None:
     """Trains in one replica; the first replica of each host returns the result.
 
     Its metrics: loss (of the last window) and eval_loss (of the weights in adapter_dir), nats per loss token;
@@ -293,8 +335,9 @@ def fine_tune(config: TrainConfig, data: MappedData | None = None) -> TrainResul
     Args:
         config: the run.
         data: prepared by the process that launches; None prepares them here.
+        reward_funcs: of reinforcement learning, in place of `rl.reward_funcs`.
     """
-    with trainer(config, data) as (loop, agreement):
+    with trainer(config, data, reward_funcs) as (loop, agreement):
         status = loop.run(agreement)
         reason = loop.evaluations.reason if status == "stopped" else agreement.reason or ""
         result = _finish(loop, status, reason) if loop.rt.local_rank == 0 else None
@@ -304,8 +347,10 @@ def fine_tune(config: TrainConfig, data: MappedData | None = None) -> TrainResul
 
 
 @contextlib.contextmanager
-def trainer(config: TrainConfig, data: MappedData | None = None) -> Iterator[tuple[Trainer, PreemptionGuard]]:
-    """Loads the run in one replica; yields its loop, ready to run, and what stops it; `data` as in `fine_tune`."""
+def trainer(
+    config: TrainConfig, data: MappedData | None = None, reward_funcs: Sequence[Any] | None = None
+) -> Iterator[tuple[Trainer, PreemptionGuard]]:
+    """Loads the run in one replica; yields its loop, ready to run, and what stops it; arguments as in `fine_tune`."""
     rt = runtime.current()
     prepared, model = _load(config, data, rt)
     plan = batch_arithmetic(config, rt.data_size)
@@ -319,19 +364,19 @@ def trainer(config: TrainConfig, data: MappedData | None = None) -> Iterator[tup
         if rt.num_hosts > 1:
             _check_same(config, rt, checkpoint.step if checkpoint else 0, model)
         parts = stack.enter_context(_parts(config, rt, checkpoints)) if rt.shares_state else None
-        saved = None
+        saved, objective = None, objective_of(config)
+        source = _updates(config, rt, model, objective, prepared, plan, reward_funcs)
         if checkpoint:
-            total = sum(1 for _ in updates(len(prepared.train), plan, config.optim))
+            total = sum(1 for _ in source.all())
             check_resume(checkpoint, config, plan.global_batch_size, prepared.fingerprint, total, quiet=rt.rank != 0)
             saved = training_tensors(checkpoint)
-        objective = objective_of(config)
         prepared.train.columns = read_columns(config, prepared)
         state = prepare_model(model, config, rt, saved, len(objective.extra))
         rt.sync()
         rt.barrier()
 
         predicted = predicted_bytes(config, rt)
-        loop = Trainer(config, rt, model, objective, state, prepared, plan, checkpoints, predicted, parts)
+        loop = Trainer(config, rt, model, objective, state, prepared, plan, source, checkpoints, predicted, parts)
         if checkpoint:
             loop.resume(checkpoint)
         if rt.rank == 0:
@@ -339,7 +384,7 @@ def trainer(config: TrainConfig, data: MappedData | None = None) -> Iterator[tup
             atomic.write_text(config.output_path / "config.yaml", config.to_yaml())
             if prepared.questions:
                 prepared.questions.write(config.output_path)
-            report = data_report(prepared, plan, loop.total)
+            report = data_report(prepared, plan, loop.total, config)
             if os.environ.get(SHOWN_REPORT) != report:
                 print(report)
             print(f"model            {models.count_parameters(model)}")
@@ -350,8 +395,26 @@ def trainer(config: TrainConfig, data: MappedData | None = None) -> Iterator[tup
         yield loop, agreement
 
 
-def data_report(prepared: Prepared, plan: BatchPlan, total: int) -> str:
+def _updates(
+    config: TrainConfig,
+    rt: Runtime,
+    model: torch.nn.Module,
+    objective: Objective,
+    prepared: Prepared,
+    plan: BatchPlan,
+    reward_funcs: Sequence[Any] | None,
+) -> Updates:
+    if isinstance(objective, PolicyObjective):
+        return Rollouts(config, rt, model, objective, prepared, Rewards(config, reward_funcs))
+    return DatasetUpdates(config, prepared, plan, rt)
+
+
+def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainConfig) -> str:
     """Describes the rows and the batches of a run of `total` updates."""
+    if prepared.tasks:
+        rl = config.rl
+        each = f"{rl.num_generations} completions of up to {rl.max_completion_length} tokens"
+        return f"{prepared}\nrollout          {rl.prompts_per_update} prompts x {each}; {total:,} updates"
     return f"{prepared}\n{batch_line(len(prepared.train), plan, total)}"
 
 

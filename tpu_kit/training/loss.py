@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import partition
 from tpu_kit.models.activation_checkpointing import tiles_of
-from tpu_kit.models.causal_lm import OutputHead, at_least_fp32
+from tpu_kit.models.causal_lm import OutputHead
 from tpu_kit.xla.scan import Tensors, scan
 from tpu_kit.xla.sharding import constrain
 
@@ -71,6 +71,11 @@ class Likelihood:
         if scale != 1.0:
             slope = slope * scale
         return [loss], slope.to(dtype)
+
+
+def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a float tensor in fp32, or in fp64 if it is that."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:

@@ -133,9 +133,16 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def best_evaluation(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the evaluation with the lowest loss, the earliest of equal ones; None without a finite loss."""
-    measured = [record for record in records if record["kind"] == "eval" and record["loss"] is not None]
-    return min(measured, key=lambda record: record["loss"], default=None)
+    """Returns the evaluation with the lowest loss or, without losses, with the most correct answers.
+
+    It is the earliest of equal ones; None without a number.
+    """
+    records = [record for record in records if record["kind"] == "eval"]
+    measured = [record for record in records if record["loss"] is not None]
+    if measured:
+        return min(measured, key=lambda record: record["loss"])
+    answered = [record for record in records if record["accuracy"] is not None]
+    return max(answered, key=lambda record: record["accuracy"], default=None)
 
 
 class Evaluations:

@@ -1,14 +1,36 @@
-"""Rollouts: sampled completions with their advantages, as packed rows for `policy.PolicyObjective`."""
+"""Rollouts: completions sampled from the weights being trained, judged, and packed for `policy.PolicyObjective`.
+
+A rollout is a function of the weights, the seed and its number, whatever the number of replicas: each samples and
+judges a part of the prompts, all exchange the results, and all pack them alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any
 
 import numpy as np
+import torch
 
-from tpu_kit.config.loader import TrainConfig
-from tpu_kit.data.batching import Documents, PackedDataset
+from tpu_kit.config.loader import BatchPlan, TrainConfig
+from tpu_kit.data.batching import Documents, PackedDataset, Update, eval_batches, rows_of, updates
+from tpu_kit.data.prepare import Prepared
+from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.evaluation.evaluate import opened
+from tpu_kit.evaluation.rewards import Attempt, Judgement, Rewards
+from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.prompts import Completion
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.training.advantages import advantages_of, deviation
+from tpu_kit.training.policy import PolicyObjective
+from tpu_kit.training.updates import Tensors, Updates
+
+_FLAT = 1e-6  # a standard deviation of rewards below which a group has no advantages
 
 
 @dataclass(frozen=True)
@@ -50,7 +72,7 @@ def pack(sampled: Sequence[Sampled], config: TrainConfig, pad_id: int = 0) -> Pa
         np.array([each.row for each in kept]),
     )
     rows = PackedDataset(documents, config.data.max_length, packing=config.data.packing, pad_id=pad_id)
-    values = {
+    values: dict[str, Sequence[Sequence[float]]] = {
         "advantages": [[each.advantage] * len(each.tokens) for each in kept],
         "share": [[1 / len(each.tokens)] * len(each.tokens) for each in kept],
         "weight": [[whole * _weight(each, config) / len(each.tokens)] * len(each.tokens) for each in kept],
@@ -74,3 +96,228 @@ def _weight(sampled: Sampled, config: TrainConfig) -> float:
     return float(
         config.rl.max_completion_length if config.rl.loss_type == "dr_grpo" else sampled.learns * len(sampled.tokens)
     )
+
+
+class Rollouts(Updates):
+    """The updates of reinforcement learning: `rl.num_iterations` of each rollout."""
+
+    splits = True
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        rt: Runtime,
+        model: torch.nn.Module,
+        objective: PolicyObjective,
+        prepared: Prepared,
+        rewards: Rewards,
+    ) -> None:
+        assert prepared.tasks is not None and prepared.encoder is not None
+        self._config, self._rl, self._rt, self._model = config, config.rl, rt, model
+        self._objective, self._prepared, self._rewards, self._tasks = objective, prepared, rewards, prepared.tasks
+        self.rows = len(self._tasks.numbers)
+        self._tokenizer = prepared.encoder.tokenizer
+        self._sampled: list[Sampled] = []  # of the present rollout
+        self._packed: PackedDataset | None = None
+        self._old: torch.Tensor | None = None  # (packed rows, S) log-probabilities before the rollout's first update
+        self._metrics: dict[int, dict[str, float]] = {}  # by step, until they are logged
+
+    @cached_property
+    def generator(self) -> Generator:  # type: ignore[override]  # made when the model is on the device
+        """Samples, and answers held-out rows."""
+        ids = [
+            *self._tasks.rows.prompt_ids,
+            *self._prepared.eval_prompt_ids[: self._config.tracking.eval_generate_rows],
+        ]
+        prompts = -(-self._rl.prompts_per_update // self._rt.world_size)
+        return Generator(
+            self._model, self._tokenizer, self._rt, max_prompt=max(map(len, ids)), data=self._config.data,
+            max_new_tokens=self._rl.max_completion_length, batch_size=prompts * self._rl.num_generations,
+        )  # fmt: skip
+
+    def all(self) -> Iterator[Update]:
+        """See `Updates.all`."""
+        prompts, optim, repeats = self._rl.prompts_per_update, self._config.optim, self._rl.num_iterations
+        if self.rows < prompts:
+            raise ValueError(
+                f"rl.prompts_per_update={prompts} is more than the {self.rows} prompts of the data; lower it"
+            )
+        last = optim.max_steps or math.inf
+        rollouts = replace(optim, max_steps=optim.max_steps and -(-optim.max_steps // repeats))
+        for rollout in updates(self.rows, BatchPlan(prompts, 1, 1, prompts, 0), rollouts):
+            for step in range((rollout.step - 1) * repeats + 1, rollout.step * repeats + 1):
+                if step <= last:
+                    yield replace(rollout, step=step)
+
+    def after(self, step: int) -> Iterator[tuple[Update, int, list[Tensors]]]:
+        """See `Updates.after`; a rollout is made when its first update is asked for."""
+        total = sum(1 for _ in self.all())
+        for update in islice(self.all(), step, None):
+            first = (update.step - 1) % self._rl.num_iterations == 0
+            if first:
+                self._roll_out(update, total)
+            batches, tokens = list[Tensors](), 0
+            if self._packed is not None:
+                batches, tokens = self._batches(), int(self._packed.row_tokens.sum())
+                if first and self._rl.num_iterations > 1:
+                    self._keep_old(batches)
+                    batches = self._batches()
+            yield update, tokens, batches
+
+    def source_rows(self, update: Update) -> list[int]:
+        """See `Updates.source_rows`."""
+        return sorted(self._tasks.numbers[n] for n in rows_of(update, self.rows, self._config.data))
+
+    def metrics(self, window: Sequence[Update]) -> dict[str, float]:
+        """Returns means over the rollouts of a window."""
+        each = [self._metrics.pop(update.step) for update in window if update.step in self._metrics]
+        names = dict.fromkeys(name for metrics in each for name in metrics)
+        means = {name: [metrics[name] for metrics in each if name in metrics] for name in names}
+        return {name: sum(values) / len(values) for name, values in means.items()}
+
+    def document(self, step: int) -> dict[str, Any]:
+        """See `Updates.document`: the metrics to log, and a rollout that has updates left."""
+        metrics = {str(number): values for number, values in self._metrics.items() if number <= step}
+        if step % self._rl.num_iterations == 0:
+            return {"metrics": metrics}
+        old = None if self._old is None else self._old.tolist()
+        return {"metrics": metrics, "sampled": [asdict(each) for each in self._sampled], "old_logps": old}
+
+    def restore(self, document: Mapping[str, Any]) -> None:
+        """See `Updates.restore`."""
+        self._metrics = {int(number): values for number, values in document["metrics"].items()}
+        if "sampled" in document:
+            self._pack([Sampled(**each) for each in document["sampled"]])
+            if document["old_logps"] is not None:
+                self._set_old(torch.tensor(document["old_logps"], dtype=torch.float32))
+
+    # ------------------------------------------------------------------------------------------------------- rollouts
+
+    def _roll_out(self, update: Update, total: int) -> None:
+        """Samples, judges and packs the completions of an update's prompts."""
+        start, rl = time.monotonic(), self._rl
+        chosen = rows_of(update, self.rows, self._config.data).tolist()
+        number = (update.step - 1) // rl.num_iterations
+        seed = int(np.random.SeedSequence([self._config.optim.seed, number]).generate_state(1)[0])
+        sampling = Sampling(
+            rl.max_completion_length, temperature=rl.sampling_temperature, seed=seed, tempered_logprobs=True
+        )
+        ids = [self._tasks.rows.prompt_ids[row] for row in chosen]
+        completions = self.generator.share(ids, sampling, rl.num_generations)
+        sampled = time.monotonic()
+        judgement = self._judge(chosen, completions, update.step, total)
+        judged = time.monotonic()
+        lengths, ended, rewards, parts, tokens, logprobs = self._gathered(completions, judgement)
+        if torch.isnan(rewards).all():
+            raise ValueError(
+                f"no reward judged any of the {rewards.numel()} completions of step {update.step}; the data need an "
+                "answer for each row, or rl.reward_funcs must name a function that judges without one"
+            )
+        advantages = advantages_of(rewards.view(len(chosen), -1), rl.scale_rewards).flatten().tolist()
+        self._pack([
+            Sampled(
+                self._tasks.numbers[chosen[place // rl.num_generations]], tuple(ids[place // rl.num_generations]),
+                tuple(tokens[place, :length].int().tolist()), tuple(logprobs[place, :length].tolist()),
+                advantages[place], bool(ended[place]) or not rl.mask_truncated_completions,
+            )
+            for place, length in enumerate(lengths.int().tolist())
+        ])  # fmt: skip
+        means = zip(self._rewards.names, torch.nanmean(parts, 1).tolist(), strict=True)
+        metrics = {f"rewards/{name}": mean for name, mean in means if not math.isnan(mean)} | judgement.metrics
+        metrics |= self._measured(rewards.view(len(chosen), -1), lengths, ended)
+        metrics |= {"rollout_seconds": sampled - start, "reward_seconds": judged - sampled}
+        metrics["rollout_tokens_per_second"] = float(lengths.sum()) / max(1e-9, sampled - start)
+        self._metrics[update.step] = metrics
+
+    def _judge(
+        self, chosen: Sequence[int], completions: Mapping[tuple[int, int], Completion], step: int, total: int
+    ) -> Judgement:
+        """Judges this replica's completions."""
+        rows, data = self._tasks.rows, self._config.data
+        attempts = [
+            Attempt(
+                rows.rows[row], rows.asked[row], opened(rows.prompts[row], data) + completion.text, completion.tokens
+            )
+            for row, completion in ((chosen[prompt], completions[prompt, n]) for prompt, n in sorted(completions))
+        ]
+        return self._rewards(attempts, step, total) if attempts else Judgement([], {})
+
+    def _gathered(
+        self, completions: Mapping[tuple[int, int], Completion], judgement: Judgement
+    ) -> tuple[torch.Tensor, ...]:
+        """Exchanges completions and rewards between the replicas.
+
+        Returns:
+            (N,) lengths, whether completions ended and rewards; (functions, N) rewards of each function; (N, L) token
+            ids and log-probabilities; fp32, which holds each of them.
+        """
+        rl, names = self._rl, self._rewards.names
+        count, most = rl.prompts_per_update * rl.num_generations, rl.max_completion_length
+        table = torch.zeros(count, 3 + len(names) + 2 * most)
+        for place, (key, reward) in enumerate(zip(sorted(completions), judgement.total, strict=True)):
+            completion = completions[key]
+            row, length = table[key[0] * rl.num_generations + key[1]], len(completion.tokens)
+            head = [
+                length,
+                completion.finish_reason == "stop",
+                reward,
+                *(judgement.parts[name][place] for name in names),
+            ]
+            row[: len(head)] = torch.tensor(head, dtype=torch.float32)
+            row[len(head) :][:length] = torch.tensor(completion.tokens)
+            row[len(head) + most :][:length] = torch.tensor(completion.logprobs)
+        table = self._summed(table)
+        lengths, ended, rewards = table[:, :3].unbind(1)
+        tokens, logprobs = table[:, 3 + len(names) :].split(most, 1)
+        return lengths, ended, rewards, table[:, 3 : 3 + len(names)].T, tokens, logprobs
+
+    def _measured(self, rewards: torch.Tensor, lengths: torch.Tensor, ended: torch.Tensor) -> dict[str, float]:
+        spread = deviation(rewards)
+        flat = torch.nan_to_num(spread) < _FLAT
+        wrong = flat[:, 0] & (torch.nan_to_num(rewards).amax(1) <= 0)
+        return {
+            "reward": float(torch.nanmean(rewards)), "reward_std": float(torch.nan_to_num(spread).mean()),
+            "frac_reward_zero_std": float(flat.float().mean()), "frac_all_wrong": float(wrong.float().mean()),
+            "completions/mean_length": float(lengths.mean()), "completions/max_length": float(lengths.max()),
+            "completions/truncated": 1 - float(ended.mean()),
+            "completions/not_judged": float(torch.isnan(rewards).float().mean()),
+        }  # fmt: skip
+
+    def _pack(self, sampled: list[Sampled]) -> None:
+        self._sampled, self._old = sampled, None
+        self._packed = pack(sampled, self._config, self._tokenizer.pad_token_id or 0)
+
+    def _batches(self) -> list[Tensors]:
+        """Returns this replica's part of all packed rows; empty rows fill the last pass."""
+        rt, size = self._rt, self._config.optim.batch_size
+        assert self._packed is not None and isinstance(size, int)
+        return [batch.tensors for batch in eval_batches(self._packed, rt.data_shards, rt.data_size, size)]
+
+    def _keep_old(self, batches: Sequence[Tensors]) -> None:
+        """Computes the log-probabilities before the first update of a rollout, for the later ones."""
+        rt, shards = self._rt, len(self._rt.data_shards)
+        assert self._packed is not None
+        size = int(self._config.optim.batch_size)
+        table = torch.zeros(len(batches), rt.data_size, size, self._packed.length)
+        self._model.eval()
+        for number, batch in enumerate(rt.to_device([{**batch, "old_logps": batch["share"]} for batch in batches])):
+            logps = self._objective.logprobs(self._model, batch)
+            rt.sync()
+            table[number, rt.data_shards] = rt.to_host([logps])[0].view(shards, size, -1)
+        self._model.train()
+        self._set_old(self._summed(table).flatten(0, 2)[: len(self._packed)])
+
+    def _set_old(self, table: torch.Tensor) -> None:
+        assert self._packed is not None
+        padded = torch.cat([table, torch.zeros_like(table[:1])])  # row -1 is empty
+        self._old = table
+        self._packed.columns = {**self._packed.columns, "old_logps": lambda rows: padded[torch.as_tensor(rows)]}
+
+    def _summed(self, table: torch.Tensor) -> torch.Tensor:
+        """Sums a table of each replica on the host."""
+        if self._rt.world_size == 1:
+            return table
+        (sent,) = self._rt.put([table])
+        self._rt.all_reduce([sent])
+        self._rt.sync()
+        return self._rt.to_host([sent])[0]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 
 from tpu_kit.config.loader import OptimConfig
 from tpu_kit.config.mesh import Spec
@@ -195,6 +198,20 @@ def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
         section, _, name = key.rpartition("/")
         groups.setdefault(section, {})[name] = tensor
     return groups
+
+
+def start_from(model: torch.nn.Module, folder: Path) -> None:
+    """Sets the parameters of a model on the CPU to those of an adapter; raises ValueError if it is another one."""
+    file, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    if not file.is_file() or not settings.is_file():
+        raise ValueError(f"lora.adapter={folder} has no adapter; name the adapter folder of a run")
+    theirs, ours = json.loads(settings.read_text()), model.peft_config["default"].to_dict()  # type: ignore[index,union-attr]  # of PEFT
+    if differ := [name for name in ("lora_alpha", "r", "use_dora", "use_rslora") if theirs.get(name) != ours[name]]:
+        texts = (f"{name.removeprefix('lora_')}={theirs.get(name)} there, {ours[name]} now" for name in differ)
+        raise ValueError(f"lora.adapter={folder} has other settings: {'; '.join(texts)}. Set these parameters of lora")
+    tensors = load_file(file)
+    names = {name.replace(".default", ""): name for name in models.trainable_parameters(model)}
+    restore(model, {f"parameters/{names.get(name, name)}": tensor for name, tensor in tensors.items()})
 
 
 def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -21,7 +21,7 @@ import torch
 from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.checkpointing.manifest import Checkpoint
 from tpu_kit.config.loader import BatchPlan, TrainConfig
-from tpu_kit.data.batching import Update, eval_batches, learning_rate, prefetch, rows_of, shard_rows, updates
+from tpu_kit.data.batching import Update, eval_batches, learning_rate
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.preemption import PreemptionGuard
@@ -34,7 +34,8 @@ from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, mod
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.resume import versions, weights_of
 from tpu_kit.training.state import Report, TrainState, sections
-from tpu_kit.training.step import Control, eval_step, train_step
+from tpu_kit.training.step import Control, SplitStep, eval_step, train_step
+from tpu_kit.training.updates import Updates
 
 Tensors = dict[str, torch.Tensor]
 Status = Literal["finished", "stopped", "preempted"]
@@ -75,15 +76,17 @@ class Trainer:
         state: TrainState,
         prepared: Prepared,
         plan: BatchPlan,
+        updates: Updates,
         checkpoints: CheckpointManager | None,
         predicted_bytes: int | None = None,
         parts: HostParts | None = None,
     ) -> None:
         self.config, self.rt, self.model, self.objective, self.state = config, rt, model, objective, state
         self.prepared, self.plan, self.checkpoints, self.parts = prepared, plan, checkpoints, parts
-        self.predicted_bytes = predicted_bytes
+        self.predicted_bytes, self.updates = predicted_bytes, updates
+        self._split = SplitStep(model, state, objective, config.optim, rt) if updates.splits else None
         self.mark: Callable[[str, int], None] = lambda phase, step: None
-        self.total = sum(1 for _ in self._updates())
+        self.total = sum(1 for _ in updates.all())
         self.step, self.skipped = 0, 0
         self.metrics: dict[str, float] = {}
         self._logged = 0  # the step of the last log
@@ -125,7 +128,7 @@ class Trainer:
             ValueError: its updates took other rows, so this run would omit or repeat rows.
         """
         state = checkpoint.document("state")
-        rows = sum(update.rows for update in islice(self._updates(), checkpoint.step))
+        rows = sum(update.rows for update in islice(self.updates.all(), checkpoint.step))
         if checkpoint.step <= self.total and rows != state["rows"]:
             raise ValueError(
                 f"{checkpoint.path} is of another run: its {checkpoint.step} updates took {state['rows']:,} rows, and "
@@ -137,6 +140,8 @@ class Trainer:
         self._seconds, self.skipped = state["train_seconds"], state["skipped"]
         loss = state["metrics"].get("loss", ...)
         self.metrics = {} if loss is ... else {"loss": math.nan if loss is None else loss}
+        if self.updates.splits:
+            self.updates.restore(checkpoint.document("updates"))
         self._history, self._wandb_id = checkpoint.document("history"), state.get("wandb_id")
         self.evaluations = Evaluations(self.config.optim.early_stop_patience, self._history or ())
 
@@ -150,10 +155,10 @@ class Trainer:
         rt = self.rt
         status: Status = "finished"
         self.model.train()
-        window = list(islice(self._updates(), self._logged, self.step))
+        window = list(islice(self.updates.all(), self._logged, self.step))
         before, self._started = rt.counters(), time.monotonic()
         self.mark("input", self.step + 1)
-        for update, tokens, tensors in prefetch(self._batches()):
+        for update, tokens, tensors in self.updates.after(self.step):
             if not agreement.should_run(update.step):
                 status = "preempted"
                 break
@@ -197,10 +202,17 @@ class Trainer:
         rt, optim, step = self.rt, self.config.optim, update.step
         self.mark("step", step)
         rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
-        control = torch.tensor(Control(rate, float(window_open), float(step)))
+        # Without a batch there is nothing to learn, and the moments alone must not move the weights.
+        control = torch.tensor(Control(rate if tensors else 0.0, float(window_open), float(step)))
         *batches, sent = rt.to_device([*tensors, {"control": control}])
         seed_dropout(rt, self.config, step)
-        train_step(self.model, self.state, batches, sent["control"], self.objective, optim, rt)
+        if self._split is None:
+            train_step(self.model, self.state, batches, sent["control"], self.objective, optim, rt)
+        else:
+            for batch in batches:
+                self._split.accumulate(batch)
+                rt.sync()
+            self._split.apply(sent["control"])
         self.mark("dispatch", step)
         rt.sync()
         self.mark("host", step)
@@ -209,17 +221,6 @@ class Trainer:
     def _train_seconds(self) -> float:
         """Seconds of `run` until now, earlier launches included."""
         return self._seconds + time.monotonic() - self._started
-
-    def _updates(self) -> Iterator[Update]:
-        return updates(len(self.prepared.train), self.plan, self.config.optim)
-
-    def _batches(self) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """Yields each update, its tokens on all replicas without padding, and this replica's tensors."""
-        rows = self.prepared.train
-        for update in islice(self._updates(), self.step, None):
-            taken = rows_of(update, len(rows), self.config.data)
-            mine = shard_rows(taken, update, self.plan, self.rt.data_shards)
-            yield update, int(rows.row_tokens[taken].sum()), [rows.tensors(part) for part in mine]
 
     # ----------------------------------------------------------------------------------------------------------- logs
 
@@ -237,7 +238,7 @@ class Trainer:
         self.skipped += skipped
         sums = dict(zip(self.objective.extra, report.extra, strict=True))
         divisor = sums.pop(self.objective.divisor, weight) if self.objective.divisor else weight
-        self.metrics["loss"] = report.loss / weight if weight else math.nan
+        self.metrics["loss"] = report.loss / weight if weight else 0.0 if self._split else math.nan
         extra: dict[str, Any] = {name: total / divisor if divisor else math.nan for name, total in sums.items()}
         for name in ("host_syncs", "fallbacks"):
             if name in pending.now:
@@ -250,11 +251,12 @@ class Trainer:
                 lr=pending.rate,
                 tokens=pending.tokens,
                 compiles=pending.now.get("compiles", 0),
-                epoch=last.epoch + (last.first_row + last.rows) / len(self.prepared.train),
+                epoch=last.epoch + (last.first_row + last.rows) / self.updates.rows,
                 ahead=max(0.0, ahead),
                 skipped=float(skipped),
                 rows_per_update=last.rows,
                 **extra,
+                **self.updates.metrics(pending.window),
                 **peak_memory(self.rt, self.predicted_bytes),
             )
         if self.rt.rank == 0:
@@ -270,9 +272,7 @@ class Trainer:
         """Warns about skipped updates; raises ValueError with optim.on_nan=stop, or after too many in a row."""
         optim, first = self.config.optim, int(report.first_skipped)
         update = next(update for update in window if update.step == first)
-        data = self.prepared.train
-        packed = rows_of(update, len(data), self.config.data)
-        rows = sorted({row for number in packed for row in data.source_rows(number)})
+        rows = self.updates.source_rows(update)
         rise = ""
         if optim.max_loss_rise:
             rise = f" or explodes (more than {optim.max_loss_rise:g} above the mean {report.usual:.4g})"
@@ -305,7 +305,7 @@ class Trainer:
         """Evaluates the held-out rows."""
         self.model.eval()
         with self.state.averaged():
-            loss = self._held_out_loss()
+            loss = math.nan if self.updates.generator else self._held_out_loss()
             accuracy = self._held_out_accuracy() if self.config.tracking.eval_generate_rows else None
         self.model.train()
         if self._tracker is not None:
@@ -323,7 +323,7 @@ class Trainer:
 
     def _held_out_accuracy(self) -> float:
         """Returns the share of correct answers to held-out rows; NaN where no row has an answer to compare with."""
-        sums = self._on_device(count_correct(self.model, self.config, self.prepared, self.rt))
+        sums = self._on_device(count_correct(self.model, self.config, self.prepared, self.rt, self.updates.generator))
         self.rt.all_reduce([sums])
         self.rt.sync()
         return self._ratio(sums)
@@ -408,6 +408,7 @@ class Trainer:
             stored = sections(tensors)
             files, documents = result_files(self.model, stored.get("average", stored["parameters"]), self.config)
             files["training"] = tensors
+        documents |= {"updates": self.updates.document(self.step)} if self.updates.splits else {}
         documents |= {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
         documents |= base_document(self.model)
         metrics = {**self.metrics, **self.evaluations.figures(self.step)}

@@ -1,0 +1,45 @@
+"""Reinforcement learning with verifiable rewards (GRPO and its variants): the run of `sft.train` on its own samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from datasets import Dataset, DatasetDict
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.recipes.sft import TrainResult, train
+
+
+def grpo(
+    config: TrainConfig,
+    dataset: Dataset | DatasetDict | None = None,
+    reward_funcs: Sequence[str | Callable[..., Any]] | None = None,
+    *,
+    exact: bool = False,
+) -> TrainResult:
+    """Trains a model on completions that it samples, by their rewards.
+
+    Args:
+        config: the run; its section `rl`.
+        dataset: as in `sft.train`; rows need a prompt, and what the rewards read.
+        reward_funcs: names and functions in place of `rl.reward_funcs`; see `evaluation.rewards`. Where replicas are
+            processes, functions must be those of a module.
+        exact: as in `sft.train`.
+
+    Raises:
+        ValueError: a reward fails or cannot be called, or as in `sft.train`.
+    """
+    return train(of_rewards(config), dataset, exact=exact, reward_funcs=reward_funcs)
+
+
+def of_rewards(config: TrainConfig) -> TrainConfig:
+    """Sets what `grpo` needs besides the section `rl`: the objective, and what `auto` in that section is."""
+    rl = config.rl
+    if rl.importance_sampling_correction == "auto":
+        # Sampler and trainer compute alike in fp32; rounded, their programs differ.
+        mode: Any = "off" if config.model.base_dtype == "fp32" else "sequence_mask"
+        rl = replace(rl, importance_sampling_correction=mode)
+    # The loss is about 0 whatever the model does, so a rise of it says nothing.
+    return replace(config, optim=replace(config.optim, objective="policy", max_loss_rise=None), rl=rl)
