@@ -169,7 +169,7 @@ def show_data(config: TrainConfig) -> Prepared:
     replicas = outlook.room.replicas if outlook.room else config.launch.num_replicas or 1
     plan, rows = batch_arithmetic(outlook.config, replicas), len(prepared.train)
     total = sum(1 for _ in updates(rows, plan, outlook.config.optim))
-    os.environ[sft.SHOWN_REPORT] = report = sft.data_report(prepared, plan, total)
+    os.environ[sft.SHOWN_REPORT] = report = sft.data_report(prepared, plan, total, outlook.config)
     print(report)
     few = f"{total} updates teach little: raise max_steps or epochs, or lower batch_size"
     for note in [*outlook.notes, *[few] * (total < LEAST_UPDATES)]:

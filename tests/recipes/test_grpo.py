@@ -1,0 +1,220 @@
+"""Reinforcement learning, from the configuration to the weights, on the embedded model without a start."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+
+from tests.support import reward_functions
+from tpu_kit.assets.embedded import cot_rows
+from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.models.loading import load_tokenizer
+from tpu_kit.recipes.grpo import grpo, of_rewards
+from tpu_kit.recipes.sft import check_run, prepare_run, train
+from tpu_kit.training.metrics import read_metrics
+
+TINY = {
+    "device_type": "cpu", "num_replicas": 1, "split": "train[:40]", "eval_rows": 0, "prompts_per_update": 2,
+    "num_generations": 4, "max_completion_length": 24, "max_length": 128, "batch_size": 2, "learning_rate": 1e-2,
+    "schedule": "constant", "max_steps": 4, "save_steps": 1, "logging_steps": 1, "base_dtype": "fp32", "r": 4,
+    "reward_funcs": ["tests.support.reward_functions:even"], "sampling_temperature": 2.0,
+}  # fmt: skip
+
+
+def run_of(folder: Path, **settings: Any) -> TrainConfig:
+    return load_config(None, TINY | {"output_dir": str(folder)} | settings)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    return [
+        record[name] for record in read_metrics(folder) if record["kind"] == "train" and record.get(name) is not None
+    ]
+
+
+def same(one: Path, other: Path) -> bool:
+    ours, theirs = weights(one), weights(other)
+    return all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_run_that_is_interrupted_ends_as_the_undisturbed_one(iterations: int, tmp_path: Path) -> None:
+    """Also between two updates of a rollout, whose completions are in the checkpoint."""
+    settings = {"num_iterations": iterations, "epsilon": 0.1}
+    grpo(run_of(tmp_path / "whole", **settings))
+    grpo(run_of(tmp_path / "parts", max_steps=3, **settings))
+    assert grpo(run_of(tmp_path / "parts", **settings)).step == 4
+    assert same(tmp_path / "parts", tmp_path / "whole") and min(logged(tmp_path / "whole", "grad_norm")) > 0
+    for name in ("loss", "reward", "completions/mean_length", "sampler_gap"):
+        assert logged(tmp_path / "parts", name) == logged(tmp_path / "whole", name), name
+    # The samples are those of the weights before a rollout's first update.
+    assert max(logged(tmp_path / "whole", "sampler_gap")[::iterations]) < 1e-4
+
+
+def test_a_run_that_is_preempted_while_it_judges_ends_as_the_undisturbed_one(tmp_path: Path, monkeypatch: Any) -> None:
+    settings = {"reward_funcs": ["tests.support.reward_functions:even_then_stop"], "save_steps": 100}
+    grpo(run_of(tmp_path / "whole", **settings))
+    monkeypatch.setenv("TPU_KIT_TEST_STOP", "1")
+    result = grpo(run_of(tmp_path / "parts", **settings))
+    assert result.status == "preempted" and result.step < 4
+    assert grpo(run_of(tmp_path / "parts", **settings)).status == "finished"
+    assert same(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_rewards_rise_and_are_logged(tmp_path: Path) -> None:
+    grpo(
+        run_of(
+            tmp_path,
+            max_steps=12,
+            prompts_per_update=4,
+            num_generations=8,
+            learning_rate=3e-3,
+            sampling_temperature=0.9,
+        ),
+        reward_funcs=[reward_functions.even],
+    )
+    rewards = logged(tmp_path, "reward")
+    assert sum(rewards[-4:]) > sum(rewards[:4]) + 0.4, rewards
+    record = read_metrics(tmp_path)[0]
+    assert record["rewards/even"] == record["reward"] and 0 < record["reward_std"] < 1
+    assert 0 <= record["completions/truncated"] <= 1 and record["completions/max_length"] <= 24
+    assert record["entropy"] > 0 and record["clip_low"] == record["clip_high"] == record["kl"] == 0
+    assert max(logged(tmp_path, "sampler_gap")) < 1e-4 and max(logged(tmp_path, "sampler_gap_outside")) == 0
+
+
+def test_groups_of_equal_rewards_change_nothing(tmp_path: Path) -> None:
+    settings = {"split": "train[:2]", "shuffle": False}
+    grpo(run_of(tmp_path / "start", max_steps=2, **settings))
+    grpo(run_of(tmp_path / "end", max_steps=2, **settings))
+    before = weights(tmp_path / "end")
+    again = run_of(tmp_path / "end", max_steps=4, **settings)
+    grpo(again, reward_funcs=[reward_functions.equal])
+    assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path / "end").items())
+    assert logged(tmp_path / "end", "frac_reward_zero_std")[2:] == [1, 1]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_completions_without_advantage_may_be_left_out(loss_type: str, tmp_path: Path) -> None:
+    """They keep their part of the divisor."""
+
+    def some(completions: list[Any]) -> list[float]:
+        return [0.0] * 4 + [float(len(each[0]["content"]) % 2) for each in completions[4:]]
+
+    for drop in (True, False):
+        config = run_of(tmp_path / str(drop), max_steps=1, drop_zero_advantage=drop, loss_type=loss_type)
+        grpo(config, reward_funcs=[some])
+    assert logged(tmp_path / "True", "grad_norm") == pytest.approx(logged(tmp_path / "False", "grad_norm"), rel=1e-4)
+    for name, value in weights(tmp_path / "True").items():
+        torch.testing.assert_close(value, weights(tmp_path / "False")[name], rtol=0, atol=2e-4)
+
+
+def test_a_reward_that_fails_is_named_and_the_checkpoint_stays(tmp_path: Path, monkeypatch: Any) -> None:
+    config = run_of(tmp_path, reward_funcs=["tests.support.reward_functions:fails_later"])
+    monkeypatch.setenv("TPU_KIT_TEST_STOP", "1")
+    with pytest.raises(ValueError, match=r"the reward .*fails_later failed for .*question.*KeyError: 'no such judge'"):
+        grpo(config)
+    monkeypatch.delenv("TPU_KIT_TEST_STOP")
+    assert grpo(config).status == "finished" and logged(tmp_path, "resumed_from")[-1] == 2
+
+
+def test_training_goes_on_from_an_adapter(tmp_path: Path) -> None:
+    names = (*list(TINY)[:4], "max_length", "batch_size", "learning_rate", "base_dtype", "r")
+    start_run = {name: TINY[name] for name in names if name != "prompts_per_update"}
+    train(load_config(None, start_run | {"output_dir": str(tmp_path / "sft"), "max_steps": 3}))
+    start = {"lora.adapter": str(tmp_path / "sft" / "adapter")}
+    grpo(run_of(tmp_path / "rl", max_steps=1, **start), reward_funcs=[reward_functions.equal])
+    assert same(tmp_path / "rl", tmp_path / "sft")
+    with pytest.raises(ValueError, match=r"has other settings: r=4 there, 8 now"):
+        grpo(run_of(tmp_path / "other", r=8, **start))
+    with pytest.raises(ValueError, match="has no adapter"):
+        grpo(run_of(tmp_path / "other", **{"lora.adapter": str(tmp_path)}))
+
+
+def test_rows_of_prompts_alone_and_prompts_that_are_too_long(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n} + {n}?"}], "target": str(2 * n), "level": n} for n in range(12)
+    ]
+    rows.append({"prompt": [{"role": "user", "content": "1 + " * 60 + "1?"}], "target": "61", "level": 0})
+    seen = []
+
+    def levels(prompts: Any, completions: Any, level: list[int], target: list[str], answer: list[str]) -> list[float]:
+        assert target == answer == [str(2 * each) for each in level]
+        seen.extend(prompts)
+        return reward_functions.even(completions)
+
+    settings = {"format": "prompt", "data.columns": {"answer": "target"}, "split": "train", "source": str(tmp_path)}
+    config = run_of(tmp_path / "run", max_steps=1, **settings)
+    grpo(config, Dataset.from_list(rows), [levels, "auto"])
+    assert seen[0][0]["role"] == "user" and len(seen) == 8
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = of_rewards(run_of(tmp_path, **settings | {"source": str(tmp_path / "rows.jsonl")}))
+    prepared = prepare_run(config)
+    assert prepared.tasks is not None and (len(prepared.tasks.numbers), prepared.tasks.too_long) == (12, 1)
+    assert "prompts          12; too long and left out: 1" in str(prepared)
+    with pytest.raises(ConfigError, match=r"data.format: 'prompt' has no replies to train on"):
+        train(load_config(None, {"format": "prompt", "source": str(tmp_path / "rows.jsonl"), "device_type": "cpu"}))
+
+
+def test_prompts_are_those_that_a_model_is_asked_with() -> None:
+    config = of_rewards(run_of(Path("unused"), eval_rows=3, split="train[:10]"))
+    prepared, tokenizer = prepare_run(config), load_tokenizer(config.model)
+    assert prepared.tasks is not None
+    for row, ids, asked in zip(*prepared.tasks.rows[::2], prepared.tasks.rows.asked, strict=True):
+        assert asked == [{"role": "user", "content": row["question"]}]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert row["answer"] in {each["answer"] for each in cot_rows("train", 10, seed=config.data.seed)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"loss_type": "cispo"}, "rl.epsilon_high: 0.28 is the limit of the ratio itself with rl.loss_type=cispo"),
+        ({"epsilon_high": 0.1}, "rl.epsilon_high: 0.1 is below rl.epsilon=0.2; raise it"),
+        ({"beta": 0.1, "drop_zero_advantage": True}, "rl.drop_zero_advantage: true leaves out rows that rl.beta=0.1"),
+        ({"beta": 0.1, "lora.adapter": "a"}, "lora.adapter: 'a' is not the model without its adapter"),
+        ({"beta": 0.1, "r": 0}, "rl.beta: 0.1 compares with the model without its adapter, and lora.r=0"),
+        (
+            {"max_completion_length": 128},
+            "rl.max_completion_length: 128 and a prompt must fit a row of data.max_length",
+        ),
+        ({"gradient_accumulation": 2}, "optim.gradient_accumulation: 2 is not for grpo"),
+        ({"eval_steps": 2, "eval_rows": 4}, "optim.eval_steps: 2 evaluates answers alone in grpo"),
+        ({"prompts_per_update": 41}, "rl.prompts_per_update=41 is more than the 40 prompts"),
+        ({"max_prompt_length": 3}, "no prompt has from 1 to 3 tokens"),
+    ],
+)
+def test_refusals(settings: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        grpo(run_of(tmp_path, **settings))
+
+
+def test_parameters_of_grpo_are_for_grpo(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rl.reward_funcs: has no effect here; train with grpo"):
+        check_run(run_of(tmp_path))
+    rows = Dataset.from_list([{"prompt": f"Say {n}."} for n in range(8)])
+    with pytest.raises(ConfigError, match="no row has an answer to compare with"):
+        grpo(run_of(tmp_path, format="prompt", split="train"), rows, ["auto"])
+
+
+def test_auto_weights_the_sampler_where_it_is_rounded() -> None:
+    for dtype, mode in (("fp32", "off"), ("bf16", "sequence_mask"), ("int8", "sequence_mask")):
+        assert of_rewards(run_of(Path("unused"), base_dtype=dtype)).rl.importance_sampling_correction == mode
+
+
+def test_held_out_answers_are_greedy_and_choose_the_weights(tmp_path: Path) -> None:
+    result = grpo(run_of(tmp_path, eval_rows=4, eval_steps=2, eval_generate_rows=4))
+    evaluations = [record for record in read_metrics(tmp_path) if record["kind"] == "eval"]
+    assert [record["step"] for record in evaluations] == [2, 4] and all(r["loss"] is None for r in evaluations)
+    assert not math.isnan(result.metrics["eval_accuracy"])

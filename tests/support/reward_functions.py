@@ -1,0 +1,38 @@
+"""Rewards for the tests of `grpo`, which replicas of other processes import."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+
+
+def even(completions: list[Any], **kwargs: Any) -> list[float]:
+    """The share of even digits: a number in which the samples of any model differ."""
+    texts = [each[0]["content"] for each in completions]
+    return [sum(letter in "02468" for letter in text) / max(1, len(text)) for text in texts]
+
+
+def equal(completions: list[Any]) -> list[float]:
+    return [0.5] * len(completions)
+
+
+def random(completions: list[Any], trainer_state: Any) -> list[float]:
+    """The control: rewards that say nothing."""
+    return np.random.default_rng(trainer_state.global_step).integers(0, 2, len(completions)).astype(float).tolist()
+
+
+def even_then_stop(completions: list[Any], trainer_state: Any, **kwargs: Any) -> list[float]:
+    """Preempts the run while it judges the completions of the third update, once."""
+    if trainer_state.global_step == 3 and "TPU_KIT_TEST_STOP" in os.environ:
+        del os.environ["TPU_KIT_TEST_STOP"]
+        os.kill(os.getpid(), signal.SIGTERM)
+    return even(completions)
+
+
+def fails_later(completions: list[Any], question: list[str], trainer_state: Any) -> list[float]:
+    if trainer_state.global_step == 3 and "TPU_KIT_TEST_STOP" in os.environ:
+        raise KeyError("no such judge")
+    return even(completions)
