@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,10 +26,10 @@ from tpu_kit.evaluation.rewards import Attempt, Judgement, Rewards
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.training.advantages import advantages_of, deviation
 from tpu_kit.training.policy import PolicyObjective
 from tpu_kit.training.updates import Tensors, Updates
 
+_EPSILON = 1e-4  # added to the standard deviation, as TRL does
 _FLAT = 1e-6  # a standard deviation of rewards below which a group has no advantages
 
 
@@ -96,6 +96,31 @@ def _weight(sampled: Sampled, config: TrainConfig) -> float:
     return float(
         config.rl.max_completion_length if config.rl.loss_type == "dr_grpo" else sampled.learns * len(sampled.tokens)
     )
+
+
+def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"]) -> torch.Tensor:
+    """Computes the advantages of completions.
+
+    Args:
+        rewards: (P, G) fp32, of G completions of each prompt; NaN where none was judged.
+        scale: divide by the standard deviation (of n - 1) of the group or of all rewards, or do not divide.
+
+    Returns:
+        (P, G) fp32: reward - mean of the group, scaled; 0 for a completion that was not judged, and where a group has
+        fewer than two.
+    """
+    centred = rewards - torch.nanmean(rewards, -1, keepdim=True)
+    if scale != "none":
+        centred = centred / (deviation(rewards if scale == "group" else rewards.reshape(1, -1)) + _EPSILON)
+    return torch.nan_to_num(centred)
+
+
+def deviation(rewards: torch.Tensor) -> torch.Tensor:
+    """Computes the standard deviation of each row without its NaN, (P, 1); NaN for a row of fewer than two numbers."""
+    judged = ~torch.isnan(rewards)
+    count = judged.sum(-1, keepdim=True)
+    square = torch.nan_to_num(rewards - torch.nanmean(rewards, -1, keepdim=True)).square().sum(-1, keepdim=True)
+    return torch.where(count > 1, (square / (count - 1).clamp(min=1)).sqrt(), torch.nan)
 
 
 class Rollouts(Updates):
