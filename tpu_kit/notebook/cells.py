@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config import schema
@@ -299,17 +299,36 @@ def show_run(config: TrainConfig, result: TrainResult) -> None:
     show_table([{"what": name, "value": value} for name, value in rows.items()])
 
 
+def show_group(output_dir: str | Path) -> None:
+    """Shows the prompt and the completions of a group of the last rollout of `grpo`, with rewards and advantages."""
+    from tpu_kit.training.rollout import GROUP_FILE
+
+    group = json.loads((Path(output_dir) / GROUP_FILE).read_text())
+    print(f"step {group['step']}: {group['prompt']}")
+    show_table(
+        [
+            {"completion": each["text"], "reward": each["reward"], "advantage": f"{each['advantage']:+.2f}"}
+            for each in sorted(group["completions"], key=lambda each: -each["advantage"])
+        ]
+    )
+
+
 def check_run(config: TrainConfig, result: TrainResult) -> None:
     """Checks that the loss of a run fell and that its weights exist; a preempted run is only reported.
 
     Raises:
-        ValueError: the loss of the last logged updates is not below that of the first, or the weights are missing.
+        ValueError: the loss of the last logged updates is not below that of the first (not of `grpo`, whose loss is
+            about 0), or the weights are missing.
     """
     if result.status == "preempted":
         print(f"preempted ({result.reason}): nothing to check; run the training cell again")
         return
     losses = [record["loss"] for record in read_metrics(config.output_path) if record["kind"] == "train"]
-    if len(losses) > 1 and (None in (losses[0], losses[-1]) or losses[-1] >= losses[0]):
+    if (
+        config.optim.objective != "policy"
+        and len(losses) > 1
+        and (None in (losses[0], losses[-1]) or losses[-1] >= losses[0])
+    ):
         raise ValueError(
             f"the training loss did not fall: {losses[0]} in the first log, {losses[-1]} in the last one; try "
             "optim.learning_rate at a third or three times its value, or more optim.max_steps"
@@ -338,6 +357,12 @@ def _figures(records: list[dict[str, Any]]) -> dict[str, str]:
     for name, key, form in (("tokens/s/chip", "tokens_per_second_per_chip", ",.0f"), ("MFU", "mfu", ".1%")):
         if values := [record[key] for record in warm if record.get(key) is not None]:  # a CPU has no known peak
             figures[name] = format(median(values), form)
+    if rollouts := [record for record in warm if "reward" in record]:
+        figures["reward"] = f"{rollouts[0]['reward']:.3g} at first, {rollouts[-1]['reward']:.3g} at last"
+        flat = mean(record["frac_reward_zero_std"] for record in rollouts)
+        figures["groups of equal rewards"] = f"{flat:.0%}: they teach nothing"
+        parts = [mean(record[f"{part}_seconds"] for record in rollouts) for part in ("rollout", "reward", "step")]
+        figures["seconds of an update"] = f"{parts[2]:.2g}: {parts[0]:.2g} to sample, {parts[1]:.2g} to judge"
     return figures
 
 
@@ -373,16 +398,17 @@ def _curves(output_dir: str | Path) -> Bundle:
     if not any(records.values()):
         return {"text/plain": f"no metrics yet in {output_dir} ({time.strftime('%H:%M:%S')})"}
     figure, (loss, speed) = new_figure(9, 3, columns=2)
-    summary = []
+    summary, train = [], records["train"]
+    rewarded = any("reward" in record for record in train)
+    names = {"train": "reward", "eval": "accuracy"} if rewarded else {"train": "loss", "eval": "loss"}
     for (kind, points), marker in zip(records.items(), ".o", strict=True):
-        if points:
+        if points := [record for record in points if names[kind] in record]:
             steps = [record["step"] for record in points]
-            values = [float("nan") if record["loss"] is None else record["loss"] for record in points]
-            loss.plot(steps, values, marker=marker, label=kind)
-            summary.append(f"{kind} loss {values[0]:.4f} -> {values[-1]:.4f} at step {steps[-1]}")
-    loss.set(xlabel="step", ylabel="loss (nats per token)")
+            values = [float("nan") if (value := record[names[kind]]) is None else value for record in points]
+            loss.plot(steps, values, marker=marker, label=names[kind] if rewarded else kind)
+            summary.append(f"{kind} {names[kind]} {values[0]:.4f} -> {values[-1]:.4f} at step {steps[-1]}")
+    loss.set(xlabel="step", ylabel="reward, and accuracy of held-out rows" if rewarded else "loss (nats per token)")
     loss.legend()
-    train = records["train"]
     speed.plot([record["step"] for record in train], [record["tokens_per_second"] for record in train], marker=".")
     speed.set(xlabel="step", ylabel="tokens per second", ylim=(0, None))
     return picture(figure, "; ".join(summary))

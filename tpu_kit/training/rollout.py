@@ -6,6 +6,8 @@ judges a part of the prompts, all exchange the results, and all pack them alike.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +28,12 @@ from tpu_kit.evaluation.rewards import Attempt, Judgement, Rewards
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
+from tpu_kit.storage import atomic
 from tpu_kit.training.policy import PolicyObjective
 from tpu_kit.training.updates import Tensors, Updates
 
 _EPSILON = 1e-4  # added to the standard deviation, as TRL does
+GROUP_FILE = "group.json"  # in a run's folder: a group of completions of the last rollout, with their rewards
 _FLAT = 1e-6  # a standard deviation of rewards below which a group has no advantages
 
 
@@ -247,12 +251,27 @@ class Rollouts(Updates):
             )
             for place, length in enumerate(lengths.int().tolist())
         ])  # fmt: skip
+        if self._rt.rank == 0:
+            self._write_group(update.step, rewards.view(len(chosen), -1))
         means = zip(self._rewards.names, torch.nanmean(parts, 1).tolist(), strict=True)
         metrics = {f"rewards/{name}": mean for name, mean in means if not math.isnan(mean)} | judgement.metrics
         metrics |= self._measured(rewards.view(len(chosen), -1), lengths, ended)
         metrics |= {"rollout_seconds": sampled - start, "reward_seconds": judged - sampled}
         metrics["rollout_tokens_per_second"] = float(lengths.sum()) / max(1e-9, sampled - start)
         self._metrics[update.step] = metrics
+
+    def _write_group(self, step: int, rewards: torch.Tensor) -> None:
+        """Writes the completions of the group whose rewards differ most."""
+        count = rewards.shape[1]
+        group = int(torch.nan_to_num(deviation(rewards)).argmax())
+        completions = [
+            {"text": self._tokenizer.decode(each.tokens), "reward": reward, "advantage": each.advantage}
+            for each, reward in zip(self._sampled[group * count :][:count], rewards[group].tolist(), strict=True)
+        ]
+        prompt = self._tokenizer.decode(self._sampled[group * count].prompt)
+        text = json.dumps({"step": step, "prompt": prompt, "completions": completions})
+        with contextlib.suppress(OSError):  # a full disk: the log says so
+            atomic.write_text(self._config.output_path / GROUP_FILE, text)
 
     def _judge(
         self, chosen: Sequence[int], completions: Mapping[tuple[int, int], Completion], step: int, total: int
