@@ -17,12 +17,14 @@ from tests.support import reward_functions
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.recipes.grpo import grpo, of_rewards
 from tpu_kit.recipes.sft import check_run, prepare_run, train
 from tpu_kit.training.metrics import read_metrics
 from tpu_kit.training.rollout import GROUP_FILE
 
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 TINY = {
     "device_type": "cpu", "num_replicas": 1, "split": "train[:40]", "eval_rows": 0, "prompts_per_update": 2,
     "num_generations": 4, "max_completion_length": 24, "max_length": 128, "batch_size": 2, "learning_rate": 1e-2,
@@ -93,6 +95,37 @@ def test_rewards_rise_and_are_logged(tmp_path: Path) -> None:
     assert 0 <= record["completions/truncated"] <= 1 and record["completions/max_length"] <= 24
     assert record["entropy"] > 0 and record["clip_low"] == record["clip_high"] == record["kl"] == 0
     assert max(logged(tmp_path, "sampler_gap")) < 1e-4 and max(logged(tmp_path, "sampler_gap_outside")) == 0
+
+
+@pytest.mark.slow
+@needs_xla
+@pytest.mark.usefixtures("quick_xla")
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"num_replicas": 2},
+        {"device_type": "xla-cpu"},
+        {"device_type": "xla-cpu", "num_replicas": 4},
+        {"device_type": "xla-cpu", "num_replicas": None, "mesh": "fsdp=2"},
+    ],
+    ids=lambda each: "-".join(map(str, each.values())),
+)
+def test_replicas_and_a_mesh_train_as_one_replica(where: dict[str, Any], tmp_path: Path) -> None:
+    """On XLA nothing is compiled after the first two rollouts, with an evaluation between; the host reads no value."""
+    settings = {"prompts_per_update": 4, "eval_rows": 6, "eval_generate_rows": 6, "eval_steps": 2}
+    settings |= {"sampling_temperature": 1.0, "num_generations": 8}
+    grpo(run_of(tmp_path / "one", **settings))
+    grpo(run_of(tmp_path / "other", **settings | where))
+    # Where a rounding error changes a token, later samples are others.
+    assert logged(tmp_path / "other", "reward")[:2] == pytest.approx(logged(tmp_path / "one", "reward")[:2], abs=1e-6)
+    assert logged(tmp_path / "other", "loss")[:2] == pytest.approx(logged(tmp_path / "one", "loss")[:2], abs=1e-5)
+    assert max(logged(tmp_path / "other", "sampler_gap")) < 1e-4
+    if "device_type" in where:
+        compiles = logged(tmp_path / "other", "compiles")
+        assert compiles[1] <= 7 and compiles[3] == compiles[2] <= 8, compiles
+        assert not any(
+            logged(tmp_path / "other", "fallbacks_per_step") + logged(tmp_path / "other", "host_syncs_per_step")
+        )
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,7 +191,9 @@ class Evaluations:
         if record is None:
             return {}
         loss, accuracy = record["loss"], record["accuracy"]
-        figures = {"eval_loss": math.nan if loss is None else loss, "eval_step": float(record["step"])}
+        figures = {"eval_step": float(record["step"])}
+        if loss is not None or accuracy is None:
+            figures = {"eval_loss": math.nan if loss is None else loss, **figures}
         return figures if accuracy is None else {**figures, "eval_accuracy": accuracy}
 
 
