@@ -17,6 +17,7 @@ from tests.support import reward_functions
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.generation.sampling import Sampling
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.recipes.grpo import grpo, of_rewards
@@ -95,6 +96,15 @@ def test_rewards_rise_and_are_logged(tmp_path: Path) -> None:
     assert 0 <= record["completions/truncated"] <= 1 and record["completions/max_length"] <= 24
     assert record["entropy"] > 0 and record["clip_low"] == record["clip_high"] == record["kl"] == 0
     assert max(logged(tmp_path, "sampler_gap")) < 1e-4 and max(logged(tmp_path, "sampler_gap_outside")) == 0
+
+
+def test_a_sampler_that_differs_from_the_trainer_is_told(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    right = Sampling.knobs
+    monkeypatch.setattr(Sampling, "knobs", lambda self, size: right(self, size) * torch.tensor([1, 1, 1, 1, 1, 0.7]))
+    grpo(run_of(tmp_path, max_steps=2))
+    said = capsys.readouterr().err
+    assert len(re.findall(r"differ by [\d.]+ nats between sampler and trainer", said)) == 1
+    assert min(logged(tmp_path, "sampler_gap")) > 0.1 and max(logged(tmp_path, "sampler_gap_outside")) > 0.1
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.storage import atomic
-from tpu_kit.training.policy import PolicyObjective
+from tpu_kit.training.policy import GAP, PolicyObjective
 from tpu_kit.training.updates import Tensors, Updates
 
 _EPSILON = 1e-4  # added to the standard deviation, as TRL does
@@ -146,6 +146,7 @@ class Rollouts(Updates):
         self._objective, self._prepared, self._rewards, self._tasks = objective, prepared, rewards, prepared.tasks
         self.rows = len(self._tasks.numbers)
         self._tokenizer = prepared.encoder.tokenizer
+        self._warned = False
         self._sampled: list[Sampled] = []  # of the present rollout
         self._packed: PackedDataset | None = None
         self._old: torch.Tensor | None = None  # (packed rows, S) log-probabilities before the rollout's first update
@@ -203,6 +204,18 @@ class Rollouts(Updates):
         names = dict.fromkeys(name for metrics in each for name in metrics)
         means = {name: [metrics[name] for metrics in each if name in metrics] for name in names}
         return {name: sum(values) / len(values) for name, values in means.items()}
+
+    def warnings(self, means: Mapping[str, float]) -> list[str]:
+        """Says when sampler and trainer differ much; after the first of several updates of a rollout they do."""
+        gap = means["sampler_gap"]
+        if self._warned or self._rl.num_iterations > 1 or not gap > GAP:
+            return []
+        self._warned = True
+        return [
+            f"the log-probabilities of sampled tokens differ by {gap:.2g} nats between sampler and trainer "
+            f"(sampler_gap, usually below {GAP:g}): the samples are not those of the weights being trained. Set "
+            "rl.importance_sampling_correction=sequence_mask, or model.base_dtype=fp32 to see whether rounding is why"
+        ]
 
     def document(self, step: int) -> dict[str, Any]:
         """See `Updates.document`: the metrics to log, and a rollout that has updates left."""

@@ -260,7 +260,7 @@ class Trainer:
                 **peak_memory(self.rt, self.predicted_bytes),
             )
         if self.rt.rank == 0:
-            for text in self._slowness.notice(pending.before, pending.now, steps):
+            for text in (*self._slowness.notice(pending.before, pending.now, steps), *self.updates.warnings(extra)):
                 _warn(text)
         if skipped:
             self._report_skipped(pending.window, report)

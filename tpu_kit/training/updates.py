@@ -47,6 +47,10 @@ class Updates(ABC):
         """Returns further numbers for the log of some updates, each of which is asked for once."""
         return {}
 
+    def warnings(self, means: Mapping[str, float]) -> list[str]:
+        """Returns what to say about the means of a log, once each."""
+        return []
+
     def document(self, step: int) -> dict[str, Any]:
         """Returns what a checkpoint needs besides to continue after a step, of values for JSON."""
         return {}
