@@ -139,6 +139,7 @@ def test_the_hosts_install_this_kit_from_its_repository() -> None:
           "model.name: './model' is on this machine, and the hosts cannot read it; give its name on the Hugging Face"]),
         (["objective=mine:loss"], ["optim.objective: the hosts do not have the module of mine:loss; use --with job"]),
         (["generate_rows=4"], ["tracking.generate_rows: 4 on a TPU slice of several hosts: answers are generated on"]),
+        (["num_generations=4"], ["rl: the files run `train`, and grpo runs on one host alone; start it there"]),
         (["wandb=online"], ["tracking.wandb: online needs WANDB_API_KEY on the hosts; set it in this environment"]),
         (["--with", "skypilott"], ["argument --with: invalid choice: 'skypilott' (choose from"]),
     ],

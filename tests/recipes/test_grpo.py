@@ -219,6 +219,15 @@ def test_rows_of_prompts_alone_and_prompts_that_are_too_long(tmp_path: Path) -> 
         train(load_config(None, {"format": "prompt", "source": str(tmp_path / "rows.jsonl"), "device_type": "cpu"}))
 
 
+def test_rows_as_those_of_gsm8k_have_their_final_answer(tmp_path: Path) -> None:
+    rows = [{"question": f"{n} + {n}?", "answer": f"Twice {n}.\n#### {2 * n}", "level": n} for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prepared = prepare_run(of_rewards(run_of(tmp_path, source=str(tmp_path / "rows.jsonl"), split="train")))
+    assert prepared.tasks is not None
+    kept = [(row["question"], row["answer"], row["level"]) for row in prepared.tasks.rows.rows]
+    assert kept == [(f"{n} + {n}?", str(2 * n), n) for n in range(6)]
+
+
 def test_prompts_are_those_that_a_model_is_asked_with() -> None:
     config = of_rewards(run_of(Path("unused"), eval_rows=3, split="train[:10]"))
     prepared, tokenizer = prepare_run(config), load_tokenizer(config.model)

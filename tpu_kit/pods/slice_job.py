@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tpu_kit.config.fields import ConfigError, closest
 from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.schema import RlConfig
 from tpu_kit.distributed.runtime import slice_problems
 from tpu_kit.hardware.chips import Chip, Topology, parse_accelerator_type
 
@@ -133,6 +134,8 @@ def _run_problems(config: TrainConfig) -> list[str]:
         problems.append(f"checkpoint.resume: 'never': {lost}; set resume=auto")
     if config.launch.device_type not in ("auto", "tpu"):
         problems.append(f"launch.device_type: {config.launch.device_type!r}: the hosts have TPUs; set device_type=tpu")
+    if config.optim.objective == "policy" or config.rl != RlConfig():
+        problems.append("rl: the files run `train`, and grpo runs on one host alone; start it there, or remove rl")
     return problems
 
 
