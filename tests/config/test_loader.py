@@ -357,6 +357,7 @@ def test_to_dict_is_plain() -> None:
         "lora",
         "data",
         "optim",
+        "rl",
         "distill",
         "checkpoint",
         "launch",
