@@ -253,6 +253,7 @@ def test_prompts_are_those_that_a_model_is_asked_with() -> None:
         ),
         ({"gradient_accumulation": 2}, "optim.gradient_accumulation: 2 is not for grpo"),
         ({"eval_steps": 2, "eval_rows": 4}, "optim.eval_steps: 2 evaluates answers alone in grpo"),
+        ({"source": "synthetic"}, "data.source: 'synthetic' has random tokens and no prompts"),
         ({"prompts_per_update": 41}, "rl.prompts_per_update=41 is more than the 40 prompts"),
         ({"max_prompt_length": 3}, "no prompt has from 1 to 3 tokens"),
     ],

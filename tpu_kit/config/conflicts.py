@@ -181,6 +181,8 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if rl.max_completion_length + (rl.max_prompt_length or 1) > data.max_length:
         text = f"and a prompt must fit a row of data.max_length={data.max_length}; raise that, or lower it"
         yield "rl.max_completion_length rl.max_prompt_length data.max_length", text
+    if data.source == "synthetic":
+        yield "data.source optim.objective", "has random tokens and no prompts, so grpo cannot ask; name a source"
     for name, unused in (
         ("optim.gradient_accumulation", 1), ("optim.global_batch_size", None), ("optim.batch_growth_factor", 1),
         ("optim.label_smoothing", 0), ("optim.early_stop_patience", None),

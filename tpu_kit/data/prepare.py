@@ -195,18 +195,10 @@ def prepare(
     Raises:
         ValueError: rows, columns, files or settings are wrong; the text names them.
     """
-    if model_positions is not None and config.max_length > model_positions:
-        raise ValueError(
-            f"data.max_length={config.max_length} is longer than the {model_positions} positions of the model; "
-            f"set it to {model_positions} or less"
-        )
-    if dataset is None and config.source == SYNTHETIC:
+    synthetic = dataset is None and config.source == SYNTHETIC
+    _check_sizes(config, None if synthetic else tokenizer, model_positions, vocab_size)
+    if synthetic:
         return _synthetic(config, vocab_size)
-    if vocab_size is not None and len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} ids and the model only {vocab_size} embeddings: they do not belong "
-            "together. Load both from one folder"
-        )
     load = partial(tokenize, tokenizer=tokenizer, config=config, dataset=dataset)
     data = load(None if dataset is not None else config.source, config.split)
     held, train, repeated = None, np.ones(len(data.documents), dtype=bool), 0
@@ -233,6 +225,19 @@ def prepare(
     raw = held.raw_rows(np.unique(eval_data.documents.source_rows))[:3]
     questions = Questions(np.unique(data.prompts(train)), np.unique(held.questions[chosen]))
     return Prepared(packed, eval_data, *raw, report, eval_report, data.encoder, questions, fingerprint, tasks)
+
+
+def _check_sizes(config: DataConfig, tokenizer: Any, model_positions: int | None, vocab_size: int | None) -> None:
+    if model_positions is not None and config.max_length > model_positions:
+        raise ValueError(
+            f"data.max_length={config.max_length} is longer than the {model_positions} positions of the model; "
+            f"set it to {model_positions} or less"
+        )
+    if tokenizer is not None and vocab_size is not None and len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} ids and the model only {vocab_size} embeddings: they do not belong "
+            "together. Load both from one folder"
+        )
 
 
 def _tasks(data: Tokenized, numbers: np.ndarray, max_prompt: int) -> Tasks:

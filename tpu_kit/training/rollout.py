@@ -114,6 +114,8 @@ def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"
         fewer than two.
     """
     centred = rewards - torch.nanmean(rewards, -1, keepdim=True)
+    # Rounding would give a group of equal rewards advantages of 1e-4.
+    centred = torch.where(torch.nan_to_num(deviation(rewards)) < _FLAT, 0.0, centred)
     if scale != "none":
         centred = centred / (deviation(rewards if scale == "group" else rewards.reshape(1, -1)) + _EPSILON)
     return torch.nan_to_num(centred)
