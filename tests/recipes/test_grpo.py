@@ -1,8 +1,9 @@
 """Reinforcement learning, from the configuration to the weights, on the embedded model without a start.
 
-Failures of other trainers that nobody saw, and what holds here: samples of the base model, or of weights that a compiled
-program took for constants (sampler_gap, after updates too); groups of equal rewards that explode; an evaluation or a
-last batch that compiles again (the programs are counted); completions of one token (training/test_policy).
+Failures of other trainers that nobody saw, and what holds here: samples of the base model, or of weights that a
+compiled program took for constants (sampler_gap, after updates too); groups of equal rewards that explode; an
+evaluation or a last batch that compiles again (the programs are counted); completions of one token
+(training/test_policy).
 """
 
 from __future__ import annotations
