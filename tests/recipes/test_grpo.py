@@ -106,7 +106,11 @@ def test_rewards_rise_and_are_logged(tmp_path: Path) -> None:
 
 def test_a_sampler_that_differs_from_the_trainer_is_told(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     right = Sampling.knobs
-    monkeypatch.setattr(Sampling, "knobs", lambda self, size: right(self, size) * torch.tensor([1, 1, 1, 1, 1, 0.7]))
+
+    def wrong(self: Sampling, size: int) -> torch.Tensor:
+        return right(self, size) * torch.tensor([1, 1, 1, 1, 1, 0.7 if self.tempered_logprobs else 1])
+
+    monkeypatch.setattr(Sampling, "knobs", wrong)
     grpo(run_of(tmp_path, max_steps=2))
     said = capsys.readouterr().err
     assert len(re.findall(r"differ by [\d.]+ nats between sampler and trainer", said)) == 1
