@@ -278,7 +278,9 @@ def test_parameters_of_grpo_are_for_grpo(tmp_path: Path) -> None:
         check_run(run_of(tmp_path))
     rows = Dataset.from_list([{"prompt": f"Say {n}."} for n in range(8)])
     with pytest.raises(ConfigError, match="no row has an answer to compare with"):
-        grpo(run_of(tmp_path, format="prompt", split="train"), rows, ["auto"])
+        grpo(run_of(tmp_path, format="prompt", split="train"), rows, "auto")
+    with pytest.raises(ValueError, match=r"they fit no format.*for grpo, prompts alone are data.format=prompt"):
+        grpo(run_of(tmp_path, split="train"), rows, reward_functions.even)
 
 
 def test_auto_weights_the_sampler_where_it_is_rounded() -> None:

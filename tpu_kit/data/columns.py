@@ -252,6 +252,7 @@ def detect_layout(columns: Sequence[str], config: DataConfig, empty: Collection[
     if not fmt or missing:
         wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
         without = f" ({', '.join(empty)} without values)" if empty else ""
+        without += " (for grpo, prompts alone are data.format=prompt)" if not fmt and find("prompt") else ""
         raise ValueError(
             f"missing columns: {wanted}; the data has {listed}{without}. Name them, for example "
             "data.columns={question: problem, reasoning: rationale, answer: target}, or set data.format"

@@ -15,7 +15,7 @@ from tpu_kit.recipes.sft import TrainResult, train
 def grpo(
     config: TrainConfig,
     dataset: Dataset | DatasetDict | None = None,
-    reward_funcs: Sequence[str | Callable[..., Any]] | None = None,
+    reward_funcs: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
     *,
     exact: bool = False,
 ) -> TrainResult:
@@ -24,13 +24,15 @@ def grpo(
     Args:
         config: the run; its section `rl`.
         dataset: as in `sft.train`; rows need a prompt, and what the rewards read.
-        reward_funcs: names and functions in place of `rl.reward_funcs`; see `evaluation.rewards`. Where replicas are
-            processes, functions must be those of a module.
+        reward_funcs: a name or a function, or several, in place of `rl.reward_funcs`; see `evaluation.rewards`. Where
+            replicas are processes, functions must be those of a module.
         exact: as in `sft.train`.
 
     Raises:
         ValueError: a reward fails or cannot be called, or as in `sft.train`.
     """
+    if isinstance(reward_funcs, str) or callable(reward_funcs):
+        reward_funcs = [reward_funcs]
     return train(of_rewards(config), dataset, exact=exact, reward_funcs=reward_funcs)
 
 
