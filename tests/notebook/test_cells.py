@@ -309,6 +309,7 @@ write = "import sys, time\\nfor line in open('all.jsonl'):\\n    time.sleep(0.3)
 write += "    print(line, end='', file=open('run/metrics.jsonl', 'a'), flush=True)\\n"
 write += "json.dump({'model': 'base model', 'answered': 5, 'asked': 20}, open('run/answering.json', 'w'))\\n"
 write = "import json, os\\n" + write + "time.sleep(1.5)\\nos.remove('run/answering.json')"
+notebook.picture(notebook.new_figure(9, 3, columns=2)[0], "")  # the first one loads matplotlib and its fonts
 with notebook.live("run", every=0.1):
     subprocess.run([sys.executable, "-c", write], check=True)
     assert os.environ["TPU_KIT_NO_BAR"] == "1"
