@@ -17,12 +17,12 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.profiling.recorder import record
 from tpu_kit.recipes import sft
-from tpu_kit.training import trainer
+from tpu_kit.training import trainer, updates
 
 DELAY = 0.05
 PLANTED = "planted delay in "
 """The beginning of the delays' names in a trace."""
-_prefetch, _step, _log = trainer.prefetch, trainer.train_step, trainer.Trainer._log
+_prefetch, _step, _log = updates.prefetch, trainer.train_step, trainer.Trainer._log
 
 
 def _delay(bucket: str) -> None:
@@ -53,7 +53,7 @@ def slow_everywhere(config: TrainConfig, data: Path) -> None:
         _delay("host tracing")
         _compute("device compute")
 
-    with mock.patch.object(trainer, "prefetch", slow_input), mock.patch.object(trainer.Trainer, "_log", slow_host):
+    with mock.patch.object(updates, "prefetch", slow_input), mock.patch.object(trainer.Trainer, "_log", slow_host):
         _record_with(config, data, slow_step)
 
 
