@@ -9,7 +9,6 @@ evaluation or a last batch that compiles again (the programs are counted); compl
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,13 @@ from tests.support import reward_functions
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.evaluation import evaluate
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.recipes.grpo import grpo, of_rewards
 from tpu_kit.recipes.sft import check_run, prepare_run, train
+from tpu_kit.training import trainer
 from tpu_kit.training.metrics import read_metrics
 from tpu_kit.training.rollout import GROUP_FILE
 
@@ -172,12 +173,13 @@ def test_completions_without_advantage_may_be_left_out(loss_type: str, tmp_path:
     """They keep their part of the divisor."""
 
     def some(completions: list[Any]) -> list[float]:
-        return [0.0] * 4 + [float(len(each[0]["content"]) % 2) for each in completions[4:]]
+        return [0.0] * 4 + [float(number % 2) for number in range(len(completions) - 4)]
 
     for drop in (True, False):
         config = run_of(tmp_path / str(drop), max_steps=1, drop_zero_advantage=drop, loss_type=loss_type)
         grpo(config, reward_funcs=[some])
-    assert logged(tmp_path / "True", "grad_norm") == pytest.approx(logged(tmp_path / "False", "grad_norm"), rel=1e-4)
+    norms = [logged(tmp_path / str(drop), "grad_norm") for drop in (True, False)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[0][0] > 0.01
     for name, value in weights(tmp_path / "True").items():
         torch.testing.assert_close(value, weights(tmp_path / "False")[name], rtol=0, atol=2e-4)
 
@@ -288,8 +290,27 @@ def test_auto_weights_the_sampler_where_it_is_rounded() -> None:
         assert of_rewards(run_of(Path("unused"), base_dtype=dtype)).rl.importance_sampling_correction == mode
 
 
-def test_held_out_answers_are_greedy_and_choose_the_weights(tmp_path: Path) -> None:
-    result = grpo(run_of(tmp_path, eval_rows=4, eval_steps=2, eval_generate_rows=4))
+def test_held_out_answers_are_greedy_and_choose_the_weights(tmp_path: Path, monkeypatch: Any) -> None:
+    """The programs of samples answer as greedy decoding does."""
+    texts: list[str] = []
+    right, shares = evaluate.judge, iter([(1, 4), (3, 4), (2, 4)])
+
+    def judge(row: Any, text: str, *others: Any) -> Any:
+        texts.append(text)
+        return right(row, text, *others)
+
+    def count_correct(*given: Any) -> tuple[int, int]:
+        evaluate.count_correct(*given)
+        evaluate.count_correct(*given[:4])
+        return next(shares)
+
+    monkeypatch.setattr(evaluate, "judge", judge)
+    monkeypatch.setattr(trainer, "count_correct", count_correct)
+    settings = {"eval_rows": 4, "eval_steps": 1, "eval_generate_rows": 4, "generate_tokens": 24, "max_steps": 3}
+    result = grpo(run_of(tmp_path, **settings))
+    del texts[:-24]  # the rows' own answers, judged before the launch
+    assert all(texts[n : n + 4] == texts[n + 4 : n + 8] for n in (0, 8, 16)), texts
     evaluations = [record for record in read_metrics(tmp_path) if record["kind"] == "eval"]
-    assert [record["step"] for record in evaluations] == [2, 4] and all(r["loss"] is None for r in evaluations)
-    assert not math.isnan(result.metrics["eval_accuracy"])
+    assert [record["accuracy"] for record in evaluations] == [0.25, 0.75, 0.5]
+    assert all(record["loss"] is None for record in evaluations)
+    assert (result.metrics["eval_accuracy"], result.metrics["eval_step"]) == (0.75, 2)
