@@ -167,17 +167,15 @@ def wanted(hint: Any) -> str:
         bool: "true or false",
         str: "text",
         types.NoneType: "null",
-        tuple: "a list of texts",
+        tuple[str, ...]: "a list of texts",
+        tuple[float, ...]: "a list of numbers",
         dict: "a mapping of texts to texts",
         Callable: "a function",
     }
     texts = []
     for member in _members(hint):
         choices = get_args(member) if get_origin(member) is Literal else ()
-        if member == tuple[float, ...]:
-            texts.append("a list of numbers")
-        else:
-            texts += [f'"{choice}"' for choice in choices] or [words[get_origin(member) or member]]
+        texts += [f'"{choice}"' for choice in choices] or [words.get(member) or words[get_origin(member)]]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
