@@ -138,10 +138,9 @@ class SplitStep:
         state = self._state
         with torch.no_grad():
             buffers = {name: param.grad for name, param in state.params.items() if param.grad is not None}
-            gradients = {name: constrain(grad.clone(), state.specs[name]) for name, grad in buffers.items()}
-            totals = self._totals.clone()
-            self._rt.all_reduce([*gradients.values(), totals])
-            _update(state, gradients, totals, control, self._optim)
+            gradients = {name: constrain(buffer, state.specs[name]) for name, buffer in buffers.items()}
+            self._rt.all_reduce([*gradients.values(), self._totals])
+            _update(state, gradients, self._totals, control, self._optim)
             for tensor in (*buffers.values(), self._totals):
                 tensor.zero_()
 
