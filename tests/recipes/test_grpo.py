@@ -30,6 +30,7 @@ from tpu_kit.recipes.grpo import grpo, of_rewards
 from tpu_kit.recipes.sft import check_run, prepare_run, train
 from tpu_kit.training import trainer
 from tpu_kit.training.metrics import read_metrics
+from tpu_kit.training.policy import PolicyObjective
 from tpu_kit.training.rollout import GROUP_FILE
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -287,7 +288,7 @@ def test_parameters_of_grpo_are_for_grpo(tmp_path: Path) -> None:
 
 def test_auto_weights_the_sampler_where_it_is_rounded() -> None:
     for dtype, mode in (("fp32", "off"), ("bf16", "sequence_mask"), ("int8", "sequence_mask")):
-        assert of_rewards(run_of(Path("unused"), base_dtype=dtype)).rl.importance_sampling_correction == mode
+        assert PolicyObjective(run_of(Path("unused"), base_dtype=dtype)).correction == mode
 
 
 def test_held_out_answers_are_greedy_and_choose_the_weights(tmp_path: Path, monkeypatch: Any) -> None:

@@ -108,9 +108,8 @@ def correction(mode: str, difference: torch.Tensor, mask: torch.Tensor, cap: flo
 
 def difference(settings: dict[str, Any], off_policy: bool, double: bool, masked: bool = False) -> float:
     """The largest difference of a gradient, as a share of the largest gradient; checks loss and metrics."""
-    config = load_config(
-        None, {"objective": "policy", "max_completion_length": 12, "max_length": ROW, "loss_chunk": 16} | settings
-    )
+    fixed = {"objective": "policy", "base_dtype": "fp32", "max_completion_length": 12, "max_length": ROW}
+    config = load_config(None, fixed | {"loss_chunk": 16} | settings)
     rl, model, sampled = config.rl, tiny(), samples(masked)
     if double:
         model.double()
@@ -220,7 +219,7 @@ def test_equal_rewards_and_completions_that_are_not_judged_have_no_advantage(sca
 
 def test_layers_that_run_as_a_loop_have_the_same_reference():
     """With beta the adapter is switched off in the loop over the layers, too."""
-    config = load_config(None, {"objective": "policy", "beta": 0.1, "max_completion_length": 12})
+    config = load_config(None, {"objective": "policy", "beta": 0.1, "max_completion_length": 12, "base_dtype": "fp32"})
     rows = pack(samples(False), config)
     losses = []
     for looped in (False, True):

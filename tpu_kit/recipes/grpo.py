@@ -37,11 +37,6 @@ def grpo(
 
 
 def of_rewards(config: TrainConfig) -> TrainConfig:
-    """Sets what `grpo` needs besides the section `rl`: the objective, and what `auto` in that section is."""
-    rl = config.rl
-    if rl.importance_sampling_correction == "auto":
-        # Sampler and trainer compute alike in fp32; rounded, their programs differ.
-        mode: Any = "off" if config.model.base_dtype == "fp32" else "sequence_mask"
-        rl = replace(rl, importance_sampling_correction=mode)
+    """Sets what `grpo` needs besides the section `rl`."""
     # The loss is about 0 whatever the model does, so a rise of it says nothing.
-    return replace(config, optim=replace(config.optim, objective="policy", max_loss_rise=None), rl=rl)
+    return replace(config, optim=replace(config.optim, objective="policy", max_loss_rise=None))

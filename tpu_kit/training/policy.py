@@ -36,6 +36,9 @@ class PolicyObjective(Objective):
         names = ["advantages", "share", "weight", "sampler_logps"]
         names += ["old_logps"] if config.rl.num_iterations > 1 else []
         self.columns = {name: (1, torch.float32) for name in names}
+        self.correction = config.rl.importance_sampling_correction
+        if self.correction == "auto":  # sampler and trainer compute alike in fp32; rounded, their programs differ
+            self.correction = "off" if config.model.base_dtype == "fp32" else "sequence_mask"
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
         """Adds nothing; with beta the model without its adapter is the reference."""
@@ -108,7 +111,7 @@ class PolicyObjective(Objective):
             clipped = ratio.clamp(1 - rl.epsilon, 1 + rl.epsilon_high)
             bounded = ratio if rl.delta is None else ratio.clamp(max=rl.delta)
             losses = -torch.minimum(bounded * advantages, clipped * advantages)
-        if rl.importance_sampling_correction not in ("auto", "off"):
+        if self.correction != "off":
             losses = losses * self._correction((old - batch["sampler_logps"]) * mask, segments)
         kl = torch.zeros_like(losses)
         if reference is not None:
@@ -120,7 +123,7 @@ class PolicyObjective(Objective):
 
     def _correction(self, difference: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
         """Computes importance weights for the difference between trainer and sampler, (B, S)."""
-        level, _, bound = self._rl.importance_sampling_correction.partition("_")
+        level, _, bound = self.correction.partition("_")
         ratio = (sum_by_document(difference, segments) if level == "sequence" else difference).exp()
         cap = self._rl.importance_sampling_cap
         return ratio.clamp(max=cap) if bound == "truncate" else torch.where(ratio <= cap, ratio, 0.0)
