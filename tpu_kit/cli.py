@@ -219,7 +219,11 @@ _TRAINS = (
 _EXACT = {"--exact": {"action": "store_true", "help": "ask the TPU compiler first whether the batch fits"}}
 
 
-@command(f"teacher=FOLDER names the teacher; files=FOLDER keeps its logits.\n\n{_TRAINS}", _CONFIG | _EXACT)
+@command(
+    "teacher=FOLDER names the teacher; files=FOLDER keeps its logits. on_policy=true trains on completions that the\n"
+    f"model samples, in place of those of the rows.\n\n{_TRAINS}",
+    _CONFIG | _EXACT,
+)
 def distill(args: argparse.Namespace) -> int:
     """Fine-tune a model that learns from a larger one."""
     return _fine_tune(args, "tpu_kit.recipes.distillation")

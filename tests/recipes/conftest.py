@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import load_config
@@ -37,4 +37,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number, row in enumerate(embedded.cot_rows("train", ROWS + 8))
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wider Llama of three layers, whose vocabulary has three ids of padding."""
+    folder = tmp_path_factory.mktemp("teacher")
+    tokenizer = AutoTokenizer.from_pretrained(world / "model")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer) + 3, hidden_size=64, intermediate_size=64, num_hidden_layers=3,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.05,
+            )
+        )  # fmt: skip
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
@@ -24,24 +24,6 @@ from tpu_kit.training.teacher_files import TeacherFiles
 pytestmark = pytest.mark.usefixtures("quick_xla")
 xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 HIDDEN = {"hidden_weight": 0.5, "distill.layers": "1:2,2:3", "embeddings_weight": 0.1, "labels_weight": 0.5}
-
-
-@pytest.fixture(scope="module")
-def teacher(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wider Llama of three layers, whose vocabulary has three ids of padding."""
-    folder = tmp_path_factory.mktemp("teacher")
-    tokenizer = AutoTokenizer.from_pretrained(world / "model")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(tokenizer) + 3, hidden_size=64, intermediate_size=64, num_hidden_layers=3,
-                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.05,
-            )
-        )  # fmt: skip
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def config_of(world: Path, teacher: Path, folder: Path, **settings: Any) -> TrainConfig:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -13,6 +15,7 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_scan import scan_layers
 from tpu_kit.training.distillation import DistillationObjective, divergence
+from tpu_kit.training.rollout import Sampled, pack
 
 WIDTH = 16
 
@@ -193,3 +196,61 @@ def test_the_evaluation_is_the_likelihood_of_the_labels() -> None:
         logits = student(input_ids=batch["input_ids"]).logits
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     assert float(found.loss) == pytest.approx(float(wanted), rel=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------- of sampled completions
+
+
+def of_trl(config: TrainConfig, student: Any, teacher: Any, sampled: list[Sampled]) -> torch.Tensor:
+    """The loss of TRL's own trainer, with a stand-in for its other parts, for prompts padded on the left."""
+    from trl.trainer.distillation_trainer import DistillationTrainer
+
+    class Alone(DistillationTrainer):
+        def __init__(self) -> None:
+            pass
+
+    trainer = Alone()
+    trainer.accelerator = SimpleNamespace(unwrap_model=lambda model: model, is_main_process=False)
+    trainer._forward_redirection = lambda wrapped, model, method, *given, **named: method(*given, **named)
+    trainer.teacher_model, trainer._is_vlm, trainer.model_kwarg_keys = teacher, False, ()
+    trainer.temperature = config.distill.temperature
+    trainer.beta = {"forward": 0.0, "js": 0.5, "reverse": 1.0}[config.distill.divergence]
+    prompts, replies = (
+        torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(getattr(one, name)) for one in sampled], True, padding_side=side, padding_value=-1
+        )
+        for name, side in (("prompt", "left"), ("tokens", "right"))
+    )
+    inputs = {
+        "prompt_ids": prompts.clamp(min=0), "prompt_mask": (prompts >= 0).long(),
+        "completion_ids": replies.clamp(min=0), "completion_mask": (replies >= 0).long(),
+    }  # fmt: skip
+    return trainer._compute_loss(student, inputs, inputs["completion_mask"].sum())[0]
+
+
+@pytest.mark.parametrize("kind", ["forward", "js", "reverse"])
+def test_loss_and_gradients_of_samples_are_those_of_trl(kind: str) -> None:
+    settings = {"distill.on_policy": True, "distill.divergence": kind, "distill.temperature": 0.7, "max_length": WIDTH}
+    config = run_of(**settings, max_completion_length=8)
+    generator = torch.Generator().manual_seed(0)
+    sampled = [
+        Sampled(
+            number,
+            *(tuple(torch.randint(1, 61, (size,), generator=generator).tolist()) for size in sizes),
+            (0.0,) * sizes[1],
+            0.0,
+        )
+        for number, sizes in enumerate([(3, 5), (5, 1), (2, 7), (6, 8), (4, 3)])
+    ]
+    rows = pack(sampled, config)
+    assert rows is not None and len(rows) < len(sampled) and not rows.columns
+    found, model = distilled(config, llama(0, 32, 2), llama(1, 64, 3), rows.tensors(np.arange(len(rows))))
+    assert found["weight"] == sum(len(one.tokens) for one in sampled)
+    student = llama(0, 32, 2)
+    wanted = of_trl(config, student, llama(1, 64, 3), sampled)
+    wanted.backward()
+    assert float(found["loss"] / found["weight"]) == pytest.approx(float(wanted), rel=1e-5)
+    largest = max(float(one.grad.abs().max()) for one in student.parameters())
+    for name, one in student.named_parameters():
+        got = model.get_parameter(name).grad / found["weight"]
+        assert float((got - one.grad).abs().max()) < 1e-5 * largest, name

@@ -141,12 +141,18 @@ def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     weights = [f"distill.{leaf.name}" for leaf in fields(distill) if leaf.name.endswith("_weight")]
     if not any(config[name] for name in weights):
         yield " ".join(weights), "and all other weights of distill are 0 too, so nothing is learned; set one above 0"
+    if distill.on_policy and distill.labels_weight:
+        text = "is the likelihood of labels, which are the model's own samples here; set it to 0"
+        yield "distill.labels_weight distill.on_policy", text
     pairs = distill.pairs
     if bool(pairs) != bool(distill.hidden_weight):
         text = f"and distill.layers={distill.layers or 'null'} belong together; set both, or remove both"
         yield "distill.hidden_weight distill.layers", text
     if distill.files is None:
         return
+    if distill.on_policy:
+        text = "holds logits of the rows, and the completions of distill.on_policy are new; remove one of the two"
+        yield "distill.files distill.on_policy", text
     if not distill.logits_weight:
         yield "distill.files distill.logits_weight", "holds logits, and distill.logits_weight=0; remove one of the two"
     elif distill.hidden_weight or distill.embeddings_weight:
@@ -155,7 +161,7 @@ def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields the contradictions between the parameters of reinforcement learning."""
+    """Yields the contradictions between the parameters of runs that sample."""
     rl, optim, data = config.rl, config.optim, config.data
     if rl.loss_type == "cispo" and rl.epsilon_high < 1:
         text = "is the limit of the ratio itself with rl.loss_type=cispo, which is about 1; set rl.epsilon_high=5"
@@ -176,22 +182,25 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if rl.beta and rl.drop_zero_advantage:
         text = f"leaves out rows that rl.beta={rl.beta:g} learns from; remove it, or set rl.beta=0"
         yield "rl.drop_zero_advantage rl.beta", text
-    if optim.objective != "policy":
+    if not config.on_policy:
         return
+    because, who = "optim.objective", "grpo"
+    if config.distill.on_policy:
+        because = who = "distill.on_policy"
     if rl.max_completion_length + (rl.max_prompt_length or 1) > data.max_length:
         text = f"and a prompt must fit a row of data.max_length={data.max_length}; raise that, or lower it"
         yield "rl.max_completion_length rl.max_prompt_length data.max_length", text
     if data.source == "synthetic":
-        yield "data.source optim.objective", "has random tokens and no prompts, so grpo cannot ask; name a source"
+        yield f"data.source {because}", f"has random tokens and no prompts, so {who} cannot ask; name a source"
     for name, unused in (
         ("optim.gradient_accumulation", 1), ("optim.global_batch_size", None), ("optim.batch_growth_factor", 1),
         ("optim.label_smoothing", 0), ("optim.early_stop_patience", None),
     ):  # fmt: skip
         if config[name] != unused:
-            text = "is not for grpo: an update has as many passes as its completions need; remove it"
-            yield f"{name} optim.objective", text
+            text = f"is not for {who}: an update has as many passes as its completions need; remove it"
+            yield f"{name} {because}", text
     if optim.eval_steps is not None and not config.tracking.eval_generate_rows:
-        text = "evaluates answers alone in grpo, and tracking.eval_generate_rows=0; set that to 200 or more"
+        text = f"evaluates answers alone in {who}, and tracking.eval_generate_rows=0; set that to 200 or more"
         yield "optim.eval_steps tracking.eval_generate_rows", text
 
 

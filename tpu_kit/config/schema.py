@@ -78,7 +78,7 @@ class DataConfig:
         at_least=0,
     )
     format: Literal["auto", "cot", "messages", "prompt_completion", "text", "prompt"] = knob(
-        "auto", "What a row holds; auto looks at the column names. prompt has no reply, and is for grpo."
+        "auto", "What a row holds; auto looks at the column names. prompt has no reply, for models that sample them."
     )
     columns: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
         None, "Role -> column, as in {question: problem, reasoning: rationale, answer: target}; an empty name: none."
@@ -201,6 +201,9 @@ class DistillConfig:
         "teacher is in memory.",
     )  # fmt: skip
     top_k: int = knob(64, "Logits of each token in files; the others are one more outcome.", at_least=1)
+    on_policy: bool = knob(
+        False, "Train on completions that the model samples (the section rl says how), not on those of the rows."
+    )
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -210,7 +213,7 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class RlConfig:
-    """Reinforcement learning from rewards, of `grpo`; the names are TRL's."""
+    """How `grpo` and `distill.on_policy` sample, and what `grpo` learns from rewards; the names are TRL's."""
 
     reward_funcs: tuple[str, ...] = knob(
         ("auto",),
@@ -218,13 +221,15 @@ class RlConfig:
         "regex:PATTERN or module:function.",
     )
     reward_weights: tuple[float, ...] | None = knob(None, "A weight for each reward; null = 1.")
-    num_generations: int = knob(8, "Completions of a prompt: a group.", at_least=2, at_most=1024)
+    num_generations: int = knob(8, "Completions of a prompt: a group, of grpo.", at_least=2, at_most=1024)
     prompts_per_update: int = knob(16, "Prompts of a rollout.", at_least=1, at_most=10**5)
     max_prompt_length: int | None = knob(
         None, "Longer prompts are left out and counted; null = what a row leaves beside a completion.", at_least=1
     )
     max_completion_length: int = knob(512, "The most tokens of a completion.", at_least=1)
-    sampling_temperature: float = knob(1.0, "Divides the logits, when completions are drawn and in the loss.", above=0)
+    sampling_temperature: float = knob(
+        1.0, "Divides the logits when completions are drawn, and in the loss of grpo.", above=0
+    )
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = knob(
         "dapo",
         "dapo and bnpo average over tokens, grpo over completions, dr_grpo over completions of max_completion_length; "
@@ -395,6 +400,16 @@ class TrainConfig:
             return None
         trusted = distill.teacher_trust_remote_code
         return replace(model, name=distill.teacher, base_dtype=distill.teacher_dtype, trust_remote_code=trusted)
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the run trains on completions that the model samples: `grpo` and `distill.on_policy`."""
+        return self.optim.objective == "policy" or self.distill.on_policy
+
+    @property
+    def num_generations(self) -> int:
+        """The completions of each prompt that it samples; a teacher needs no group to compare them with."""
+        return 1 if self.distill.on_policy else self.rl.num_generations
 
     @property
     def output_path(self) -> Path:

@@ -27,6 +27,10 @@ from tpu_kit.models.states_head import StatesHead, file_names, find_head, title
 from tpu_kit.planning.trace import ROW, empty_model
 from tpu_kit.training.objectives import Objective, Sums, objective_of
 
+_SAMPLING = (
+    "prompts_per_update", "max_prompt_length", "max_completion_length", "sampling_temperature", "num_iterations",
+    "mask_truncated_completions",
+)  # fmt: skip
 _READS = ("meta tensor", "register_meta function", "data-dependent")
 
 
@@ -43,18 +47,27 @@ def check_objective(config: TrainConfig) -> None:
                 f"{parameter}={name}: its {title(head)} is for generate and evaluate alone; copy the folder without "
                 f"{' and '.join(file_names(head))}, and name the copy"
             )
-    if config.optim.objective != "policy":
-        known = RlConfig()
-        if unused := [
-            f"rl.{each.name}" for each in fields(known) if getattr(config.rl, each.name) != getattr(known, each.name)
-        ]:
-            raise ConfigError([f"{unused[0]}: has no effect here; train with grpo, or remove it"])
-        if config.data.format == "prompt":
-            raise ConfigError(["data.format: 'prompt' has no replies to train on; train with grpo, or name columns"])
+    _check_sampling(config)
     objective = objective_of(config)
     objective.check()
     if ":" in config.optim.objective:
         _check_own(config, objective)
+
+
+def _check_sampling(config: TrainConfig) -> None:
+    """Raises ConfigError for what is of runs that sample, or of rewards, in a run without them."""
+    if config.optim.objective == "policy":
+        return
+    known, instead = RlConfig(), "here; train with grpo, or remove it"
+    if config.distill.on_policy:
+        instead = "with distill.on_policy, which samples each prompt once and has no rewards; remove it"
+    used = _SAMPLING if config.distill.on_policy else ()
+    for name in (each.name for each in fields(known) if each.name not in used):
+        if getattr(config.rl, name) != getattr(known, name):
+            raise ConfigError([f"rl.{name}: has no effect {instead}"])
+    if config.data.format == "prompt" and not config.on_policy:
+        text = "'prompt' has no replies to train on; train with grpo or distill.on_policy, or name columns"
+        raise ConfigError([f"data.format: {text}"])
 
 
 def _check_own(config: TrainConfig, objective: Objective) -> None:

@@ -134,8 +134,10 @@ def _run_problems(config: TrainConfig) -> list[str]:
         problems.append(f"checkpoint.resume: 'never': {lost}; set resume=auto")
     if config.launch.device_type not in ("auto", "tpu"):
         problems.append(f"launch.device_type: {config.launch.device_type!r}: the hosts have TPUs; set device_type=tpu")
-    if config.optim.objective == "policy" or config.rl != RlConfig():
-        problems.append("rl: the files run `train`, and grpo runs on one host alone; start it there, or remove rl")
+    if config.on_policy or config.rl != RlConfig():
+        name, command = ("distill.on_policy",) * 2 if config.distill.on_policy else ("rl", "grpo")
+        text = f"the files run `train`, and {command} runs on one host alone; start it there, or remove {name}"
+        problems.append(f"{name}: {text}")
     return problems
 
 

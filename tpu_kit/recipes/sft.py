@@ -48,7 +48,6 @@ from tpu_kit.storage.object_store import at_hand
 from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir, upload_results
 from tpu_kit.training.metrics import check_tracking, log_result, peak_memory
 from tpu_kit.training.objectives import Objective, objective_of
-from tpu_kit.training.policy import PolicyObjective
 from tpu_kit.training.resume import (
     check_resume,
     find_checkpoint,
@@ -256,19 +255,22 @@ def check_run(
     prepared = prepare_run(config)
     check_answers(config, prepared)
     if prepared.tasks:
-        check_rewards(config, prepared.tasks.rows.rows, reward_funcs, hosts)
+        check_rollouts(config, prepared.tasks.rows.rows, reward_funcs, hosts)
     rows = None if prepared.tasks else len(prepared.train)
     outlook = check_before_launch(config, exact, rows=rows, hosts=hosts)
     check_training(outlook.config, runtime.detect(config.launch, hosts=hosts).device_type)
     return prepared, outlook
 
 
-def check_rewards(
+def check_rollouts(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], reward_funcs: Sequence[Any] | None, hosts: Hosts
 ) -> None:
     """Raises ValueError if the rewards of a run are not there, or none can judge its rows, or it has several hosts."""
+    name = "distill.on_policy" if config.distill.on_policy else "grpo"
     if hosts.count > 1:
-        raise ValueError(f"grpo on {hosts.count} hosts: completions are exchanged within one host alone; use one host")
+        raise ValueError(f"{name} on {hosts.count} hosts: completions are exchanged within one host; use one host")
+    if config.distill.on_policy:
+        return
     if Rewards(config, reward_funcs).needs_answers and not any(row.get("answer") for row in rows):
         raise ConfigError(
             ["rl.reward_funcs: no row has an answer to compare with; name its column, as in "
@@ -279,7 +281,7 @@ def check_rewards(
 def prepare_run(config: TrainConfig) -> Prepared:
     """Prepares the data of a run for the tokenizer, the vocabulary and the positions of its model."""
     rl, model, max_prompt = config.rl, read_config(config.model), None
-    if config.optim.objective == "policy":
+    if config.on_policy:
         room = config.data.max_length - rl.max_completion_length
         max_prompt = min(room, rl.max_prompt_length or room)
     text = model.get_text_config() if model else None  # loading a model explains why its configuration cannot be read
@@ -404,8 +406,9 @@ def _updates(
     plan: BatchPlan,
     reward_funcs: Sequence[Any] | None,
 ) -> Updates:
-    if isinstance(objective, PolicyObjective):
-        return Rollouts(config, rt, model, objective, prepared, Rewards(config, reward_funcs))
+    if config.on_policy:
+        rewards = None if config.distill.on_policy else Rewards(config, reward_funcs)
+        return Rollouts(config, rt, model, objective, prepared, rewards)
     return DatasetUpdates(config, prepared, plan, rt)
 
 
@@ -413,7 +416,7 @@ def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainCo
     """Describes the rows and the batches of a run of `total` updates."""
     if prepared.tasks:
         rl = config.rl
-        each = f"{rl.num_generations} completions of up to {rl.max_completion_length} tokens"
+        each = f"{config.num_generations} completions of up to {rl.max_completion_length} tokens"
         return f"{prepared}\nrollout          {rl.prompts_per_update} prompts x {each}; {total:,} updates"
     return f"{prepared}\n{batch_line(len(prepared.train), plan, total)}"
 

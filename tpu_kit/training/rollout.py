@@ -1,7 +1,8 @@
-"""Rollouts: completions sampled from the weights being trained, judged, and packed for `policy.PolicyObjective`.
+"""Rollouts: completions sampled from the weights being trained, judged by rewards or by a teacher, and packed.
 
 A rollout is a function of the weights, the seed and its number, whatever the number of replicas: each samples and
-judges a part of the prompts, all exchange the results, and all pack them alike.
+judges a part of the prompts, all exchange the results, and all pack them alike. A teacher judges in the update itself,
+by `distillation.DistillationObjective`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.storage import atomic
+from tpu_kit.training.objectives import Objective
 from tpu_kit.training.policy import GAP, PolicyObjective
 from tpu_kit.training.updates import Tensors, Updates
 
@@ -46,7 +48,7 @@ class Sampled:
         prompt: token ids.
         tokens: ids of the completion, with the one that ended it.
         logprobs: of the tokens when they were sampled, in nats.
-        advantage: how much better it is than its group.
+        advantage: how much better it is than its group; 0 without rewards.
         learns: whether its tokens carry loss.
     """
 
@@ -64,11 +66,10 @@ def pack(sampled: Sequence[Sampled], config: TrainConfig, pad_id: int = 0) -> Pa
     Completions that change nothing are left out with `rl.drop_zero_advantage`, and their part of the divisor is spread
     over the others. Returns None if none is left.
     """
-    rl = config.rl
-    kept = [each for each in sampled if (each.advantage and each.learns) or not rl.drops_flat_groups]
+    rl, scored = config.rl, config.distill.on_policy  # by a teacher, which has something to say of each
+    kept = [each for each in sampled if ((each.advantage or scored) and each.learns) or not rl.drops_flat_groups]
     if not kept:
         return None
-    whole = sum(_weight(each, config) for each in sampled) / max(1e-9, sum(_weight(each, config) for each in kept))
     documents = Documents(
         np.concatenate([[*each.prompt, *each.tokens] for each in kept]).astype(np.int32),
         np.concatenate([[False] * len(each.prompt) + [each.learns] * len(each.tokens) for each in kept]),
@@ -76,6 +77,9 @@ def pack(sampled: Sequence[Sampled], config: TrainConfig, pad_id: int = 0) -> Pa
         np.array([each.row for each in kept]),
     )
     rows = PackedDataset(documents, config.data.max_length, packing=config.data.packing, pad_id=pad_id)
+    if scored:
+        return rows
+    whole = sum(_weight(each, config) for each in sampled) / max(1e-9, sum(_weight(each, config) for each in kept))
     values: dict[str, Sequence[Sequence[float]]] = {
         "advantages": [[each.advantage] * len(each.tokens) for each in kept],
         "share": [[1 / len(each.tokens)] * len(each.tokens) for each in kept],
@@ -130,7 +134,16 @@ def deviation(rewards: torch.Tensor) -> torch.Tensor:
 
 
 class Rollouts(Updates):
-    """The updates of reinforcement learning: `rl.num_iterations` of each rollout."""
+    """The updates of runs that sample: `rl.num_iterations` of each rollout.
+
+    Args:
+        config: the run.
+        rt: the replica.
+        model: its model.
+        objective: the loss of the packed completions.
+        prepared: the data, with tasks.
+        rewards: what judges completions; None where the objective has a teacher.
+    """
 
     splits = True
 
@@ -139,13 +152,14 @@ class Rollouts(Updates):
         config: TrainConfig,
         rt: Runtime,
         model: torch.nn.Module,
-        objective: PolicyObjective,
+        objective: Objective,
         prepared: Prepared,
-        rewards: Rewards,
+        rewards: Rewards | None,
     ) -> None:
         assert prepared.tasks is not None and prepared.encoder is not None
         self._config, self._rl, self._rt, self._model = config, config.rl, rt, model
         self._objective, self._prepared, self._rewards, self._tasks = objective, prepared, rewards, prepared.tasks
+        self._names = rewards.names if rewards else []
         self.rows = len(self._tasks.numbers)
         self._tokenizer = prepared.encoder.tokenizer
         self._warned = False
@@ -164,7 +178,7 @@ class Rollouts(Updates):
         prompts = -(-self._rl.prompts_per_update // self._rt.world_size)
         return Generator(
             self._model, self._tokenizer, self._rt, max_prompt=max(map(len, ids)), data=self._config.data,
-            max_new_tokens=self._rl.max_completion_length, batch_size=prompts * self._rl.num_generations,
+            max_new_tokens=self._rl.max_completion_length, batch_size=prompts * self._config.num_generations,
         )  # fmt: skip
 
     def all(self) -> Iterator[Update]:
@@ -191,7 +205,7 @@ class Rollouts(Updates):
             batches, tokens = list[Tensors](), 0
             if self._packed is not None:
                 batches, tokens = self._batches(), int(self._packed.row_tokens.sum())
-                if first and self._rl.num_iterations > 1:
+                if first and "old_logps" in self._objective.columns:
                     self._keep_old(batches)
                     batches = self._batches()
             yield update, tokens, batches
@@ -209,7 +223,7 @@ class Rollouts(Updates):
 
     def warnings(self, means: Mapping[str, float]) -> list[str]:
         """Says when sampler and trainer differ much; after the first of several updates of a rollout they do."""
-        gap = means["sampler_gap"]
+        gap = means.get("sampler_gap", 0.0)
         if self._warned or self._rl.num_iterations > 1 or not gap > GAP:
             return []
         self._warned = True
@@ -239,7 +253,7 @@ class Rollouts(Updates):
 
     def _roll_out(self, update: Update, total: int) -> None:
         """Samples, judges and packs the completions of an update's prompts."""
-        start, rl = time.monotonic(), self._rl
+        start, rl, each = time.monotonic(), self._rl, self._config.num_generations
         chosen = rows_of(update, self.rows, self._config.data).tolist()
         number = (update.step - 1) // rl.num_iterations
         seed = int(np.random.SeedSequence([self._config.optim.seed, number]).generate_state(1)[0])
@@ -247,33 +261,36 @@ class Rollouts(Updates):
             rl.max_completion_length, temperature=rl.sampling_temperature, seed=seed, tempered_logprobs=True
         )
         ids = [self._tasks.rows.prompt_ids[row] for row in chosen]
-        completions = self.generator.share(ids, sampling, rl.num_generations)
+        completions = self.generator.share(ids, sampling, each)
         sampled = time.monotonic()
         judgement = self._judge(chosen, completions, update.step, total)
         judged = time.monotonic()
         lengths, ended, rewards, parts, tokens, logprobs = self._gathered(completions, judgement)
+        rewards = rewards.view(len(chosen), each)
         if torch.isnan(rewards).all():
             raise ValueError(
                 f"no reward judged any of the {rewards.numel()} completions of step {update.step}; the data need an "
                 "answer for each row, or rl.reward_funcs must name a function that judges without one"
             )
-        advantages = advantages_of(rewards.view(len(chosen), -1), rl.scale_rewards).flatten().tolist()
+        advantages = advantages_of(rewards, rl.scale_rewards).flatten().tolist()
         self._pack([
             Sampled(
-                self._tasks.numbers[chosen[place // rl.num_generations]], tuple(ids[place // rl.num_generations]),
+                self._tasks.numbers[chosen[place // each]], tuple(ids[place // each]),
                 tuple(tokens[place, :length].int().tolist()), tuple(logprobs[place, :length].tolist()),
                 advantages[place], bool(ended[place]) or not rl.mask_truncated_completions,
             )
             for place, length in enumerate(lengths.int().tolist())
         ])  # fmt: skip
-        if self._rt.rank == 0:
-            self._write_group(update.step, rewards.view(len(chosen), -1))
-        means = zip(self._rewards.names, torch.nanmean(parts, 1).tolist(), strict=True)
+        if self._rt.rank == 0 and self._rewards:
+            self._write_group(update.step, rewards)
+        means = zip(self._names, torch.nanmean(parts, 1).tolist(), strict=True)
         metrics = {f"rewards/{name}": mean for name, mean in means if not math.isnan(mean)} | judgement.metrics
-        metrics |= self._measured(rewards.view(len(chosen), -1), lengths, ended)
-        metrics |= {"rollout_seconds": sampled - start, "reward_seconds": judged - sampled}
-        metrics["rollout_tokens_per_second"] = float(lengths.sum()) / max(1e-9, sampled - start)
-        self._metrics[update.step] = metrics
+        metrics |= self._measured(rewards) | {"reward_seconds": judged - sampled} if self._rewards else {}
+        self._metrics[update.step] = metrics | {
+            "completions/mean_length": float(lengths.mean()), "completions/max_length": float(lengths.max()),
+            "completions/truncated": 1 - float(ended.mean()), "rollout_seconds": sampled - start,
+            "rollout_tokens_per_second": float(lengths.sum()) / max(1e-9, sampled - start),
+        }  # fmt: skip
 
     def _write_group(self, step: int, rewards: torch.Tensor) -> None:
         """Writes the completions of the group whose rewards differ most."""
@@ -291,7 +308,9 @@ class Rollouts(Updates):
     def _judge(
         self, chosen: Sequence[int], completions: Mapping[tuple[int, int], Completion], step: int, total: int
     ) -> Judgement:
-        """Judges this replica's completions."""
+        """Judges this replica's completions; without rewards all are equal."""
+        if self._rewards is None:
+            return Judgement([0.0] * len(completions), {})
         rows, data = self._tasks.rows, self._config.data
         attempts = [
             Attempt(
@@ -310,12 +329,12 @@ class Rollouts(Updates):
             (N,) lengths, whether completions ended and rewards; (functions, N) rewards of each function; (N, L) token
             ids and log-probabilities; fp32, which holds each of them.
         """
-        rl, names = self._rl, self._rewards.names
-        count, most = rl.prompts_per_update * rl.num_generations, rl.max_completion_length
+        rl, names, each = self._rl, self._names, self._config.num_generations
+        count, most = rl.prompts_per_update * each, rl.max_completion_length
         table = torch.zeros(count, 3 + len(names) + 2 * most)
         for place, (key, reward) in enumerate(zip(sorted(completions), judgement.total, strict=True)):
             completion = completions[key]
-            row, length = table[key[0] * rl.num_generations + key[1]], len(completion.tokens)
+            row, length = table[key[0] * each + key[1]], len(completion.tokens)
             head = [
                 length,
                 completion.finish_reason == "stop",
@@ -330,15 +349,14 @@ class Rollouts(Updates):
         tokens, logprobs = table[:, 3 + len(names) :].split(most, 1)
         return lengths, ended, rewards, table[:, 3 : 3 + len(names)].T, tokens, logprobs
 
-    def _measured(self, rewards: torch.Tensor, lengths: torch.Tensor, ended: torch.Tensor) -> dict[str, float]:
+    @staticmethod
+    def _measured(rewards: torch.Tensor) -> dict[str, float]:
         spread = deviation(rewards)
         flat = torch.nan_to_num(spread) < _FLAT
         wrong = flat[:, 0] & (torch.nan_to_num(rewards).amax(1) <= 0)
         return {
             "reward": float(torch.nanmean(rewards)), "reward_std": float(torch.nan_to_num(spread).mean()),
             "frac_reward_zero_std": float(flat.float().mean()), "frac_all_wrong": float(wrong.float().mean()),
-            "completions/mean_length": float(lengths.mean()), "completions/max_length": float(lengths.max()),
-            "completions/truncated": 1 - float(ended.mean()),
             "completions/not_judged": float(torch.isnan(rewards).float().mean()),
         }  # fmt: skip
 
@@ -355,7 +373,7 @@ class Rollouts(Updates):
     def _keep_old(self, batches: Sequence[Tensors]) -> None:
         """Computes the log-probabilities before the first update of a rollout, for the later ones."""
         rt, shards = self._rt, len(self._rt.data_shards)
-        assert self._packed is not None
+        assert self._packed is not None and isinstance(self._objective, PolicyObjective)
         size = int(self._config.optim.batch_size)
         table = torch.zeros(len(batches), rt.data_size, size, self._packed.length)
         self._model.eval()
