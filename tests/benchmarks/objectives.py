@@ -1,12 +1,21 @@
 """What distillation gains over fine-tuning of the same student, and what an error-correction head is worth.
 
-    python -m tests.benchmarks.objectives [FOLDER] [--smoke] [--json]
+    python -m tests.benchmarks.objectives [FOLDER] [--parts rows,samples] [--smoke] [--json]
 
 The plan was written down before the first run; `PLAN` has its numbers:
 
 - Teacher: the embedded model with LoRA, as `make train` and notebook 6 tune it, merged. Student: two of the
   teacher's four layers, all weights trained, without (`fine-tuning`) and with (`distillation`: forward KL alone) the
   teacher.
+- Samples (on-policy distillation: `distill.on_policy`, reverse KL): the same student and teacher, 500 held-out
+  problems. Plentiful: 4,000 training problems with rationales; 120 updates of fine-tuning against 60 of it and 60
+  on-policy.
+  Few: 200 training problems; 180 updates of fine-tuning, against 60 of it and 120 on-policy, and against 60 of it and
+  120 of distillation on the rows (off-policy, forward KL). An update of fine-tuning and off-policy has 8 packed rows
+  (about 26 replies), an on-policy one 24 prompts with one completion each of at most 80 tokens, at temperature 1. What
+  comes after the 60 updates is a run of its own that starts from their weights: all runs have the rate 2e-3, a warm-up
+  of 10 updates, and a cosine to 0; the 60 updates are one run for each seed and case. The comparisons are those in
+  `PAIRS`. Processor seconds are those of the process (one thread), with loading and tokenising, without answers.
 - Head: the embedded model with LoRA and objective=error-correction; the same run with and without its head.
 - Each seed has other training problems and another order of rows, and its own held-out problems, which no training
   problem equals (`cot_rows("eval", ...)`). Both sides of a pair see the same of all. Answers are greedy.
@@ -21,6 +30,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -41,12 +52,21 @@ from tpu_kit.recipes.sft import train
 PLAN: dict[str, Any] = {
     "seeds": [0, 1, 2, 3, 4], "problems": 1000, "teacher_updates": 80, "teacher_rows": 16,
     "student_layers": 2, "student_updates": 120, "student_learning_rate": 2e-3, "head_updates": 60, "rows": 8,
+    "sampled": {"problems": 500, "prompts": 24, "tokens": 80, "first": 60, "cases": {"plentiful": [4000, 60],
+    "few": [200, 120]}},
 }  # fmt: skip
 SMOKE = PLAN | {
     "seeds": [7, 8], "problems": 8, "teacher_updates": 4, "teacher_rows": 2, "student_updates": 2, "head_updates": 2,
-    "rows": 2,
+    "rows": 2, "sampled": {"problems": 8, "prompts": 3, "tokens": 16, "first": 2, "cases": {"plentiful": [40, 2],
+    "few": [20, 2]}},
 }  # fmt: skip
-PAIRS = (("fine-tuning", "distillation"), ("without head", "with head"))
+PAIRS = {
+    "rows": (("fine-tuning", "distillation"), ("without head", "with head")),
+    "samples": (
+        ("plentiful: fine-tuning", "plentiful: on-policy"), ("few: fine-tuning", "few: on-policy"),
+        ("few: off-policy", "few: on-policy"),
+    ),
+}  # fmt: skip
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 """The 97.5 % quantile of Student's t by degrees of freedom."""
 
@@ -89,7 +109,7 @@ def teacher_and_student(folder: Path, plan: dict[str, Any]) -> tuple[str, str]:
     return str(merged), str(student)
 
 
-def measure(folder: Path, plan: dict[str, Any], seed: int) -> dict[str, list[bool]]:
+def measure_rows(folder: Path, plan: dict[str, Any], seed: int) -> dict[str, Any]:
     """The answers of one seed's four models."""
     teacher, student = teacher_and_student(folder, plan)
     count, runs = plan["problems"], folder / f"seed-{seed}"
@@ -107,10 +127,44 @@ def measure(folder: Path, plan: dict[str, Any], seed: int) -> dict[str, list[boo
     return found
 
 
-def report(plan: dict[str, Any], results: dict[int, dict[str, list[bool]]]) -> dict[str, Any]:
-    """Shares, gains and intervals; and the lines of the tables."""
-    found: dict[str, Any] = {"plan": plan}
-    for before, after in PAIRS:
+def measure_samples(folder: Path, plan: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The answers of one seed's models of both cases, and the processor seconds of their runs."""
+    teacher, student = teacher_and_student(folder, plan)
+    sampled, found, seconds = plan["sampled"], dict[str, Any](), dict[str, float]()
+    of_teacher = {"distill.teacher": teacher, "teacher_dtype": "fp32"}
+    on_policy = of_teacher | {
+        "on_policy": True, "divergence": "reverse", "prompts_per_update": sampled["prompts"],
+        "max_completion_length": sampled["tokens"],
+    }  # fmt: skip
+    for case, (problems, more) in sampled["cases"].items():
+        runs = folder / f"seed-{seed}-{case}"
+
+        def run(name: str, updates: int, start: str, settings: dict[str, Any], of: Path, rows: int) -> float:
+            learns = {"lora.r": 0, "learning_rate": plan["student_learning_rate"], "model.name": start, "seed": seed}
+            config = configuration(of / name, updates, plan, **learns, **settings, **{"data.split": f"train[:{rows}]"})
+            begin = time.process_time()
+            (distill if settings else train)(config)
+            return time.process_time() - begin
+
+        spent = run("first", sampled["first"], student, {}, runs, problems)
+        kinds = {"on-policy": on_policy} | ({"off-policy": of_teacher} if case == "few" else {})
+        each = {"fine-tuning": run("fine-tuning", sampled["first"] + more, student, {}, runs, problems)}
+        each |= {
+            name: spent + run(name, more, str(runs / "first/adapter"), settings, runs, problems)
+            for name, settings in kinds.items()
+        }
+        config = configuration(runs / "answers", 1, plan, **{"model.name": student})
+        found |= {
+            f"{case}: {name}": correct(config, runs / name / "adapter", sampled["problems"], seed) for name in each
+        }
+        seconds |= {f"{case}: {name}": value for name, value in each.items()}
+    return found | {"seconds": seconds}
+
+
+def report(results: dict[int, dict[str, Any]], part: str) -> dict[str, Any]:
+    """Shares, gains and intervals of a part; and the lines of its tables."""
+    found: dict[str, Any] = {}
+    for before, after in PAIRS[part]:
         shares = {name: [mean(one[name]) for one in results.values()] for name in (before, after)}
         gains = [b - a for a, b in zip(shares[before], shares[after], strict=True)]
         middle, low, high = interval(gains)
@@ -119,26 +173,39 @@ def report(plan: dict[str, Any], results: dict[int, dict[str, list[bool]]]) -> d
             lines.append(f"| {seed} | {a:.1%} | {b:.1%} | {gain:+.1%} |")
         verdict = "a gain" if low > 0 else "no gain shown"
         lines.append(f"\n{after}: {middle:+.1%} ({low:+.1%} to {high:+.1%}): {verdict}")
-        found[after] = {"gain": middle, "low": low, "high": high, "verdict": verdict, "lines": lines}
+        if spent := [one["seconds"] for one in results.values() if "seconds" in one]:
+            spans = (f"{name} {mean(one[name] for one in spent):.0f}" for name in (before, after))
+            lines.append(f"processor seconds, means: {', '.join(spans)}")
+        found[f"{after} - {before}"] = {
+            "gain": middle, "low": low, "high": high, "verdict": verdict, "lines": lines
+        }  # fmt: skip
     return found
+
+
+MEASURES: dict[str, Callable[[Path, dict[str, Any], int], dict[str, Any]]] = {
+    "rows": measure_rows, "samples": measure_samples,
+}  # fmt: skip
 
 
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("folder", nargs="?", default="runs/objectives", type=Path)
+    parser.add_argument("--parts", default=",".join(PAIRS), help="of the plan: rows, samples")
     parser.add_argument("--smoke", action="store_true", help="a few updates and problems, which show nothing")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    plan, results = SMOKE if options.smoke else PLAN, {}
-    for seed in plan["seeds"]:
-        kept = options.folder / f"seed-{seed}.json"
-        if not kept.is_file():
-            found = measure(options.folder.absolute(), plan, seed)
-            kept.write_text(json.dumps(found))
-        results[seed] = json.loads(kept.read_text())
-    found = report(plan, results)
-    print(json.dumps(found) if options.json else "\n\n".join("\n".join(found[pair[1]]["lines"]) for pair in PAIRS))
+    plan, found = SMOKE if options.smoke else PLAN, dict[str, Any]()
+    for part in options.parts.split(","):
+        results = {}
+        for seed in plan["seeds"]:
+            kept = options.folder / f"{part}-{seed}.json"
+            if not kept.is_file():
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(MEASURES[part](options.folder.absolute(), plan, seed)))
+            results[seed] = json.loads(kept.read_text())
+        found |= report(results, part)
+    print(json.dumps(found) if options.json else "\n\n".join("\n".join(one["lines"]) for one in found.values()))
 
 
 if __name__ == "__main__":

@@ -88,8 +88,9 @@ def test_the_checkpoint_benchmark_runs():
 def test_the_objectives_benchmark_runs(tmp_path: Path):
     done = run_python(["-m", "tests.benchmarks.objectives", str(tmp_path), "--smoke", "--json"], timeout=540)
     report = json.loads(done.stdout.splitlines()[-1])
-    assert set(report) == {"plan", "distillation", "with head"}
-    assert len(json.loads((tmp_path / "seed-8.json").read_text())["with head"]) == 8
+    assert set(report) == {f"{after} - {before}" for pairs in objectives.PAIRS.values() for before, after in pairs}
+    assert len(json.loads((tmp_path / "rows-8.json").read_text())["with head"]) == 8
+    assert json.loads((tmp_path / "samples-8.json").read_text())["seconds"]["few: on-policy"] > 0
 
 
 def test_the_objectives_benchmark_says_what_is_shown():
@@ -99,8 +100,8 @@ def test_the_objectives_benchmark_says_what_is_shown():
         seed: before | {"distillation": [True] * (40 + count) + [False] * (60 - count), "with head": [seed < 2, True]}
         for seed, count in enumerate(more)
     }
-    found = objectives.report(objectives.PLAN, results)
-    gain = found["distillation"]
+    found = objectives.report(results, "rows")
+    gain = found["distillation - fine-tuning"]
     assert gain["gain"] == pytest.approx(0.03) and gain["low"] == pytest.approx(0.03 - 2.776 * 0.01581139 / 5**0.5)
     assert gain["verdict"] == "a gain" and gain["lines"][2] == "| 0 | 40.0% | 41.0% | +1.0% |"
-    assert found["with head"]["verdict"] == "no gain shown"
+    assert found["with head - without head"]["verdict"] == "no gain shown"

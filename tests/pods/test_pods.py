@@ -140,6 +140,8 @@ def test_the_hosts_install_this_kit_from_its_repository() -> None:
         (["objective=mine:loss"], ["optim.objective: the hosts do not have the module of mine:loss; use --with job"]),
         (["generate_rows=4"], ["tracking.generate_rows: 4 on a TPU slice of several hosts: answers are generated on"]),
         (["num_generations=4"], ["rl: the files run `train`, and grpo runs on one host alone; start it there"]),
+        (["teacher=Qwen/Qwen3-8B", "on_policy=true"],
+         ["distill.on_policy: the files run `train`, and distill.on_policy runs on one host alone; start it there"]),
         (["wandb=online"], ["tracking.wandb: online needs WANDB_API_KEY on the hosts; set it in this environment"]),
         (["--with", "skypilott"], ["argument --with: invalid choice: 'skypilott' (choose from"]),
     ],
