@@ -63,6 +63,7 @@ test-slow: $(VENV)/installed-slow
 	@$(BIN)/python -m tests.benchmarks.headline --readme
 	@$(BIN)/python -m pytest -m slow
 	@$(BIN)/python -m tests.benchmarks.formula --readme
+	@$(BIN)/python -m tests.benchmarks.rollouts --readme
 
 # What Colab's or Kaggle's TPU image carries: the notebooks, each alone, and the quick tests.
 test-image: $(VENV)/installed

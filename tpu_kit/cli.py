@@ -376,7 +376,8 @@ def notebooks(args: argparse.Namespace) -> int:
 
 
 @command(
-    "batch_size and remat are chosen unless they are set. A folder with only a config.json is a model.\n\n"
+    "batch_size and remat are chosen unless they are set. A folder with only a config.json is a model. A run that\n"
+    "sets a parameter of rl is planned as `grpo` trains it.\n\n"
     "Exit codes: 0 the plans are printed (also of runs that do not fit), 2 bad arguments.",
     {
         **_CONFIG,

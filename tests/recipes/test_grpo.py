@@ -21,12 +21,12 @@ from safetensors.torch import load_file
 from tests.support import reward_functions
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
-from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, of_rewards
 from tpu_kit.evaluation import evaluate
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.loading import load_tokenizer
-from tpu_kit.recipes.grpo import grpo, of_rewards
+from tpu_kit.recipes.grpo import grpo
 from tpu_kit.recipes.sft import check_run, prepare_run, train
 from tpu_kit.training import trainer
 from tpu_kit.training.metrics import read_metrics

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +326,18 @@ def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
     else:
         passes = whole // at_once
     return BatchPlan(rows, passes, num_replicas, whole, whole * config.data.max_length)
+
+
+def of_rewards(config: TrainConfig) -> TrainConfig:
+    """Sets what `grpo` needs besides the section `rl`."""
+    # The loss is about 0 whatever the model does, so a rise of it says nothing.
+    return replace(config, optim=replace(config.optim, objective="policy", max_loss_rise=None))
+
+
+def as_trained(config: TrainConfig) -> TrainConfig:
+    """Returns the run as its command trains it: `grpo` where `rl` has a parameter, but with `distill.on_policy`."""
+    sets = any(name.startswith("rl.") for name in config.sources)
+    return of_rewards(config) if sets and not config.distill.on_policy else config
 
 
 # -------------------------------------------------------------------------------- configurations that runs stored

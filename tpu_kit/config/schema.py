@@ -260,6 +260,11 @@ class RlConfig:
     )
     importance_sampling_cap: float = knob(3.0, "The limit of these weights.", above=0)
 
+    def longest_prompt(self, max_length: int) -> int:
+        """The most tokens of a prompt in rows of `data.max_length`."""
+        room = max_length - self.max_completion_length
+        return min(room, self.max_prompt_length or room)
+
     @property
     def drops_flat_groups(self) -> bool:
         """Whether groups without advantages are left out of the passes."""

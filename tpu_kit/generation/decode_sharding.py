@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from tpu_kit.config.mesh import BATCH, Spec
+from tpu_kit.config.mesh import Spec
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models.causal_lm import base_model, text_config
 from tpu_kit.models.partition import in_place, is_tied, spec_of
-from tpu_kit.models.sharding_rules import ROW
+from tpu_kit.models.sharding_rules import ROW, cache_spec
 from tpu_kit.xla.sharding import constrain
 
 _SHARED = ("model", "fsdp")  # the axes over which weights are sharded
@@ -68,11 +68,5 @@ def _ending(tensor: torch.Tensor, last: str | tuple[str, ...] | None) -> torch.T
 
 
 def heads_spec(shape: Sequence[int]) -> Spec:
-    """The sharding of keys and values (B, heads, S, D), and of queries, in generation.
-
-    Over the heads, if their number divides by the devices that share the weights; else over the rows, if that number
-    divides, and over the model axis.
-    """
-    mesh = active_mesh()
-    by_heads = shape[1] % mesh.shards(_SHARED) == 0
-    return mesh.fitted(("data", _SHARED, None, None) if by_heads else (BATCH, "model", None, None), shape)
+    """As `sharding_rules.cache_spec`, on the mesh of this process."""
+    return cache_spec(active_mesh(), shape)

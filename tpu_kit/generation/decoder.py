@@ -71,6 +71,11 @@ def fitting(length: int, widths: Sequence[int]) -> int:
     return width
 
 
+def cache_slots(longest_prompt: int, max_new_tokens: int, block: int = BLOCK) -> int:
+    """Returns the length of the cache on XLA: the widest prompts, and replies in whole blocks."""
+    return widths_to(longest_prompt)[-1] + -(-max_new_tokens // block) * block
+
+
 def filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Pads rows with zeros; returns token ids (count, width) int64 and the lengths of the rows (count,) int64."""
     ids, lengths = torch.zeros(count, width, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
@@ -164,7 +169,6 @@ class Decoder:
         self._dtype: torch.dtype = getattr(model, _COMPUTE, None) or self._causal.dtype
         self._programs: dict[Any, Traced] = {}
         self._prompt_cache: Cache | None = None  # of the last shape
-        self._sample_cache: Cache | None = None
         self._shapes: dict[int, list[tuple[int, int, int]]] = {}  # see `Cache.shapes`
         self.vocabulary = int(self._causal.get_output_embeddings().weight.shape[0])
         ends = torch.zeros(self.vocabulary, dtype=torch.int64)
@@ -205,16 +209,18 @@ class Decoder:
         (ids,) = self.send([batch.ids])
         inputs = [ids, *cache.tensors]
         self._replace(cache, self._program(("prefill", rows, width), fill, inputs)(*inputs))
-        if samples == 1:
-            return cache
-        (index,) = self.send([torch.arange(rows).repeat_interleave(samples)])
-        copies = self._sample_cache = self._cache(self._sample_cache, rows * samples, cache.rows_and_slots[1])
-        self._replace(copies, [tensor.index_select(1, index) for tensor in cache.tensors])
+        return cache if samples == 1 else self.copy_prompts(cache, samples)
+
+    def copy_prompts(self, cache: Cache, samples: int) -> Cache:
+        """Returns a new cache with each row of another one `samples` times; it lives as long as the batch."""
+        (index,) = self.send([torch.arange(cache.rows_and_slots[0]).repeat_interleave(samples)])
+        copies = cache.of([_sharded(tensor.index_select(1, index)) for tensor in cache.tensors])
+        self._rt.sync()
         return copies
 
     def _replace(self, cache: Cache, contents: list[torch.Tensor]) -> None:
         """Gives a cache new contents, sharded as its stacks, and clears the list `contents`."""
-        contents[:] = [constrain(tensor, stack_spec(tensor.shape)) for tensor in contents]
+        contents[:] = map(_sharded, contents)
         replace_contents(cache.tensors, contents)
         self._rt.sync()
 
@@ -394,3 +400,7 @@ class Decoder:
             weights = [*self._model.parameters(), *self._model.buffers()]
             self._programs[key] = Traced(str(key[0]), fn, example, weights, steps, carried)
         return self._programs[key]
+
+
+def _sharded(stack: torch.Tensor) -> torch.Tensor:
+    return constrain(stack, stack_spec(stack.shape))

@@ -18,7 +18,7 @@ import torch
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.generation.decoder import BLOCK, Batch, Decoder, filled, fitting, widths_to
+from tpu_kit.generation.decoder import BLOCK, Batch, Decoder, cache_slots, filled, fitting, widths_to
 from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, Row
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
@@ -82,7 +82,8 @@ class Generator:
         self.codec = PromptCodec(tokenizer, models.base_model(model), data or DataConfig())
         self._widths = widths_to(max_prompt)
         self._steps = -(-max_new_tokens // block) * block
-        self._decoder = Decoder(model, self._rt, block, self._widths[-1] + self._steps, self.codec.stops)
+        slots = cache_slots(max_prompt, max_new_tokens, block)
+        self._decoder = Decoder(model, self._rt, block, slots, self.codec.stops)
 
     def generate(
         self,

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 
-from tpu_kit.config.mesh import Mesh, Spec
+from tpu_kit.config.mesh import BATCH, Mesh, Spec
 
 FIRST = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 """Linear layers that read the input of a decoder's layer."""
@@ -107,6 +107,16 @@ def spec_of(tensor: Tensor, tied: bool = False, rules: tuple[tuple[str, Spec], .
     if len(rule) > dims:  # a vector beside a matrix, such as DoRA's magnitudes
         return whole
     return (None,) * tensor.stacked + rule + (None,) * (dims - len(rule))
+
+
+def cache_spec(mesh: Mesh, shape: Sequence[int]) -> Spec:
+    """The sharding of keys and values (B, heads, S, D), and of queries, in generation.
+
+    Over the heads, if their number divides by the devices that share the weights; else over the rows, if that number
+    divides, and over the model axis.
+    """
+    by_heads = shape[1] % mesh.shards(_ROWS[0]) == 0
+    return mesh.fitted(("data", _ROWS[0], None, None) if by_heads else (BATCH, "model", None, None), shape)
 
 
 @cache  # asked for each tensor whenever a step is traced

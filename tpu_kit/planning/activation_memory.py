@@ -91,6 +91,7 @@ class PeakActivationModel:
     ) -> None:
         plan = batch_arithmetic(config, num_replicas)
         self.config, self.shape = config, shape
+        self.batches = num_replicas
         self.passes, self.rows, self.length = plan.gradient_accumulation, plan.batch_size, config.data.max_length
         self.tokens = self.rows * self.length
         self.whole = not config.lora.r
@@ -123,9 +124,13 @@ class PeakActivationModel:
         large = [[part] for part in parts if math.prod(part) >= ALONE]
         return [small, *large] if small else large
 
-    def reported(self) -> tuple[Moment, float]:
-        """The moment of the peak, and the bytes that the compiler reports beyond it."""
-        moments = list(self.moments())
+    def reported(self, *, update: bool | None = None) -> tuple[Moment, float]:
+        """The moment of the peak, and the bytes that the compiler reports beyond it.
+
+        Args:
+            update: of an update that is two programs, whether it is that of the update; None for one program.
+        """
+        moments = [one for one in self.moments() if update is None or update == (one.name == "update")]
         most = max(moments, key=lambda moment: moment.heap)
         if not self.scanned and most.name != "update":
             return most, (FLAT_HEAP - 1) * most.heap
@@ -170,11 +175,15 @@ class PeakActivationModel:
     def forward_moments(self, lasting: dict[str, float]) -> Iterator[Moment]:
         """The moments of a model that is not trained: attention's, with its inputs in two layouts, and the loss."""
         saved, chunk = lasting.pop("objective_saved"), sum(self.loss())
+        yield from self.layer_moments(lasting)
+        yield Moment("loss", {**lasting, "objective_saved": saved / 2, "loss_chunk": chunk}, self.hidden())
+
+    def layer_moments(self, lasting: dict[str, float]) -> Iterator[Moment]:
+        """Those of attention, with its inputs in two layouts."""
         for kind in self.shape.kinds:
             attention = self.heads(2, kind) + self.pairs(2, kind) + self.positions(1, kind)
             layer = self.states(3) + self.slices(kind)
             yield Moment("forward", {**lasting, "layer": layer, "attention": attention}, 0)
-        yield Moment("loss", {**lasting, "objective_saved": saved / 2, "loss_chunk": chunk}, self.hidden())
 
     def group_bytes(self, group: Sequence[tuple[int, ...]]) -> int:
         """Bytes of the fp32 tensor in which a group is updated: a large one in its own shape, or a vector of all."""

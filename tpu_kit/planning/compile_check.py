@@ -31,7 +31,8 @@ from tpu_kit.hardware.chips import GIB, Chip, Topology
 from tpu_kit.hardware.compatibility import PAIRINGS
 from tpu_kit.hardware.slices import find_topology
 from tpu_kit.models.architecture import shipped_shape
-from tpu_kit.planning.cost import Transfer
+from tpu_kit.planning.cost import Transfer, Work
+from tpu_kit.planning.rollouts import rollout_of
 from tpu_kit.storage import atomic
 
 Effort = Literal["full", "low"]
@@ -144,6 +145,13 @@ class Compiled:
     program: str
     cached: bool = False
 
+    def work(self, *, generates: bool = False) -> Work:
+        """What `cost.step_time` takes, on a mesh; in generation the traffic is that of HBM, and products wait."""
+        moved, flops = tuple(one.transfer for one in self.collectives), self.flops or 0.0
+        if not generates:
+            return Work(flops, self.bytes_accessed or 0.0, 0.0, moved)
+        return Work(flops, self.hbm_bytes or 0.0, 0.0, tuple(replace(one, synchronous=1.0) for one in moved))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` reads them."""
         return asdict(self)
@@ -196,6 +204,7 @@ def compile_step(
     cache_dir: Path | None = None,
     time_limit: float | None = None,
     generation: Mapping[str, Any] | None = None,
+    part: str | None = None,
 ) -> Compiled:
     """Compiles the training step of `config` for a TPU. Not fitting is a result, not an error.
 
@@ -209,6 +218,7 @@ def compile_step(
         cache_dir: folder of the answers; ~/.cache/tpu_kit/compiled by default.
         time_limit: seconds after which the compile is ended.
         generation: the values of `trace.GenerationProgram` to compile that instead of the step.
+        part: of an update that is two programs: "accumulate" or "apply".
 
     Returns:
         The compiler's figures. An interrupt (Ctrl-C) ends the compile: nothing continues in the background.
@@ -230,12 +240,13 @@ def compile_step(
     folder = cache_dir or CACHE.expanduser()
     compiler = repr((topology, num_replicas, effort, libtpu, _source(*_READERS)))
     suffix = hashlib.sha256(compiler.encode()).hexdigest()[:16]
-    asked = folder / f"plan-{_request_key(config, num_replicas, generation)}-{suffix}.json"
+    asked = folder / f"plan-{_request_key(config, num_replicas, generation, part)}-{suffix}.json"
     if (known := _read(asked)) is not None:
         return known
     request = {
         "config": config.to_dict(), "num_replicas": num_replicas, "topology": asdict(topology), "effort": effort,
         "suffix": suffix, "known": str(folder), "parent": os.getpid(), "generation": generation and dict(generation),
+        "part": part,
     }  # fmt: skip
     answer = _in_child(request, progress, time_limit)
     if "known" in answer and (known := _read(Path(answer["known"]))) is not None:
@@ -245,6 +256,23 @@ def compile_step(
         _write(folder / f"{compiled.program}-{suffix}.json", compiled)
     _write(asked, compiled)
     return compiled
+
+
+def compile_programs(
+    config: TrainConfig, topology: str | None, num_devices: int, **options: Any
+) -> dict[str, Compiled]:
+    """Compiles the programs of a run that samples, by name; arguments and errors as `compile_step`."""
+    if topology is None:
+        raise CompilerUnavailable("the compiler has no topology for this slice")
+    rollout = rollout_of(config, 1 if config.launch.mesh else num_devices)
+    asked: dict[str, dict[str, Any]] = {name: {"generation": sizes} for name, sizes in rollout.programs.items()}
+    if config.tracking.eval_generate_rows and rollout.copies:
+        asked["answers"] = {"generation": {**rollout.programs["prefill"], "rows": rollout.samples}}
+    asked |= {part: {"part": part} for part in ("accumulate", "apply")}
+    return {
+        name: compile_step(config, topology, num_replicas=num_devices, **what, **options)
+        for name, what in asked.items()
+    }  # fmt: skip
 
 
 def with_shipped_shape(config: TrainConfig, folder: Path | None = None) -> TrainConfig:
@@ -369,7 +397,7 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
     if wanted := request["generation"]:
         program = trace_generation(config, devices, GenerationProgram(**wanted))
     else:
-        program = trace_step(config, devices)
+        program = trace_step(config, devices, request["part"])
     traced = {
         "program": fingerprint(program),
         "trace_seconds": time.monotonic() - start,
@@ -384,12 +412,14 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
 # -------------------------------------------------------------------------------------------------------- the cache
 
 
-def _request_key(config: TrainConfig, num_replicas: int, generation: Mapping[str, Any] | None) -> str:
+def _request_key(
+    config: TrainConfig, num_replicas: int, generation: Mapping[str, Any] | None = None, part: str | None = None
+) -> str:
     """Hashes everything that determines the program: the run, the model's configuration, the code, and the versions."""
     values = config.to_dict()
-    shape = {name: values[name] for name in ("model", "lora", "optim", "distill")}
+    shape = {name: values[name] for name in ("model", "lora", "optim", "distill", "rl")}
     mesh = [config.launch.mesh, config.launch.mesh_rules]
-    shape |= {"max_length": config.data.max_length, "mesh": mesh, "generation": generation}
+    shape |= {"max_length": config.data.max_length, "mesh": mesh, "generation": generation, "part": part}
     parts = [
         json.dumps(shape, sort_keys=True), *map(_model_config, _models(config)), str(num_replicas),
         _source(), *(version(name) for name in _VERSIONS),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
@@ -26,6 +26,7 @@ from tpu_kit.models.sharding_rules import spec_of
 from tpu_kit.planning.activation_memory import objective_beside
 from tpu_kit.planning.argument_memory import model_tensors, teacher_shape, trained_count
 from tpu_kit.planning.mesh_memory import per_device
+from tpu_kit.planning.rollouts import WHOLE_ROWS, cache_bytes, rollout_of, update_plan
 
 MXU_EFFICIENCY = 0.6
 """Share of the peak FLOP/s that matrix products reach: an assumption."""
@@ -55,6 +56,10 @@ GATHERED_TRAFFIC = 3.0
 """HBM traffic of gathered weights beside the products' reads, over their bytes: they are written and copied."""
 MODEL_REDUCES = 10
 """All-reduces of a layer's activations over the model axis in a pass, forward, recomputation and backward."""
+LOGITS_TRAFFIC = 10.0
+"""Passes over the fp32 logits (B, V) of a decode step, to draw tokens."""
+COPY_TRAFFIC = 5.0
+"""HBM traffic of the copy of the prompts' cache for the samples, over the bytes of the copies."""
 SPOT_HOURS_BETWEEN_INTERRUPTIONS = 6.0
 """Mean time between interruptions of a spot TPU: an assumption, as Google publishes none. Young's interval is
 proportional to its square root."""
@@ -103,8 +108,9 @@ class Work:
 class StepTime:
     """Seconds of a step by cause: the larger of `compute` and `memory`, plus the others.
 
-    On a mesh, `all_reduce` is the part of all collectives that computation does not hide. `measured` is the factor that
-    `verify` measured on this machine; None where it was not measured.
+    On a mesh, `all_reduce` is the part of all collectives that computation does not hide. `rollout` is an update's part
+    of the rollout that it learns from. `measured` is the factor that `verify` measured on this machine; None where it
+    was not measured.
     """
 
     compute: float
@@ -112,6 +118,7 @@ class StepTime:
     all_reduce: float
     host: float = HOST_SECONDS
     measured: float | None = None
+    rollout: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -121,7 +128,7 @@ class StepTime:
     @property
     def predicted(self) -> float:
         """The whole step, by roofline."""
-        return max(self.compute, self.memory) + self.all_reduce + self.host
+        return max(self.compute, self.memory) + self.all_reduce + self.host + self.rollout
 
 
 def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
@@ -175,6 +182,8 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
         added = objective.cost(tokens, shape.hidden)
         flops += tokens * (2 * added.output_products * head + 6 * added.params)
         traffic += added.output_products * chunks * head * compute
+        more = _forward(shape, config.model.base_dtype, tokens, length, chunks, seen)
+        flops, traffic = flops + added.forwards * more.flops, traffic + added.forwards * more.traffic
     return Work(passes * flops, passes * traffic + UPDATE_TRAFFIC * 4.0 * trained, 4.0 * trained)
 
 
@@ -267,9 +276,12 @@ def link_seconds(transfers: Iterable[Transfer], chip: Chip, *, synchronous: bool
 
 
 def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, seen: float) -> Work:
-    """The work of a model that is not trained: its logits, with a third of the traffic of forward and backward."""
+    """The work of a model that is not trained: its logits, with a third of the traffic of forward and backward.
+
+    Without chunks of the logits, the head is not computed.
+    """
     head, compute = shape.vocabulary * shape.hidden, 4 if dtype == "fp32" else 2
-    flops = 2 * tokens * (shape.linear_weights + _scores(shape, length) * seen + head)
+    flops = 2 * tokens * (shape.linear_weights + _scores(shape, length) * seen + head * bool(chunks))
     traffic = TRAFFIC / 3 * _ends(shape) * tokens * compute + shape.linear_weights * WEIGHT_BYTES[dtype]
     return Work(flops, traffic + chunks * head * compute, 0.0)
 
@@ -309,10 +321,85 @@ def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None 
 
 
 def predict_time(config: TrainConfig, shape: Shape, where: TargetSlice) -> StepTime:
-    """Estimates the seconds of a step on a slice, by the formula's counts."""
-    plan = batch_arithmetic(config, where.replicas)
+    """Estimates the seconds of a step on a slice, by the formula's counts; of completions at their longest."""
+    plan = update_plan(config, where.replicas)
     done = sharded_work(config, shape, plan, where.mesh, where.slices) if where.mesh else work(config, shape, plan)
-    return step_time(done, where.chip, where.replicas, where.calibration.time)
+    time = step_time(done, where.chip, where.replicas, where.calibration.time)
+    if not config.on_policy:
+        return time
+    seconds = rollout_seconds(config, shape, where, rollout_work(config, shape, where))
+    return replace(time, host=HOST_SECONDS * (plan.gradient_accumulation + 1), rollout=seconds)
+
+
+def rollout_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dict[str, Work]:
+    """The work on one device of each program of a rollout, with its prompts at their widest.
+
+    A decode step reads the weights, all slots of the cache, and the logits several times. On a mesh each device
+    multiplies with its part of the weights, and the outputs of the linear layers are gathered. A TPU computes whole
+    multiples of `rollouts.WHOLE_ROWS` rows.
+    """
+    mesh = where.mesh or Mesh()
+    rollout, length = rollout_of(config, 1 if where.mesh else where.replicas), config.data.max_length
+    parts, size = mesh.fsdp * mesh.model, 4 if config.model.base_dtype == "fp32" else 2
+    seen = 1.0 if config.model.attention == "sdpa" else 0.5
+    rows, width = -(-rollout.prompts // mesh.data), rollout.widths[-1]
+    read = _forward(shape, config.model.base_dtype, rows * width, width, 0, seen)
+    rows = -(-rollout.samples // mesh.data)
+    head, whole = shape.vocabulary * shape.hidden, -(-rows // WHOLE_ROWS) * WHOLE_ROWS
+    trained = trained_count(shape, config) if config.lora.r else 0
+    cache = cache_bytes(config, shape, rollout.samples, rollout.slots, where.mesh)
+    flops = 2 * whole * (shape.linear_weights + head + trained + _scores(shape, rollout.slots)) / parts
+    traffic = (shape.linear_weights * WEIGHT_BYTES[config.model.base_dtype] + head * size + 4 * trained) / parts
+    traffic += cache + LOGITS_TRAFFIC * 4 * rows * shape.vocabulary
+    block, moved = rollout.block, list[Transfer]()
+    if parts > 1:
+        sent = rows * size * (_ends(shape) + 2 * shape.vocabulary) * (parts - 1) / parts
+        count = sum(len(kind.linears) * number for kind, number in shape.counted)
+        moved.append(Transfer("all-gather of activations", block * count, block * sent, 1.0))
+    found = {
+        "prefill": Work(read.flops / parts, read.traffic / parts, 0.0),
+        "samples": Work(0.0, COPY_TRAFFIC * cache * rollout.copies, 0.0),
+        "decode": Work(block * flops, block * traffic, 0.0, tuple(moved)),
+    }  # fmt: skip
+    if config.optim.objective == "policy" and config.rl.num_iterations > 1:
+        plan = update_plan(config, where.replicas)
+        tokens = plan.batch_size * length
+        before = _forward(shape, config.model.base_dtype, tokens, length, -(-tokens // config.optim.loss_chunk), seen)
+        passes = plan.gradient_accumulation
+        found["before"] = Work(passes * before.flops / mesh.model, passes * before.traffic / mesh.model, 0.0)
+    return found
+
+
+def compiled_time(config: TrainConfig, shape: Shape, where: TargetSlice, made: Mapping[str, Work]) -> StepTime:
+    """As `predict_time` of a run that samples, by the compiler's counts of its programs.
+
+    Splash attention reports no FLOPs, so the formula's count of a program may be larger.
+    """
+    plan, one = update_plan(config, where.replicas), batch_arithmetic(config, where.replicas)
+    passes = plan.gradient_accumulation
+    own = sharded_work(config, shape, one, where.mesh, where.slices) if where.mesh else work(config, shape, one)
+    step, last = made["accumulate"], made["apply"]
+    moved = tuple(replace(each, count=passes * each.count, bytes=passes * each.bytes) for each in step.transfers)
+    done = Work(
+        passes * max(step.flops, own.flops) + last.flops, passes * step.traffic + last.traffic, own.reduced,
+        (*moved, *last.transfers) if where.mesh else (),
+    )  # fmt: skip
+    time = step_time(done, where.chip, where.replicas, where.calibration.time)
+    works = rollout_work(config, shape, where)
+    works |= {
+        name: replace(made[name], flops=max(made[name].flops, works[name].flops))
+        for name in rollout_of(config, 1 if where.mesh else where.replicas).programs
+    }
+    seconds = rollout_seconds(config, shape, where, works)
+    return replace(time, host=HOST_SECONDS * (passes + 1), rollout=seconds)
+
+
+def rollout_seconds(config: TrainConfig, shape: Shape, where: TargetSlice, works: Mapping[str, Work]) -> float:
+    """Seconds of a rollout whose completions are all at their longest, for each of the updates that share it."""
+    rollout = rollout_of(config, 1 if where.mesh else where.replicas)
+    runs = {"decode": -(-rollout.tokens // rollout.block)}
+    seconds = sum(runs.get(name, 1) * step_time(done, where.chip, 1).predicted for name, done in works.items())
+    return seconds / config.rl.num_iterations
 
 
 def host_rate() -> float:

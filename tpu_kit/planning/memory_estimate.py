@@ -13,7 +13,7 @@ the "update"; `activation_memory` derives them. This module derives the argument
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,15 @@ from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.activation_memory import PeakActivationModel
 from tpu_kit.planning.argument_memory import is_matrix, padded, shards, teacher_shape, teacher_tensors
 from tpu_kit.planning.mesh_memory import MESH_CODE, MeshActivationModel
+from tpu_kit.planning.rollouts import (
+    ProgramPeak,
+    RolloutTemporaries,
+    cache_bytes,
+    generation_code,
+    rollout_of,
+    update_plan,
+    whole_prompts,
+)
 
 LOOP_CODE = 26 * 2**20
 """Code of a program of loops for each layer in it (one, or those of a block) and each pass: 20 to 31 MiB."""
@@ -61,6 +70,7 @@ class Memory:
         moment: the moment of the peak: "start", "loss", "backward" or "update".
         trained: number of trained parameters.
         scanned: whether layers run as a loop.
+        programs: of reinforcement learning, whose largest peak this is; else none.
     """
 
     parts: Mapping[str, int]
@@ -70,6 +80,7 @@ class Memory:
     moment: str
     trained: int
     scanned: bool
+    programs: tuple[ProgramPeak, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -107,7 +118,8 @@ def estimate(
             f"data.max_length={config.data.max_length} is longer than the {shape.positions} positions of the model; "
             f"set it to {shape.positions} or less"
         )
-    return _Step(config, shape, num_replicas, chip, mesh).memory()
+    kind = _Rounds if config.on_policy else _Step
+    return kind(config, shape, num_replicas, chip, mesh).memory()
 
 
 def estimate_on(config: TrainConfig, shape: Shape, where: TargetSlice) -> Memory:
@@ -127,7 +139,7 @@ class _Step:
             if mesh is None
             else MeshActivationModel(config, shape, mesh, chip)
         )
-        self.mesh = mesh
+        self.mesh, self.replicas = mesh, num_replicas
 
     # ------------------------------------------------------------------------------------------------------ arguments
 
@@ -147,6 +159,8 @@ class _Step:
         columns = [(1, 8), (1, 8), (1, 8), (1, 4)]
         if config.distill.files:
             columns += [(config.distill.top_k, 4), (config.distill.top_k + 1, 4)]
+        if alive.objective:
+            columns += [(width, 4) for width, _ in alive.objective.columns.values()]
         rows = sum(padded((alive.rows, alive.length * width), size) for width, size in columns)
         return {
             "base_weights": sum(sizes.values()) - adapters,
@@ -193,6 +207,71 @@ class _Step:
         return Memory(
             parts, sum(arguments.values()), total, self.code(), moment.name, self.alive.trained, self.alive.scanned
         )
+
+
+class _Rounds(_Step):
+    """The programs of a rollout and of an update that is two programs, and what lies beside each of them."""
+
+    def memory(self) -> Memory:
+        """The estimate, of the program with the largest peak."""
+        programs = tuple(self.programs())
+        codes = sum(one.code for one in programs)
+        most = max(programs, key=lambda one: one.total - one.code)
+        held = {**most.beside, **most.arguments, **({"sample_cache": most.results} if most.results else {})}
+        parts = {"optimizer": 0, "ema": 0, **held, **most.temporaries, "code": codes}
+        size = sum(most.temporaries.values())
+        return Memory(
+            parts, sum(held.values()), size, codes, f"{most.name}{most.moment and f', {most.moment}'}",
+            self.alive.trained, self.alive.scanned, programs,
+        )  # fmt: skip
+
+    def programs(self) -> Iterator[ProgramPeak]:
+        """The programs. The cache of the samples is there from "samples" to the last "decode"; an update follows."""
+        config, mesh = self.config, self.mesh
+        rollout = rollout_of(config, 1 if mesh else self.replicas)
+        prompts, samples = (
+            cache_bytes(config, self.shape, rows, rollout.slots, mesh) for rows in (rollout.prompts, rollout.samples)
+        )
+        lasting = self.arguments()
+        batch = lasting.pop("batch")
+        lasting = {name: size for name, size in lasting.items() if size}
+        lasting |= {"gradient_buffer": self.gradient_buffer(), "prompt_cache": prompts}
+        model, cache = ("base_weights", "adapters"), "sample_cache" if rollout.copies else "prompt_cache"
+        trained = ("adapters",) if config.lora.r else ("base_weights",)
+        state = ("optimizer", "ema", "gradient_buffer")
+
+        def made(name: str, reads: Sequence[str], temporaries: Mapping[str, float], code: int, **more: Any) -> Any:
+            there = lasting | more.pop("also", {})
+            arguments = {part: size for part, size in there.items() if part in reads}
+            beside = {part: size for part, size in there.items() if part not in reads}
+            sizes = {part: math.ceil(size) for part, size in temporaries.items() if size}
+            return ProgramPeak(name, arguments, more.pop("results", 0), sizes, code, beside, **more)
+
+        lives, widest = RolloutTemporaries(self.alive, config, self.shape, mesh), rollout.widths[-1]
+        cached, code = {cache: samples}, generation_code(self.shape)
+        yield made("prefill", (*model, "prompt_cache"), lives.prefill(rollout.prompts, widest), code)
+        if rollout.copies:
+            yield made("samples", ("prompt_cache",), {"cache_copy": prompts}, 0, results=samples)
+        yield made("decode", (*model, cache), lives.decode(rollout.samples, samples), code, also=cached)
+        if config.tracking.eval_generate_rows and rollout.copies:
+            cached = {"prompt_cache": samples}
+            yield made("answers", (*model, *cached), lives.prefill(rollout.samples, widest), code, also=cached)
+        moment, beyond = self.alive.reported(update=False)
+        passes = update_plan(config, self.alive.batches).gradient_accumulation
+        reads, sent = (*model, "teacher_weights", "gradient_buffer", "batch"), {"batch": batch * passes}
+        parts = {**moment.parts, "heap": beyond}
+        yield made("accumulate", reads, parts, self.code(), also=sent, moment=moment.name)
+        moment, beyond = self.alive.reported(update=True)
+        parts = {**moment.parts, "gradients": 0.0, "heap": max(0.0, beyond - moment.parts["gradients"])}
+        if mesh is None and self.replicas > 1:  # before and after the all-reduce, which takes them as they are written
+            pairs = zip(self.alive.tensors, self.alive.parts, strict=True)
+            parts["all_reduce"] += 2.0 * sum(padded(part, 4) for one, part in pairs if one.trained)
+        yield made("apply", (*trained, *state), parts, SMALLEST_CODE, also=sent)
+
+    def gradient_buffer(self) -> int:
+        """The buffer of the gradients, fp32, in the parameters' own shapes."""
+        pairs = zip(self.alive.tensors, self.alive.parts, strict=True)
+        return sum(padded(part, 4, free=True) for one, part in pairs if one.trained)
 
 
 @dataclass(frozen=True)
@@ -291,7 +370,10 @@ def advise(config: TrainConfig, shape: Shape, where: TargetSlice, limit: float, 
         return estimate_on(changed, shape, where).total_bytes
 
     def within(section: str, name: str, value: Any) -> bool:
-        return peak(_with(config, f"{section}.{name}", value)) <= limit
+        try:
+            return peak(_with(config, f"{section}.{name}", value)) <= limit
+        except ConfigError:  # rows shorter than a completion
+            return True
 
     most = min(MOST_ROWS, 2**31 // config.data.max_length)
     rank = largest(lambda r: within("lora", "r", r), _RANKS) if config.lora.r else None
@@ -332,9 +414,12 @@ def _knobs(
     now, before = config, peak(config)
     for name, value, harm in _changes(config, shape):
         rows = now.optim.batch_size
-        if name == "optim.batch_size":
+        if name in ("optim.batch_size", "rl.prompts_per_update"):
+            rows = rows if name == "optim.batch_size" else now.rl.prompts_per_update
             assert isinstance(rows, int)
             value = largest(lambda n: peak(_with(now, name, n)) <= limit, rows - 1) or 1  # noqa: B023  called at once
+            each = whole_prompts(now, replicas) if name == "rl.prompts_per_update" else 1
+            value = value // each * each or value
         try:
             changed = _with(now, name, value)
         except ConfigError:  # not on a mesh
@@ -363,7 +448,10 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
         yield "optim.mlp_tile", 512, slower
     if optim.loss_chunk > 64:
         yield "optim.loss_chunk", 64, slower
-    yield "optim.batch_size", 1, "fewer rows an update"
+    learns = config.on_policy
+    yield "optim.batch_size", 1, "more passes" if learns else "fewer rows an update"
+    if learns:
+        yield "rl.prompts_per_update", 1, "fewer prompts an update"
     if model.base_dtype == "fp32":
         yield "model.base_dtype", "bf16", "base weights and products in bf16"
     if optim.optimizer == "adamw":

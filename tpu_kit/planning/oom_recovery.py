@@ -31,8 +31,8 @@ _HOST = re.compile(
 )
 _NO_MORE = (
     "No setting of the batch helps any more. Another training would take less: a smaller data.max_length, lora.r or "
-    "model, or model.base_dtype=int8; `python -m tpu_kit plan` says how much. It cannot go on from a checkpoint of "
-    f"this run: give it {ANEW}"
+    "model, model.base_dtype=int8, or with grpo rl.prompts_per_update; `python -m tpu_kit plan` says how much. It "
+    f"cannot go on from a checkpoint of this run: give it {ANEW}"
 )
 _NAMES = ("batch_size", "global_batch_size", "gradient_accumulation", "remat", "loss_chunk", "mlp_tile")
 
@@ -65,10 +65,11 @@ def out_of_memory(error: BaseException, outlook: Preflight) -> OutOfMemory | Non
     if own and not device:
         assert outlook.room is not None
         rows = batch_arithmetic(outlook.config, outlook.room.replicas).global_batch_size
+        keeps = f" with global_batch_size={rows} gradient_accumulation=1, which keeps the rows of an update"
         advice = (
             "The host ran out of memory, not the device: other settings of the batch do not help. Use fewer replicas "
-            f"(launch.num_replicas) with global_batch_size={rows} gradient_accumulation=1, which keeps the rows of an "
-            "update, so that the run goes on; or a host with more memory"
+            f"(launch.num_replicas){'' if outlook.config.on_policy else keeps}, so that the run goes on; or "
+            "a host with more memory"
         )
         return OutOfMemory(f"{text.rstrip()}\n\n{advice}", {}, *ending)
     used = parse_out_of_memory(text)
@@ -112,6 +113,8 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
     if not used:
         bound = min(bound, SMALLER * memory.total_bytes)
     peaks = [estimate_in(one, shape, room).total_bytes for one in candidates]
+    if min(peaks) >= memory.total_bytes:  # of a rollout, which has no passes
+        return {}, ""
     fitting = [number for number, peak in enumerate(peaks) if peak <= bound]
     if (where := room.where) is None:  # the formula is made for TPUs, and cannot rank
         best = next(iter(fitting), 0)
@@ -126,11 +129,13 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
 
 def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:
     """Settings of the same training that take less memory, in the order of least harm."""
-    optim = replace(config.optim, global_batch_size=batch.global_batch_size, gradient_accumulation=1)
+    learns = config.on_policy  # from all that was sampled, in any number of passes
+    whole = None if learns else batch.global_batch_size
+    optim = replace(config.optim, global_batch_size=whole, gradient_accumulation=1)
     each = batch.global_batch_size // batch.num_replicas
     # Batch growth rounds the number of passes down, so that other passes may make other updates.
     most = 0 if optim.batch_growth_steps is not None else batch.batch_size - 1
-    smaller = [n for n in range(most, 0, -1) if each % n == 0]
+    smaller = [n for n in range(most, 0, -1) if learns or each % n == 0]
     remats: list[Literal["none", "outputs", "full"]] = ["none", "outputs", "full"]
     for remat in remats[remats.index(optim.remat) :]:
         for rows in smaller if remat == config.optim.remat else [batch.batch_size, *smaller]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from tpu_kit.config.conflicts import check_remat
-from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.config.loader import BatchPlan, TrainConfig, as_trained, batch_arithmetic
 from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.chips import MIB
@@ -31,6 +31,7 @@ from tpu_kit.planning.cost import (
     TimePlan,
     Transfer,
     Work,
+    compiled_time,
     predict_time,
     sharded_work,
     step_time,
@@ -49,6 +50,7 @@ from tpu_kit.planning.memory_estimate import (
     reserve,
 )
 from tpu_kit.planning.mesh_choice import Answering, compile_answering, placed
+from tpu_kit.planning.rollouts import ProgramPeak, program_rows, update_plan, warnings_of
 
 MOST_BYTES = 32 * MIB
 """Size of the data up to which the rows are counted: tokenising more takes longer than about ten seconds."""
@@ -71,7 +73,7 @@ _COMPILED = (
 
 @dataclass(frozen=True)
 class Rows:
-    """Number of packed rows of the training data; None where it is not known, with the reason."""
+    """Number of packed rows of the training data, or of prompts; None where it is not known, with the reason."""
 
     count: int | None
     reason: str = ""
@@ -92,8 +94,10 @@ def count_rows(config: TrainConfig) -> Rows:
     data = config.data
     elsewhere = data.eval_source or data.eval_split or data.source == "embedded"
     data = replace(data, eval_source=None, eval_split=None, eval_rows=0 if elsewhere else data.eval_rows)
+    most = config.rl.longest_prompt(data.max_length) if config.on_policy else None
     try:
-        return Rows(len(prepare(data, load_tokenizer(config.model)).train))
+        prepared = prepare(data, load_tokenizer(config.model), max_prompt=most)
+        return Rows(len(prepared.tasks.numbers) if prepared.tasks else len(prepared.train))
     except ValueError as error:  # the run raises it too
         return Rows(None, str(error))
 
@@ -112,8 +116,12 @@ def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> tuple[int |
         return None, rows.reason
     from tpu_kit.data.batching import updates
 
+    each, repeats = batch_arithmetic(config, replicas), 1
+    if config.on_policy:  # as `Rollouts.all`
+        prompts, repeats = config.rl.prompts_per_update, config.rl.num_iterations
+        each = BatchPlan(prompts, 1, 1, prompts, 0)
     try:
-        return sum(1 for _ in updates(rows.count, batch_arithmetic(config, replicas), config.optim)), ""
+        return repeats * sum(1 for _ in updates(rows.count, each, config.optim)), ""
     except ValueError as error:
         return None, str(error)
 
@@ -188,6 +196,8 @@ class Plan:
             there is a mesh or none.
         tensors: where each of the model's tensors lies on the mesh; empty without one.
         transfers: the collectives of a step on the mesh.
+        programs: of a run that samples, by formula; else none.
+        compiled_programs: the compiler's figures of each, with `exact`.
     """
 
     where: TargetSlice
@@ -209,6 +219,8 @@ class Plan:
     note: str = ""
     tensors: tuple[Placed, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    programs: tuple[ProgramPeak, ...] = ()
+    compiled_programs: Mapping[str, Compiled] = field(default_factory=dict)
 
     @property
     def free(self) -> float:
@@ -217,7 +229,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `plan --json`."""
-        batch = batch_arithmetic(self.config, self.where.replicas)
+        batch = update_plan(self.config, self.where.replicas)
         seconds = self.time.seconds if self.time else None
         run = self.run
         found: dict[str, Any] = {
@@ -239,6 +251,9 @@ class Plan:
         if self.compiled is not None:
             values = self.compiled.to_dict()
             found |= {name: values[name] for name in _COMPILED}
+        if self.programs:
+            rows = program_rows(self.programs, self.compiled_programs)
+            found |= {"rollout_seconds": self.time.rollout if self.time else None, "programs": rows}
         return found | ({"answering": asdict(self.answering)} if self.answering else {})
 
 
@@ -246,7 +261,8 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
     """Makes a plan for each chip.
 
     Args:
-        config: the run, with `launch.num_replicas`, and the rows of an update in `optim.global_batch_size`.
+        config: the run, with `launch.num_replicas`, and the rows of an update in `optim.global_batch_size`; one of
+            `grpo` if it sets a parameter of `rl`.
         chips: names as `slices.find_slice` takes them.
         exact: whether to run the TPU compiler, which takes some minutes for each chip.
 
@@ -254,6 +270,7 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
         ValueError: of `slices.find_slice`, `shape_cache.read_shape` or `memory_estimate.estimate`; or the global batch
             cannot be split; or as `check_remat`.
     """
+    config = as_trained(config)
     check_remat(config, "tpu")
     launch = config.launch
     if launch.mesh in (None, "auto"):
@@ -265,12 +282,11 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
     rows = Rows(None) if config.optim.max_steps else count_rows(config)
     found = []
     for where in places:
-        open_batch = "optim.batch_size" not in config.sources
-        chosen, on, note = placed(config, shape, where, one_row=open_batch)
+        chosen, on, note = placed(config, shape, where, one_row="optim.batch_size" not in config.sources)
         one = by_formula(chosen, shape, on, rows)
-        one = with_largest_batch(verified(one, shape, rows)) if exact else one
-        one = _with_answering(one)
-        found.append(replace(one, note="; ".join(filter(None, [note, one.note]))))
+        one = _with_answering(with_largest_batch(verified(one, shape, rows))) if exact else one
+        notes = filter(None, [note, *warnings_of(one.config, 1 if on.mesh else on.replicas), one.note])
+        found.append(replace(one, note="; ".join(notes)))
     return found
 
 
@@ -311,11 +327,11 @@ def _batches(
     if isinstance(optim.batch_size, int) and "optim.batch_size" in config.sources:
         yield optim.batch_size, whole
         return
-    if whole is None and isinstance(optim.batch_size, int):
+    if whole is None and isinstance(optim.batch_size, int) and not config.on_policy:
         whole = optim.batch_size * replicas * optim.gradient_accumulation
     if whole is None:  # auto, with any number of rows in an update: all that fit
         limit = most()
-        if rows.count is not None:
+        if rows.count is not None and not config.on_policy:
             limit = min(limit, rows.count // (LEAST_UPDATES * replicas * optim.gradient_accumulation))
         limit = max(1, limit)
         yield from ((1 << i, None) for i in range(limit.bit_length()))
@@ -366,12 +382,12 @@ def _most(config: TrainConfig, shape: Shape, where: TargetSlice) -> int:
 
 
 def _speed(setting: Setting) -> float:
-    """Rows a second."""
-    return batch_arithmetic(setting.config, setting.replicas).global_batch_size / setting.time.seconds
+    """Tokens a second."""
+    return update_plan(setting.config, setting.replicas).tokens_per_update / setting.time.seconds
 
 
 def _ease(setting: Setting) -> tuple[int, int]:
-    return batch_arithmetic(setting.config, setting.replicas).gradient_accumulation, setting.peak
+    return update_plan(setting.config, setting.replicas).gradient_accumulation, setting.peak
 
 
 def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows) -> Plan:
@@ -386,7 +402,7 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows
     state = memory.parts["optimizer"] + memory.parts["ema"]
     held = state * (where.mesh.fsdp * where.mesh.model if where.mesh else 1) + 4 * memory.trained
     updates, unknown = count_updates(picked.config, where.replicas, rows)
-    mesh, batch = where.mesh, batch_arithmetic(picked.config, where.replicas)
+    mesh, batch = where.mesh, update_plan(picked.config, where.replicas)
     return Plan(
         tensors=tuple(table(shape, picked.config, mesh)) if mesh else (),
         transfers=tuple(transfers(picked.config, shape, batch, mesh, where.slices)) if mesh else (),
@@ -396,7 +412,7 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows
         advice=advise(picked.config, shape, where, limit, bool(fitting)),
         note="; ".join([*notes, *where.calibration.notes]),
         inference=None if where.mesh else inference(config, shape, where.limit * (1 - RESERVE)),
-        updates=updates, unknown=unknown,
+        updates=updates, unknown=unknown, programs=memory.programs,
     )  # fmt: skip
 
 
@@ -407,6 +423,8 @@ def verified(found: Plan, shape: Shape, rows: Rows) -> Plan:
     """
     from tpu_kit.planning.compile_check import CompilerUnavailable
 
+    if found.config.on_policy:
+        return _verified_programs(found, shape)
     limit = found.where.limit * (1 - EXACT_RESERVE)
     try:
         compiled = _compile(found.config, found.where)
@@ -420,6 +438,38 @@ def verified(found: Plan, shape: Shape, rows: Rows) -> Plan:
         note = f"by formula, as the compiler cannot run: {error}"
         return replace(found, note="; ".join(filter(None, [found.note, note])))
     return _with(found, compiled, shape, rows)
+
+
+def _verified_programs(found: Plan, shape: Shape) -> Plan:
+    """As `verified`, of a run that samples; a smaller batch changes only "accumulate"."""
+    from tpu_kit.planning.compile_check import CompilerUnavailable, compile_programs
+
+    where, limit = found.where, found.where.limit * (1 - EXACT_RESERVE)
+    below = sorted((one for one in found.settings if one.peak < found.peak_bytes), key=lambda one: -one.peak)
+    try:
+        for config in [found.config, *(one.config for one in below)]:
+            made = compile_programs(config, where.topology, where.devices)
+            programs = estimate_on(config, shape, where).programs
+            tried = replace(found, config=config, programs=programs, compiled_programs=made, source="compiler")
+            peaks = {row["program"]: row["compiler_bytes"] for row in program_rows(programs, made)}
+            worst = max(peaks, key=peaks.__getitem__)
+            fits = all(one.fits for one in made.values()) and peaks[worst] <= limit
+            if fits or worst != "accumulate":
+                break
+    except CompilerUnavailable as error:
+        note = f"by formula, as the compiler cannot run: {error}"
+        return replace(found, note="; ".join(filter(None, [found.note, note])))
+    beside = next(dict(one.beside) for one in programs if one.name == worst)
+    parts = {**beside, **_parts(made[worst]), "code": sum(one.code_bytes or 0 for one in made.values())}
+    time = predict_time(config, shape, where)
+    if all(one.flops is not None for one in made.values()):
+        works = {name: one.work(generates=name not in ("accumulate", "apply")) for name, one in made.items()}
+        time = compiled_time(config, shape, where, works)
+    return replace(
+        tried, fits=fits, peak_bytes=peaks[worst], parts=parts, time=time,
+        advice=advise(config, shape, where, limit, fits),
+        run=time_plan(where.chip, where.chips, where.name, time.seconds, found.updates, found.checkpoint_bytes or 0.0),
+    )  # fmt: skip
 
 
 def with_largest_batch(found: Plan) -> Plan:
@@ -447,7 +497,7 @@ def with_largest_batch(found: Plan) -> Plan:
 
 def _with_answering(found: Plan) -> Plan:
     """Compiles generation, too, if the plan is compiled for a mesh; a run may train a model that cannot generate."""
-    if found.compiled is None or found.where.mesh is None:
+    if found.compiled is None or found.where.mesh is None:  # runs that sample compile it anyway
         return found
     try:
         return replace(found, answering=compile_answering(found.config, found.where))

@@ -22,6 +22,7 @@ from tpu_kit.planning.cost import StepTime, host_rate, predict_time, work
 from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
 from tpu_kit.planning.mesh_choice import check_mesh, placed
 from tpu_kit.planning.planner import LEAST_UPDATES, Rows, best_batch
+from tpu_kit.planning.rollouts import program_rows, update_plan, warnings_of
 
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
 """Weights that one core of a server's CPU rounds in a second (measured: 584e6 and 49e6, groups of 128)."""
@@ -66,7 +67,8 @@ class Preflight:
             how = "by roofline, not measured" if self.time.measured is None else "as measured on this machine"
             return f"about {updates * self.time.seconds / 60:,.1f} minutes {how}; {besides}"
         room = self.room
-        if room is None or self.shape is None or room.device_type not in ("cpu", "xla-cpu"):
+        learns = self.config.on_policy  # from as many tokens as the model writes
+        if room is None or self.shape is None or learns or room.device_type not in ("cpu", "xla-cpu"):
             return "not known before the first updates"
         done = work(room.seen(self.config), self.shape, batch_arithmetic(self.config, room.replicas))
         seconds = updates * room.replicas * done.flops / host_rate()
@@ -92,11 +94,12 @@ class Preflight:
         elif ratio := room.calibration.memory:
             lines[0] += f", {ratio * memory.total_bytes / GIB:.2f} GiB as measured on this machine"
         if self.time is not None:
-            tokens = batch_arithmetic(self.config, room.replicas).tokens_per_update / self.time.seconds
+            tokens = update_plan(self.config, room.replicas).tokens_per_update / self.time.seconds
             how = "by roofline, not measured"
             if self.time.measured is not None:
                 how = f"as measured on this machine ({self.time.predicted:.3f} s predicted by roofline)"
-            lines.append(f"step             {self.time.seconds:.3f} s, {tokens:,.0f} tokens/s {how}")
+            most = "at most " if self.config.on_policy else ""
+            lines.append(f"step             {most}{self.time.seconds:.3f} s, {tokens:,.0f} tokens/s {how}")
         return lines
 
 
@@ -146,6 +149,8 @@ def check_before_launch(
     if exact and (given or room is None or room.where is None):
         notes.append(_compiled(config, room))
     notes += _rounding(config, shape)
+    if room is not None and room.device_type == "tpu":
+        notes += warnings_of(config, 1 if config.launch.mesh else room.replicas)
     if room is None or shape is None:
         return Preflight(config, room, shape, notes=(*notes, *([f"memory not known: {problem}"] if problem else [])))
     try:
@@ -199,12 +204,19 @@ def _rounding(config: TrainConfig, shape: Shape | None) -> list[str]:
 
 def _compiled(config: TrainConfig, room: MemoryBudget | None) -> str:
     """Describes the TPU compiler's result for a batch size that the user gave."""
-    from tpu_kit.planning.compile_check import CompilerUnavailable, compile_step
+    from tpu_kit.planning.compile_check import CompilerUnavailable, compile_programs, compile_step
 
     if room is None or room.device_type != "tpu" or room.where is None or room.where.topology is None:
         return "not by the TPU compiler: it compiles only for TPUs, and not for all of them"
+    topology, devices = room.where.topology, room.where.devices
     try:
-        return f"by the compiler, it {compile_step(config, room.where.topology, num_replicas=room.where.devices)}"
+        if not config.on_policy:
+            return f"by the compiler, it {compile_step(config, topology, num_replicas=devices)}"
+        made, shape = compile_programs(config, topology, devices), read_shape(config.model)
+        rows = program_rows(estimate_in(config, shape, room).programs, made)
+        sizes = ", ".join(f"{row['program']} {row['compiler_bytes'] / GIB:.2f}" for row in rows)
+        fits = all(row["compiler_bytes"] <= room.limit for row in rows) and all(one.fits for one in made.values())
+        return f"by the compiler, it {'fits' if fits else 'does not fit'}: of {room.limit / GIB:.2f} GiB {sizes}"
     except CompilerUnavailable as error:
         return f"by formula, as the compiler cannot run: {error}"
 
@@ -236,10 +248,12 @@ def _settle_batch(
     before = _before(config)
     if before is not None:
         rows, whole = before
+        if config.on_policy:  # its passes hold what was sampled
+            return replace(config, optim=replace(optim, batch_size=rows)), _as_before(rows)
         optim = replace(optim, global_batch_size=optim.global_batch_size or whole, gradient_accumulation=1)
         if whole == optim.global_batch_size and whole % (rows * room.replicas) == 0:
             config = replace(config, optim=replace(optim, batch_size=rows))
-            return config, f"optim.batch_size={rows}, as in the run that this one resumes"
+            return config, _as_before(rows)
         config = replace(config, optim=optim)
     known = Rows(count)
     if room.where is not None:
@@ -251,6 +265,10 @@ def _settle_batch(
         rows = _host_rows(config, room, shape, known)
         why = f"the most that leaves {room.free:.0%} of {room.limit / GIB:.2f} GiB, and {MOST_ROWS} at most"
     return replace(config, optim=replace(config.optim, batch_size=rows)), f"optim.batch_size=auto is {rows}: {why}"
+
+
+def _as_before(rows: int) -> str:
+    return f"optim.batch_size={rows}, as in the run that this one resumes"
 
 
 def _before(config: TrainConfig) -> tuple[int, int] | None:

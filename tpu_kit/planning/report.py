@@ -9,6 +9,7 @@ from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.planning.cost import RESTART_SECONDS, SPOT_HOURS_BETWEEN_INTERRUPTIONS, factors, link_seconds
 from tpu_kit.planning.planner import Plan
+from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of, update_plan
 
 MOST_SETTINGS = 8
 _FACTORS = ("batch_size", "replicas", "gradient_accumulation")
@@ -54,6 +55,8 @@ def _details(one: Plan) -> list[str]:
         blocks = [mesh_lines(one), *(tables.to_text(rows).splitlines() for rows in tables_of if rows)]
         lines += [f"  {line}" for block in blocks for line in block]
     lines += [f"  {name:<18} {size / GIB:8.3f} GiB" for name, size in one.parts.items() if size >= 2**19]
+    if one.programs:
+        lines += [f"  {line}" for line in rollout_lines(one)]
     known = one.where.calibration
     if known.memory is not None:
         lines.append(
@@ -76,15 +79,46 @@ def _details(one: Plan) -> list[str]:
         )
         lines += [f"  {sentence}" for sentence in run.sessions.values()]
     took = f"{RESTART_SECONDS / 60:g} min until the first new step are an assumption"
-    if made := one.compiled:
-        took = f"{(made.trace_seconds + made.compile_seconds) / 60:.1f} min on this machine"
-    lines.append(f"  each start compiles the step: {took}")
+    if made := [*one.compiled_programs.values(), *([one.compiled] if one.compiled else [])]:
+        took = f"{sum(each.trace_seconds + each.compile_seconds for each in made) / 60:.1f} min on this machine"
+    lines.append(f"  each start compiles the {'programs' if one.programs else 'step'}: {took}")
     if one.updates is not None:
         lines.append(f"  {one.updates:,} updates")
     if one.checkpoint_bytes is not None:
         lines.append(f"  checkpoint {one.checkpoint_bytes / MIB:,.0f} MiB")
     if one.advice is not None:
         lines += limits(one)
+    return lines
+
+
+def rollout_lines(one: Plan) -> list[str]:
+    """The programs of a run that samples, a device's memory in each, and the time of a rollout and of an update."""
+    replicas = 1 if one.where.mesh else one.where.replicas
+    rollout, passes = (
+        rollout_of(one.config, replicas),
+        update_plan(one.config, one.where.replicas).gradient_accumulation,
+    )
+    made, names = program_rows(one.programs, one.compiled_programs), ("formula_bytes", "compiler_bytes")
+    rows: list[dict[str, object]] = [
+        {"program": row["program"], **{f"GiB by {name[:-6]}": _number(row[name] and row[name] / GIB) for name in names},
+         "fits": "yes" if row[names[bool(one.compiled_programs)]] <= one.where.limit * (1 - one.free) else "no"}
+        for row in made
+    ]  # fmt: skip
+    count = program_count(one.config, replicas)
+    each = ", ".join(f"{number} {name}" for name, number in count.items() if number)
+    lines = [
+        *tables.to_text(rows, ">").splitlines(), f"up to {sum(count.values())} programs: {each}",
+        f"a rollout of {'the mesh' if one.where.mesh else 'a replica'} reads {rollout.prompts} prompts of up to "
+        f"{rollout.widths[-1]} tokens and decodes {rollout.samples} completions of up to {rollout.tokens}, in a cache "
+        f"of {rollout.slots:,} slots",
+    ]  # fmt: skip
+    if one.time is not None:
+        repeats = one.config.rl.num_iterations
+        share = f" (for {repeats} updates)" if repeats > 1 else ""
+        lines.append(
+            f"with all of them at their longest: rollout {one.time.rollout * repeats:.2f} s{share}, update "
+            f"{one.time.predicted - one.time.rollout:.2f} s in {passes} passes"
+        )
     return lines
 
 
@@ -195,10 +229,10 @@ def why(plans: Sequence[Plan]) -> str:
 
 def next_parameters(plan: Plan) -> str:
     """Formats the pick as lines for a notebook's parameters cell."""
-    optim, run = plan.config.optim, plan.run
+    optim, run, batch = plan.config.optim, plan.run, batch_arithmetic(plan.config, plan.where.replicas)
     values: dict[str, object] = {
         "name": plan.config.model.name, "max_length": plan.config.data.max_length, "batch_size": optim.batch_size,
-        "global_batch_size": batch_arithmetic(plan.config, plan.where.replicas).global_batch_size,
+        "global_batch_size": None if plan.programs else batch.global_batch_size,  # its passes are free
         "mesh": str(plan.where.mesh) if plan.where.mesh else None, "remat": optim.remat, "max_steps": optim.max_steps,
         "save_minutes": max(1, round(run.save_interval_seconds / 60)) if run else None,
     }  # fmt: skip

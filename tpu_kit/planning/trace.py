@@ -7,7 +7,8 @@ once. It needs a process of its own, with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDU
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +16,7 @@ import torch
 import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
-from tpu_kit.config.mesh import BATCH, resolve_mesh
+from tpu_kit.config.mesh import BATCH, Spec, resolve_mesh
 from tpu_kit.distributed.backends import TpuRuntime
 from tpu_kit.distributed.mesh import active_mesh, use_mesh
 from tpu_kit.generation.decoder import BLOCK, Batch, Decoder
@@ -26,46 +27,67 @@ from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_scan import stacked_prefixes
 from tpu_kit.models.partition import is_tied, spec_of
 from tpu_kit.models.quantization import Scheme, replace_layers
-from tpu_kit.training.objectives import objective_of
+from tpu_kit.training.objectives import Objective, objective_of
 from tpu_kit.training.state import TrainState
-from tpu_kit.training.step import prepare_model, train_step
+from tpu_kit.training.step import SplitStep, prepare_model, train_step
 from tpu_kit.xla import program
 from tpu_kit.xla.program import Program, is_input, lower, name_operations, placeholder, tensor_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+UpdatePart = Literal["accumulate", "apply"]
+"""A program of `SplitStep`."""
 ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "segment_ids": torch.int32}
 """The tensors of a batch, (B, S) each; as in `PackedDataset.tensors`."""
 
 
-def trace_step(config: TrainConfig, num_replicas: int) -> Program:
+def trace_step(config: TrainConfig, num_replicas: int, part: UpdatePart | None = None) -> Program:
     """Traces one update of one of `num_replicas` replicas, or of a mesh of so many devices; nothing is computed.
+
+    Args:
+        config: the run.
+        num_replicas: the replicas, or the devices of the mesh.
+        part: of an update that is two programs.
 
     Raises:
         ValueError: the model cannot be built from its configuration or with these adapters, or has fewer positions
             than data.max_length.
     """
+    with _mesh_of(config, num_replicas) as (replicas, shards):
+        return _trace(config, replicas, shards, part)
+
+
+@contextlib.contextmanager
+def _mesh_of(config: TrainConfig, num_devices: int) -> Iterator[tuple[int, int]]:
+    """Makes the run's mesh that of this process; yields the number of replicas, and of shards of each one's rows."""
     if config.launch.mesh is None:
-        return _trace(config, num_replicas, 1)
-    mesh = resolve_mesh(config.launch.mesh, num_replicas, config.launch.mesh_rules)
+        yield num_devices, 1
+        return
+    mesh = resolve_mesh(config.launch.mesh, num_devices, config.launch.mesh_rules)
     with use_mesh(mesh):
-        return _trace(config, 1, mesh.batch_shards)
+        yield 1, mesh.batch_shards
 
 
-def _trace(config: TrainConfig, num_replicas: int, shards: int) -> Program:
-    """As `trace_step`, in the mesh of this process; rows are those of `shards` replicas."""
-    plan = batch_arithmetic(config, num_replicas * shards)
+def _prepared(config: TrainConfig, num_replicas: int) -> tuple[PreTrainedModel, TrainState, Objective]:
+    """Prepares the model as training does, on "meta"."""
     with torch.device("meta"):
         model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
         objective = objective_of(config)
         objective.attach(model, lambda one: empty_model(replace(config, model=one)))
         with attention.lowering_for_tpu():
             replica = TpuRuntime(0, num_replicas, torch.device("meta"))
-            state = prepare_model(model, config, replica, extra_sums=len(objective.extra))
-    replica = TpuRuntime(0, num_replicas, program.device())
+            return model, prepare_model(model, config, replica, extra_sums=len(objective.extra)), objective
+
+
+def _trace(config: TrainConfig, num_replicas: int, shards: int, part: UpdatePart | None) -> Program:
+    """As `trace_step`, in the mesh of this process; rows are those of `shards` replicas."""
+    plan = batch_arithmetic(config, num_replicas * shards)
+    model, state, objective = _prepared(config, num_replicas)
+    replica = _TracedReplica(0, num_replicas, program.device())
     inputs = fill(model, state)
     name_operations(model)
+    split = SplitStep(model, state, objective, config.optim, replica) if part else None
     rows, length = plan.batch_size * shards, config.data.max_length
     columns = {name: (1, dtype) for name, dtype in ROW.items()} | dict(objective.columns)
     batches = [
@@ -73,24 +95,34 @@ def _trace(config: TrainConfig, num_replicas: int, shards: int) -> Program:
         for _ in range(plan.gradient_accumulation)
     ]
     control = placeholder((3,), torch.float32)
-    inputs["control"] = control
+    inputs |= {"control": control, **(split.tensors() if split else {})}
+    specs = _specs(model, state) | {f"batch.{name}": (BATCH, None) for name in columns}
+    before = [(tensor, tensor_number(tensor)) for tensor in _kept(state, split)]
+    names = {tensor_number(tensor): name for name, tensor in inputs.items()}
+    names |= {tensor_number(tensor): f"batch.{name}" for batch in batches for name, tensor in batch.items()}
+    with attention.lowering_for_tpu():
+        if split is None:
+            train_step(model, state, batches, control, objective, config.optim, replica)
+        elif part == "accumulate":
+            split.accumulate(batches[0])
+        else:
+            split.apply(control)
+        # As torch_xla does at a cut: a tensor that was changed in place donates its old buffer to the new value.
+        unchanged = {number for tensor, number in before if is_input(tensor, number)}
+        replaced = {number for _, number in before} - unchanged
+        outputs = [tensor for tensor in _kept(state, split) if tensor_number(tensor) not in unchanged]
+        return lower(outputs, replaced, names, specs)
+
+
+def _specs(model: PreTrainedModel, state: TrainState) -> dict[str, Spec]:
+    """Returns the sharding of the tensors of a model, its state and the buffer of its gradients, by name."""
     tied, stacks = active_mesh().size > 1 and is_tied(model), tuple(stacked_prefixes(model))
     tensors = (*model.named_parameters(), *model.named_buffers())
     specs = {name: spec_of(name, tensor, name.startswith(stacks), tied) for name, tensor in tensors}
     for name, moments in state.moments.items():
         specs |= {f"moments.{name}.{kind}": state.spec(name, moment) for kind, moment in moments.items()}
-        specs[f"average.{name}"] = state.specs[name]
-    specs |= {f"batch.{name}": (BATCH, None) for name in columns}
-    before = [(tensor, tensor_number(tensor)) for tensor in _kept(state)]
-    names = {tensor_number(tensor): name for name, tensor in inputs.items()}
-    names |= {tensor_number(tensor): f"batch.{name}" for batch in batches for name, tensor in batch.items()}
-    with attention.lowering_for_tpu():
-        train_step(model, state, batches, control, objective, config.optim, replica)
-        # As torch_xla does at a cut: a tensor that was changed in place donates its old buffer to the new value.
-        unchanged = {number for tensor, number in before if is_input(tensor, number)}
-        replaced = {number for _, number in before} - unchanged
-        outputs = [tensor for tensor in _kept(state) if tensor_number(tensor) not in unchanged]
-        return lower(outputs, replaced, names, specs)
+        specs |= {f"{part}.{name}": state.specs[name] for part in ("average", "gradients")}
+    return specs
 
 
 @dataclass(frozen=True)
@@ -98,40 +130,48 @@ class GenerationProgram:
     """A program of `generation.decoder`, to trace.
 
     Attributes:
-        part: "prefill", or "decode" for `BLOCK` steps.
+        part: "prefill", "samples", which copies each prompt's cache for its samples, or "decode" for `BLOCK` steps.
         rows: of the batch, padding included.
         width: tokens to which prompts are padded.
         slots: length of the key/value cache.
+        samples: of each prompt, which "samples" makes.
     """
 
-    part: Literal["prefill", "decode"]
+    part: Literal["prefill", "samples", "decode"]
     rows: int
     width: int
     slots: int
+    samples: int = 1
 
 
 def trace_generation(config: TrainConfig, num_devices: int, wanted: GenerationProgram) -> Program:
     """Traces a program of generation with sampling, for one device, or for a mesh of `num_devices`.
 
+    Of a run that samples the model is the one in training, else one that was loaded to generate.
+
     Raises:
         ValueError: as `trace_step`.
     """
-    if config.launch.mesh is None:
-        return _trace_generation(config, wanted)
-    with use_mesh(resolve_mesh(config.launch.mesh, num_devices, config.launch.mesh_rules)):
+    with _mesh_of(config, num_devices):
         return _trace_generation(config, wanted)
 
 
 def _trace_generation(config: TrainConfig, wanted: GenerationProgram) -> Program:
     """As `trace_generation`, in the mesh of this process; the decoder runs as on a TPU, over placeholders."""
-    with torch.device("meta"):
-        model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
-        model = model.to(models.compute_dtype(model)).eval()
-    inputs = fill(model)
+    sampling = Sampling(max(1, wanted.slots - wanted.width), temperature=0.7, top_p=0.9)
+    if config.on_policy:
+        model, state, _ = _prepared(config, 1)
+        specs, sampling = _specs(model, state), replace(sampling, top_p=1.0)
+        inputs = fill(model, state)
+    else:
+        with torch.device("meta"):
+            model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
+            model = model.to(models.compute_dtype(model)).eval()
+        inputs = fill(model)
+        tied = active_mesh().size > 1 and is_tied(model)
+        specs = {name: spec_of(name, tensor, tied=tied) for name, tensor in inputs.items()}
     replica = _TracedReplica(0, 1, program.device())
     decoder = Decoder(model, replica, BLOCK, wanted.slots)
-    tied = active_mesh().size > 1 and is_tied(model)
-    specs = {name: spec_of(name, tensor, tied=tied) for name, tensor in inputs.items()}
     ids, lengths = torch.zeros(wanted.rows, wanted.width, dtype=torch.int64), torch.full((wanted.rows,), wanted.width)
     batch = Batch(ids, lengths, ids[:, 0])
     with decoder.ready(), attention.lowering_for_tpu():
@@ -141,17 +181,16 @@ def _trace_generation(config: TrainConfig, wanted: GenerationProgram) -> Program
         specs |= {name: stack_spec(tensor.shape) for name, tensor in names.items()}
         numbers = {tensor_number(tensor): name for name, tensor in (inputs | names).items()}
         replaced = {tensor_number(tensor) for tensor in buffers}
-        outputs = []
         if wanted.part == "prefill":
             decoder.prefill(batch, 1, BLOCK)
-        else:
-            sampling = Sampling(wanted.slots - wanted.width, temperature=0.7, top_p=0.9)
-            uniforms = torch.zeros(sampling.max_new_tokens, wanted.rows)
-            ended = [False] * wanted.rows
-            state = decoder.begin(batch, 1, ended, uniforms, sampling.knobs(decoder.vocabulary), None)
-            decoder.decode(sampling.kind, state, cache, BLOCK)
-            outputs = [*replica.read, *state.carried]
-        return lower([*outputs, *buffers], replaced, numbers, specs)
+            return lower(buffers, replaced, numbers, specs)
+        if wanted.part == "samples":
+            return lower(decoder.copy_prompts(cache, wanted.samples).tensors, set(), numbers, specs)
+        uniforms = torch.zeros(sampling.max_new_tokens, wanted.rows)
+        ended = [False] * wanted.rows
+        inputs_of_steps = decoder.begin(batch, 1, ended, uniforms, sampling.knobs(decoder.vocabulary), None)
+        decoder.decode(sampling.kind, inputs_of_steps, cache, BLOCK)
+        return lower([*replica.read, *inputs_of_steps.carried, *buffers], replaced, numbers, specs)
 
 
 class _TracedReplica(TpuRuntime):
@@ -223,6 +262,6 @@ def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, t
     return inputs
 
 
-def _kept(state: TrainState) -> list[torch.Tensor]:
+def _kept(state: TrainState, split: SplitStep | None) -> list[torch.Tensor]:
     """The tensors that are alive after a step."""
-    return list(state.tensors().values())
+    return [*state.tensors().values(), *(split.tensors().values() if split else ())]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset, DatasetDict
 
-from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.loader import TrainConfig, of_rewards
 from tpu_kit.recipes.sft import TrainResult, train
 
 
@@ -34,9 +33,3 @@ def grpo(
     if isinstance(reward_funcs, str) or callable(reward_funcs):
         reward_funcs = [reward_funcs]
     return train(of_rewards(config), dataset, exact=exact, reward_funcs=reward_funcs)
-
-
-def of_rewards(config: TrainConfig) -> TrainConfig:
-    """Sets what `grpo` needs besides the section `rl`."""
-    # The loss is about 0 whatever the model does, so a rise of it says nothing.
-    return replace(config, optim=replace(config.optim, objective="policy", max_loss_rise=None))

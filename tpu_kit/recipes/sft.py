@@ -280,10 +280,9 @@ def check_rollouts(
 
 def prepare_run(config: TrainConfig) -> Prepared:
     """Prepares the data of a run for the tokenizer, the vocabulary and the positions of its model."""
-    rl, model, max_prompt = config.rl, read_config(config.model), None
+    model, max_prompt = read_config(config.model), None
     if config.on_policy:
-        room = config.data.max_length - rl.max_completion_length
-        max_prompt = min(room, rl.max_prompt_length or room)
+        max_prompt = config.rl.longest_prompt(config.data.max_length)
     text = model.get_text_config() if model else None  # loading a model explains why its configuration cannot be read
     return prepare(
         config.data,

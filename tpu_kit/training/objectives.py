@@ -39,11 +39,13 @@ class Cost(NamedTuple):
         params: number of parameters of `model.objective`.
         saved: shapes of the fp32 tensors that it saves for the backward pass.
         output_products: products of all tokens with the output layer.
+        forwards: forward passes of the frozen model.
     """
 
     params: int = 0
     saved: tuple[tuple[int, ...], ...] = ()
     output_products: int = 0
+    forwards: int = 0
 
 
 class Objective(abc.ABC):

@@ -49,7 +49,7 @@ class PolicyObjective(Objective):
 
     def cost(self, tokens: int, hidden_size: int) -> Cost:
         """See `Objective.cost`: the log-probabilities are computed before the loss, and with beta the reference's."""
-        return Cost(output_products=2 if self._rl.beta else 1)
+        return Cost(output_products=1, forwards=int(bool(self._rl.beta)))
 
     def logprobs(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Computes the log-probabilities of the labels without a gradient, (B, S) at the position that predicts."""

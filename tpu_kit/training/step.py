@@ -129,6 +129,11 @@ class SplitStep:
             (param.grad,) = runtime.put([torch.zeros(param.shape)], state.specs[name])
         (self._totals,) = runtime.put([torch.zeros(2 + len(objective.extra))])
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns what it keeps between its programs, by name."""
+        gradients = {f"gradients.{name}": param.grad for name, param in self._state.params.items()}
+        return {name: tensor for name, tensor in gradients.items() if tensor is not None} | {"totals": self._totals}
+
     def accumulate(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Adds the gradients and sums of one pass; without a collective."""
         self._totals.add_(_backward(self._model, batch, self._objective))

@@ -1,0 +1,233 @@
+"""The plan of reinforcement learning: its programs, their memory beside each other, its time, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.benchmarks import rollouts as recorded
+from tests.hardware.test_machine import V5E, fake
+from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, cache_bytes_per_token, write_config
+from tpu_kit.cli import main
+from tpu_kit.config.loader import ConfigError, TrainConfig, as_trained, load_config
+from tpu_kit.config.mesh import Mesh
+from tpu_kit.diagnostics.doctor import diagnose
+from tpu_kit.distributed.launch import LaunchError
+from tpu_kit.hardware.chips import chip
+from tpu_kit.models.shape_cache import read_shape
+from tpu_kit.planning.compile_check import compile_programs
+from tpu_kit.planning.memory_estimate import estimate
+from tpu_kit.planning.oom_recovery import next_setting, out_of_memory, suggestion
+from tpu_kit.planning.planner import Plan, plan
+from tpu_kit.planning.preflight import check_before_launch
+from tpu_kit.planning.report import report
+from tpu_kit.planning.rollouts import cache_bytes, program_rows, rollout_of, update_plan
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+SIZES = ["max_length=1024", "max_prompt_length=256", "max_completion_length=512", "max_steps=100"]
+NAMES = ["prefill", "samples", "decode", "accumulate", "apply"]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write_config(tmp_path / "qwen", QWEN2_500M)
+
+
+def run(model: Path | str, *settings: str) -> TrainConfig:
+    return as_trained(load_config(None, [f"model.name={model}", *SIZES, *settings]))
+
+
+def planned(model: Path, *settings: str) -> Plan:
+    return plan(run(model, "batch_size=4", "remat=full", *settings))[0]
+
+
+def test_what_lies_beside_each_program(small: Path) -> None:
+    found = planned(small, "eval_generate_rows=64")
+    of = {one.name: one for one in found.programs}
+    assert [*of] == [*NAMES[:3], "answers", *NAMES[3:]]
+    token = cache_bytes_per_token(SimpleNamespace(**QWEN2_500M), 2)  # heads of 64 are not padded: slots are the lanes
+    slots = 256 + 512
+    assert of["prefill"].arguments["prompt_cache"] == 16 * slots * token
+    assert of["decode"].arguments["sample_cache"] == of["samples"].results == 128 * slots * token
+    assert of["decode"].beside["prompt_cache"] == 16 * slots * token
+    assert of["answers"].arguments["prompt_cache"] == 128 * slots * token
+    # The cache of the samples ends with the rollout; that of the prompts, and what the optimizer has, do not.
+    for name in ("accumulate", "apply"):
+        there = {**of[name].arguments, **of[name].beside}
+        assert "sample_cache" not in there and {"prompt_cache", "gradient_buffer", "optimizer"} <= there.keys()
+    adapters = of["apply"].arguments["adapters"]
+    assert of["apply"].arguments["gradient_buffer"] == adapters and "base_weights" in of["apply"].beside
+    rows = {row["program"]: row["formula_bytes"] for row in program_rows(found.programs, {})}
+    assert found.peak_bytes == max(rows.values()) == rows["decode"] == sum(found.parts.values())
+
+
+def test_the_report_and_its_figures(small: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = planned(small)
+    values = found.to_dict()
+    assert (values["gradient_accumulation"], values["updates"], [row["program"] for row in values["programs"]]) == (
+        128 // 4, 100, NAMES,  # a completion and its prompt fill a row
+    )  # fmt: skip
+    seconds = values["step_seconds"]
+    assert 0 < values["rollout_seconds"] < seconds and values["tokens_per_second"] == 128 * 512 / seconds
+    assert values["run_hours"] == pytest.approx(100 * seconds / 3600)
+    text = report(found.config, [found])
+    for line in (
+        "up to 7 programs: 3 prefill, 1 samples, 1 decode, 1 accumulate, 1 apply",
+        "a rollout of a replica reads 16 prompts of up to 256 tokens and decodes 128 completions of up to 512, in a "
+        "cache of 768 slots",
+        "s in 32 passes",
+    ):
+        assert line in text
+    # A file that sets a parameter of `rl` is planned as `grpo` trains it.
+    file = tmp_path / "my.yaml"
+    file.write_text(f"model: {{name: {small}}}\nrl: {{prompts_per_update: 8}}\noptim: {{max_steps: 5}}\n")
+    assert main(["plan", str(file), "batch_size=4", "remat=full"]) == 0
+    assert "decodes 64 completions of up to 512" in capsys.readouterr().out
+    assert not plan(load_config(None, [f"model.name={small}", "batch_size=4", "remat=full"]))[0].programs
+
+
+def test_time_follows_the_sizes(small: Path) -> None:
+    time = planned(small).time
+    assert time is not None
+    shorter, twice = planned(small, "max_completion_length=256").time, planned(small, "num_iterations=2").time
+    assert shorter is not None and 2 < time.rollout / shorter.rollout < 2.6  # half the steps, of a shorter cache
+    # Two updates share a rollout and the log-probabilities before the first one.
+    assert twice is not None and time.rollout / 2 < twice.rollout < time.rollout
+    more = planned(small, "beta=0.04").time
+    assert more is not None and more.compute > 1.2 * time.compute  # a forward pass of the reference besides
+    eight = plan(run(small, "batch_size=4", "remat=full"), ["v5e-8"])[0].time
+    assert eight is not None and eight.rollout < time.rollout and eight.predicted < time.predicted / 3
+
+
+def test_shapes_on_replicas_and_on_a_mesh(small: Path) -> None:
+    config = run(small, "batch_size=4")
+    assert (rollout_of(config, 8).prompts, rollout_of(config, 8).samples) == (2, 16)
+    assert update_plan(config, 8).gradient_accumulation == 4
+    shape = read_shape(config.model)
+    whole = cache_bytes(config, shape, 128, 768, None)
+    assert cache_bytes(config, shape, 128, 768, Mesh(fsdp=2)) == whole // 2  # by its two key-value heads
+    assert cache_bytes(config, shape, 128, 768, Mesh(fsdp=8)) == whole // 8  # by rows
+
+
+def test_a_rollout_that_does_not_fit_is_told_before_the_launch(small: Path, tmp_path: Path) -> None:
+    at = fake(tmp_path / "root", V5E)
+    config = run(small, "device_type=tpu", "batch_size=4", "prompts_per_update=512")
+    outlook = check_before_launch(config, at=at)
+    assert outlook.fits is False and outlook.memory is not None and outlook.memory.moment == "decode"
+    # No setting of the passes makes a rollout smaller.
+    assert next_setting(outlook) == ({}, "") and "or with grpo rl.prompts_per_update" in suggestion(outlook)
+    with pytest.raises(ValueError, match=r"not one row fits v5litepod-1: rl\.prompts_per_update=\d+ \(fewer pr"):
+        check_before_launch(run(small, "device_type=tpu", "batch_size=auto", "prompts_per_update=512"), at=at)
+    advice = plan(config)[0].advice
+    assert advice is not None
+    knob = next(one for one in advice.knobs if one.change.startswith("rl.prompts_per_update="))
+    assert knob.fits and planned(small, knob.change).fits
+
+
+def test_a_pass_that_does_not_fit_becomes_smaller(small: Path, tmp_path: Path) -> None:
+    outlook = check_before_launch(run(small, "device_type=tpu", "batch_size=300"), at=fake(tmp_path / "root", V5E))
+    assert outlook.fits is False and "step             at most " in str(outlook)
+    overrides, _ = next_setting(outlook)
+    assert {*overrides} <= {"batch_size", "remat", "loss_chunk", "mlp_tile"} and overrides["batch_size"] < 300
+    again = check_before_launch(
+        run(small, "device_type=tpu", *(f"{name}={value}" for name, value in overrides.items())),
+        at=fake(tmp_path / "other", V5E),
+    )  # fmt: skip
+    assert again.fits
+    found = out_of_memory(LaunchError("rank 2 (process 7) was ended by SIGKILL: often by the kernel"), outlook)
+    assert "(launch.num_replicas), so that the run goes on" in str(found)  # grpo refuses a global batch
+
+
+def test_rows_that_a_tpu_does_not_fill_are_told(small: Path, tmp_path: Path) -> None:
+    text = "rl.prompts_per_update=6 x 8 completions are 48 rows in each of 1 replicas, no multiple of 64"
+    found = planned(small, "prompts_per_update=6")
+    assert text in found.note and "rl.prompts_per_update=8 fills" in found.note
+    at = fake(tmp_path / "root", V5E)
+    config = run(small, "prompts_per_update=6", "device_type=tpu", "batch_size=1")
+    assert text in str(check_before_launch(config, at=at))
+    assert not planned(small).note
+    *_, row = diagnose(config, at)
+    assert (row.name, row.status) == ("Rollouts", "warning") and text in row.fix
+    *_, row = diagnose(run(small, "reward_funcs=[no_module:judge]"), at)
+    assert row.status == "failure" and "rl.reward_funcs=no_module:judge" in row.found
+
+
+def test_hours_from_epochs() -> None:
+    config = load_config("embedded-grpo", ["max_steps=null", "epochs=1", "split=train[:64]", "eval_rows=0",
+                                           "eval_steps=null", "eval_generate_rows=0", "warmup_steps=0"])  # fmt: skip
+    assert plan(config)[0].updates == 64 // 16
+    assert plan(load_config("embedded-grpo", ["num_iterations=2"]))[0].updates == 120
+
+
+def test_settings_that_contradict_grpo_are_refused(small: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optim\.global_batch_size: 8 is not for grpo"):
+        plan(load_config(None, [f"model.name={small}", "prompts_per_update=8", "global_batch_size=8"]))
+
+
+# --------------------------------------------------------------------------------------------------------- the compiler
+
+
+@pytest.mark.parametrize("answer", recorded.ANSWERS, ids=lambda one: one["settings"][0].rpartition("/")[2])
+def test_the_formula_is_near_the_compiler(answer: dict[str, Any]) -> None:
+    config, limit = recorded.configuration(answer), chip("v5e").usable_hbm_bytes
+    assert limit is not None
+    rows = recorded.rows(answer)
+    assert [row["program"] for row in rows] == [one.name for one in estimated(config, answer).programs]
+    for row in rows:
+        assert row["compiler_bytes"] <= limit, row
+        assert abs(row["formula_bytes"] / row["compiler_bytes"] - 1) < 0.08, row
+    assert recorded.lines(answer) in recorded.PAGE.read_text(), "python -m tests.benchmarks.rollouts --readme"
+
+
+def estimated(config: TrainConfig, answer: dict[str, Any]) -> Any:
+    return estimate(config, num_replicas=answer["replicas"], mesh=recorded.mesh_of(answer), chip=chip("v5e"))
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.timeout(1200)
+def test_the_programs_of_a_tiny_model_compile(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "tiny", TINY)
+    settings = ["max_length=256", "prompts_per_update=4", "max_completion_length=64", "max_prompt_length=64"]
+    config = as_trained(load_config(None, [f"model.name={model}", *settings, "eval_generate_rows=8", "batch_size=2"]))
+    made = compile_programs(config, "v5e:1x1", 1, progress=False, cache_dir=tmp_path)
+    assert all(one.fits for one in made.values())
+    programs = {one.name: one for one in estimate(config, chip=chip("v5e")).programs}
+    assert made.keys() == programs.keys()
+    for name, one in programs.items():
+        assert made[name].argument_bytes == pytest.approx(sum(one.arguments.values()), abs=2**16), name
+    # The cache of decode steps is written where it lies, and so are the gradients.
+    assert (made["decode"].aliased_bytes or 0) >= programs["decode"].arguments["sample_cache"]
+    assert (made["accumulate"].aliased_bytes or 0) >= programs["accumulate"].arguments["gradient_buffer"]
+    # The samples are new buffers: nothing of the last rollout lies beside them.
+    assert made["samples"].aliased_bytes == 0 and made["samples"].output_bytes == programs["samples"].results
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("answer", recorded.ANSWERS, ids=lambda one: one["settings"][0].rpartition("/")[2])
+def test_the_compiler_still_says_so(answer: dict[str, Any]) -> None:
+    for name, one in compile_programs(recorded.configuration(answer), answer["topology"], answer["replicas"]).items():
+        assert one.total_bytes == pytest.approx(answer["programs"][name]["total_bytes"], rel=0.02), name
+
+
+def test_a_teacher_scores_one_sample_of_each_prompt(small: Path) -> None:
+    config = load_config(None, [f"model.name={small}", f"distill.teacher={small}", "distill.on_policy=true", *SIZES])
+    found = plan(as_trained(config))[0]
+    of = {one.name: one for one in found.programs}
+    assert [*of] == ["prefill", "decode", "accumulate", "apply"]  # no copy: the cache of the prompts is decoded in
+    assert "prompt_cache" in of["decode"].arguments and "teacher_weights" in of["decode"].beside
+    assert of["accumulate"].arguments["teacher_weights"] == of["decode"].beside["teacher_weights"] > 0
+    assert "decodes 16 completions of up to 512" in report(config, [found])
+    *_, row = diagnose(config)
+    assert row.found == "16 prompts x 1 completions an update, judged by the teacher"
+
+
+def test_an_8b_model_in_int8_is_planned(tmp_path: Path) -> None:
+    found = planned(write_config(tmp_path / "llama", LLAMA_8B), "base_dtype=int8", "max_completion_length=256")
+    assert found.to_dict()["fits"] in (True, False) and found.time is not None and found.time.rollout > 1

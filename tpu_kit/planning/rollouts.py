@@ -1,0 +1,228 @@
+"""The rollouts of `grpo` and `distill.on_policy` on one device: the shapes of their programs, and their memory.
+
+A rollout reads its prompts at once (prefill), copies their keys and values for each sample, and decodes a block of
+tokens a program until every row has ended. Weights, optimizer state and the buffer of the gradients are there all the
+time, and so is the cache of the prompts; that of the samples ends with the rollout.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
+from tpu_kit.config.mesh import Mesh
+from tpu_kit.models.architecture import Shape
+from tpu_kit.models.sharding_rules import cache_spec
+from tpu_kit.planning.activation_memory import PeakActivationModel
+from tpu_kit.planning.argument_memory import padded
+
+if TYPE_CHECKING:
+    from tpu_kit.planning.compile_check import Compiled
+
+LEAST_CODE, LAYER_CODE = 4 * 2**20, 5 * 2**19
+"""Code of a prefill or of decode steps, and of each layer in its loops."""
+LOGITS = 3
+"""Arrays of (B, V) in fp32 while tokens are drawn."""
+WHOLE_ROWS = 64
+"""A number of rows of which a TPU computes multiples: others cost the time of the next multiple."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The shapes of a rollout on one replica, or on the mesh.
+
+    Attributes:
+        prompts: rows of a prefill.
+        samples: rows of a decode step.
+        widths: tokens to which prompts may be padded.
+        slots: length of the key/value cache.
+        block: decode steps of a program.
+        tokens: the most tokens of a completion.
+    """
+
+    prompts: int
+    samples: int
+    widths: tuple[int, ...]
+    slots: int
+    block: int
+    tokens: int
+
+    @property
+    def programs(self) -> dict[str, dict[str, object]]:
+        """The values of `trace.GenerationProgram` of each program at its widest, by name."""
+        sizes = {"rows": self.prompts, "width": self.widths[-1], "slots": self.slots}
+        found: dict[str, dict[str, object]] = {"prefill": {"part": "prefill", **sizes}}
+        if self.copies:
+            found["samples"] = {"part": "samples", **sizes, "samples": self.samples // self.prompts}
+        return found | {"decode": {"part": "decode", **sizes, "rows": self.samples}}
+
+    @property
+    def copies(self) -> bool:
+        """Whether a prompt has several samples, so that its cache is copied for them."""
+        return self.samples > self.prompts
+
+
+def rollout_of(config: TrainConfig, replicas: int) -> Rollout:
+    """Returns the rollout of a replica, with prompts as long as the run allows."""
+    from tpu_kit.generation.decoder import BLOCK, cache_slots, widths_to  # loads torch
+
+    rl, most = config.rl, config.rl.longest_prompt(config.data.max_length)
+    prompts = -(-rl.prompts_per_update // replicas)
+    slots = cache_slots(most, rl.max_completion_length, BLOCK)
+    return Rollout(
+        prompts, prompts * config.num_generations, tuple(widths_to(most)), slots, BLOCK, rl.max_completion_length
+    )
+
+
+def update_plan(config: TrainConfig, replicas: int) -> BatchPlan:
+    """As `batch_arithmetic`; of completions the passes of the longest update: each one and its prompt at its longest.
+
+    Its tokens are those of the completions.
+    """
+    plan = batch_arithmetic(config, replicas)
+    if not config.on_policy:
+        return plan
+    rl, length = config.rl, config.data.max_length
+    completions = rl.prompts_per_update * config.num_generations
+    rows = -(-completions // (length // (rl.longest_prompt(length) + rl.max_completion_length)))
+    passes = -(-rows // plan.global_batch_size)
+    return replace(
+        plan, gradient_accumulation=passes, global_batch_size=passes * plan.global_batch_size,
+        tokens_per_update=completions * rl.max_completion_length,
+    )  # fmt: skip
+
+
+def cache_bytes(config: TrainConfig, shape: Shape, rows: int, slots: int, mesh: Mesh | None) -> int:
+    """Bytes of a key/value cache on one device, in the compute dtype: its stacks (G, B, m, S, d) for the turns G."""
+    size, mesh = 4 if config.model.base_dtype == "fp32" else 2, mesh or Mesh()
+    total = 0
+    for kind, count in shape.counted:
+        one = (rows, kind.kv_heads, slots, kind.head_dim)
+        total += 2 * count * padded(mesh.shard_shape(mesh.fitted(cache_spec(mesh, one), one), one), size, free=True)
+    return total
+
+
+@dataclass(frozen=True)
+class ProgramPeak:
+    """The memory of a device while one of the programs of a run that samples is at work.
+
+    Attributes:
+        name: "prefill", "samples", "decode", "answers" (the prefill of held-out prompts), "accumulate" or "apply".
+        arguments: bytes by name of the buffers that it reads.
+        results: bytes that it returns in new buffers.
+        temporaries: bytes by name of the buffers that live only within it.
+        code: its own size.
+        beside: bytes of the other buffers, without the code of other programs.
+        moment: the moment of its peak, where it has several.
+    """
+
+    name: str
+    arguments: Mapping[str, int]
+    results: int
+    temporaries: Mapping[str, int]
+    code: int
+    beside: Mapping[str, int]
+    moment: str = ""
+
+    @property
+    def own(self) -> int:
+        """Bytes that the compiler counts."""
+        return sum(self.arguments.values()) + self.results + sum(self.temporaries.values()) + self.code
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device."""
+        return self.own + sum(self.beside.values())
+
+
+def program_rows(programs: Sequence[ProgramPeak], made: Mapping[str, Compiled]) -> list[dict[str, Any]]:
+    """The bytes of a device in each program: by formula, and by the compiler where it was asked.
+
+    The code of all programs is there all the time.
+    """
+    codes, compiled = sum(one.code for one in programs), sum(one.code_bytes or 0 for one in made.values())
+    rows: list[dict[str, Any]] = []
+    for one in programs:
+        row = {"program": one.name, "formula_bytes": one.total - one.code + codes, "compiler_bytes": None}
+        if found := made.get(one.name):
+            beside = sum(one.beside.values()) + compiled - (found.code_bytes or 0)
+            row["compiler_bytes"] = found.total_bytes + beside
+        rows.append(row)
+    return rows
+
+
+class RolloutTemporaries:
+    """The buffers that live only within a program of a rollout, on one device, by name.
+
+    Args:
+        step: the terms of a training step.
+        config: the run.
+        shape: of the whole model.
+        mesh: the devices; None for a replica.
+    """
+
+    def __init__(self, step: PeakActivationModel, config: TrainConfig, shape: Shape, mesh: Mesh | None) -> None:
+        self.step, self.shape, self.mesh = step, shape, mesh or Mesh()
+        self.config = config
+
+    def prefill(self, rows: int, width: int) -> dict[str, float]:
+        """Bytes of a prefill: those of a model that is not trained."""
+        step = copy.copy(self.step)
+        step.rows, step.length = -(-rows // self.mesh.data), width
+        step.tokens = step.rows * width
+        step.tiles = -(-step.tokens // min(self.config.optim.mlp_tile or step.tokens, step.tokens))
+        lasting = {"weight_copies": step.copies(), "rotary": step.rotary()}
+        return max((one.parts for one in step.layer_moments(lasting)), key=lambda parts: sum(parts.values()))
+
+    def decode(self, rows: int, cache: int) -> dict[str, float]:
+        """Bytes of decode steps: keys or values in the layout in which slots are written, two layers' of them, logits.
+
+        The keys and values of layers that run one by one are not copied.
+        """
+        looped = sum(period * turns for period, turns in self.shape.runs if turns > 1) / self.shape.layers
+        logits = 4 * -(-rows // self.mesh.data) * self.shape.vocabulary
+        return {
+            "weight_copies": self.step.copies(), "cache_copy": looped * cache / 2,
+            "layer": cache / self.shape.layers, "logits": LOGITS * logits,
+        }  # fmt: skip
+
+
+def generation_code(shape: Shape) -> int:
+    """The size of a program of generation."""
+    return LEAST_CODE + LAYER_CODE * sum(period for period, _ in shape.runs)
+
+
+def program_count(config: TrainConfig, replicas: int) -> dict[str, int]:
+    """The most programs of a run, by kind."""
+    rollout = rollout_of(config, replicas)
+    # Held-out prompts fill the rows of the samples.
+    answers = len(rollout.widths) if config.tracking.eval_generate_rows and rollout.copies else 0
+    before = int(config.optim.objective == "policy" and config.rl.num_iterations > 1)
+    return {"prefill": len(rollout.widths) + answers, "samples": int(rollout.copies), "decode": 1, "accumulate": 1,
+            "apply": 1, "log-probabilities before": before}  # fmt: skip
+
+
+def whole_prompts(config: TrainConfig, replicas: int) -> int:
+    """The least number of prompts whose completions are multiples of `WHOLE_ROWS` in each replica."""
+    count = config.num_generations
+    return math.lcm(WHOLE_ROWS, count) // count * replicas
+
+
+def warnings_of(config: TrainConfig, replicas: int) -> list[str]:
+    """Says which shapes of a rollout waste a TPU's work."""
+    if not config.on_policy:
+        return []
+    prompts, count = config.rl.prompts_per_update, config.num_generations
+    rows = -(-prompts // replicas) * count
+    if rows % WHOLE_ROWS == 0:
+        return []
+    each = whole_prompts(config, replicas)
+    return [
+        f"rl.prompts_per_update={prompts} x {count} completions are {rows} rows in each of {replicas} replicas, no "
+        f"multiple of {WHOLE_ROWS}: a TPU takes the time of the next one, which rl.prompts_per_update="
+        f"{-(-prompts // each) * each} fills"
+    ]
