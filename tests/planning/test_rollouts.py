@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,16 @@ import pytest
 
 from tests.benchmarks import rollouts as recorded
 from tests.hardware.test_machine import V5E, fake
+from tests.planning.test_planner import compiled
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, cache_bytes_per_token, write_config
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, as_trained, load_config
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.diagnostics.doctor import diagnose
 from tpu_kit.distributed.launch import LaunchError
-from tpu_kit.hardware.chips import chip
+from tpu_kit.hardware.chips import GIB, chip
 from tpu_kit.models.shape_cache import read_shape
+from tpu_kit.planning import compile_check
 from tpu_kit.planning.compile_check import compile_programs
 from tpu_kit.planning.memory_estimate import estimate
 from tpu_kit.planning.oom_recovery import next_setting, out_of_memory, suggestion
@@ -152,6 +155,9 @@ def test_rows_that_a_tpu_does_not_fill_are_told(small: Path, tmp_path: Path) -> 
     assert not planned(small).note
     *_, row = diagnose(config, at)
     assert (row.name, row.status) == ("Rollouts", "warning") and text in row.fix
+    two = replace(at, environ={"TPU_KIT_HOSTS": "a,b", "TPU_KIT_HOST_INDEX": "0"})
+    *_, row = diagnose(run(small), two)
+    assert row.status == "failure" and row.found.endswith("completions are exchanged within one host, not 2")
     *_, row = diagnose(run(small, "reward_funcs=[no_module:judge]"), at)
     assert row.status == "failure" and "rl.reward_funcs=no_module:judge" in row.found
 
@@ -185,6 +191,29 @@ def test_the_formula_is_near_the_compiler(answer: dict[str, Any]) -> None:
 
 def estimated(config: TrainConfig, answer: dict[str, Any]) -> Any:
     return estimate(config, num_replicas=answer["replicas"], mesh=recorded.mesh_of(answer), chip=chip("v5e"))
+
+
+def test_a_pass_that_the_compiler_refuses_becomes_smaller(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def answer(config: TrainConfig, topology: str, devices: int) -> dict[str, Any]:
+        asked.append(config.optim.batch_size)
+        more = {"accumulate": GIB * config.optim.batch_size}  # type: ignore[operator]  # a number
+        return {one.name: compiled(one.own + more.get(one.name, 0)) for one in estimate(config).programs}
+
+    monkeypatch.setattr(compile_check, "compile_programs", answer)
+    (found,) = plan(run(small, "remat=full"), exact=True)
+    assert (found.source, found.fits, found.config.optim.batch_size) == ("compiler", True, asked[-1]) and len(asked) > 1
+    rows = found.to_dict()["programs"]
+    assert found.peak_bytes == max(row["compiler_bytes"] for row in rows) < found.where.limit
+    # In these answers each program has a byte of code.
+    others, decode = sum(one.code for one in found.programs if one.name != "decode"), rows[2]
+    assert decode["compiler_bytes"] == decode["formula_bytes"] - others + len(rows) - 1
+    text = report(found.config, [found])
+    assert "GiB by compiler" in text and "each start compiles the programs: 0.2 min on this machine" in text
+    asked.clear()
+    (found,) = plan(run(small, "remat=full", "batch_size=64"), exact=True)
+    assert not found.fits and asked == [64] and found.advice is not None and found.advice.knobs
 
 
 @pytest.mark.slow

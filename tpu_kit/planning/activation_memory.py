@@ -175,15 +175,11 @@ class PeakActivationModel:
     def forward_moments(self, lasting: dict[str, float]) -> Iterator[Moment]:
         """The moments of a model that is not trained: attention's, with its inputs in two layouts, and the loss."""
         saved, chunk = lasting.pop("objective_saved"), sum(self.loss())
-        yield from self.layer_moments(lasting)
-        yield Moment("loss", {**lasting, "objective_saved": saved / 2, "loss_chunk": chunk}, self.hidden())
-
-    def layer_moments(self, lasting: dict[str, float]) -> Iterator[Moment]:
-        """Those of attention, with its inputs in two layouts."""
         for kind in self.shape.kinds:
             attention = self.heads(2, kind) + self.pairs(2, kind) + self.positions(1, kind)
             layer = self.states(3) + self.slices(kind)
             yield Moment("forward", {**lasting, "layer": layer, "attention": attention}, 0)
+        yield Moment("loss", {**lasting, "objective_saved": saved / 2, "loss_chunk": chunk}, self.hidden())
 
     def group_bytes(self, group: Sequence[tuple[int, ...]]) -> int:
         """Bytes of the fp32 tensor in which a group is updated: a large one in its own shape, or a vector of all."""

@@ -335,8 +335,8 @@ def rollout_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dict[
     """The work on one device of each program of a rollout, with its prompts at their widest.
 
     A decode step reads the weights, all slots of the cache, and the logits several times. On a mesh each device
-    multiplies with its part of the weights, and the outputs of the linear layers are gathered. A TPU computes whole
-    multiples of `rollouts.WHOLE_ROWS` rows.
+    multiplies with its part of the weights; the inputs of attention, of its output, of the MLP and of its output are
+    gathered, and the logits. A TPU computes whole multiples of `rollouts.WHOLE_ROWS` rows.
     """
     mesh = where.mesh or Mesh()
     rollout, length = rollout_of(config, 1 if where.mesh else where.replicas), config.data.max_length
@@ -353,9 +353,12 @@ def rollout_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dict[
     traffic += cache + LOGITS_TRAFFIC * 4 * rows * shape.vocabulary
     block, moved = rollout.block, list[Transfer]()
     if parts > 1:
-        sent = rows * size * (_ends(shape) + 2 * shape.vocabulary) * (parts - 1) / parts
-        count = sum(len(kind.linears) * number for kind, number in shape.counted)
-        moved.append(Transfer("all-gather of activations", block * count, block * sent, 1.0))
+        each = sum(
+            number * (2 * shape.hidden + kind.heads * kind.head_dim + kind.intermediate)
+            for kind, number in shape.counted
+        )
+        sent = block * rows * size * (each + shape.vocabulary) * (parts - 1) / parts
+        moved.append(Transfer("all-gather of activations", block * (4 * shape.layers + 1), sent, 1.0))
     found = {
         "prefill": Work(read.flops / parts, read.traffic / parts, 0.0),
         "samples": Work(0.0, COPY_TRAFFIC * cache * rollout.copies, 0.0),

@@ -170,23 +170,29 @@ class RolloutTemporaries:
         self.config = config
 
     def prefill(self, rows: int, width: int) -> dict[str, float]:
-        """Bytes of a prefill: those of a model that is not trained."""
+        """Bytes of a prefill: attention, with its inputs in two layouts; on a mesh weights stay where they lie."""
         step = copy.copy(self.step)
         step.rows, step.length = -(-rows // self.mesh.data), width
         step.tokens = step.rows * width
         step.tiles = -(-step.tokens // min(self.config.optim.mlp_tile or step.tokens, step.tokens))
-        lasting = {"weight_copies": step.copies(), "rotary": step.rotary()}
-        return max((one.parts for one in step.layer_moments(lasting)), key=lambda parts: sum(parts.values()))
+        kinds, parts = step.shape.kinds, self.mesh.fsdp
+        sizes = ((step.heads(2, one) + step.pairs(2, one)) / parts + step.positions(1, one) for one in kinds)
+        return {
+            "weight_copies": step.copies(), "rotary": step.rotary(),
+            "layer": step.states(3) + (max(map(step.slices, kinds)) if self.mesh.size == 1 else 0.0),
+            "attention": max(sizes),
+        }  # fmt: skip
 
     def decode(self, rows: int, cache: int) -> dict[str, float]:
         """Bytes of decode steps: keys or values in the layout in which slots are written, two layers' of them, logits.
 
-        The keys and values of layers that run one by one are not copied.
+        On a mesh there are keys and values. Those of layers that run one by one are not copied.
         """
+        copied = cache / (2 if self.mesh.size == 1 else 1)
         looped = sum(period * turns for period, turns in self.shape.runs if turns > 1) / self.shape.layers
         logits = 4 * -(-rows // self.mesh.data) * self.shape.vocabulary
         return {
-            "weight_copies": self.step.copies(), "cache_copy": looped * cache / 2,
+            "weight_copies": self.step.copies(), "cache_copy": looped * copied,
             "layer": cache / self.shape.layers, "logits": LOGITS * logits,
         }  # fmt: skip
 
