@@ -22,7 +22,7 @@ from tpu_kit.checkpointing import manager
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.training.metrics import read_metrics
 
-pytestmark = pytest.mark.timeout(1800)  # all seven take a minute on two idle cores; a busy machine is no failure
+pytestmark = pytest.mark.timeout(1800)  # all seven take two minutes on two idle cores; a busy machine is no failure
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 STEPS = 6
 # Both keys in each of the three places; who looks in the right order takes the first of each.
@@ -57,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{services}", "HOME": str(folder / "home")}
     few = [f"max_steps={STEPS}", "logging_steps=1", "warmup_steps=1", "eval_rows=4", "generate_rows=2"]
     few += ["generate_tokens=8", "thoughts_per_step=2", "teacher=runs/notebook-4/export/merged", "kit_source=git"]
+    few += ["start_steps=6", "prompts_per_update=2", "num_generations=4"]
     arguments = ["num_replicas=1", "device_type=cpu", "wandb=offline", "out=done", *few]
     done = run_python(
         ["-m", "tpu_kit", "notebooks", *map(str, NOTEBOOKS), *arguments],
@@ -153,7 +154,7 @@ def test_a_model_learns_from_rewards(folder: Path) -> None:
     text = shown(outputs)
     assert f"{STEPS} of {STEPS} updates" in text and "groups of equal rewards" in text
     assert re.search(r"^step 6: ", text, re.MULTILINE) and "problems gained" in text
-    assert "expected: " in text and "rollout          16 prompts x 8 completions of up to 80 tokens; 6 updates" in text
+    assert "expected: " in text and "rollout          2 prompts x 4 completions of up to 80 tokens; 6 updates" in text
 
 
 @pytest.mark.slow
