@@ -2,8 +2,8 @@
 
 `python -m tests.benchmarks.differential COMMIT` trains twenty small runs twice, each in a process of its own, from a
 worktree of COMMIT and from this one, on the CPU, on replicas of XLA:CPU and on meshes. It compares what a user keeps:
-exit code, names of the files written, the loss of each update, the trained tensors of the first checkpoint and of the
-last, and the greedy answers before and after training.
+exit code, names of the files written, the loss of each update, the trained tensors of the first checkpoint, of the
+last and of the result, and the greedy answers before and after training.
 
 On the CPU all must be equal bit for bit. On XLA:CPU a changed program may round otherwise: the losses may differ by
 1e-6 of their value, the tensors of the first checkpoint by 1e-5 of their norm, and answers not at all. Only the
@@ -55,7 +55,7 @@ RUNS: dict[str, str] = {
     "cpu-early-stop": "device_type=cpu eval_steps=2 early_stop_patience=1 learning_rate=0.5",
     "cpu-messages": "device_type=cpu data.source=chats.jsonl",
     "cpu-completions": "device_type=cpu data.source=pairs.jsonl base_dtype=int8",
-    "cpu-text": "device_type=cpu data.source=texts.jsonl generate_rows=0 base_dtype=int4",
+    "cpu-text": "device_type=cpu data.source=texts.jsonl generate_rows=0 base_dtype=int4 quant_group=64",
     "cpu-error-correction": "device_type=cpu optim.objective=error-correction",
     "cpu-teacher": "device_type=cpu distill.teacher=embedded labels_weight=0.5",
     "xla": "device_type=xla-cpu num_replicas=2",
@@ -76,7 +76,7 @@ class Outcome:
         exit_code: of the process.
         files: names, relative to the run's folder.
         losses: of each update and evaluation, by kind and step; None where a loss was not finite.
-        tensors: by checkpoint and name; those of the first and the last step.
+        tensors: by checkpoint and name; those of the first and the last step, and of the result, "adapter".
         answers: greedy answers of the base and the tuned model.
         output: the end of what the process printed.
     """
@@ -113,7 +113,7 @@ def read(folder: Path, exit_code: int, output: str) -> Outcome:
         record = json.loads(line)
         outcome.losses[f"{record['kind']} {record['step']}"] = record["loss"]
     steps = sorted(folder.glob("checkpoints/step-*"))
-    for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
+    for step in dict.fromkeys([*steps[:1], *steps[-1:], folder / "adapter"]):
         for file in sorted(step.glob("*model*.safetensors")):
             for key, tensor in load_file(file).items():
                 outcome.tensors[f"{step.name} {key}"] = tensor
@@ -141,7 +141,7 @@ def differences(old: Outcome, new: Outcome, exact: bool) -> Iterator[str]:
             break
     if old.tensors.keys() != new.tensors.keys():
         yield f"trained tensors: {sorted(old.tensors.keys() ^ new.tensors.keys())[:4]} are in one tree alone"
-    first = min((key.split()[0] for key in old.tensors), default="")
+    first = min((key.split()[0] for key in old.tensors if key.startswith("step-")), default="none")
     for key in sorted(old.tensors.keys() & new.tensors.keys()):
         before, after = old.tensors[key].double(), new.tensors[key].double()
         if exact and not torch.equal(before, after):
