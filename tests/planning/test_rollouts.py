@@ -183,9 +183,10 @@ def test_the_formula_is_near_the_compiler(answer: dict[str, Any]) -> None:
     assert limit is not None
     rows = recorded.rows(answer)
     assert [row["program"] for row in rows] == [one.name for one in estimated(config, answer).programs]
+    largest = max(rows, key=lambda row: row["compiler_bytes"])
     for row in rows:
         assert row["compiler_bytes"] <= limit, row
-        assert abs(row["formula_bytes"] / row["compiler_bytes"] - 1) < 0.08, row
+        assert abs(row["formula_bytes"] / row["compiler_bytes"] - 1) < (0.04 if row == largest else 0.1), row
     assert recorded.lines(answer) in recorded.PAGE.read_text(), "python -m tests.benchmarks.rollouts --readme"
 
 
