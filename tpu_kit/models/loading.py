@@ -1,16 +1,14 @@
 """Loads a base model and its tokenizer from a folder, the hub, a GGUF file or the embedded model.
 
-With base_dtype int8 or int4, weights are quantized while transformers reads them, tensor by tensor, and each original
-tensor is freed. So the host needs memory for the quantized model and one tensor, not for the original model. (Files
-that transformers maps into memory are in the page cache, which the system frees when it needs memory.) The quantized
-weights are cached on disk.
+With base_dtype int8 or int4, transformers maps weights in bf16 from their files, and each is quantized from there. So
+the host needs memory for the quantized model and one tensor, not for the original model. (Mapped files are in the page
+cache, which the system frees when it needs memory.) The quantized weights are cached on disk.
 
 Every error becomes a `ValueError` that says what to do next, because transformers' own messages are long.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -26,14 +24,7 @@ import torch
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.host import ask_hub_once
 from tpu_kit.models.architecture import did_you_mean
-from tpu_kit.models.quantization import (
-    QuantizedLinear,
-    Scheme,
-    SchemeError,
-    layers_of,
-    quantize_model,
-    replace_layers,
-)
+from tpu_kit.models.quantization import Scheme, layers_of, quantize_model, replace_layers
 from tpu_kit.storage import atomic
 
 if TYPE_CHECKING:
@@ -92,8 +83,9 @@ def load_base(config: ModelConfig, dtype: torch.dtype | Literal["auto"]) -> PreT
     """
     options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     method = None if config.gguf_file else quantized_by(config)
-    if method in _UNDONE_IN_LOADING:
-        options["config"] = _dequantizing(config)
+    if method in _UNDONE_IN_LOADING and (settings := read_config(config)) is not None:
+        settings.quantization_config["dequantize"] = True
+        options["config"] = settings
     elif method:
         return _undo(config, dtype, method)
     elif dtype == "auto" and (settings := read_config(config)) is not None:
@@ -119,8 +111,6 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
             output_loading_info=True,
             **options,
         )
-    except (SchemeError, _NoRoom):
-        raise
     except ImportError as error:
         raise ValueError(f"model.name={config.name}: {brief(error)}") from error
     except (SafetensorError, RuntimeError) as error:  # a file that is damaged, weights of other shapes
@@ -189,17 +179,6 @@ def quantized_by(config: ModelConfig) -> str | None:
     if not settings:
         return None
     return str(settings.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in settings else "unknown"))
-
-
-def _dequantizing(config: ModelConfig) -> Any:
-    """The model's configuration, which asks transformers to make plain weights of the quantised ones as they come."""
-    from transformers import AutoConfig
-
-    settings = AutoConfig.from_pretrained(
-        locate(config), revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    settings.quantization_config["dequantize"] = True
-    return settings
 
 
 def _undo(config: ModelConfig, dtype: torch.dtype | Literal["auto"], method: str) -> PreTrainedModel:
@@ -272,31 +251,15 @@ def load_frozen(config: ModelConfig) -> PreTrainedModel:
     scheme = Scheme.of(config)
     if scheme is None:
         return load_base(config, _DTYPES[config.base_dtype])
-    if config.gguf_file or quantized_by(config):
-        model = load_base(config, torch.bfloat16)
-        quantize_model(model, scheme)
-        return model
-    if config.quant_cache is None or config.trust_remote_code or config.name == "embedded":
-        return _read(config, scheme)
-    return _through_cache(config, scheme, Path(config.quant_cache).expanduser())
+    cache, embedded = config.quant_cache, config.name == "embedded"
+    if cache is None or embedded or config.trust_remote_code or config.gguf_file or quantized_by(config):
+        return _quantized(config, scheme)
+    return _through_cache(config, scheme, Path(cache).expanduser())
 
 
-def _read(config: ModelConfig, scheme: Scheme, folder: Path | None = None) -> PreTrainedModel:
-    """Loads what is saved in floating-point numbers, and rounds it on the way.
-
-    Args:
-        config: the model.
-        scheme: how it is rounded.
-        folder: where integers and scales are written and mapped from, so that they take no memory; None keeps them.
-
-    Raises:
-        OSError: the folder has too little room.
-    """
-    settings = _settings()(scheme.bits, scheme.group, folder)
-    model = read_model(config, torch.bfloat16, quantization_config=settings)
-    forget_quantizer(model)
-    if settings.problem is not None:
-        raise settings.problem
+def _quantized(config: ModelConfig, scheme: Scheme, folder: Path | None = None) -> PreTrainedModel:
+    model = load_base(config, torch.bfloat16)
+    quantize_model(model, scheme, folder)
     return model
 
 
@@ -306,7 +269,7 @@ def _read(config: ModelConfig, scheme: Scheme, folder: Path | None = None) -> Pr
 def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrainedModel:
     """Loads what an earlier run has kept, or quantises and keeps it; one process of a machine does, the others wait."""
     if (key := _key(config, scheme)) is None:
-        return _read(config, scheme)
+        return _quantized(config, scheme)
     place = folder / f"{Path(config.name).name}-{'int8' if scheme.bits == 8 else f'int4-{scheme.group}'}-{key}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -316,7 +279,7 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
                 return _keep(config, scheme, place)
     except OSError as error:
         print(f"quantised        not kept: {folder} ({error.strerror})", flush=True)
-        return _read(config, scheme)
+        return _quantized(config, scheme)
     _settings()
     try:
         model = read_model(replace(config, name=str(place), revision=None), torch.bfloat16)
@@ -356,7 +319,7 @@ def _keep(config: ModelConfig, scheme: Scheme, place: Path) -> PreTrainedModel:
     """
     with atomic.replacing(place) as part:  # the lock of `_through_cache` is held
         part.mkdir()
-        model = _read(config, scheme, part)
+        model = _quantized(config, scheme, part)
         size = _write(model, scheme, part)
     print(f"quantised        kept for the next run: {place}, {size / GIB:.2f} GiB", flush=True)
     return model
@@ -392,89 +355,25 @@ def _write(model: PreTrainedModel, scheme: Scheme, folder: Path) -> int:
     return size
 
 
-def _mapped(tensors: dict[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
-    """Writes tensors to a file, and returns them as it maps them into memory."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file, save_file
-
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(errno.EIO, brief(error)) from error
-    return load_file(file)
-
-
 # ----------------------------------------------------------------------------------- what transformers asks of a method
-
-
-class _NoRoom(OSError):
-    """The disk has no room for a quantised model."""
 
 
 @cache
 def _settings() -> Any:
     """Makes our method known to transformers; returns the class of its settings."""
-    from transformers.core_model_loading import ConversionOps
     from transformers.quantizers import HfQuantizer
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     @register_quantization_config(_METHOD)
     class Settings(QuantizationConfigMixin):
-        problem: OSError | None = None
-
-        def __init__(self, bits: int, group: int = 0, folder: Path | None = None, **_: Any) -> None:
-            self.quant_method, self.bits, self.group, self.folder = _METHOD, bits, group, folder
-
-        def to_dict(self) -> dict[str, Any]:
-            return {"quant_method": _METHOD, "bits": self.bits, "group": self.group}
-
-    class Rounding(ConversionOps):
-        def __init__(self, scheme: Scheme, settings: Settings) -> None:
-            self.scheme, self.settings = scheme, settings
-
-        def convert(self, input_dict: dict[str, Any], full_layer_name: str = "", **_: Any) -> dict[str, torch.Tensor]:
-            (weight,) = input_dict.values()
-            integers, scale = self.scheme.quantize(weight[0] if isinstance(weight, list) else weight)
-            layer = full_layer_name.removesuffix(".weight")
-            found = {full_layer_name: integers, f"{layer}.scale": scale}
-            if self.settings.folder is None or self.settings.problem is not None:
-                return found
-            try:
-                return _mapped(found, self.settings.folder / f"{layer}.safetensors")
-            except OSError as error:  # which transformers would wrap
-                self.settings.problem = error
-                return found
+        def __init__(self, bits: int, group: int = 0, **_: Any) -> None:
+            self.quant_method, self.bits, self.group = _METHOD, bits, group
 
     @register_quantizer(_METHOD)
     class Quantizer(HfQuantizer):
-        @property
-        def scheme(self) -> Scheme:
-            return Scheme(self.quantization_config.bits, self.quantization_config.group)
-
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-            replace_layers(model, self.scheme)
-            if self.quantization_config.folder is not None:
-                self.check_room(model)
-            if not self.pre_quantized:
-                # transformers 5.15 casts a saved weight to the placeholder's dtype before it calls `Rounding`:
-                # an int8 placeholder would make zeros of it.
-                for layer in layers_of(model).values():
-                    layer.weight = layer.weight.to(torch.bfloat16)
-
-        def param_needs_quantization(self, model: Any, param_name: str, **rest: Any) -> bool:
-            owner, _, leaf = param_name.rpartition(".")
-            return leaf == "weight" and isinstance(model.get_submodule(owner), QuantizedLinear)
-
-        def get_quantize_ops(self) -> Rounding:
-            return Rounding(self.scheme, self.quantization_config)
-
-        def check_room(self, model: Any) -> None:
-            size = sum(tensor.nbytes for tensor in model.state_dict().values())
-            folder = self.quantization_config.folder.parent
-            if (free := shutil.disk_usage(folder).free) < 1.05 * size:
-                about = f"it takes {size / GIB:.1f} GiB, and {free / GIB:.1f} are free in {folder}"
-                raise _NoRoom(errno.ENOSPC, about)
+            replace_layers(model, Scheme(self.quantization_config.bits, self.quantization_config.group))
 
         def is_serializable(self) -> bool:
             return True

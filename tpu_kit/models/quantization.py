@@ -24,12 +24,16 @@ Embeddings, norms, biases and the output head are not quantized.
 
 from __future__ import annotations
 
+import errno
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tpu_kit.distributed.mesh import active_mesh
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.xla.scan import after
 
 if TYPE_CHECKING:
@@ -39,10 +43,6 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 2**18  # weights: what rounding needs beside them stays in a processor's cache
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-
-
-class SchemeError(ValueError):
-    """A model that a scheme does not fit; the text says what to set instead."""
 
 
 @dataclass(frozen=True)
@@ -233,11 +233,11 @@ def replace_layers(model: PreTrainedModel, scheme: Scheme) -> None:
     """Puts empty quantised layers in the place of a decoder's linear layers, whose weights are dropped.
 
     Raises:
-        SchemeError: there are none, or the size of a group does not divide half of their inputs.
+        ValueError: there are none, or the size of a group does not divide half of their inputs.
     """
     layers = layers_of(model)
     if not layers:
-        raise SchemeError(
+        raise ValueError(
             f"model.base_dtype={'int8' if scheme.bits == 8 else 'int4'}: {type(model).__name__} has no linear layers "
             "to quantise; set it to bf16"
         )
@@ -255,18 +255,43 @@ def _check_groups(layers: dict[str, torch.nn.Linear], group: int) -> None:
     if wrong:
         fitting = [size for size in (256, 128, 64, 32, 16) if not any(width % (2 * size) for width in widths.values())]
         advice = f"set it to {fitting[0]}" if fitting else "use model.base_dtype=int8"
-        raise SchemeError(
+        raise ValueError(
             f"model.quant_group={group} does not divide half of the inputs of {', '.join(wrong)}: {advice}"
         )
 
 
-def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
+def quantize_model(model: PreTrainedModel, scheme: Scheme, folder: Path | None = None) -> None:
     """Quantises a loaded model, in place, one layer after the other.
 
+    Args:
+        model: on the CPU.
+        scheme: how weights are stored.
+        folder: where they are written and mapped from, so that they take no memory; None keeps them in memory.
+
     Raises:
-        SchemeError: as `replace_layers`.
+        ValueError: as `replace_layers`.
+        OSError: the folder has too little room.
     """
     weights = {name: layer.weight.data for name, layer in layers_of(model).items()}
     replace_layers(model, scheme)
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    if folder is not None and (free := shutil.disk_usage(folder).free) < 1.05 * size:
+        about = f"it takes {size / GIB:.1f} GiB, and {free / GIB:.1f} are free in {folder.parent}"
+        raise OSError(errno.ENOSPC, about)
     for name, layer in layers_of(model).items():
         layer.weight, layer.scale = scheme.quantize(weights.pop(name))
+        if folder is not None:
+            layer.weight, layer.scale = _mapped(name, layer.weight, layer.scale, folder / f"{name}.safetensors")
+
+
+def _mapped(name: str, weight: torch.Tensor, scale: torch.Tensor, file: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes the tensors of a layer to a file, and returns them as it maps them into memory."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+
+    try:
+        save_file({f"{name}.weight": weight, f"{name}.scale": scale}, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from error
+    tensors = load_file(file)
+    return tensors[f"{name}.weight"], tensors[f"{name}.scale"]
