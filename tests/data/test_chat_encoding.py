@@ -27,6 +27,7 @@ from tpu_kit.data.chat_encoding import (
 from tpu_kit.data.columns import detect_layout
 from tpu_kit.data.prepare import prepare
 from tpu_kit.data.schemas import RowError
+from tpu_kit.data.sources import save_rows
 
 COT = {"question": "What is 2 + 3?", "reasoning": "Two and three\nmake five.", "answer": "5"}
 REPLY = "<think>\nTwo and three\nmake five.\n</think>\n5"
@@ -252,10 +253,10 @@ def test_arguments_are_written_once_as_json(form: str, arguments: Any) -> None:
 
 
 def test_null_in_arguments_stays_unless_arrow_put_it(tmp_path: Path) -> None:
-    def learnt(config: DataConfig, dataset: Dataset | None = None) -> list[str]:
-        made = prepare(config, tokenizer, dataset=dataset)
+    def learnt(config: DataConfig) -> list[str]:
+        made = prepare(config, tokenizer)
         texts = [decoded_example(tokenizer, made.example(i))[-1][0] for i in range(2)]
-        for row in (prepare(replace(config, eval_rows=1), tokenizer, dataset=dataset)).eval_rows:
+        for row in prepare(replace(config, eval_rows=1), tokenizer).eval_rows:
             assert decoded_example(tokenizer, made.encoder.examples(row)[0])[-1][0] in texts
         return texts
 
@@ -269,7 +270,8 @@ def test_null_in_arguments_stays_unless_arrow_put_it(tmp_path: Path) -> None:
     config = DataConfig(eval_rows=0, shuffle=False, source=str(tmp_path / "rows.jsonl"))
     Path(config.source).write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert learnt(config) == ['add{"a": 2, "unit": null}<|im_end|>', 'negate{"z": 3}<|im_end|>']
-    assert learnt(config, Dataset.from_list(rows)) == ['add{"a": 2}<|im_end|>', 'negate{"z": 3}<|im_end|>']
+    in_memory = replace(config, source=save_rows(Dataset.from_list(rows), tmp_path))
+    assert learnt(in_memory) == ['add{"a": 2}<|im_end|>', 'negate{"z": 3}<|im_end|>']
 
 
 def test_a_template_that_leaves_out_the_definition_of_a_tool_is_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tests.support.embedded_answers import is_correct
+from tests.support.given_rows import prepare_rows
 from tests.support.real_rows import split_rows
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.assets.embedded import model_dir
@@ -34,8 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(rows: Any = None, tokenizer: Any = None, **settings: Any) -> Prepared:
     numbers = {name: settings.pop(name) for name in ("model_positions", "vocab_size") if name in settings}
     config = DataConfig(**({"max_length": 256, "eval_rows": 0} | settings))
-    dataset = Dataset.from_list(ROWS if rows is None else rows) if not isinstance(rows, Dataset | DatasetDict) else rows
-    return prepare(config, tokenizer or tiny_tokenizer(), dataset=dataset, **numbers)
+    return prepare_rows(config, tokenizer or tiny_tokenizer(), ROWS if rows is None else rows, **numbers)
 
 
 def documents(prepared: Prepared) -> list[list[int]]:
@@ -266,7 +266,7 @@ def test_bad_rows_are_skipped_counted_and_shown() -> None:
     # The rows that are left keep their numbers, and are what they would be alone.
     assert made.train.documents.source_rows.tolist() == [i for i in range(23) if i not in (0, 6, 22)]
     alone = run([row for i, row in enumerate(rows) if i not in (0, 6, 22)])
-    assert documents(made) == documents(alone) and "skipped" not in str(alone.report)
+    assert documents(made) == documents(alone) and "bad rows  " not in str(alone.report)
     assert made.fingerprint == alone.fingerprint != run(ROWS[:19]).fingerprint
 
 
@@ -385,7 +385,6 @@ def test_rationales_fill_98_percent() -> None:
     """The rows of `make train-real`, with the embedded tokenizer."""
     from transformers import AutoTokenizer
 
-    rows = Dataset.from_list(split_rows()["train"])
-    made = prepare(DataConfig(), AutoTokenizer.from_pretrained(model_dir()), dataset=rows)
+    made = prepare_rows(DataConfig(), AutoTokenizer.from_pretrained(model_dir()), split_rows()["train"])
     assert made.report.fill >= 0.98
     assert made.report.documents > 1500

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 
 from tests.data.test_chat_encoding import TRL, TRL_TEMPLATES
+from tests.support.given_rows import prepare_rows
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.chat_encoding import Encoder, ReasoningCounts, decoded_example
 from tpu_kit.data.columns import answer_of, detect_layout, last_boxed, reasoning_of, split_solution, with_own_tags
-from tpu_kit.data.prepare import Prepared, prepare
+from tpu_kit.data.prepare import Prepared
 from tpu_kit.data.schemas import RowError
 
 # Reasoning is kept for the turns after the last question alone, from its key or from the content, as Qwen3's does.
@@ -276,7 +276,7 @@ def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     template = settings.pop("template", QWEN3)
     config = DataConfig(**({"max_length": 256, "eval_rows": 0} | settings))
-    return prepare(config, tiny_tokenizer(template), dataset=Dataset.from_list(rows))
+    return prepare_rows(config, tiny_tokenizer(template), rows)
 
 
 def rows_of(count: int, turns: int = 2) -> list[dict[str, Any]]:

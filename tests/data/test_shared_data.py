@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset
 
 from tests.distributed.test_hosts import together
 from tests.support import training_functions
+from tests.support.given_rows import prepare_rows
 from tests.support.object_store import free_port
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import DataConfig, load_config
-from tpu_kit.data.prepare import on_disk, prepare
+from tpu_kit.data.prepare import on_disk
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.meeting import Meeting
@@ -40,8 +40,8 @@ def left_over(cache: Path) -> list[Path]:
 def test_what_is_read_is_what_was_prepared(cache: Path, eval_rows: int) -> None:
     rows = [{"question": f"{i}?", "answer": i, "day": datetime.date(2024, 1, 1 + i % 9)} for i in range(40)]
     config = DataConfig(max_length=64, eval_rows=eval_rows, on_bad_row="skip")
-    dataset = Dataset.from_list([*rows, {"question": "", "answer": 1, "day": None}])
-    expected = prepare(config, tiny_tokenizer(), dataset=dataset)
+    rows.append({"question": "", "answer": 1, "day": None})
+    expected = prepare_rows(config, tiny_tokenizer(), rows)
     with on_disk(expected) as data, on_disk(expected) as other:  # as two hosts do that share the cache
         result = data.read()
         assert data.folder != other.folder and len(left_over(cache)) == 2

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
+from tests.support.given_rows import prepare_rows
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, LoraConfig, ModelConfig, TrainConfig, load_config
-from tpu_kit.data.prepare import Prepared, prepare
+from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed import progress
 from tpu_kit.evaluation import evaluate as evaluate_module
 from tpu_kit.evaluation.evaluate import Accuracy, Evaluation, Sample, compare, evaluate, evaluate_adapter, mcnemar
@@ -136,7 +136,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def prepared(tokenizer: Any) -> Prepared:
-    return prepare(DataConfig(eval_rows=6), tokenizer, dataset=Dataset.from_list(cot_rows("eval", 24, seed=3)))
+    return prepare_rows(DataConfig(eval_rows=6), tokenizer, cot_rows("eval", 24, seed=3))
 
 
 def test_the_end_of_turn_of_the_template_ends_an_answer(model: Any) -> None:
@@ -303,8 +303,8 @@ def test_rows_without_answers_are_answered_and_not_judged(tokenizer: Any) -> Non
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     template = "{% for m in messages %}{{ m.content or m.tool_calls | tojson }}{% endfor %}"
     plain = tiny_tokenizer(template)
-    data = Dataset.from_list([{"messages": turns}, {"messages": [{"role": "user", "content": "p"}, turns[1]]}])
-    prepared = prepare(DataConfig(eval_rows=1), plain, dataset=data)
+    data = [{"messages": turns}, {"messages": [{"role": "user", "content": "p"}, turns[1]]}]
+    prepared = prepare_rows(DataConfig(eval_rows=1), plain, data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate_module, "answer", of_nothing)
         found = evaluate(config(), prepared)
@@ -316,7 +316,7 @@ def test_plain_text_begins_with_the_special_tokens_it_was_trained_with() -> None
     tokenizer = tiny_tokenizer(special=("<|im_start|>", "<|im_end|>", "<s>"), bos="<s>")
     chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": "5"}] for q in ("an", "answer")]
     plain, messages = (
-        prepare(DataConfig(eval_rows=1), tokenizer, dataset=Dataset.from_list(rows)).eval_prompt_ids
+        prepare_rows(DataConfig(eval_rows=1), tokenizer, rows).eval_prompt_ids
         for rows in (
             [{"prompt": text, "completion": "5"} for text in ("an answer", "answer")],
             [{"messages": chat} for chat in chats],

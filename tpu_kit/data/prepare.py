@@ -12,12 +12,10 @@ import pickle
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, DatasetDict
 from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig
@@ -175,7 +173,6 @@ def prepare(
     *,
     model_positions: int | None = None,
     vocab_size: int | None = None,
-    dataset: Dataset | DatasetDict | None = None,
     run: Questions | None = None,
     max_prompt: int | None = None,
 ) -> Prepared:
@@ -187,7 +184,6 @@ def prepare(
             `chat_encoding.DEFAULT_TEMPLATE` if the rows are chats.
         model_positions: `max_position_embeddings` of the model; None skips the check.
         vocab_size: rows of the model's embedding; None skips the check.
-        dataset: rows in place of `config.source`.
         run: the questions of a finished run, to evaluate it: its held-out questions are held out too, and rows with a
             question that it was trained on are left out and counted.
         max_prompt: keep the rows of training for reinforcement learning, with prompts of at most so many tokens.
@@ -195,15 +191,14 @@ def prepare(
     Raises:
         ValueError: rows, columns, files or settings are wrong; the text names them.
     """
-    synthetic = dataset is None and config.source == SYNTHETIC
+    synthetic = config.source == SYNTHETIC
     _check_sizes(config, None if synthetic else tokenizer, model_positions, vocab_size)
     if synthetic:
         return _synthetic(config, vocab_size)
-    load = partial(tokenize, tokenizer=tokenizer, config=config, dataset=dataset)
-    data = load(None if dataset is not None else config.source, config.split)
+    data = tokenize(config.source, config.split, tokenizer, config)
     held, train, repeated = None, np.ones(len(data.documents), dtype=bool), 0
-    if eval_split := _eval_split(config, dataset):
-        held = load(*eval_split)
+    if eval_split := _eval_split(config):
+        held = tokenize(*eval_split, tokenizer, config)
         wanted = np.ones(len(held.documents), dtype=bool)
     elif config.eval_rows != 0 or run:
         picked = choose_questions(data.questions, data.earlier, config)
@@ -273,13 +268,13 @@ def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
     return Prepared(packed, None, [], [], [], report, None, None, None, _fingerprint_of(packed, config))
 
 
-def _eval_split(config: DataConfig, dataset: Dataset | DatasetDict | None) -> tuple[str | None, str] | None:
-    """Returns source (None: the data set given) and split of the evaluation rows; None if training rows are split."""
+def _eval_split(config: DataConfig) -> tuple[str, str] | None:
+    """Returns source and split of the evaluation rows; None if training rows are split."""
     if config.eval_source:
         return config.eval_source, config.eval_split or ("eval" if config.eval_source == "embedded" else "train")
-    if config.eval_split and (dataset is None or isinstance(dataset, DatasetDict)):
-        return config.source if dataset is None else None, config.eval_split
-    if dataset is None and config.source == "embedded" and config.eval_rows != 0:
+    if config.eval_split:
+        return config.source, config.eval_split
+    if config.source == "embedded" and config.eval_rows != 0:
         return config.source, f"eval[:{held_out_rows(config, EMBEDDED_ROWS['train'])}]"
     return None
 

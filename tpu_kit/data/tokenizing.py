@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict, Features, List, Value
+from datasets import Dataset, Features, List, Value
 from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig
@@ -22,7 +22,7 @@ from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts, ensure
 from tpu_kit.data.columns import detect_layout, empty_columns, stores_arguments
 from tpu_kit.data.records import LOCATION, PROBLEM
 from tpu_kit.data.schemas import NO_REPLY, Conversation, RowError, final_answer, problem, without_none
-from tpu_kit.data.sources import check_rows, load_rows, pick_split
+from tpu_kit.data.sources import check_rows, load_rows
 
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
 _CACHE_VERSION = 10  # increase it when the code below gives other tokens for the same row
@@ -120,26 +120,13 @@ def _asked(talk: Conversation) -> Any:
     return talk.messages[: max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant")]
 
 
-def tokenize(
-    source: str | None,
-    split: str,
-    *,
-    tokenizer: Any,
-    config: DataConfig,
-    dataset: Dataset | DatasetDict | None,
-) -> Tokenized:
-    """Loads the rows of a source (None: of `dataset`) and tokenises them, or reads them from the cache of `datasets`.
+def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig) -> Tokenized:
+    """Loads the rows of a source and tokenises them, or reads them from the cache of `datasets`.
 
     Raises:
         ValueError: as `load_rows`, `detect_layout` and `check_rows`.
     """
-    if source is not None:
-        rows = load_rows(source, split, config.seed, skip=config.on_bad_row == "skip")
-    else:
-        assert dataset is not None
-        rows, source = pick_split(dataset, split), "the data set given"
-        if not len(rows):
-            raise ValueError(f"{source} has no rows")
+    rows = load_rows(source, split, config.seed, skip=config.on_bad_row == "skip")
     encoder = _encoder(rows, tokenizer, config, source)
     name, folder = _fingerprint(rows, encoder), Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     folder.mkdir(parents=True, exist_ok=True)

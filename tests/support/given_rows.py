@@ -1,0 +1,20 @@
+"""Prepares rows in memory, as `train` does with the data set that it is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.prepare import Prepared, prepare
+from tpu_kit.data.sources import save_rows
+
+
+def prepare_rows(config: DataConfig, tokenizer: Any, rows: Any, **options: Any) -> Prepared:
+    """`rows` is a data set, or a list."""
+    data = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
+    source = save_rows(data, Path(datasets.config.HF_DATASETS_CACHE) / "given")
+    return prepare(replace(config, source=source), tokenizer, **options)
