@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from tpu_kit.config.loader import load_config
-from tpu_kit.profiling.advice import StepTimes
 from tpu_kit.profiling.recorder import Recording
+from tpu_kit.profiling.report import Profile
 from tpu_kit.profiling.timeline import BUCKETS, PHASES
 
-Change = Callable[[StepTimes], StepTimes]
-HEALTHY = StepTimes(
-    config=load_config(None, ["batch_size=4"]), replicas=2,
+Change = Callable[[Profile], Profile]
+HEALTHY = Profile(
+    config=load_config(None, ["batch_size=4"]), device="tpu", replicas=2, costs=(),
     split=dict.fromkeys(BUCKETS, 0.0) | {"device compute": 0.1, "host tracing": 0.001},
     recordings=tuple(
         Recording(rank, "tpu", fill=0.95, phases=dict.fromkeys(PHASES, 0.1), steps=10,
