@@ -19,7 +19,8 @@ import torch
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.generation.service import ADAPTER_FILES, attach_adapter, is_whole
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models.loading import locate, quantized_by
+from tpu_kit.models.architecture import locate
+from tpu_kit.models.loading import quantized_by
 
 _INDEX = "model.safetensors.index.json"
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -171,7 +172,6 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
 
 
 def _folder(config: ModelConfig) -> Path | None:
-    """Returns the folder of a model's files; those of the hub are fetched."""
     from huggingface_hub import snapshot_download
 
     if config.gguf_file or config.trust_remote_code or quantized_by(config):
@@ -185,7 +185,6 @@ def _folder(config: ModelConfig) -> Path | None:
 
 
 def _weights(folder: Path) -> dict[str, Path]:
-    """Returns the file of each weight in a folder."""
     from safetensors import safe_open
 
     if (folder / _INDEX).is_file():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.config.mesh import Mesh
+from tpu_kit.hardware.host import ask_hub_once
 
 ALONE = 2**24
 """Number of elements from which on the squares of a gradient are summed by themselves; see `training.step`.
@@ -42,7 +44,6 @@ def _mirrored() -> dict[str, dict[str, Any]]:
 
 
 def _copied(name: str) -> str:
-    """Returns the part of a model's name that its copies share."""
     return name.partition("/")[2].lower().removeprefix("meta-")
 
 
@@ -59,6 +60,46 @@ def did_you_mean(name: str) -> str:
     """Returns a question with the known model whose name is closest to a misspelled one; empty if none is close."""
     names = {known.lower(): known for known in shipped_shapes()}
     return "".join(f" did you mean {names[guess]}?" for guess in closest(name, names, 0.8))
+
+
+def locate(config: ModelConfig) -> str:
+    """The folder of a model, or its hub id; raises ValueError if it is a folder without one."""
+    if config.name == "embedded":
+        from tpu_kit.assets import embedded
+
+        return str(embedded.model_dir())
+    folder = Path(config.name).expanduser()
+    if folder.is_dir():
+        wanted = config.gguf_file or "config.json"
+        if not (folder / wanted).is_file():
+            have = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+            raise ValueError(f"model.name={config.name}: the folder has no {wanted} (it holds: {have})")
+        return str(folder)
+    if config.name.startswith((".", "~", os.sep)) or config.name.count("/") > 1:
+        raise ValueError(f"model.name={config.name}: there is no such folder. Give a folder, a hub id or embedded")
+    ask_hub_once()
+    return config.name
+
+
+def unreachable(config: ModelConfig, error: Exception) -> str:
+    """What to tell the user of a model that is no folder and that the hub did not give."""
+    kind = type(error.__cause__ or error).__name__
+    if "Gated" in kind or "gated repo" in str(error):
+        action = "its owner grants access by request: ask on its page, then run `hf auth login`"
+    else:
+        action = (
+            "check the spelling and the network; or run `hf download` where there is one and give the folder; "
+            "or use model.name=embedded, which needs no network"
+        )
+    return (
+        f"model.name={config.name}: it is no folder here and cannot be fetched from the hub ({brief(error)});"
+        f"{did_you_mean(config.name)} {action}"
+    )
+
+
+def brief(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return str(error).strip().split("\n")[0][:300]
 
 
 def known_models() -> str:
@@ -277,32 +318,33 @@ class Shape:
         return any(f".{path}".endswith(f".{one}") for one in wanted)
 
     def check_targets(self, lora: LoraConfig) -> None:
-        """Checks that each LoRA target matches a linear layer.
-
-        Raises:
-            ValueError: one does not.
-        """
-        if not lora.r or lora.targets == "all-linear":
-            return
+        """As the function `check_targets`."""
         paths = [f".{one.path}" for one in self.linears_outside]
         paths += [
             f".{self.layers_path}.{layer}.{one.path}"
             for layer, kind in enumerate(self.order)
             for one in self.kinds[kind].linears
         ]
-        wanted = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
-        missing = [one for one in wanted if not any(path.endswith(f".{one}") for path in paths)]
-        if missing or not wanted:
-            names = ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
-            raise ValueError(
-                f"lora.targets: {', '.join(missing) or 'an empty list'} matched nothing in {self.family}; its linear "
-                f"layers are {names}. Name some of these, or use all-linear"
-            )
+        check_targets(lora, paths, self.family)
 
     def adapted(self, lora: LoraConfig, kind: Layer) -> list[Linear]:
         """Returns the linear layers of a kind that have adapters in at least one layer."""
         layers = [layer for layer, number in enumerate(self.order) if self.kinds[number] == kind]
         return [one for one in kind.linears if any(self.has_adapter(lora, layer, one) for layer in layers)]
+
+
+def check_targets(lora: LoraConfig, paths: Sequence[str], model: str) -> None:
+    """Raises ValueError if a LoRA target matches none of a model's linear layers, whose paths begin with a dot."""
+    if not lora.r or lora.targets == "all-linear":
+        return
+    wanted = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
+    missing = [one for one in wanted if not any(path.endswith(f".{one}") for path in paths)]
+    if missing or not wanted:
+        names = ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
+        raise ValueError(
+            f"lora.targets: {', '.join(missing) or 'an empty list'} matched nothing in {model}; its linear layers are "
+            f"{names}. Name some of these, or use all-linear"
+        )
 
 
 def _pairs(values: Iterable[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_kit.models.loading import locate
+from tpu_kit.models.architecture import locate
 
 if TYPE_CHECKING:
     from tpu_kit.config.loader import ModelConfig
@@ -35,7 +35,7 @@ def identify(model: ModelConfig) -> Identity | None:
     """Returns the identity of a base model; None for a model of the hub that is neither cached nor reachable.
 
     Raises:
-        ValueError: as `loading.locate`.
+        ValueError: as `architecture.locate`.
     """
     name = locate(model)
     if Path(name).is_dir():

@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -22,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tpu_kit.hardware.chips import GIB
-from tpu_kit.hardware.host import ask_hub_once
-from tpu_kit.models.architecture import did_you_mean
+from tpu_kit.models.architecture import brief as brief  # re-exported beside load_base
+from tpu_kit.models.architecture import locate as locate
+from tpu_kit.models.architecture import unreachable
 from tpu_kit.models.quantization import Scheme, layers_of, quantize_model, replace_layers
 from tpu_kit.storage import atomic
 
@@ -196,46 +196,6 @@ def _undo(config: ModelConfig, dtype: torch.dtype | Literal["auto"], method: str
     return plain
 
 
-def locate(config: ModelConfig) -> str:
-    """The folder of a model, or its hub id; raises ValueError if it is a folder without one."""
-    if config.name == "embedded":
-        from tpu_kit.assets import embedded
-
-        return str(embedded.model_dir())
-    folder = Path(config.name).expanduser()
-    if folder.is_dir():
-        wanted = config.gguf_file or "config.json"
-        if not (folder / wanted).is_file():
-            have = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-            raise ValueError(f"model.name={config.name}: the folder has no {wanted} (it holds: {have})")
-        return str(folder)
-    if config.name.startswith((".", "~", os.sep)) or config.name.count("/") > 1:
-        raise ValueError(f"model.name={config.name}: there is no such folder. Give a folder, a hub id or embedded")
-    ask_hub_once()
-    return config.name
-
-
-def unreachable(config: ModelConfig, error: Exception) -> str:
-    """What to tell the user of a model that is no folder and that the hub did not give."""
-    kind = type(error.__cause__ or error).__name__
-    if "Gated" in kind or "gated repo" in str(error):
-        action = "its owner grants access by request: ask on its page, then run `hf auth login`"
-    else:
-        action = (
-            "check the spelling and the network; or run `hf download` where there is one and give the folder; "
-            "or use model.name=embedded, which needs no network"
-        )
-    return (
-        f"model.name={config.name}: it is no folder here and cannot be fetched from the hub ({brief(error)});"
-        f"{did_you_mean(config.name)} {action}"
-    )
-
-
-def brief(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return str(error).strip().split("\n")[0][:300]
-
-
 _METHOD = "tpu_kit"  # in config.json, where other methods have their names
 _VERSION = 2  # of what is stored; another one is quantised anew
 _FILE_BYTES = GIB
@@ -276,7 +236,12 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
         with open(folder / f"{place.name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (place / "config.json").is_file():
-                return _keep(config, scheme, place)
+                with atomic.replacing(place) as part:
+                    part.mkdir()
+                    model = _quantized(config, scheme, part)
+                    size = _write(model, scheme, part)
+                print(f"quantised        kept for the next run: {place}, {size / GIB:.2f} GiB", flush=True)
+                return model
     except OSError as error:
         print(f"quantised        not kept: {folder} ({error.strerror})", flush=True)
         return _quantized(config, scheme)
@@ -294,65 +259,31 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
 
 def _key(config: ModelConfig, scheme: Scheme) -> str | None:
     """Names the weights and how they are stored; None where it cannot be told whether weights are the same ones."""
-    from transformers import AutoConfig
-
     name = locate(config)
-    base: str | None
     if Path(name).is_dir():
         files = sorted(path for path in Path(name).iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
         base = repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-    else:
-        try:
-            base = getattr(AutoConfig.from_pretrained(name, revision=config.revision), "_commit_hash", None)
-        except (OSError, ValueError, KeyError):  # loading says why
-            return None
-    if base is None:
+    elif (base := getattr(read_config(config), "_commit_hash", None)) is None:
         return None
     return hashlib.sha256(repr((base, name, scheme, _VERSION)).encode()).hexdigest()[:16]
 
 
-def _keep(config: ModelConfig, scheme: Scheme, place: Path) -> PreTrainedModel:
-    """Quantises a model into a folder that transformers loads, once it knows the method, and maps it from there.
-
-    Raises:
-        OSError: the model cannot be kept there.
-    """
-    with atomic.replacing(place) as part:  # the lock of `_through_cache` is held
-        part.mkdir()
-        model = _quantized(config, scheme, part)
-        size = _write(model, scheme, part)
-    print(f"quantised        kept for the next run: {place}, {size / GIB:.2f} GiB", flush=True)
-    return model
-
-
 def _write(model: PreTrainedModel, scheme: Scheme, folder: Path) -> int:
     """Adds to a folder of integers and scales all else that `from_pretrained` needs; returns the bytes of all."""
-    from safetensors.torch import save_file
+    from safetensors import safe_open
 
-    there = {f"{name}.{kind}": f"{name}.safetensors" for name in layers_of(model) for kind in ("weight", "scale")}
-    sizes: dict[int, int] = {}  # of tied weights the first is saved
-    files: list[dict[str, torch.Tensor]] = [{}]
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() in sizes:
-            continue
-        sizes[tensor.data_ptr()] = tensor.nbytes
-        if name in there:
-            continue
-        if sum(each.nbytes for each in files[-1].values()) + tensor.nbytes > _FILE_BYTES and files[-1]:
-            files.append({})
-        files[-1][name] = tensor.contiguous()
-    for number, named in enumerate(files, 1):
-        file = f"model-{number:05}-of-{len(files):05}.safetensors"
-        save_file(named, folder / file, metadata={"format": "pt"})
-        there |= dict.fromkeys(named, file)
-    size = sum(sizes.values())
-    index = {"metadata": {"total_size": size}, "weight_map": there}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-    settings = model.config.to_dict() | {"quantization_config": _settings()(scheme.bits, scheme.group).to_dict()}
-    (folder / "config.json").write_text(json.dumps(settings, default=str))  # the last: with it the folder is whole
-    return size
+    stored = {f"{name}.{kind}" for name in layers_of(model) for kind in ("weight", "scale")}
+    rest = {name: tensor for name, tensor in model.state_dict().items() if name not in stored}
+    model.save_pretrained(folder, state_dict=rest, max_shard_size=_FILE_BYTES, save_original_format=False)
+    there: dict[str, str] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            there |= dict.fromkeys(file.keys(), path.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": there}))
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = _settings()(scheme.bits, scheme.group).to_dict()
+    (folder / "config.json").write_text(json.dumps(settings))
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 # ----------------------------------------------------------------------------------- what transformers asks of a method

@@ -19,8 +19,8 @@ import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do 
 
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models import attention, layer_calls
-from tpu_kit.models.architecture import Layer, Linear, Shape
-from tpu_kit.models.loading import brief, locate, refuse_code, unreachable
+from tpu_kit.models.architecture import Layer, Linear, Shape, brief, locate, unreachable
+from tpu_kit.models.loading import refuse_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _RECORDED = "tpu_kit_recorded"
 _MOST_POSITIONS = 2**30  # of a model that says none
-
-Named = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def build(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -196,7 +194,6 @@ class _FirstLayers(layer_calls.Placeholders):
 
 
 def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) -> tuple[torch.Tensor, Layer]:
-    """Runs a layer; returns its output and its kind."""
     modules = dict(layer.named_modules())
     linears: dict[str, Linear] = {}
     results: dict[str, torch.Tensor] = {}

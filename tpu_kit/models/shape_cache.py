@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,8 +16,7 @@ from typing import Any
 
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
-from tpu_kit.hardware.host import ask_hub_once
-from tpu_kit.models.architecture import Shape, did_you_mean, known_models, shipped_shape
+from tpu_kit.models.architecture import Shape, known_models, locate, shipped_shape, unreachable
 from tpu_kit.storage import atomic
 
 CACHE = Path("~/.cache/tpu_kit/shapes")
@@ -76,7 +74,6 @@ def _key(model: ModelConfig, text: str) -> str:
 
 
 def _derive(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Derives shapes in this process if it has loaded transformers, else in another one."""
     if not requests:
         return []
     if "transformers" in sys.modules:
@@ -97,7 +94,6 @@ def _derive(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _read(model: ModelConfig) -> str:
-    """Returns the text of a model's config.json."""
     name = f"model.name={model.name}"
     if model.gguf_file:
         raise ValueError(
@@ -117,27 +113,12 @@ def _read(model: ModelConfig) -> str:
 
 
 def _find(model: ModelConfig) -> Path:
-    name = f"model.name={model.name}"
-    if model.name == "embedded":
-        from tpu_kit.assets import embedded
-
-        return embedded.model_dir() / "config.json"
-    folder = Path(model.name).expanduser()
+    folder = Path(locate(model))
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{name}: the folder has no config.json")
         return folder / "config.json"
-    if model.name.startswith((".", "~", os.sep)) or model.name.count("/") > 1:
-        raise ValueError(f"{name}: there is no such folder. Give a folder, a hub id or embedded")
     from huggingface_hub import hf_hub_download
 
-    ask_hub_once()
     try:
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
     except (OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ValueError(
-            f"{name}: it is no folder here and its config.json cannot be fetched from the hub ({reason}): check the "
-            f"spelling and the network, or give a folder that has the file;{did_you_mean(model.name)} known without a "
-            f"network:\n{known_models()}"
-        ) from error
+        raise ValueError(f"{unreachable(model, error)}; known without a network:\n{known_models()}") from error
