@@ -41,6 +41,7 @@ from tests.support.generation_functions import (
     tokens,
     with_lora,
 )  # fmt: skip
+from tests.support.quantize_functions import dequantized
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, ModelConfig, load_config
@@ -571,7 +572,7 @@ def test_a_base_of_integers_says_what_its_rounded_weights_say(
     layers = [(name, part) for name, part in rounded.named_modules() if isinstance(part, QuantizedLinear)]
     assert len(layers) > 20
     for name, part in layers:
-        plain.get_submodule(name).weight.data = part.dequantized()
+        plain.get_submodule(name).weight.data = dequantized(part)
     prompts = prompts_of(9, 30)
     assert tokens(generate(config, prompts, GREEDY)) == stock(plain, prompts)
 

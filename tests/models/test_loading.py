@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.support.quantize_functions import dequantized
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.models import attention
@@ -137,7 +138,7 @@ def test_a_gguf_file_of_k_quants_is_dequantised_and_rounded_anew(tmp_path, dtype
     assert len(meant) == 4
     for name, expected in meant.items():
         layer = loaded.get_base_model().get_submodule(name.removesuffix(".weight")).base_layer
-        found = layer.weight if dtype == "fp32" else layer.dequantized()
+        found = layer.weight if dtype == "fp32" else dequantized(layer)
         assert (found - expected).norm() < near * expected.norm(), name
 
 

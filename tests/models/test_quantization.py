@@ -19,7 +19,7 @@ from tests.benchmarks import headline
 from tests.support import quantize_functions
 from tests.support.child_processes import REPOSITORY, run_python
 from tests.support.compiler_models import TINY, write_config
-from tests.support.quantize_functions import MEMORY, SHARDED_MEMORY, fingerprint, write_model
+from tests.support.quantize_functions import MEMORY, SHARDED_MEMORY, dequantized, fingerprint, write_model
 from tests.support.training_functions import OPTIM, control
 from tpu_kit.config.loader import ConfigError, LoraConfig, ModelConfig, TrainConfig, load_config
 from tpu_kit.config.mesh import Mesh
@@ -130,7 +130,7 @@ def test_rounding_again_and_zeros(scheme: Scheme) -> None:
 def test_a_layer_and_its_gradients_are_those_of_the_dequantised_weight(scheme: Scheme) -> None:
     layer, states = layer_of(scheme, weight()), torch.randn(2, 5, 256, requires_grad=True)
     other, upstream = states.detach().clone().requires_grad_(), torch.randn(2, 5, 40)
-    output, expected = layer(states), torch.nn.functional.linear(other, layer.dequantized())
+    output, expected = layer(states), torch.nn.functional.linear(other, dequantized(layer))
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
     output.backward(upstream)
     expected.backward(upstream)
@@ -182,7 +182,7 @@ def made(
         for name, layer in layers_of(model).items():
             assert isinstance(layer, QuantizedLinear)
             plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-            plain.weight.data, plain.bias = layer.dequantized(), layer.bias
+            plain.weight.data, plain.bias = dequantized(layer), layer.bias
             model.set_submodule(name, plain)
     model = models.adapt(model, LoraConfig(r=4, init="gaussian"), dtype).train()
     torch.manual_seed(1)
@@ -465,7 +465,7 @@ def test_what_another_tool_has_saved_in_fp8_is_dequantised(tmp_path: Path, dtype
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     loaded = load_frozen(ModelConfig(name=str(folder), base_dtype=dtype, quant_cache=None))
     for name, layer in layers_of(loaded).items():
-        found = layer.dequantized() if isinstance(layer, QuantizedLinear) else layer.weight.float()
+        found = dequantized(layer) if isinstance(layer, QuantizedLinear) else layer.weight.float()
         wanted = expected[f"{name}.weight"]
         assert (found - wanted).norm() < 0.02 * wanted.norm(), name
 

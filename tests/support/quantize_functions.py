@@ -18,6 +18,11 @@ from tpu_kit.models.quantization import QuantizedLinear, Scheme
 from tpu_kit.recipes import sft
 
 
+def dequantized(layer: QuantizedLinear) -> torch.Tensor:
+    """The weight (O, I) that a layer multiplies with."""
+    return layer.scheme.dequantize(layer.weight, layer.scale, torch.float32)
+
+
 def write_model(folder: Path, *, shards: str = "1GB", **changes: Any) -> Path:
     """A random Llama of two layers and its tokenizer, saved in bf16."""
     sizes: dict[str, Any] = {
@@ -63,7 +68,7 @@ def _errors() -> dict[str, list[float]]:
         random = torch.Generator().manual_seed(0)
         layer = QuantizedLinear(64, 48, scheme)
         layer.weight, layer.scale = scheme.quantize(torch.randn(48, 64, generator=random))
-        dense, states = layer.dequantized(), torch.randn(5, 64, generator=random)
+        dense, states = dequantized(layer), torch.randn(5, 64, generator=random)
         layer = layer.to(rt.local_device)
         given = states.to(rt.local_device).requires_grad_()
         rt.sync()
