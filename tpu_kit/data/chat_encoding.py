@@ -135,7 +135,6 @@ def _squeezed(text: str) -> str:
 def _with_calls(
     messages: list[dict[str, Any]], change: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns a chat whose tool calls have the changed values."""
     made = []
     for message in messages:
         calls = [
@@ -157,7 +156,6 @@ def plain_prompt(tokenizer: Any, text: str) -> list[int]:
 
 
 def _has_two_bos(tokenizer: Any, ids: Sequence[int]) -> bool:
-    """Returns whether a text and the tokenizer both begin with the BOS token."""
     return ids[:2] == [tokenizer.bos_token_id] * 2
 
 
@@ -235,10 +233,8 @@ class Encoder:
 
     def prompt(self, talk: Conversation) -> str:
         """Returns the text before the last assistant turn."""
-        if isinstance(talk.messages, str):
-            return talk.messages[: talk.first]
-        last = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant")
-        return self.render(talk.messages[:last], talk.tools, prompt=True)
+        asked = talk.asked
+        return asked if isinstance(asked, str) else self.render(asked, talk.tools, prompt=True)
 
     def prompt_ids(self, talk: Conversation) -> list[int]:
         """Returns the token ids of `prompt`; only plain text gets the special tokens of the tokenizer."""
@@ -432,7 +428,6 @@ class _Chat:
         return self._prompts[i].rstrip().endswith(self._config.think_open)
 
     def _alone(self, i: int) -> Document:
-        """Returns a document that ends in reply `i`."""
         message, reasoning, config = self._messages[i], self._reasoning[i], self._config
         content = str(message.get("content") or "")
         answer = answer_of(content, config).strip()

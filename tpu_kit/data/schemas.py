@@ -52,6 +52,13 @@ class Conversation(NamedTuple):
     tools: list[Any] | None = None
 
     @property
+    def asked(self) -> Any:
+        """The messages before the last reply, or the text before the completion."""
+        if isinstance(self.messages, str):
+            return self.messages[: self.first]
+        return self.messages[: max(i for i, message in enumerate(self.messages) if message["role"] == "assistant")]
+
+    @property
     def questions(self) -> list[int]:
         """The hash of the prompt of each trained reply; the last one is the question of the row.
 
@@ -203,7 +210,6 @@ def _chain_of_thought(row: Mapping[str, Any], layout: Layout, config: DataConfig
 
 
 def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str | None:
-    """Returns the system prompt of the row, or else of the configuration."""
     text = row.get(layout.columns["system"]) if "system" in layout.columns else None
     if text is not None and not isinstance(text, str):
         raise RowError(f"column {layout.columns['system']!r} holds a {type(text).__name__}, text is needed")
@@ -213,7 +219,6 @@ def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str |
 def _last_turn(
     turns: list[Any], row: Mapping[str, Any], columns: Mapping[str, str], config: DataConfig
 ) -> dict[str, Any]:
-    """Returns the reply to a chat from the columns of reasoning and answer."""
     if turns and isinstance(turns[-1], Mapping) and role_of(turns[-1]) == "assistant":
         raise RowError(f"column {columns['messages']!r} ends in a reply, and {columns['answer']!r} holds another")
     reasoning, answer = _solved(row, columns, config, {})

@@ -21,7 +21,7 @@ from tpu_kit.data.batching import Documents
 from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts, ensure_chat_template, freeze_date
 from tpu_kit.data.columns import detect_layout, empty_columns, stores_arguments
 from tpu_kit.data.records import LOCATION, PROBLEM
-from tpu_kit.data.schemas import NO_REPLY, Conversation, RowError, final_answer, problem, without_none
+from tpu_kit.data.schemas import NO_REPLY, RowError, final_answer, problem, without_none
 from tpu_kit.data.sources import check_rows, load_rows
 
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
@@ -110,14 +110,7 @@ class Tokenized:
             elif row.get("answer") is None and (said := final_answer(talk, encoder.config)) != NO_REPLY and said:
                 row["answer"] = said
         prompts, ids = [encoder.prompt(talk) for talk in talks], [encoder.prompt_ids(talk) for talk in talks]
-        return RawRows(rows, prompts, ids, [_asked(talk) for talk in talks])
-
-
-def _asked(talk: Conversation) -> Any:
-    """Returns the messages before the last reply, or the text before the completion."""
-    if isinstance(talk.messages, str):
-        return talk.messages[: talk.first]
-    return talk.messages[: max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant")]
+        return RawRows(rows, prompts, ids, [talk.asked for talk in talks])
 
 
 def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig) -> Tokenized:
@@ -162,7 +155,6 @@ def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig) -> Tok
 
 
 def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> Encoder:
-    """Finds the columns of rows, and sets the chat template that they need in the tokenizer."""
     columns = [column for column in rows.column_names if column not in (LOCATION, PROBLEM)]
     try:
         layout = detect_layout(columns, config, empty_columns(rows.select_columns(columns)))
@@ -214,7 +206,6 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> list[dict[str, An
 
 
 def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
-    """Returns a hash of the rows, the tokenizer, the template and the settings that the tokens depend on."""
     tokenizer, config = encoder.tokenizer, asdict(encoder.config)
     for setting in ("source", "eval_source", "split", "eval_split", "date", "eval_rows", "seed", "shuffle", "num_proc",
                     "packing", "too_long", "on_bad_row"):  # fmt: skip

@@ -179,7 +179,6 @@ class Rewards:
 
 
 def _called(function: RewardFunction, given: Mapping[str, Any], count: int) -> list[float]:
-    """Calls a function and checks what it returns."""
     values = function(**given)
     if inspect.isawaitable(values):
 

@@ -202,11 +202,6 @@ def _in_child(job: dict[str, Any]) -> Any:
 # ---------------------------------------------------------------------------------------------------- in the child
 
 
-def _main(order: str, result: str) -> None:
-    job = json.loads(Path(order).read_text())
-    torch.save(_llama_cpp(job) if "gguf" in job else logits(_stock(job), job["prompts"]), result)
-
-
 def _stock(job: dict[str, Any]) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
@@ -252,4 +247,5 @@ def _llama_cpp(job: dict[str, Any]) -> tuple[list[Answer], list[int]]:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    job = json.loads(Path(sys.argv[1]).read_text())
+    torch.save(_llama_cpp(job) if "gguf" in job else logits(_stock(job), job["prompts"]), sys.argv[2])

@@ -120,7 +120,6 @@ def adapter(work: Work) -> Parts:
 
 
 def _merge(work: Work) -> Check:
-    """Merges the adapter into `work.model` in fp32, and checks the result."""
     if work.streamed:
         work.streamed.merging = True
     elif hasattr(work.model, "merge_and_unload"):

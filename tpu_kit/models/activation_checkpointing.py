@@ -1,15 +1,14 @@
 """Recomputing activations instead of keeping them: what a layer saves, MLPs over tiles, dropout with a repeatable mask.
 
 With optim.remat=outputs a layer keeps the results of matrix products and of attention, and recomputes the rest (norms,
-rotary angles, activation functions), which costs almost no FLOPs. It keeps about 60 % of the bytes of remat=none
-(Qwen2.5-0.5B). In a loop over layers the forward pass records these results, and the loop outputs them. The backward
-pass runs the layer again and replaces each product by its saved result. The gradient of a product does not need the
-product, so XLA removes its recomputation. For layers outside of a loop, torch's own selective checkpointing does this.
+rotary angles, activation functions), which costs almost no FLOPs. In a loop over layers the forward pass records these
+results, and the loop outputs them. The backward pass runs the layer again and replaces each product by its saved
+result. The gradient of a product does not need the product, so XLA removes its recomputation. For layers outside of a
+loop, torch's own selective checkpointing does this.
 
 `chunk_mlp` runs an MLP over tiles of tokens, so that its (tokens, intermediate size) activations exist for one tile at
 a time. The backward pass recomputes each tile. In a layer that is recomputed anyway this costs nothing more, because
-the compiler removes the unused MLP of the recomputed forward pass. Without tiles the largest batches do not fit a chip
-("What fits on one chip" of planning's README).
+the compiler removes the unused MLP of the recomputed forward pass.
 
 `SeededDropout` draws its mask from a seed and the position, so that a recomputed layer draws the same mask. A generator
 with a state would draw the same mask in every iteration of an XLA loop, or another mask in the backward pass. The mask
@@ -21,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -105,34 +104,23 @@ def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
 _CHEAP_RATIO = 8  # products whose result is this many times wider than their sum are cheap: LoRA's second product
 
 
-class _Tape:
-    """The results that a forward pass saves, or that a recomputation uses."""
+class _Tape(NamedTuple):
+    """The results that a forward pass saves; `known` are those that a recomputation uses."""
 
-    def __init__(self, kept: Sequence[torch.Tensor] | None = None) -> None:
-        self.kept: list[torch.Tensor] = []
-        self.known = None if kept is None else iter(kept)
+    kept: list[torch.Tensor]
+    known: Iterator[torch.Tensor] | None
 
 
 _tape: ContextVar[_Tape | None] = ContextVar("tape", default=None)
 
 
 @contextmanager
-def recording(wanted: bool) -> Iterator[list[torch.Tensor]]:
-    """Yields a list to which `keep` and `once` add their results while it is open and `wanted`."""
-    tape = _Tape()
+def recording(wanted: bool, known: Sequence[torch.Tensor] | None = None) -> Iterator[list[torch.Tensor]]:
+    """Makes `keep` and `once` add results to the list that it yields, or return the `known` ones, if `wanted`."""
+    tape = _Tape([], None if known is None else iter(known))
     token = _tape.set(tape if wanted else None)
     try:
         yield tape.kept
-    finally:
-        _tape.reset(token)
-
-
-@contextmanager
-def replaying(kept: Sequence[torch.Tensor], wanted: bool) -> Iterator[None]:
-    """Makes `keep` and `once` return the recorded results while it is open and `wanted`."""
-    token = _tape.set(_Tape(kept) if wanted else None)
-    try:
-        yield
     finally:
         _tape.reset(token)
 

@@ -1,8 +1,6 @@
 """Finds out which layers of a decoder are equal: from the layers themselves, and from the arguments of their calls.
 
-The decoder runs once on a row of two tokens with placeholders in its list of layers, which record the calls. Two layers
-can be turns of one loop if their modules, settings and tensors differ in values alone, and if their calls get the same
-tensors, or each tensors of its own.
+The decoder runs once on a row of two tokens with placeholders in its list of layers, which record the calls.
 """
 
 from __future__ import annotations
@@ -203,7 +201,8 @@ def _probe(decoder: Any, name: str, layers: torch.nn.ModuleList) -> _Probe:
 def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Sequence[int]) -> list[int]:
     """Finds the layers that can be turns of one loop.
 
-    A tensor that several layers get must be the same in all turns. A layer that writes into a mapping is equal to none.
+    Their modules, settings and tensors differ in values alone. A tensor that several layers get must be the same in all
+    turns; other tensors may be each layer's own. A layer that writes into a mapping is equal to none.
 
     Args:
         decoder: see `layer_scan.stack`.
@@ -235,7 +234,6 @@ def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Se
 
 
 def _settings(layer: torch.nn.Module) -> dict[tuple[str, str], Any]:
-    """Returns the plain attributes of a layer's modules by (module, attribute)."""
     return {
         (name, key): value for name, part in layer.named_modules() for key, value in vars(part).items() if _plain(value)
     }

@@ -7,10 +7,9 @@ stacks.
 
 `stack` replaces the model's list of layers by `ScannedLayers`; embedding, masks, rotary angles and the final norm stay
 the model's own code. When the decoder iterates over its layers, placeholders record the arguments of each call, and the
-last one runs the layers. Blocks of equal layers become loops, and the other layers are runs of one turn. Which layers
-are equal is read from the layers and from their calls. A tensor that several layers get is a constant of the loop; a
-tensor that only one layer gets is stacked. Tensors that a layer leaves in a mapping for later layers (Gemma 4 shares
-keys and values this way) are outputs of its run and constants of the later runs.
+last one runs the layers. Blocks of equal layers become loops, and the other layers are runs of one turn. A tensor that
+several layers get is a constant of the loop; a tensor that only one layer gets is stacked. Tensors that a layer leaves
+in a mapping for later layers (Gemma 4 shares keys and values) are outputs of its run and constants of the later runs.
 """
 
 from __future__ import annotations
@@ -114,8 +113,7 @@ class Run(torch.nn.Module):
         return hidden, tree_unflatten(written, block.written) if written else {}
 
 
-def _draw(device: torch.device) -> torch.Tensor:
-    """Draws a number from the device's generator, so that masks differ between steps and between replicas."""
+def _draw(device: torch.device) -> torch.Tensor:  # from its generator: masks differ between steps and replicas
     return torch.randint(0, 2**31 - 1, (), device=device, dtype=torch.int32)
 
 
@@ -256,7 +254,7 @@ class _Block:
         done = [gradient] if self.turns == 1 else []
         for index, tensors in reversed(list(enumerate(self._by_layer(list(rest))))):
             first, *results = after(done, [before[index], *kept[index]])
-            with torch.enable_grad(), activation_checkpointing.replaying(results, self.keeps):
+            with torch.enable_grad(), activation_checkpointing.recording(self.keeps, results):
                 hidden = first.detach().requires_grad_()
                 trained = {name: self._leaf(index, name, tensors[name]) for name in self.trained[index]}
                 shared = {place: constants[place].detach().requires_grad_() for place in self.summed}

@@ -189,7 +189,6 @@ def _dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _shared(model: torch.nn.Module) -> set[int]:
-    """The ids of tensors that several modules hold."""
     every = [id(tensor) for module in model.modules() for held in (module._parameters, module._buffers)
              for tensor in held.values() if tensor is not None]  # fmt: skip
     return {one for one, count in Counter(every).items() if count > 1}

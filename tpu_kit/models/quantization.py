@@ -17,9 +17,9 @@ Storage of a weight W of (O, I), as buffers of a `QuantizedLinear`:
 G is the group size. A weight takes 1 + 2 / I bytes in int8, and 1/2 + 4 / G bytes in int4. The layout of int4 is chosen
 for the TPU compiler. If a byte holds adjacent inputs, the compiler takes many times the memory or never ends. If the
 inputs are the last dimension, which the TPU stores in tiles of 128 lanes, a group is not a whole part of a tile. Then,
-unless the number of groups is a multiple of 8, the integers of all layers are copied into another layout (5.8 GiB for
-Qwen3-14B). GGUF files of 4 bits also have groups of 32 with offsets, so groups of 32 lose almost nothing of them.
-Embeddings, norms, biases and the output head are not quantized.
+unless the number of groups is a multiple of 8, the integers of all layers are copied into another layout. GGUF files of
+4 bits also have groups of 32 with offsets, so groups of 32 lose almost nothing of them. Embeddings, norms, biases and
+the output head are not quantized.
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ class Scheme:
     def parts(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
         """The same as blocks of columns: one, or the two halves of int4.
 
-        A product with each half needs no dequantised copy on a TPU. The compiler makes one, in memory, to put them
-        together: 112 MiB of a (14336, 4096) weight, and half again as much traffic.
+        A product with each half needs no dequantised copy on a TPU, which the compiler would make to join them.
         """
         if self.bits == 8:
             return [weight.to(dtype) * scale.to(dtype)[:, None]]
@@ -185,10 +184,6 @@ class QuantizedLinear(torch.nn.Linear):
     def count(self) -> int:
         """Number of weights that its integers stand for; where it is a stack of layers, those of all."""
         return self.weight.numel() * 8 // self.scheme.bits
-
-    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight (O, I) that it multiplies with."""
-        return self.scheme.dequantize(self.weight, self.scale, dtype)
 
     def extra_repr(self) -> str:
         """What `print(model)` says of it."""

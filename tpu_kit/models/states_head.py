@@ -89,7 +89,10 @@ def attach(decoder: torch.nn.Module, folder: Path, hidden_size: int, objective: 
         module, _, class_name = settings.pop(_CLASS).partition(":")
         if not module.startswith("tpu_kit.") and module != objective.partition(":")[0]:
             raise ValueError(f"its class is in the module {module}, which only optim.objective={module}:... imports")
-        head = _class(module, class_name)(**settings)
+        kind = getattr(importlib.import_module(module), class_name)
+        if not issubclass(kind, StatesHead):
+            raise TypeError(f"{module}:{class_name} is no StatesHead")
+        head = kind(**settings)
         head.load_state_dict(load_file(folder / weights_file))
     except (ImportError, AttributeError, OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise ValueError(
@@ -103,13 +106,6 @@ def attach(decoder: torch.nn.Module, folder: Path, hidden_size: int, objective: 
         )
     decoder.add_module(_ATTRIBUTE, head)
     decoder.register_forward_hook(_correct)
-
-
-def _class(module: str, name: str) -> type[StatesHead]:
-    found = getattr(importlib.import_module(module), name)
-    if not issubclass(found, StatesHead):
-        raise TypeError(f"{module}:{name} is no StatesHead")
-    return found
 
 
 def _correct(decoder: torch.nn.Module, inputs: Any, output: Any) -> Any:

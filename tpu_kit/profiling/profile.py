@@ -78,7 +78,6 @@ def _measured(config: TrainConfig, steps: int) -> Profile:
 
 
 def _short(config: TrainConfig, folder: Path, steps: int) -> TrainConfig:
-    """The run with the steps of the window alone: no evaluation, no trackers, and its own folder."""
     return replace(
         config, output_dir=str(folder),
         optim=replace(config.optim, max_steps=window(steps), eval_steps=None, early_stop_patience=None),

@@ -183,8 +183,6 @@ class _XlaSession:
 
 
 class _TorchSession:
-    """Traces by torch.profiler."""
-
     is_running = False
 
     def __init__(self, rt: Runtime, folder: Path) -> None:

@@ -233,7 +233,6 @@ def _slow_parts(p: Profile) -> Iterator[Advice]:
 
 
 def _of_recordings(p: Profile) -> Iterator[Advice]:
-    """What to change because of what the replicas counted."""
     first, data = p.recordings[0], p.config.data
     if count := first.counts.get("compiles", 0):
         shapes = "keep the shapes of the step's inputs; pass what changes by step as a tensor"

@@ -318,8 +318,6 @@ def _read(config: TrainConfig, data: MappedData | None) -> tuple[Prepared, torch
             base_of_adapter(config.model, folder)
             start_from(model, folder)
     prepared = data.read() if data else prepare_run(config)
-    if prepared.encoder:
-        models.check_vocabulary(model, prepared.encoder.tokenizer)
     objective_of(config).attach(model, load_frozen)
     return prepared, model
 

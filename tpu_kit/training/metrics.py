@@ -358,7 +358,6 @@ class Tracker:
         return record
 
     def _begin(self, history: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """Prepares metrics.jsonl for appending, and returns the records in it."""
         path = self._dir / METRICS_FILE
         if history is None:
             if path.exists():

@@ -46,7 +46,6 @@ def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Che
 
 
 def _newest(config: TrainConfig) -> Checkpoint | None:
-    """Returns the newest complete checkpoint of a run that may resume."""
     if config.checkpoint.resume == "never":
         return None
     return next(reversed(scan(config.checkpoints_place)[0]), None)

@@ -170,7 +170,6 @@ def _top(teacher: Any, batch: dict[str, torch.Tensor], config: TrainConfig) -> l
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
-    """Returns the number of logits that the model and the teacher both have."""
     configs = [read_config(side) for side in (config.model, config.teacher) if side is not None]
     return min((whole.get_text_config().vocab_size for whole in configs if whole is not None), default=None)
 

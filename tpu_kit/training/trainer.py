@@ -219,7 +219,6 @@ class Trainer:
         return rate
 
     def _train_seconds(self) -> float:
-        """Seconds of `run` until now, earlier launches included."""
         return self._seconds + time.monotonic() - self._started
 
     # ----------------------------------------------------------------------------------------------------------- logs
@@ -304,7 +303,6 @@ class Trainer:
         return self.prepared.eval is not None and (step == self.total or (every is not None and step % every == 0))
 
     def _evaluate(self, step: int) -> None:
-        """Evaluates the held-out rows."""
         self.model.eval()
         with self.state.averaged():
             loss = math.nan if self.updates.generator else self._held_out_loss()
@@ -315,7 +313,6 @@ class Trainer:
         self.evaluations.add(step, loss, accuracy)
 
     def _held_out_loss(self) -> float:
-        """Returns the mean loss of all held-out rows; all replicas take part."""
         assert self.prepared.eval is not None
         rt, sums = self.rt, self._on_device((0.0, 0.0))
         for batch in eval_batches(self.prepared.eval, rt.data_shards, rt.data_size, self.plan.batch_size):
@@ -334,7 +331,6 @@ class Trainer:
         return self.rt.to_device([{"sums": torch.tensor(sums, dtype=torch.float32)}])[0]["sums"]
 
     def _ratio(self, sums: torch.Tensor) -> float:
-        """Returns the first of two sums divided by the second; NaN where that is 0."""
         total, count = self.rt.to_host([sums])[0].tolist()
         return total / count if count else math.nan
 
