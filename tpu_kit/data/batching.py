@@ -207,19 +207,6 @@ class PackedDataset:
         return tensors | {name: read(rows) for name, read in self.columns.items()}
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The input of one replica in one forward pass.
-
-    Attributes:
-        tensors: see `PackedDataset.tensors`.
-        row_ids: the data set rows of each row; they stay on the host, to name the rows of a bad loss.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    row_ids: list[list[int]]
-
-
 @lru_cache(maxsize=2)  # the current epoch, and the next one, whose first batches are prefetched
 def permutation(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
     """Returns the order of rows in an epoch: (rows,) int64, read-only.
@@ -233,16 +220,18 @@ def permutation(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.nd
     return order
 
 
-def eval_batches(dataset: PackedDataset, shards: Sequence[int], data_size: int, batch_size: int) -> Iterator[Batch]:
-    """Yields every row once over all `data_size` shards, as many batches for each; empty rows fill the last batches.
+def eval_batches(
+    dataset: PackedDataset, shards: Sequence[int], data_size: int, batch_size: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields the tensors of every row once over all `data_size` shards, as many batches for each.
 
-    The rows of a batch are those of `shards`, `batch_size` for each.
+    The rows of a batch are those of `shards`, `batch_size` for each; empty rows fill the last batches.
     """
     count = -(-len(dataset) // (batch_size * data_size))
     rows = np.full(count * data_size * batch_size, -1)
     rows[: len(dataset)] = np.arange(len(dataset))
     for mine in rows.reshape(count, data_size, batch_size)[:, shards].reshape(count, -1):
-        yield Batch(dataset.tensors(mine), [dataset.source_rows(row) if row >= 0 else [] for row in mine])
+        yield dataset.tensors(mine)
 
 
 def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[T]:

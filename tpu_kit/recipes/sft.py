@@ -47,7 +47,7 @@ from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import at_hand
 from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir, upload_results
 from tpu_kit.training.metrics import check_tracking, log_result, peak_memory
-from tpu_kit.training.objectives import Objective, objective_of
+from tpu_kit.training.objectives import objective_of
 from tpu_kit.training.resume import (
     check_resume,
     find_checkpoint,
@@ -364,7 +364,10 @@ def trainer(
             _check_same(config, rt, checkpoint.step if checkpoint else 0, model)
         parts = stack.enter_context(_parts(config, rt, checkpoints)) if rt.shares_state else None
         saved, objective = None, objective_of(config)
-        source = _updates(config, rt, model, objective, prepared, plan, reward_funcs)
+        source: Updates = DatasetUpdates(config, prepared, plan, rt)
+        if config.on_policy:
+            rewards = None if config.distill.on_policy else Rewards(config, reward_funcs)
+            source = Rollouts(config, rt, model, objective, prepared, rewards)
         if checkpoint:
             total = sum(1 for _ in source.all())
             check_resume(checkpoint, config, plan.global_batch_size, prepared.fingerprint, total, quiet=rt.rank != 0)
@@ -392,21 +395,6 @@ def trainer(
             sys.stdout.flush()
         stack.enter_context(loop)
         yield loop, agreement
-
-
-def _updates(
-    config: TrainConfig,
-    rt: Runtime,
-    model: torch.nn.Module,
-    objective: Objective,
-    prepared: Prepared,
-    plan: BatchPlan,
-    reward_funcs: Sequence[Any] | None,
-) -> Updates:
-    if config.on_policy:
-        rewards = None if config.distill.on_policy else Rewards(config, reward_funcs)
-        return Rollouts(config, rt, model, objective, prepared, rewards)
-    return DatasetUpdates(config, prepared, plan, rt)
 
 
 def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainConfig) -> str:

@@ -368,7 +368,7 @@ class Rollouts(Updates):
         """Returns this replica's part of all packed rows; empty rows fill the last pass."""
         rt, size = self._rt, self._config.optim.batch_size
         assert self._packed is not None and isinstance(size, int)
-        return [batch.tensors for batch in eval_batches(self._packed, rt.data_shards, rt.data_size, size)]
+        return list(eval_batches(self._packed, rt.data_shards, rt.data_size, size))
 
     def _keep_old(self, batches: Sequence[Tensors]) -> None:
         """Computes the log-probabilities before the first update of a rollout, for the later ones."""

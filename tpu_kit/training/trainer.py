@@ -316,7 +316,7 @@ class Trainer:
         assert self.prepared.eval is not None
         rt, sums = self.rt, self._on_device((0.0, 0.0))
         for batch in eval_batches(self.prepared.eval, rt.data_shards, rt.data_size, self.plan.batch_size):
-            eval_step(self.model, rt.to_device([batch.tensors])[0], sums, self.objective, rt)
+            eval_step(self.model, rt.to_device([batch])[0], sums, self.objective, rt)
             rt.sync()
         return self._ratio(sums)
 
