@@ -70,10 +70,10 @@ def test_no_more_than_64_rows_are_held_out_by_default() -> None:
 def test_labels_of_batches_are_the_replies_alone() -> None:
     made = run()
     tokenizer = made.encoder.tokenizer
-    for batch in eval_batches(made.train, 0, 1, 2):
-        for labels, segments, rows in zip(
-            batch.tensors["labels"], batch.tensors["segment_ids"], batch.row_ids, strict=True
-        ):
+    for number, batch in enumerate(eval_batches(made.train, 0, 1, 2)):
+        for place, (labels, segments) in enumerate(zip(batch["labels"], batch["segment_ids"], strict=True)):
+            packed = 2 * number + place
+            rows = made.train.source_rows(packed) if packed < len(made.train) else []
             for segment, row in enumerate(rows, start=1):
                 learnt = labels[(segments == segment) & (labels != -100)]
                 expected = f"<think>\n{ROWS[row]['reasoning']}\n</think>\n{ROWS[row]['answer']}<|im_end|>"
