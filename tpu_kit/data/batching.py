@@ -317,12 +317,6 @@ def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
     )
 
 
-def batch_line(dataset_rows: int, plan: BatchPlan, total: int) -> str:
-    """Returns the line of text that describes the batch of a run."""
-    left = dataset_rows % plan.global_batch_size
-    return f"batch            {plan}; {total:,} updates; {left} rows of each epoch are left over"
-
-
 def rows_of(update: Update, dataset_rows: int, data: DataConfig) -> np.ndarray:
     """Returns the packed rows of an update over all replicas and passes: (rows,) int64."""
     order = permutation(dataset_rows, data.seed, update.epoch, data.shuffle)

@@ -124,7 +124,8 @@ def last_boxed(text: str) -> str | None:
     return content
 
 
-_SOLUTIONS = ("solution", "generated_solution")  # worked solutions: reasoning beside an answer, else both
+SOLUTIONS = ("solution", "generated_solution")
+"""Columns of worked solutions, which may end in a boxed answer: reasoning beside an answer, else both."""
 
 NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "messages": (("messages", "conversations", "conversation"),),
@@ -138,13 +139,13 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "options": (("options", "choices"),),
     "reasoning": (
         ("reasoning", "rationale", "thinking", "cot", "complex_cot", "chain_of_thought", "reasoning_content"),
-        _SOLUTIONS,
+        SOLUTIONS,
         ("explanation",),
     ),
     "answer": (
         ("answer", "final_answer", "expected_answer", "response", "output", "target", "completion"),
         ("answerkey", "correct_answer"),
-        _SOLUTIONS,
+        SOLUTIONS,
     ),
 }
 """Role -> the names of its columns, compared without case, in groups of falling priority. Two columns of one group are
@@ -277,11 +278,6 @@ def _format(config: DataConfig, find: Callable[[str], str | None]) -> str:
     if find("question") and find("answer"):
         return "cot"
     return "text" if find("text") else ""
-
-
-def is_solution(column: str) -> bool:
-    """Returns whether a column of this name holds worked solutions, which may end in a boxed answer."""
-    return column.lower() in _SOLUTIONS
 
 
 def role_of(turn: Mapping[str, Any]) -> Any:

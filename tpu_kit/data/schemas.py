@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.columns import (
+    SOLUTIONS,
     Layout,
     answer_of,
     in_message,
     is_filled,
-    is_solution,
     reasoning_of,
     reply,
     role_of,
@@ -155,7 +155,7 @@ def _solved(
     answer = with_own_tags(_chosen(_cell(row, columns["answer"]), options, columns["answer"]), config)
     if "reasoning" not in columns:
         try:
-            return split_solution(answer, config, boxed=is_solution(columns["answer"]))
+            return split_solution(answer, config, boxed=columns["answer"].lower() in SOLUTIONS)
         except ValueError as error:
             raise RowError(f"column {columns['answer']!r} has {error}") from error
     reasoning = with_own_tags(_cell(row, columns["reasoning"]), config)

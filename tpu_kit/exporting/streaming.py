@@ -98,11 +98,7 @@ class StreamedModel:
             (folder / _INDEX).write_text(json.dumps(index, indent=2))
 
     def _write_file(self, path: Path, names: list[str], dtype: torch.dtype) -> int:
-        """Writes a safetensors file: the length of a JSON header in 8 bytes, the header, and the values.
-
-        Returns:
-            Bytes of the values.
-        """
+        """Writes the length of a JSON header in 8 bytes, the header, and the values; returns bytes of the values."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in names:
@@ -114,16 +110,13 @@ class StreamedModel:
         text += b" " * (-len(text) % 8)
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                file.write(self._weight(name, dtype).flatten().view(torch.uint8).numpy().data)
+            for slot in (self._slots[name] for name in names):
+                self._load([slot])
+                weight = slot.module.get_parameter(slot.leaf).detach().to(dtype).contiguous()
+                self._drop([slot])
+                file.write(weight.flatten().view(torch.uint8).numpy().data)
+                del weight  # before the next one is read
         return end
-
-    def _weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        slot = self._slots[name]
-        self._load([slot])
-        weight = slot.module.get_parameter(slot.leaf)
-        self._drop([slot])
-        return weight.detach().to(dtype).contiguous()
 
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:

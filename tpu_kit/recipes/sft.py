@@ -23,7 +23,6 @@ from datasets import Dataset, DatasetDict
 
 from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic
-from tpu_kit.data.batching import batch_line
 from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare
 from tpu_kit.data.sources import SYNTHETIC, save_rows, saved_rows_path
 from tpu_kit.distributed import runtime
@@ -403,7 +402,8 @@ def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainCo
         rl = config.rl
         each = f"{config.num_generations} completions of up to {rl.max_completion_length} tokens"
         return f"{prepared}\nrollout          {rl.prompts_per_update} prompts x {each}; {total:,} updates"
-    return f"{prepared}\n{batch_line(len(prepared.train), plan, total)}"
+    left = len(prepared.train) % plan.global_batch_size
+    return f"{prepared}\nbatch            {plan}; {total:,} updates; {left} rows of each epoch are left over"
 
 
 def _check_same(config: TrainConfig, rt: Runtime, step: int, model: torch.nn.Module) -> None:
