@@ -113,11 +113,9 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
         )
     except ImportError as error:
         raise ValueError(f"model.name={config.name}: {brief(error)}") from error
-    except (SafetensorError, RuntimeError) as error:  # a file that is damaged, weights of other shapes
-        raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
-    except (OSError, ValueError, KeyError) as error:
+    except (SafetensorError, RuntimeError, OSError, ValueError, KeyError) as error:
         refuse_code(config, error)
-        if Path(name).is_dir():
+        if Path(name).is_dir() or isinstance(error, SafetensorError | RuntimeError):  # damaged, or of other shapes
             raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
         raise ValueError(unreachable(config, error)) from error
     missing = sorted(info["missing_keys"])

@@ -1,29 +1,17 @@
-"""Distillation: the run of `sft.train` with the loss of `training.distillation`.
-
-With `distill.files`, the teacher's top logits are computed first, in a launch of their own.
-"""
+"""Distillation: the run of `sft.train` with the loss of `training.distillation`."""
 
 from __future__ import annotations
 
-import threading
-from functools import partial
 from pathlib import Path
 
 import torch
 from datasets import Dataset, DatasetDict
 
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
-from tpu_kit.data.prepare import MappedData, Prepared, on_disk
-from tpu_kit.distributed import runtime
-from tpu_kit.distributed.launch import launch
-from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_calls import layers_of
-from tpu_kit.models.loading import load_base, load_frozen, load_tokenizer
+from tpu_kit.models.loading import load_base, load_tokenizer
 from tpu_kit.recipes.sft import TrainResult, train
 from tpu_kit.storage import atomic
-from tpu_kit.training.teacher_files import TeacherFiles, announce, compute_files
-
-_loading = threading.Lock()  # replicas of XLA:CPU are threads, and transformers changes global settings as it loads
 
 
 def distill(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:
@@ -35,7 +23,7 @@ def distill(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *
     """
     if config.distill.teacher is None:
         raise ConfigError(["distill.teacher: null names no teacher; set it to a hub id or a folder"])
-    return train(config, dataset, exact=exact, prepare_more=_prepare_files if config.distill.files else None)
+    return train(config, dataset, exact=exact)
 
 
 def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
@@ -62,22 +50,3 @@ def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
         base.save_pretrained(part)
         load_tokenizer(model).save_pretrained(part)
     return Path(folder)
-
-
-def _prepare_files(config: TrainConfig, prepared: Prepared) -> None:
-    if announce(TeacherFiles.of(config, prepared)):
-        with on_disk(prepared) as data:
-            launch(partial(_compute, data), config, sharded=True)
-
-
-def _compute(data: MappedData, config: TrainConfig) -> None:
-    """Computes files in one replica."""
-    rt, model = runtime.current(), config.teacher
-    assert model is not None
-    with _loading:
-        teacher = models.freeze(load_frozen(model), model.base_dtype)
-    models.prepare_frozen(teacher, config, rt.device_type)
-    models.to_device(teacher, rt.local_device)
-    rt.sync()
-    compute_files(config, rt, data.read(), teacher)
-    rt.barrier()

@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -58,7 +58,7 @@ from tpu_kit.training.resume import (
 from tpu_kit.training.rollout import Rollouts
 from tpu_kit.training.state import start_from
 from tpu_kit.training.step import prepare_model
-from tpu_kit.training.teacher_files import read_columns
+from tpu_kit.training.teacher_files import prepare_files, read_columns
 from tpu_kit.training.trainer import Status, Trainer
 from tpu_kit.training.updates import DatasetUpdates, Updates
 
@@ -126,7 +126,6 @@ def train(
     dataset: Dataset | DatasetDict | None = None,
     *,
     exact: bool = False,
-    prepare_more: Callable[[TrainConfig, Prepared], None] | None = None,
     reward_funcs: Sequence[Any] | None = None,
 ) -> TrainResult:
     """Fine-tunes a model on all devices, and returns when the result is on disk.
@@ -138,7 +137,6 @@ def train(
         dataset: rows in memory instead of `data.source`, copied to `<output_dir>/data`; `data.split` and
             `data.eval_split` select from a DatasetDict.
         exact: on a TPU, ask its compiler before the launch whether the batch fits; takes a minute or more.
-        prepare_more: called with the run and its data before the launch.
         reward_funcs: of `grpo`.
 
     Raises:
@@ -157,14 +155,13 @@ def train(
         if meeting is not None:
             print(f"hosts            {hosts.count}, by {hosts.source}; this is {hosts.name(hosts.index)}", flush=True)
             meeting.agree({"number of hosts": hosts.count, "packages": versions(), **config.flat_values()})
-        return _train(config, dataset, exact, prepare_more, reward_funcs, meeting, stack)
+        return _train(config, dataset, exact, reward_funcs, meeting, stack)
 
 
 def _train(
     config: TrainConfig,
     dataset: Dataset | DatasetDict | None,
     exact: bool,
-    prepare_more: Callable[[TrainConfig, Prepared], None] | None,
     reward_funcs: Sequence[Any] | None,
     meeting: Meeting | None,
     stack: contextlib.ExitStack,
@@ -173,7 +170,7 @@ def _train(
     check_tracking(config)
     verifier_named(config.tracking.verifier)
     backend = runtime.detect(config.launch, hosts=hosts)
-    if meeting is not None and prepare_more is not None:
+    if meeting is not None and config.distill.files:
         raise ValueError("distill.files is not for several hosts: set it to null, so that each host runs the teacher")
     config = keep_run(resolve_output_dir(config), meeting.today if meeting else date.today().isoformat())
     folder = make_output_folder(config)
@@ -195,8 +192,7 @@ def _train(
     print(outlook, flush=True)
     if warning := suggestion(outlook):
         print(warning, file=sys.stderr, flush=True)
-    if prepare_more is not None:
-        prepare_more(config, prepared)
+    prepare_files(config, prepared)
     try:
         with on_disk(prepared) as data:
             result = launch(

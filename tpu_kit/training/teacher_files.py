@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,19 +23,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.data.prepare import Prepared
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.data.prepare import MappedData, Prepared, on_disk
+from tpu_kit.distributed import runtime
+from tpu_kit.distributed.launch import launch
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.activation_checkpointing import tiles_of
 from tpu_kit.models.base_identity import fingerprint, identify
-from tpu_kit.models.loading import read_config
+from tpu_kit.models.loading import load_frozen, read_config
 from tpu_kit.storage import atomic
 from tpu_kit.training.distillation import top_log_probabilities
 from tpu_kit.training.loss import head_outputs
 from tpu_kit.xla.scan import Tensors, scan
 
 _FILE_BYTES = 64 * MIB
+_loading = threading.Lock()  # replicas of XLA:CPU are threads, and transformers changes global settings as it loads
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,39 @@ def read_columns(config: TrainConfig, prepared: Prepared) -> dict[str, Callable[
     return files.columns()
 
 
-def compute_files(config: TrainConfig, rt: Runtime, prepared: Prepared, teacher: Any) -> None:
+def prepare_files(config: TrainConfig, prepared: Prepared) -> None:
+    """Computes the missing files of a run, if it has `distill.files`, in a launch of its own.
+
+    Raises:
+        ValueError: they do not fit on the disk.
+    """
+    if config.distill.files is None:
+        return
+    files = TeacherFiles.of(config, prepared)
+    files.folder.mkdir(parents=True, exist_ok=True)
+    absent = files.missing()
+    rows = sum(len(files.rows_of(number)) for number in absent)
+    size, free = rows * files.row_bytes, shutil.disk_usage(files.folder).free
+    text = f"{rows:,} rows x {files.length} tokens x {files.k} logits = {size / GIB:.2f} GiB in {files.folder}"
+    if size > free:
+        raise ValueError(
+            f"distill.files: {text}, which has {free / GIB:.2f} GiB free; lower distill.top_k, or name another folder"
+        )
+    print(f"teacher files    {text}" if absent else f"teacher files    complete in {files.folder}", flush=True)
+    if absent:
+        with on_disk(prepared) as data:
+            launch(partial(_compute, data), config, sharded=True)
+
+
+def _compute(data: MappedData, config: TrainConfig) -> None:
     """Computes the missing files by a teacher on the replica's device; replica r of N takes every N-th of them."""
+    rt, model, prepared = runtime.current(), config.teacher, data.read()
+    assert model is not None
+    with _loading:
+        teacher = models.freeze(load_frozen(model), model.base_dtype)
+    models.prepare_frozen(teacher, config, rt.device_type)
+    models.to_device(teacher, rt.local_device)
+    rt.sync()
     files = TeacherFiles.of(config, prepared)
     assert isinstance(config.optim.batch_size, int)
     at_once = config.optim.batch_size * rt.data_size // rt.world_size
@@ -150,6 +184,7 @@ def compute_files(config: TrainConfig, rt: Runtime, prepared: Prepared, teacher:
         with atomic.replacing(files.path(number)) as part:
             save_file(tensors, part, metadata={"digest": _digest(tensors)})
         print(f"teacher files    {number + 1} of {files.count} written", flush=True)
+    rt.barrier()
 
 
 def _top(teacher: Any, batch: dict[str, torch.Tensor], config: TrainConfig) -> list[torch.Tensor]:
@@ -179,18 +214,3 @@ def _digest(tensors: dict[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         digest.update(name.encode() + tensors[name].contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def announce(files: TeacherFiles) -> list[int]:
-    """Prints the size of the files, returns the missing numbers; raises ValueError if they do not fit on the disk."""
-    files.folder.mkdir(parents=True, exist_ok=True)
-    absent = files.missing()
-    rows = sum(len(files.rows_of(number)) for number in absent)
-    size, free = rows * files.row_bytes, shutil.disk_usage(files.folder).free
-    text = f"{rows:,} rows x {files.length} tokens x {files.k} logits = {size / GIB:.2f} GiB in {files.folder}"
-    if size > free:
-        raise ValueError(
-            f"distill.files: {text}, which has {free / GIB:.2f} GiB free; lower distill.top_k, or name another folder"
-        )
-    print(f"teacher files    {text}" if absent else f"teacher files    complete in {files.folder}", flush=True)
-    return absent

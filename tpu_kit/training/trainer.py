@@ -138,8 +138,7 @@ class Trainer:
         self.step = self._saved = checkpoint.step
         self._logged, self._rows, self._tokens = state["logged"], rows, state["tokens"]
         self._seconds, self.skipped = state["train_seconds"], state["skipped"]
-        loss = state["metrics"].get("loss", ...)
-        self.metrics = {} if loss is ... else {"loss": math.nan if loss is None else loss}
+        self.metrics = {name: math.nan if value is None else value for name, value in state["metrics"].items()}
         if self.updates.splits:
             self.updates.restore(checkpoint.document("updates"))
         self._history, self._wandb_id = checkpoint.document("history"), state.get("wandb_id")
