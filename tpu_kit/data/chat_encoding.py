@@ -254,10 +254,6 @@ class Encoder:
             return [Document(talk.messages, [(talk.first, len(talk.messages))], [reasoning], plain=True)]
         return _Chat(self, talk).documents()
 
-    def examples(self, row: Mapping[str, Any]) -> list[Example]:
-        """Returns the encoded documents of one row."""
-        return [self.encode(document) for document in self.documents(self.conversation(row))]
-
     def encode(self, document: Document) -> Example:
         """Returns the token ids of a document and its loss mask.
 

@@ -107,7 +107,7 @@ def _is_shared(argument: object) -> bool:
 def _is_whole(hidden: torch.Tensor, before: torch.Tensor) -> bool:
     """Returns whether hidden states are those that the layer before returned, or a view of all of them.
 
-    Tensors on XLA do not tell their storage; there the call of `_probe` has been checked.
+    Tensors on XLA do not tell their storage; there the call of `equal_layers` has been checked.
     """
     if hidden.shape != before.shape or hidden is before or hidden.device.type == "xla":
         return hidden.shape == before.shape
@@ -182,20 +182,16 @@ def layers_of(decoder: torch.nn.Module) -> tuple[str, Any]:
     return max(lists.items(), key=lambda item: sum(1 for _ in item[1].modules()))
 
 
-def _probe(decoder: Any, name: str, layers: torch.nn.ModuleList) -> _Probe:
-    """Calls the decoder on a row of two tokens, with attention that every device computes."""
-    config, own = decoder.config, decoder.config._attn_implementation
-    decoder._modules[name] = probe = _Probe(layers)
-    config._attn_implementation = attention.SDPA
+def call_once(decoder: Any, name: str, layers: Placeholders, implementation: str) -> None:
+    """Calls a decoder on a row of two tokens, with other layers and attention than its own, which come back."""
+    config, own = decoder.config, (decoder._modules[name], decoder.config._attn_implementation)
+    decoder._modules[name], config._attn_implementation = layers, implementation
     ones = torch.ones(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
     try:
         with torch.no_grad():
             decoder(input_ids=ones, position_ids=ones, use_cache=False, **attention.inputs(attention.SDPA, ones))
     finally:
-        decoder._modules[name], config._attn_implementation = layers, own
-    if len(probe.calls) != len(layers):
-        raise CannotScanError("its decoder does not go through its layers one by one")
-    return probe
+        decoder._modules[name], config._attn_implementation = own
 
 
 def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Sequence[int]) -> list[int]:
@@ -216,7 +212,10 @@ def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Se
     Raises:
         CannotScanError: no layer can be a turn of a loop.
     """
-    probe, numbered = _probe(decoder, name, layers), _numbered(layers)
+    probe, numbered = _Probe(layers), _numbered(layers)
+    call_once(decoder, name, probe, attention.SDPA)  # which every device computes
+    if len(probe.calls) != len(layers):
+        raise CannotScanError("its decoder does not go through its layers one by one")
     uses = Counter(number for call in probe.calls for number in {id(tensor) for tensor in call.tensors})
     known: list[Any] = []
     found = []

@@ -150,19 +150,12 @@ def _layers(decoder: Any) -> tuple[list[int], list[Layer], list[int]]:
     AttentionInterface.register(_RECORDED, _record_attention)
     AttentionMaskInterface.register(_RECORDED, ALL_MASK_ATTENTION_FUNCTIONS[attention.SDPA])
     name, layers = layer_calls.layers_of(decoder)
-    count, config = len(layers), decoder.config
     try:
-        equal = layer_calls.equal_layers(decoder, name, layers, [0] * count)
+        equal = layer_calls.equal_layers(decoder, name, layers, [0] * len(layers))
     except layer_calls.CannotScanError:  # no loop: other devices run the layers one by one
-        equal = list(range(count))
-    run, before = _FirstLayers(layers, equal), config._attn_implementation
-    decoder._modules[name], config._attn_implementation = run, _RECORDED
-    ones = torch.ones(1, 2, dtype=torch.int64)
-    try:
-        with torch.no_grad():
-            decoder(input_ids=ones, position_ids=ones, use_cache=False, **attention.inputs(attention.SDPA, ones))
-    finally:
-        decoder._modules[name], config._attn_implementation = layers, before
+        equal = list(range(len(layers)))
+    run = _FirstLayers(layers, equal)
+    layer_calls.call_once(decoder, name, run, _RECORDED)
     kinds: list[Layer] = list(dict.fromkeys(run.kinds.values()))
     return equal, kinds, [kinds.index(run.kinds[number]) for number in equal]
 

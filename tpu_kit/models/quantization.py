@@ -95,12 +95,8 @@ class Scheme:
         low, high = _four_bits(groups, scale).view(weight.shape).to(torch.uint8).chunk(2, dim=1)
         return low | high << 4, scale
 
-    def dequantize(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """(O, I) in `dtype`, of what `quantize` returned."""
-        return torch.cat(self.parts(weight, scale, dtype), dim=1)
-
     def parts(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The same as blocks of columns: one, or the two halves of int4.
+        """The weight (O, I) in `dtype`, of what `quantize` returned, as blocks of columns: one, or two halves of int4.
 
         A product with each half needs no dequantised copy on a TPU, which the compiler would make to join them.
         """
