@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from tests.support.given_rows import examples_of
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.config.loader import DataConfig
@@ -62,7 +63,7 @@ TRL_TEMPLATES = {
 def encode(row: dict[str, Any], tokenizer: Any = None, **settings: Any) -> tuple[Any, list[Example]]:
     tokenizer = tokenizer or tiny_tokenizer()
     config = DataConfig(**settings)
-    return tokenizer, Encoder(tokenizer, detect_layout(list(row), config), config).examples(row)
+    return tokenizer, examples_of(Encoder(tokenizer, detect_layout(list(row), config), config), row)
 
 
 def all_spans(row: dict[str, Any], tokenizer: Any = None, **settings: Any) -> list[list[tuple[str, bool]]]:
@@ -210,7 +211,7 @@ def test_tool_calls_and_the_system_turn_are_kept(name: str) -> None:
     if name == "deepseekv3_training":  # whose template leaves the definitions out
         del row["tools"]
     layout = replace(detect_layout(list(row), DataConfig()), filled=True)
-    examples = Encoder(tokenizer, layout, DataConfig()).examples(row)
+    examples = examples_of(Encoder(tokenizer, layout, DataConfig()), row)
     found = [pair for example in examples for pair in decoded_example(tokenizer, example)]
     learnt = [text for text, loss in found if loss]
     assert len(learnt) == 2 and "add" in learnt[0] and "2" in learnt[0] and "The answer is 5." in learnt[1]
@@ -257,7 +258,7 @@ def test_null_in_arguments_stays_unless_arrow_put_it(tmp_path: Path) -> None:
         made = prepare(config, tokenizer)
         texts = [decoded_example(tokenizer, made.example(i))[-1][0] for i in range(2)]
         for row in prepare(replace(config, eval_rows=1), tokenizer).eval_rows:
-            assert decoded_example(tokenizer, made.encoder.examples(row)[0])[-1][0] in texts
+            assert decoded_example(tokenizer, examples_of(made.encoder, row)[0])[-1][0] in texts
         return texts
 
     tokenizer = tiny_tokenizer(CALLING.replace("ARGUMENTS", ARGUMENTS["json"]))
@@ -443,7 +444,7 @@ def test_generation_prompt_is_how_the_example_begins() -> None:
     config = DataConfig()
     for row in (COT, CHAT, {"prompt": "2 + 3 =", "completion": " 5"}):
         encoder = Encoder(tokenizer, detect_layout(list(row), config), config)
-        prompt, (example,) = encoder.prompt(encoder.conversation(row)), encoder.examples(row)
+        prompt, (example,) = encoder.prompt(encoder.conversation(row)), examples_of(encoder, row)
         assert tokenizer.decode(example.input_ids).startswith(prompt) and not prompt.endswith("5")
 
 
@@ -451,7 +452,7 @@ def test_encoder_is_picklable() -> None:
     config = DataConfig()
     encoder = Encoder(tiny_tokenizer(), detect_layout(list(COT), config), config)
     copy = pickle.loads(pickle.dumps(encoder))
-    assert copy.examples(COT) == encoder.examples(COT)
+    assert examples_of(copy, COT) == examples_of(encoder, COT)
 
 
 DATED = [

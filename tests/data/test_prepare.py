@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tests.support.embedded_answers import is_correct
-from tests.support.given_rows import prepare_rows
+from tests.support.given_rows import examples_of, prepare_rows
 from tests.support.real_rows import split_rows
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.assets.embedded import model_dir
@@ -206,7 +206,7 @@ def test_embedded_fills_98_percent() -> None:
     made = prepare(DataConfig(split="train[:1000]"), tokenizer, model_positions=1024, vocab_size=640)
     assert made.report.fill >= 0.98
     assert len(made.eval_rows) == 64 and made.eval_report is not None and made.eval_report.seen_in_training == 0
-    ((ids, mask),) = made.encoder.examples(made.eval_rows[0])
+    ((ids, mask),) = examples_of(made.encoder, made.eval_rows[0])
     assert is_correct(made.eval_rows[0], tokenizer.decode([i for i, loss in zip(ids, mask, strict=True) if loss]))
 
 

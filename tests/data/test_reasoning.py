@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.data.test_chat_encoding import TRL, TRL_TEMPLATES
-from tests.support.given_rows import prepare_rows
+from tests.support.given_rows import examples_of, prepare_rows
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.chat_encoding import Encoder, ReasoningCounts, decoded_example
@@ -78,7 +78,7 @@ def encoder(template: str, row: dict[str, Any], **settings: Any) -> Encoder:
 def documents(template: str, row: dict[str, Any], **settings: Any) -> list[tuple[str, list[str]]]:
     """The text before the first token with loss of each document, and the stretches with loss."""
     made, found = encoder(template, row, **settings), []
-    for example in made.examples(row):
+    for example in examples_of(made, row):
         spans = decoded_example(made.tokenizer, example)
         assert not spans[0][1]
         found.append((spans[0][0], [text for text, loss in spans if loss]))
@@ -102,7 +102,7 @@ def test_every_reply_of_a_chat_is_trained_with_its_reasoning_after_the_prompt_of
     row = {"messages": chat(3, where)}
     made = encoder(TEMPLATES[template], row)
     learnt: list[str] = []
-    for example in made.examples(row):
+    for example in examples_of(made, row):
         given = ""
         for text, loss in decoded_example(made.tokenizer, example):
             if loss:
@@ -124,7 +124,7 @@ def test_templates_of_released_models(name: str, where: str) -> None:
     tokenizer.bos_token = special[-1]
     row = {"messages": chat(2, where)}
     made = replace(encoder(CHATML, row), tokenizer=tokenizer)
-    examples = made.examples(row)
+    examples = examples_of(made, row)
     kept = map(made.count_reasoning, made.documents(made.conversation(row)), examples)
     assert ReasoningCounts(*map(sum, zip(*kept, strict=True))) == ReasoningCounts(replies=2, held=2, trained=2, empty=0)
     learnt = [text for example in examples for text, loss in decoded_example(tokenizer, example) if loss]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed.test_hosts import together
 from tests.support import training_functions
-from tests.support.given_rows import prepare_rows
+from tests.support.given_rows import examples_of, prepare_rows
 from tests.support.object_store import free_port
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.assets.embedded import cot_rows
@@ -54,7 +54,7 @@ def test_what_is_read_is_what_was_prepared(cache: Path, eval_rows: int) -> None:
     assert [len(part) for part in result.questions] == [40 - eval_rows, eval_rows]
     row = {"question": "q", "answer": "a"}
     assert result.encoder.layout == expected.encoder.layout
-    assert result.encoder.examples(row) == expected.encoder.examples(row)
+    assert examples_of(result.encoder, row) == examples_of(expected.encoder, row)
     assert result.encoder.tokenizer.chat_template == expected.encoder.tokenizer.chat_template
     assert (result.eval is None) == (eval_rows == 0)
     for mapped, whole in ((result.train, expected.train), (result.eval, expected.eval)):

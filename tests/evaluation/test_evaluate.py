@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.given_rows import prepare_rows
+from tests.support.given_rows import examples_of, prepare_rows
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
@@ -331,7 +331,7 @@ def test_perplexity_is_that_of_the_tokens_with_loss(prepared: Prepared, model: A
     found = evaluate(config(generate_rows=4), prepared)
     losses = []
     for row in prepared.eval_rows[:4]:
-        ((ids, mask),) = prepared.encoder.examples(row)
+        ((ids, mask),) = examples_of(prepared.encoder, row)
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, :-1]
         each = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")

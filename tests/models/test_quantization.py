@@ -19,7 +19,7 @@ from tests.benchmarks import headline
 from tests.support import quantize_functions
 from tests.support.child_processes import REPOSITORY, run_python
 from tests.support.compiler_models import TINY, write_config
-from tests.support.quantize_functions import MEMORY, SHARDED_MEMORY, dequantized, fingerprint, write_model
+from tests.support.quantize_functions import MEMORY, SHARDED_MEMORY, dense_of, dequantized, fingerprint, write_model
 from tests.support.training_functions import OPTIM, control
 from tpu_kit.config.loader import ConfigError, LoraConfig, ModelConfig, TrainConfig, load_config
 from tpu_kit.config.mesh import Mesh
@@ -65,7 +65,7 @@ def test_int8_is_within_half_a_step_of_each_output() -> None:
     integers, scale = INT8.quantize(weight())
     assert (integers.dtype, scale.dtype, scale.shape) == (torch.int8, torch.bfloat16, (40,))
     assert set(integers.abs().amax(1).tolist()) <= {126, 127}
-    error = (INT8.dequantize(integers, scale, torch.float32) - weight()).abs()
+    error = (dense_of(INT8, integers, scale, torch.float32) - weight()).abs()
     assert bool((error <= scale.float()[:, None] * 0.501).all())
 
 
@@ -74,9 +74,9 @@ def test_int4_is_the_same_on_a_mesh() -> None:
     stored = INT4.quantize(weight())
     for dtype in (torch.float32, torch.bfloat16):
         with use_mesh(Mesh(fsdp=2)), FlopCounterMode(display=False) as counter:
-            found = INT4.dequantize(*stored, dtype)
+            found = dense_of(INT4, *stored, dtype)
         assert counter.get_total_flops() > 0
-        assert torch.equal(found, INT4.dequantize(*stored, dtype))
+        assert torch.equal(found, dense_of(INT4, *stored, dtype))
 
 
 def test_int4_is_stored_as_the_module_says_and_better_than_by_its_largest_value() -> None:
@@ -87,7 +87,7 @@ def test_int4_is_stored_as_the_module_says_and_better_than_by_its_largest_value(
     values = np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
     step, offset = np.repeat(scale.mT.float().numpy(), 32, axis=2)
     dense = torch.from_numpy(values * step + offset)
-    assert torch.equal(INT4.dequantize(integers, scale, torch.float32), dense)
+    assert torch.equal(dense_of(INT4, integers, scale, torch.float32), dense)
     groups = weight().view(40, 8, 32)
     plain = groups.abs().amax(-1, keepdim=True) / 7
     rounded = (torch.round(groups / plain) * plain).view(40, 256)
@@ -100,7 +100,7 @@ def test_int4_cuts_off_what_lies_far_out_where_that_costs_less() -> None:
     low, high = groups.aminmax(dim=-1, keepdim=True)
     step, low = ((high - low) / 15).bfloat16().float(), low.bfloat16().float()
     whole = (torch.round((groups - low) / step).clamp(0, 15) * step + low - groups).square().sum(-1)
-    dense = INT4.dequantize(*INT4.quantize(weight()), torch.float32).view(40, 8, 32)
+    dense = dense_of(INT4, *INT4.quantize(weight()), torch.float32).view(40, 8, 32)
     found = (dense - groups).square().sum(-1)
     assert bool((found <= whole * 1.0001).all())
     assert float(found.sum()) < 0.97 * float(whole.sum())
@@ -110,16 +110,16 @@ def test_int4_keeps_what_has_sixteen_values_in_a_group_as_files_of_four_bits_hav
     values = torch.randint(0, 16, (6, 8, 32), generator=torch.Generator().manual_seed(0))
     values[..., :2] = torch.tensor([0, 15])
     dense = (values * 0.013 - 0.11).view(6, 256)
-    again = INT4.dequantize(*INT4.quantize(dense), torch.float32)
+    again = dense_of(INT4, *INT4.quantize(dense), torch.float32)
     assert (again - dense).norm() < 0.005 * dense.norm()
 
 
 @pytest.mark.parametrize("scheme", [INT8, INT4])
 def test_rounding_again_and_zeros(scheme: Scheme) -> None:
-    zeros = scheme.dequantize(*scheme.quantize(torch.zeros(4, 64)), torch.float32)
+    zeros = dense_of(scheme, *scheme.quantize(torch.zeros(4, 64)), torch.float32)
     assert torch.equal(zeros, torch.zeros(4, 64))
-    dense = scheme.dequantize(*scheme.quantize(weight()), torch.float32)
-    again = scheme.dequantize(*scheme.quantize(dense), torch.float32)
+    dense = dense_of(scheme, *scheme.quantize(weight()), torch.float32)
+    again = dense_of(scheme, *scheme.quantize(dense), torch.float32)
     torch.testing.assert_close(again, dense, rtol=0.01, atol=1e-5)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 
 from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.chat_encoding import Encoder, Example
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.data.sources import save_rows
 
@@ -18,3 +19,8 @@ def prepare_rows(config: DataConfig, tokenizer: Any, rows: Any, **options: Any) 
     data = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
     source = save_rows(data, Path(datasets.config.HF_DATASETS_CACHE) / "given")
     return prepare(replace(config, source=source), tokenizer, **options)
+
+
+def examples_of(encoder: Encoder, row: Any) -> list[Example]:
+    """The encoded documents of one row."""
+    return [encoder.encode(document) for document in encoder.documents(encoder.conversation(row))]

@@ -18,9 +18,14 @@ from tpu_kit.models.quantization import QuantizedLinear, Scheme
 from tpu_kit.recipes import sft
 
 
+def dense_of(scheme: Scheme, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight (O, I) that integers and scales stand for."""
+    return torch.cat(scheme.parts(weight, scale, dtype), dim=1)
+
+
 def dequantized(layer: QuantizedLinear) -> torch.Tensor:
     """The weight (O, I) that a layer multiplies with."""
-    return layer.scheme.dequantize(layer.weight, layer.scale, torch.float32)
+    return dense_of(layer.scheme, layer.weight, layer.scale, torch.float32)
 
 
 def write_model(folder: Path, *, shards: str = "1GB", **changes: Any) -> Path:
