@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 
 from tests.support.object_store import bucket, object_store
 from tpu_kit.data.records import LOCATION, PROBLEM
-from tpu_kit.data.sources import load_rows, pick_split, save_rows
+from tpu_kit.data.sources import load_rows, save_rows
 
 __all__ = ["bucket", "object_store"]  # fixtures
 
@@ -276,11 +276,6 @@ def test_missing_files_and_splits(tmp_path: Path) -> None:
         load(source, "test")
     with pytest.raises(ValueError, match=r"no-one/no-such-data.* the hub gave no such data set"):
         load("no-one/no-such-data")
-
-
-def test_what_is_no_dataset() -> None:
-    with pytest.raises(ValueError, match=r"must be a datasets.Dataset, not list"):
-        pick_split(ROWS, "train")
 
 
 def test_rows_in_memory_are_kept_where_other_processes_find_them(tmp_path: Path) -> None:

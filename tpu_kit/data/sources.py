@@ -184,7 +184,11 @@ def _from_saved(source: str, split: str) -> Dataset:
             part.data.validate(full=True)
     except Exception as error:
         raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}") from error
-    return pick_split(rows, split)
+    if isinstance(rows, Dataset):
+        return rows
+    if split not in rows:
+        raise ValueError(f"data.split: there is no split {split!r}; the data has {', '.join(rows)}")
+    return rows[split]
 
 
 def _from_hub(source: str, split: str) -> Dataset:
@@ -243,29 +247,16 @@ def _embedded(split: str, seed: int) -> Dataset:
     return Dataset.from_list(embedded.cot_rows(match[1], count, seed))
 
 
-def pick_split(data: Dataset | DatasetDict, split: str) -> Dataset:
-    """Returns the split of a `DatasetDict`, or a `Dataset` as it is.
-
-    Raises:
-        ValueError: there is no such split, or the data is neither of the two.
-    """
-    if isinstance(data, DatasetDict):
-        if split not in data:
-            raise ValueError(f"data.split: there is no split {split!r}; the data has {', '.join(data)}")
-        data = data[split]
-    if not isinstance(data, Dataset):
-        raise ValueError(f"the data must be a datasets.Dataset, not {type(data).__name__}")
-    return data
-
-
 def saved_rows_path(data: Dataset | DatasetDict, folder: Path) -> Path:
     """Returns the path in `folder` that `save_rows` writes a data set to, by its content.
 
     Raises:
         ValueError: the data is not a `Dataset` or `DatasetDict`, or has no rows.
     """
-    parts = data.values() if isinstance(data, DatasetDict) else [pick_split(data, "train")]
-    if not all(len(part) for part in parts):
+    parts = [*data.values()] if isinstance(data, DatasetDict) else [data]
+    if wrong := [type(part).__name__ for part in parts if not isinstance(part, Dataset)]:
+        raise ValueError(f"the data must be a datasets.Dataset, not {wrong[0]}")
+    if not all(map(len, parts)):
         raise ValueError("the data set given has no rows")
     return folder / hashlib.blake2b(" ".join(part._fingerprint for part in parts).encode(), digest_size=8).hexdigest()
 

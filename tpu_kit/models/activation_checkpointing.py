@@ -150,7 +150,7 @@ def once(count: int, compute: Callable[[], Sequence[torch.Tensor]]) -> Sequence[
         return compute()
     if tape.known is None:
         found = compute()
-        tape.kept += found
+        tape.kept.extend(found)
         return found
     return [next(tape.known) for _ in range(count)]
 

@@ -257,7 +257,7 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
 
 def _key(config: ModelConfig, scheme: Scheme) -> str | None:
     """Names the weights and how they are stored; None where it cannot be told whether weights are the same ones."""
-    name = locate(config)
+    name, base = locate(config), None
     if Path(name).is_dir():
         files = sorted(path for path in Path(name).iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
         base = repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])

@@ -29,14 +29,7 @@ PARTS = WeakTensorKeyDictionary()
 
 
 def spec_of(name: str, tensor: torch.Tensor, stacked: bool = False, tied: bool = False) -> Spec:
-    """The spec of a parameter or buffer of a model.
-
-    Args:
-        name: its name in the model, or in its layer.
-        tensor: the tensor, or one of its shape and dtype.
-        stacked: whether it is a stack of layers' tensors, (G, ...).
-        tied: whether the embedding is the output head, too.
-    """
+    """As `sharding_rules.spec_of`, for a parameter or buffer of a model, or a tensor of its shape and dtype."""
     return sharding_rules.spec_of(_described(name, tensor, stacked), tied, active_mesh().rules)
 
 
