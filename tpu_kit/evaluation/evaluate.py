@@ -304,10 +304,6 @@ def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Pre
 def check_answers(config: TrainConfig, prepared: Prepared) -> None:
     """Checks before training that the model can answer the held-out rows and the verifier can judge the answers.
 
-    Args:
-        config: `tracking.generate_rows` and `tracking.eval_generate_rows` are the numbers of rows.
-        prepared: its data.
-
     Raises:
         ConfigError: the rows have no prompts, prompts and answers are longer than the model's positions, or the
             verifier can judge none of the rows.
@@ -351,11 +347,9 @@ def check_answers(config: TrainConfig, prepared: Prepared) -> None:
 
 
 def held_out(config: TrainConfig, run: Questions | None = None) -> Prepared:
-    """Prepares the data of a configuration to evaluate a model on its held-out rows.
+    """Prepares the data of a configuration to evaluate a model on its held-out rows; `run` as in `prepare`.
 
-    Args:
-        config: the configuration.
-        run: as in `prepare`; a note on stderr tells whether the run held other questions out.
+    A note on stderr tells whether the run held other questions out.
 
     Raises:
         ValueError: as in `prepare`.

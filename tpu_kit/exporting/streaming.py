@@ -124,14 +124,9 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | None:
-    """Opens a model, with an adapter or a whole tuned model in its place, in fp32.
+    """Opens a base model in fp32, with the adapter that training wrote, or the whole model that it wrote in its place.
 
-    Args:
-        config: the base model.
-        adapter: the output of training.
-
-    Returns:
-        None if the weights are not those of safetensors files with the model's own names; then it must be loaded.
+    None if the weights are not those of safetensors files with the model's own names; then it must be loaded.
 
     Raises:
         ValueError: the adapter is missing, damaged or of another model.

@@ -103,11 +103,8 @@ def fingerprint(identity: Identity | None) -> str:
 def base_of_adapter(model: ModelConfig, adapter: Path | None) -> ModelConfig:
     """Returns the base of an adapter, pinned to the hub's commit with which it was trained.
 
-    Prints a line where the adapter, such as one of another tool, does not say which weights it was trained on.
-
-    Args:
-        model: the base as it is configured.
-        adapter: the folder of an adapter. None and a whole model have no base, and are not checked.
+    Prints a line where the adapter, such as one of another tool, does not say which weights it was trained on. None and
+    the folder of a whole model have no base, and are not checked.
 
     Raises:
         ValueError: the adapter was trained on other weights.

@@ -243,11 +243,9 @@ def prepare_frozen(model: torch.nn.Module, config: TrainConfig, device_type: str
 
 
 def enable_remat(model: torch.nn.Module, keeps: bool = False) -> None:
-    """Makes every layer recompute its activations in the backward pass, where the layers are no loop.
+    """Makes every layer of a model on the CPU or a GPU recompute its activations in the backward pass, without a loop.
 
-    Args:
-        model: as `load_model` returns it, on the CPU or a GPU.
-        keeps: keep the results of products and of attention; see `activation_checkpointing`.
+    With `keeps` it keeps the results of products and of attention; see `activation_checkpointing`.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -385,11 +383,7 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
 
 
 def max_positions(config: Any) -> int | None:
-    """Returns the length up to which the rotary frequencies are constant; None if the model has no limit.
-
-    Args:
-        config: the text configuration of a model.
-    """
+    """Returns the length up to which rotary frequencies of a text configuration are constant; None without a limit."""
     settings = getattr(config, "rope_parameters", None) or {}
     ropes = [one for one in (settings, *settings.values()) if isinstance(one, dict)]  # one, or one for each layer type
     limits = [

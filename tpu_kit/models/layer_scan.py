@@ -514,12 +514,7 @@ def stacked_prefixes(model: torch.nn.Module) -> list[str]:
 
 
 def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Splits stacks into views of their slices, under the names that the parameters have without stacks.
-
-    Args:
-        stacks: as `stacked_names` returns them.
-        named: tensors by names of the model's parameters, (G, ...) for stacks.
-    """
+    """Splits stacks, (G, ...), of the result of `stacked_names` into views under the names that slices have without."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in named.items():
         found |= dict(zip(stacks[name], tensor.unbind(), strict=True)) if name in stacks else {name: tensor}

@@ -80,10 +80,7 @@ def _settings(config: ModelConfig) -> Any:
 
 
 def derive(request: dict[str, Any]) -> dict[str, Any]:
-    """Derives the shape of a model, as a dictionary for JSON.
-
-    Args:
-        request: the fields of a `ModelConfig`, and "config", the text of its config.json.
+    """Derives the shape of a model, for JSON, from the fields of a `ModelConfig` and "config", the text of config.json.
 
     Raises:
         ValueError: as `build`; or its decoder does not run.

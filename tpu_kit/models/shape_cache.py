@@ -24,10 +24,7 @@ _SECONDS = 300.0
 
 
 def read_shape(model: ModelConfig) -> Shape:
-    """Derives the shape of the model of a run, or reads it from disk if it was derived before.
-
-    Args:
-        model: a hub id, whose config.json is fetched, a folder with one, or "embedded".
+    """Derives the shape of a model from its config.json, or reads it from disk if it was derived before.
 
     Raises:
         ValueError: there is no config.json, or transformers cannot build a decoder from it.

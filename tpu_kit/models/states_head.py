@@ -38,11 +38,7 @@ class StatesHead(torch.nn.Module, abc.ABC):
         """Returns the changed states, in the shape (..., H) and the dtype of `hidden`."""
 
     def files(self, trained: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Returns the contents of NAME.safetensors and NAME.json.
-
-        Args:
-            trained: CPU tensors by the names of the run's model.
-        """
+        """Returns the contents of NAME.safetensors and NAME.json from CPU tensors by the names of the run's model."""
         weights = {name: trained[f"objective.{name}"].contiguous() for name, _ in self.named_parameters()}
         return weights, {_CLASS: f"{type(self).__module__}:{type(self).__qualname__}", **self.settings}
 

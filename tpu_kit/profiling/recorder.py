@@ -64,11 +64,9 @@ def window(steps: int) -> int:
 
 
 def record(config: TrainConfig, data: MappedData | None = None) -> None:
-    """Runs the loop with a trace; each replica writes recording-RANK.json into its output folder, rank 0 the trace.
+    """Runs the `window` of updates with a trace; `data` as in `sft.fine_tune`.
 
-    Args:
-        config: the run, whose updates are those of `window`.
-        data: as in `sft.fine_tune`.
+    Each replica writes recording-RANK.json into its output folder, rank 0 the trace.
     """
     assert config.optim.max_steps is not None
     steps = (config.optim.max_steps - WARM_UP - AFTER) * 4 // 5

@@ -102,11 +102,7 @@ class Trace:
 
 
 def read_trace(folder: Path, steps: int) -> Trace:
-    """Reads the trace in a folder of `recorder.record`.
-
-    Args:
-        folder: of the profile.
-        steps: number of steps that were asked for, for the text of errors.
+    """Reads up to `steps` whole steps of the trace in a folder of `recorder.record`.
 
     Raises:
         ValueError: there is no trace, it is cut short or of another version, or no whole step is in it.

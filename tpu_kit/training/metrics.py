@@ -118,10 +118,9 @@ def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads the records of a metrics.jsonl in order, without a last line that a kill truncated.
+    """Reads the records of a metrics.jsonl, or of the one in an output folder, in order; none without a file.
 
-    Args:
-        path: the file, or the output folder that holds it. No file gives no records.
+    A last line that a kill truncated is left out.
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path

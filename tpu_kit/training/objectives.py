@@ -92,10 +92,9 @@ class Objective(abc.ABC):
 
 
 class SupervisedObjective(Objective):
-    """The negative log-likelihood of the labels, in nats; each token with a label has weight 1.
+    """The negative log-likelihood of the labels, in nats, with label smoothing in training alone.
 
-    Args:
-        optim: the chunk of the loss, and the label smoothing, which applies only in training.
+    Each token with a label has weight 1.
     """
 
     def __init__(self, optim: OptimConfig) -> None:
