@@ -1,4 +1,4 @@
-"""The shapes of models: sizes, parameters, the linear layers of each kind of layer, layers with adapters.
+"""The shapes of models: sizes, parameters, linear layers of each kind of layer, layers with adapters; where models lie.
 
 `meta_model` derives a shape from the model itself, and `shape_cache` keeps it. assets/shapes.json has the config.json
 of some models of the hub, to plan them without a network, and before access is granted.
