@@ -272,7 +272,10 @@ def _write(model: PreTrainedModel, scheme: Scheme, folder: Path) -> int:
 
     stored = {f"{name}.{kind}" for name in layers_of(model) for kind in ("weight", "scale")}
     rest = {name: tensor for name, tensor in model.state_dict().items() if name not in stored}
-    model.save_pretrained(folder, state_dict=rest, max_shard_size=_FILE_BYTES, save_original_format=False)
+    # Without a variant a single file would be model.safetensors, which transformers prefers to an index.
+    model.save_pretrained(
+        folder, state_dict=rest, max_shard_size=_FILE_BYTES, save_original_format=False, variant="others"
+    )
     there: dict[str, str] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
