@@ -273,11 +273,12 @@ def test_loading_rounds_the_saved_weights_and_nothing_else(saved: Path, dtype: A
     assert not loaded.is_quantized and not hasattr(loaded.config, "quantization_config")
 
 
+@pytest.mark.parametrize("file_bytes", [50_000, 2**30])
 def test_what_is_kept_is_read_the_next_time(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], file_bytes: int
 ) -> None:
     config = ModelConfig(name=str(saved), base_dtype="int4", quant_group=32, quant_cache=str(tmp_path / "kept"))
-    monkeypatch.setattr(loading, "_FILE_BYTES", 50_000)
+    monkeypatch.setattr(loading, "_FILE_BYTES", file_bytes)
     first = load_frozen(config)
     (place,) = (path for path in (tmp_path / "kept").iterdir() if path.is_dir())
     assert f"kept for the next run: {place}" in capfd.readouterr().out
