@@ -110,6 +110,10 @@ class StopFlag:
             time.sleep(0.001)
         return not limit or step < limit
 
+    def forbids(self, step: int) -> bool:
+        """Whether a step is past the limit, without starting it; False while the limit is being decided."""
+        return 0 < self._cells.limit <= step
+
     def pause(self, rank: int) -> None:
         """Records that a replica handles notices, and is between two steps."""
         self._cells.state[rank] = _PAUSED
@@ -205,13 +209,20 @@ class PreemptionGuard:
         """Whether this replica may start a step; for the same step all replicas get the same answer.
 
         Args:
-            step: 1 or more, larger at each call; every replica asks for the same steps.
+            step: 1 or more, never smaller than before; every replica asks for the same steps.
         """
         if self._flag is None or self._flag.may_start(self._rank, step):
             return True
         self.reason = self._flag.reason
         self.pause()
         return False
+
+    def stopped_before(self, step: int) -> bool:
+        """Whether `should_run` will return False for a step: what prepares it can be abandoned.
+
+        Replicas get to know it one after the other. So before its first collective a preparation must ask `should_run`.
+        """
+        return self._flag is not None and self._flag.forbids(step)
 
 
 def join(flag: StopFlag | None) -> None:

@@ -194,9 +194,17 @@ class Decoder:
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
-    def prefill(self, batch: Batch, samples: int, steps: int) -> Cache:
-        """Fills a cache with the prompts, one row for each sample, with room for `steps` more tokens."""
-        rows, width = batch.ids.shape
+    def prefill(self, batch: Batch, samples: int, steps: int, rows: int | None = None) -> Cache:
+        """Fills a cache with the prompts, one row for each sample, with room for `steps` more tokens.
+
+        Args:
+            batch: the prompts.
+            samples: of each prompt.
+            steps: tokens that follow.
+            rows: prompts of one prefill, of which B is a multiple; None takes all.
+        """
+        count, width = batch.ids.shape
+        rows = rows or count
         if self._rt.is_xla:
             assert width + steps <= self._slots, (width, steps, self._slots)
         cache = self.prompt_cache(rows, width + steps)
@@ -206,17 +214,35 @@ class Decoder:
             self._causal.get_decoder()(input_ids=ids, position_ids=positions[None].expand_as(ids), **self._with(mine))
             return mine.tensors
 
-        (ids,) = self.send([batch.ids])
-        inputs = [ids, *cache.tensors]
-        self._replace(cache, self._program(("prefill", rows, width), fill, inputs)(*inputs))
-        return cache if samples == 1 else self.copy_prompts(cache, samples)
+        copies, prompts = None, torch.arange(count).repeat_interleave(samples)
+        for start in range(0, count, rows):
+            (ids,) = self.send([batch.ids[start : start + rows]])
+            inputs = [ids, *cache.tensors]
+            self._replace(cache, self._program(("prefill", rows, width), fill, inputs)(*inputs))
+            if rows == len(prompts):
+                return cache
+            index = (prompts - start).clamp(0, rows - 1)  # the rows of other parts get anything
+            if copies is None:
+                copies = self.copy_prompts(cache, index)
+            else:
+                self._add_prompts(copies, cache, index, prompts >= start)
+        assert copies is not None
+        return copies
 
-    def copy_prompts(self, cache: Cache, samples: int) -> Cache:
-        """Returns a new cache with each row of another one `samples` times; it lives as long as the batch."""
-        (index,) = self.send([torch.arange(cache.rows_and_slots[0]).repeat_interleave(samples)])
+    def copy_prompts(self, cache: Cache, index: torch.Tensor) -> Cache:
+        """Returns a new cache of rows of another one, by their numbers (B,); it lives as long as the batch."""
+        (index,) = self.send([index])
         copies = cache.of([_sharded(tensor.index_select(1, index)) for tensor in cache.tensors])
         self._rt.sync()
         return copies
+
+    def _add_prompts(self, copies: Cache, cache: Cache, index: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Copies rows of a cache as `copy_prompts`, in place and where `chosen` (B,) is true."""
+        index, flags = self.send([index, chosen.to(self._dtype).view(1, -1, 1, 1, 1)])
+        pairs = zip(cache.tensors, copies.tensors, strict=True)
+        found = [torch.where(flags > 0, tensor.index_select(1, index), old) for tensor, old in pairs]
+        del pairs  # it holds a pair
+        self._replace(copies, found)
 
     def _replace(self, cache: Cache, contents: list[torch.Tensor]) -> None:
         """Gives a cache new contents, sharded as its stacks, and clears the list `contents`."""

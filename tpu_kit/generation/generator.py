@@ -52,6 +52,7 @@ class Generator:
         max_new_tokens: limit of `Sampling.max_new_tokens`; with max_prompt it gives the length of the cache on XLA.
         batch_size: rows of a batch; a single prompt has a batch of its own size.
         block: tokens of a row between two reads of the device.
+        prefill_rows: prompts of one prefill on XLA; None takes those of a batch. See `Decoder.prefill`.
         data: the tags of the reasoning, and the system prompt.
 
     Raises:
@@ -68,6 +69,7 @@ class Generator:
         max_new_tokens: int = 256,
         batch_size: int = 8,
         block: int = BLOCK,
+        prefill_rows: int | None = None,
         data: DataConfig | None = None,
     ) -> None:
         sizes = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "block": block}
@@ -78,6 +80,7 @@ class Generator:
         check_generation(settings, trust_remote_code=hasattr(settings, "auto_map"))  # its code runs already
         self._rt, self._config = rt or runtime.current(), models.text_config(model)
         self._limits, self._batch_size = (max_prompt, max_new_tokens), batch_size
+        self._prefill_rows = prefill_rows
         self._positions = models.max_positions(self._config) or math.inf
         self.codec = PromptCodec(tokenizer, models.base_model(model), data or DataConfig())
         self._widths = widths_to(max_prompt)
@@ -117,6 +120,7 @@ class Generator:
         truncate: bool = False,
         progress: Callable[[int], object] | None = None,
         replica: tuple[int, int] | None = None,
+        stop: Callable[[], bool] | None = None,
     ) -> dict[tuple[int, int], Completion]:
         """Completes this replica's share of the prompts; all replicas must call it with the same arguments.
 
@@ -127,9 +131,10 @@ class Generator:
             truncate: as in `generate`.
             progress: called after each block with the number of completions that this replica has finished.
             replica: its rank and the number of replicas; the runtime's by default.
+            stop: asked before each batch and after each block whether to abandon the rest.
 
         Returns:
-            Completions by (number of the prompt, number of the sample).
+            Completions by (number of the prompt, number of the sample); without those that were abandoned.
         """
         if n < 1:
             raise ValueError(f"n={n}: must be 1 or more samples")
@@ -142,12 +147,14 @@ class Generator:
         for start in range(0, len(order), size * world):
             together = order[start : start + size * world]
             mine = together[rank::world]
-            if not mine and not self._in_step(world):
+            if (not mine and not self._in_step(world)) or (stop and self._any(stop(), world)):
                 break
             width = self._width(len(encoded[together[0]]) - 1)
             ids = [encoded[row] for row in mine]
             rows: list[Row] = []
             for rows in self._batch(ids, mine, n, size, sampling, width, world):
+                if stop and self._any(stop(), world):
+                    return completions
                 if progress:
                     most = sampling.max_new_tokens
                     progress(len(completions) + sum(row.ended or len(row.tokens) == most for row in rows))
@@ -288,7 +295,8 @@ class Generator:
         steps = -(-sampling.max_new_tokens // block) * block
         streams = [(numbers[index // n], index % n) for index in range(len(rows))] + [(0, 0)] * fillers
         with self._decoder.ready():
-            cache = self._decoder.prefill(batch, n, steps)
+            at_once = self._prefill_rows if self._prefill_rows and size % self._prefill_rows == 0 else size
+            cache = self._decoder.prefill(batch, n, steps, at_once if self._rt.is_xla else size)
             state = self._decoder.begin(
                 batch, n, [False] * len(rows) + [True] * fillers, sampling.uniforms(self._steps, streams),
                 sampling.knobs(self._decoder.vocabulary),
@@ -300,12 +308,13 @@ class Generator:
                 for row, new, chances in zip(rows, tokens.T.long().tolist(), logprobs.T.tolist(), strict=False):
                     self.codec.extend(row, new, chances, sampling)
                 going = any(not row.ended and len(row.tokens) < most for row in rows)
-                if self._in_step(world):
-                    going = self._any(going)
+                going = self._any(going, world)
                 yield rows
 
-    def _any(self, mine: bool) -> bool:
-        """Whether `mine` is true in any replica of XLA:CPU."""
+    def _any(self, mine: bool, world: int) -> bool:
+        """Whether `mine` is true; on XLA:CPU, whose replicas take all steps together, in any replica."""
+        if not self._in_step(world):
+            return mine
         _votes[self._rt.rank] = mine
         self._rt.barrier()
         result = any(_votes.values())

@@ -13,10 +13,14 @@ the compiler removes the unused MLP of the recomputed forward pass.
 `SeededDropout` draws its mask from a seed and the position, so that a recomputed layer draws the same mask. A generator
 with a state would draw the same mask in every iteration of an XLA loop, or another mask in the backward pass. The mask
 costs a few integer operations, fused with the product, and is not saved.
+
+`fuse_lora` is the CPU's: PEFT adds a LoRA layer's product to the base layer's with operations of their own, which wait
+for memory longer than the products take.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -353,3 +357,53 @@ class _OverTiles(torch.autograd.Function):
         sums = iter(found)
         rest = [None] * (ctx.inputs - 1)
         return None, None, gradient, *rest, *(next(sums) if trained else None for trained in ctx.trained)
+
+
+def fuse_lora(model: torch.nn.Module) -> None:
+    """Makes the LoRA layers of a model on the CPU compute with fewer passes over memory; changes it in place.
+
+    A layer computes as PEFT's wherever it is more than a linear layer with one adapter in one dtype: with dropout,
+    quantized, merged or switched off, under autocast.
+    """
+    from peft.tuners.lora import Linear
+
+    for layer in model.modules():
+        if isinstance(layer, Linear) and type(layer.base_layer) is torch.nn.Linear:
+            layer.forward = functools.partial(_lora_forward, layer)
+
+
+def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    name = layer.active_adapters[0]
+    plain = not (args or kwargs or layer.disable_adapters or layer.merged or layer.lora_variant.get(name))
+    if plain and len(layer.active_adapters) == 1 and not torch.is_autocast_enabled("cpu"):
+        base, a, b = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
+        drops = layer.training and getattr(layer.lora_dropout[name], "p", 0)
+        same = x.dtype == base.weight.dtype == a.weight.dtype == b.weight.dtype
+        if same and not drops and b.bias is None and not base.weight.requires_grad:
+            found: torch.Tensor = _LoraProduct.apply(x, base.weight, base.bias, a.weight, b.weight, layer.scaling[name])
+            return found
+    result: torch.Tensor = type(layer).forward(layer, x, *args, **kwargs)
+    return result
+
+
+class _LoraProduct(torch.autograd.Function):
+    """x W' + bias + scaling (x A') B', with a gradient for x, A and B."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, a: Any, b: Any, scaling: float) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        low = rows @ a.T
+        ctx.save_for_backward(rows, weight, a, b, low)
+        ctx.scaling, ctx.shape = scaling, x.shape
+        result = torch.nn.functional.linear(rows, weight, bias).addmm_(low, b.T, alpha=scaling)
+        return result.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, a, b, low = ctx.saved_tensors
+        gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+        of_low = (gradient @ b) * ctx.scaling
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = (gradient @ weight).addmm_(of_low, a).view(ctx.shape)
+        return of_x, None, None, of_low.T @ rows, (gradient.T @ low) * ctx.scaling, None

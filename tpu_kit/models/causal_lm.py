@@ -231,6 +231,8 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
     use_attention(model, config.model.attention, device_type)
     optim, decoder = config.optim, base_model(model).get_decoder()
     scanned = scan_layers(decoder, optim, device_type)
+    if device_type == "cpu":
+        activation_checkpointing.fuse_lora(model)
     if scanned is None and optim.remat != "none":
         enable_remat(model, optim.remat == "outputs")
     return scanned

@@ -266,8 +266,6 @@ def compile_programs(
         raise CompilerUnavailable("the compiler has no topology for this slice")
     rollout = rollout_of(config, 1 if config.launch.mesh else num_devices)
     asked: dict[str, dict[str, Any]] = {name: {"generation": sizes} for name, sizes in rollout.programs.items()}
-    if config.tracking.eval_generate_rows and rollout.copies:
-        asked["answers"] = {"generation": {**rollout.programs["prefill"], "rows": rollout.samples}}
     asked |= {part: {"part": part} for part in ("accumulate", "apply")}
     return {
         name: compile_step(config, topology, num_replicas=num_devices, **what, **options)

@@ -253,9 +253,6 @@ class _Rounds(_Step):
         if rollout.copies:
             yield made("samples", ("prompt_cache",), {"cache_copy": prompts}, 0, results=samples)
         yield made("decode", (*model, cache), lives.decode(rollout.samples, samples), code, also=cached)
-        if config.tracking.eval_generate_rows and rollout.copies:
-            cached = {"prompt_cache": samples}
-            yield made("answers", (*model, *cached), lives.prefill(rollout.samples, widest), code, also=cached)
         moment, beyond = self.alive.reported(update=False)
         passes = update_plan(config, self.alive.batches).gradient_accumulation
         reads, sent = (*model, "teacher_weights", "gradient_buffer", "batch"), {"batch": batch * passes}

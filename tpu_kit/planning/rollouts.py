@@ -111,7 +111,7 @@ class ProgramPeak:
     """The memory of a device while one of the programs of a run that samples is at work.
 
     Attributes:
-        name: "prefill", "samples", "decode", "answers" (the prefill of held-out prompts), "accumulate" or "apply".
+        name: "prefill", "samples", "decode", "accumulate" or "apply".
         arguments: bytes by name of the buffers that it reads.
         results: bytes that it returns in new buffers.
         temporaries: bytes by name of the buffers that live only within it.
@@ -205,10 +205,10 @@ def generation_code(shape: Shape) -> int:
 def program_count(config: TrainConfig, replicas: int) -> dict[str, int]:
     """The most programs of a run, by kind."""
     rollout = rollout_of(config, replicas)
-    # Held-out prompts fill the rows of the samples.
-    answers = len(rollout.widths) if config.tracking.eval_generate_rows and rollout.copies else 0
+    # Held-out prompts fill the rows of the samples, some at a time.
+    added = int(bool(config.tracking.eval_generate_rows) and rollout.copies)
     before = int(config.optim.objective == "policy" and config.rl.num_iterations > 1)
-    return {"prefill": len(rollout.widths) + answers, "samples": int(rollout.copies), "decode": 1, "accumulate": 1,
+    return {"prefill": len(rollout.widths), "samples": rollout.copies + added, "decode": 1, "accumulate": 1,
             "apply": 1, "log-probabilities before": before}  # fmt: skip
 
 

@@ -185,7 +185,8 @@ def _trace_generation(config: TrainConfig, wanted: GenerationProgram) -> Program
             decoder.prefill(batch, 1, BLOCK)
             return lower(buffers, replaced, numbers, specs)
         if wanted.part == "samples":
-            return lower(decoder.copy_prompts(cache, wanted.samples).tensors, set(), numbers, specs)
+            prompts = torch.arange(wanted.rows).repeat_interleave(wanted.samples)
+            return lower(decoder.copy_prompts(cache, prompts).tensors, set(), numbers, specs)
         uniforms = torch.zeros(sampling.max_new_tokens, wanted.rows)
         ended = [False] * wanted.rows
         inputs_of_steps = decoder.begin(batch, 1, ended, uniforms, sampling.knobs(decoder.vocabulary), None)

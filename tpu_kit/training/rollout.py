@@ -23,6 +23,7 @@ import torch
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.data.batching import Documents, PackedDataset, Update, eval_batches, rows_of, updates
 from tpu_kit.data.prepare import Prepared
+from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import opened
 from tpu_kit.evaluation.rewards import Attempt, Judgement, Rewards
@@ -179,6 +180,7 @@ class Rollouts(Updates):
         return Generator(
             self._model, self._tokenizer, self._rt, max_prompt=max(map(len, ids)), data=self._config.data,
             max_new_tokens=self._rl.max_completion_length, batch_size=prompts * self._config.num_generations,
+            prefill_rows=prompts,
         )  # fmt: skip
 
     def all(self) -> Iterator[Update]:
@@ -195,13 +197,14 @@ class Rollouts(Updates):
                 if step <= last:
                     yield replace(rollout, step=step)
 
-    def after(self, step: int) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """See `Updates.after`; a rollout is made when its first update is asked for."""
+    def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
+        """See `Updates.after`; a rollout is made when its first update is asked for, and abandoned with it."""
         total = sum(1 for _ in self.all())
         for update in islice(self.all(), step, None):
             first = (update.step - 1) % self._rl.num_iterations == 0
-            if first:
-                self._roll_out(update, total)
+            if first and not self._roll_out(update, total, agreement):
+                yield update, 0, []
+                return
             batches, tokens = list[Tensors](), 0
             if self._packed is not None:
                 batches, tokens = self._batches(), int(self._packed.row_tokens.sum())
@@ -251,8 +254,11 @@ class Rollouts(Updates):
 
     # ------------------------------------------------------------------------------------------------------- rollouts
 
-    def _roll_out(self, update: Update, total: int) -> None:
-        """Samples, judges and packs the completions of an update's prompts."""
+    def _roll_out(self, update: Update, total: int, agreement: PreemptionGuard) -> bool:
+        """Samples, judges and packs the completions of an update's prompts; returns False if the update is not to run.
+
+        Replicas that still sample when one of them has asked to run the update finish their part, so all exchange.
+        """
         start, rl, each = time.monotonic(), self._rl, self._config.num_generations
         chosen = rows_of(update, self.rows, self._config.data).tolist()
         number = (update.step - 1) // rl.num_iterations
@@ -261,10 +267,14 @@ class Rollouts(Updates):
             rl.max_completion_length, temperature=rl.sampling_temperature, seed=seed, tempered_logprobs=True
         )
         ids = [self._tasks.rows.prompt_ids[row] for row in chosen]
-        completions = self.generator.share(ids, sampling, each)
+        completions = self.generator.share(ids, sampling, each, stop=lambda: agreement.stopped_before(update.step))
         sampled = time.monotonic()
+        if agreement.stopped_before(update.step):
+            return False
         judgement = self._judge(chosen, completions, update.step, total)
         judged = time.monotonic()
+        if not agreement.should_run(update.step):
+            return False
         lengths, ended, rewards, parts, tokens, logprobs = self._gathered(completions, judgement)
         rewards = rewards.view(len(chosen), each)
         if torch.isnan(rewards).all():
@@ -291,6 +301,7 @@ class Rollouts(Updates):
             "completions/truncated": 1 - float(ended.mean()), "rollout_seconds": sampled - start,
             "rollout_tokens_per_second": float(lengths.sum()) / max(1e-9, sampled - start),
         }  # fmt: skip
+        return True
 
     def _write_group(self, step: int, rewards: torch.Tensor) -> None:
         """Writes the completions of the group whose rewards differ most."""
@@ -375,14 +386,16 @@ class Rollouts(Updates):
         rt, shards = self._rt, len(self._rt.data_shards)
         assert self._packed is not None and isinstance(self._objective, PolicyObjective)
         size = int(self._config.optim.batch_size)
-        table = torch.zeros(len(batches), rt.data_size, size, self._packed.length)
+        tables = []  # exchanged one by one: the number of passes changes, and would be another program each time
         self._model.eval()
-        for number, batch in enumerate(rt.to_device([{**batch, "old_logps": batch["share"]} for batch in batches])):
+        for batch in rt.to_device([{**batch, "old_logps": batch["share"]} for batch in batches]):
             logps = self._objective.logprobs(self._model, batch)
             rt.sync()
-            table[number, rt.data_shards] = rt.to_host([logps])[0].view(shards, size, -1)
+            table = torch.zeros(rt.data_size, size, self._packed.length)
+            table[rt.data_shards] = rt.to_host([logps])[0].view(shards, size, -1)
+            tables.append(self._summed(table))
         self._model.train()
-        self._set_old(self._summed(table).flatten(0, 2)[: len(self._packed)])
+        self._set_old(torch.stack(tables).flatten(0, 2)[: len(self._packed)])
 
     def _set_old(self, table: torch.Tensor) -> None:
         assert self._packed is not None

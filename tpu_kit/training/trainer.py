@@ -157,7 +157,7 @@ class Trainer:
         window = list(islice(self.updates.all(), self._logged, self.step))
         before, self._started = rt.counters(), time.monotonic()
         self.mark("input", self.step + 1)
-        for update, tokens, tensors in self.updates.after(self.step):
+        for update, tokens, tensors in self.updates.after(self.step, agreement):
             if not agreement.should_run(update.step):
                 status = "preempted"
                 break

@@ -12,6 +12,7 @@ import torch
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.data.batching import Update, prefetch, rows_of, shard_rows, updates
 from tpu_kit.data.prepare import Prepared
+from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 
@@ -36,8 +37,11 @@ class Updates(ABC):
         """Yields the updates of the whole run."""
 
     @abstractmethod
-    def after(self, step: int) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """Yields the updates after a step, their tokens on all replicas without padding, and this replica's batches."""
+    def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
+        """Yields the updates after a step, their tokens on all replicas without padding, and this replica's batches.
+
+        An update that `agreement` does not let run may have no batches.
+        """
 
     @abstractmethod
     def source_rows(self, update: Update) -> list[int]:
@@ -70,7 +74,7 @@ class DatasetUpdates(Updates):
         """See `Updates.all`."""
         return updates(self.rows, self._plan, self._config.optim)
 
-    def after(self, step: int) -> Iterator[tuple[Update, int, list[Tensors]]]:
+    def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
         """See `Updates.after`."""
         return prefetch(self._made(step))
 
