@@ -8,7 +8,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from tpu_kit.config.loader import load_config
 from tpu_kit.models.activation_checkpointing import fuse_lora
+from tpu_kit.models.causal_lm import load_model, prepare_layers
 
 
 class Layers(torch.nn.Module):
@@ -72,3 +74,17 @@ def test_other_layers_compute_as_those_of_peft(case: str) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
             outputs.append(model(x))
     assert torch.equal(*outputs)
+
+
+def test_checkpointed_layers_have_the_same_gradients() -> None:
+    found = []
+    for remat in ("none", "outputs", "full"):
+        config = load_config(None, {"model.name": "embedded", "base_dtype": "fp32", "r": 4, "remat": remat})
+        model = load_model(config.model, config.lora, seed=0).train()
+        prepare_layers(model, config, "cpu")
+        ids = torch.arange(40).view(2, 20)
+        model(input_ids=ids, position_ids=torch.arange(20).expand(2, 20)).logits.square().mean().backward()
+        found.append([each.grad for each in model.parameters() if each.grad is not None])
+    for gradients in zip(*found, strict=True):
+        for other in gradients[1:]:
+            torch.testing.assert_close(other, gradients[0])

@@ -395,7 +395,8 @@ class _LoraProduct(torch.autograd.Function):
         low = rows @ a.T
         ctx.save_for_backward(rows, weight, a, b, low)
         ctx.scaling, ctx.shape = scaling, x.shape
-        result = torch.nn.functional.linear(rows, weight, bias).addmm_(low, b.T, alpha=scaling)
+        # Not in place: selective checkpointing keeps the base product.
+        result = torch.addmm(torch.nn.functional.linear(rows, weight, bias), low, b.T, alpha=scaling)
         return result.view(*x.shape[:-1], -1)
 
     @staticmethod
