@@ -100,9 +100,13 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
     columns = layout.columns
     if layout.format == "text":
         return Conversation(_cell(row, columns["text"]), 0)
-    if layout.format == "cot":
-        return _chain_of_thought(row, layout, config)
     system = _system(row, layout, config)
+    if layout.format == "cot":
+        question, reasoning, answer = problem(row, layout, config).values()
+        content = reply(reasoning, answer, config) if reasoning else answer
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
+        messages = _messages(turns, columns["question"], 1, system, config)
+        return Conversation(messages, len(messages) - 1)
     tools = without_none(_parsed(row.get(columns["tools"]), columns["tools"])) or None if "tools" in columns else None
     if layout.format == "messages":
         turns = _parsed(row.get(columns["messages"]), columns["messages"])
@@ -199,14 +203,6 @@ def final_answer(talk: Conversation, config: DataConfig) -> str:
     else:
         said = next(turn.get("content") or "" for turn in reversed(talk.messages) if turn["role"] == "assistant")
     return answer_of(str(said), config).strip()
-
-
-def _chain_of_thought(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    question, reasoning, answer = problem(row, layout, config).values()
-    content = reply(reasoning, answer, config) if reasoning else answer
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
-    messages = _messages(turns, layout.columns["question"], 1, _system(row, layout, config), config)
-    return Conversation(messages, len(messages) - 1)
 
 
 def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str | None:

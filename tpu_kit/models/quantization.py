@@ -181,10 +181,6 @@ class QuantizedLinear(torch.nn.Linear):
         """Number of weights that its integers stand for; where it is a stack of layers, those of all."""
         return self.weight.numel() * 8 // self.scheme.bits
 
-    def extra_repr(self) -> str:
-        """What `print(model)` says of it."""
-        return f"{super().extra_repr()}, {self.scheme}"
-
 
 class _Product(torch.autograd.Function):
     """input @ W.T, which keeps nothing but the integers and scales of W."""

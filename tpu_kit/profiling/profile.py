@@ -1,9 +1,4 @@
-"""Profiles a run: measured in a short run of its real step, or predicted from its compiled program.
-
-from tpu_kit import load_config, profile
-print(profile(load_config("embedded-cot")))              # on this machine
-print(profile(load_config("my.yaml"), chip="v5e"))       # of a TPU that is not here
-"""
+"""Profiles a run: measured in a short run of its real step, or predicted from its compiled program."""
 
 from __future__ import annotations
 

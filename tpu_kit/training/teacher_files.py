@@ -190,7 +190,9 @@ def _compute(data: MappedData, config: TrainConfig) -> None:
 def _top(teacher: Any, batch: dict[str, torch.Tensor], config: TrainConfig) -> list[torch.Tensor]:
     """Returns top_ids (B, S * k) and top_log_p (B, S * (k + 1)) of a batch, chunk by chunk."""
     states, head, k = models.hidden_states(teacher, batch), models.output_embedding(teacher), config.distill.top_k
-    shape, size = states.shape[:2], _vocabulary(config)
+    configs = filter(None, (read_config(side) for side in (config.model, config.teacher) if side is not None))
+    size = min((whole.get_text_config().vocab_size for whole in configs), default=None)  # logits that both have
+    shape = states.shape[:2]
     parts = tiles_of(shape[1], max(1, config.optim.loss_chunk // shape[0]))
     chunks = states.unflatten(1, (parts, -1)).transpose(0, 1).flatten(1, 2)
     bias = [] if head.bias is None else [head.bias.to(states.dtype)]
@@ -202,11 +204,6 @@ def _top(teacher: Any, batch: dict[str, torch.Tensor], config: TrainConfig) -> l
 
     _, columns = scan(body, [head.weight.to(states.dtype), *bias], [chunks])
     return [column.unflatten(1, (shape[0], -1)).transpose(0, 1).flatten(1) for column in columns]
-
-
-def _vocabulary(config: TrainConfig) -> int | None:
-    configs = [read_config(side) for side in (config.model, config.teacher) if side is not None]
-    return min((whole.get_text_config().vocab_size for whole in configs if whole is not None), default=None)
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:
