@@ -22,7 +22,7 @@ import torch
 from tpu_kit.config.conflicts import check_remat
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import activation_checkpointing, attention, base_identity, partition
-from tpu_kit.models.architecture import check_targets
+from tpu_kit.models.architecture import check_targets, locate
 from tpu_kit.models.layer_calls import layers_of
 from tpu_kit.models.layer_scan import ScannedLayers, scan_layers, stacked_prefixes
 from tpu_kit.models.loading import load_base, load_frozen
@@ -472,11 +472,8 @@ def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor])
 def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
     """Makes the contents of adapter_config.json."""
     settings = {**model.peft_config["default"].to_dict(), "inference_mode": True}
-    settings["base_model_name_or_path"] = config.model.name
-    if config.model.name == "embedded":
-        from tpu_kit.assets.embedded import model_dir
-
-        settings["base_model_name_or_path"] = str(model_dir())
+    name = config.model.name
+    settings["base_model_name_or_path"] = locate(config.model) if name == "embedded" else name
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 
