@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from tpu_kit.config.loader import load_config
 from tpu_kit.models.activation_checkpointing import fuse_lora
-from tpu_kit.models.causal_lm import load_model, prepare_layers
+from tpu_kit.models.causal_lm import hidden_states, load_model, prepare_layers
 
 
 class Layers(torch.nn.Module):
@@ -82,8 +82,8 @@ def test_checkpointed_layers_have_the_same_gradients() -> None:
         config = load_config(None, {"model.name": "embedded", "base_dtype": "fp32", "r": 4, "remat": remat})
         model = load_model(config.model, config.lora, seed=0).train()
         prepare_layers(model, config, "cpu")
-        ids = torch.arange(40).view(2, 20)
-        model(input_ids=ids, position_ids=torch.arange(20).expand(2, 20)).logits.square().mean().backward()
+        rows = {"input_ids": torch.arange(40).view(2, 20), "segment_ids": torch.ones(2, 20, dtype=torch.int32)}
+        hidden_states(model, rows).square().mean().backward()
         found.append([each.grad for each in model.parameters() if each.grad is not None])
     for gradients in zip(*found, strict=True):
         for other in gradients[1:]:
