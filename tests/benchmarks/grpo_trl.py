@@ -46,7 +46,7 @@ def of_kit(model: str, updates: int, drop: bool, folder: str) -> list[float]:
 
     config = load_config("embedded-grpo", {
         "name": model, "device_type": "cpu", "num_replicas": 1, "max_steps": updates, "warmup_steps": 1, "eval_rows": 0,
-        "eval_generate_rows": 0, "eval_steps": None, "save_steps": 10**6, "drop_zero_advantage": drop,
+        "eval_generate_rows": 0, "eval_steps": None, "save_steps": 10**6, "drop_zero_advantage": drop, "remat": "none",
         "output_dir": folder, "logging_steps": 1, "resume": "never",
     })  # fmt: skip
     grpo(config, reward_funcs=[reward])

@@ -1,9 +1,11 @@
 """Reinforcement learning, from the configuration to the weights, on the embedded model without a start.
 
 Failures of other trainers that nobody saw, and what holds here: samples of the base model, or of weights that a
-compiled program took for constants (sampler_gap, after updates too); groups of equal rewards that explode; an
-evaluation or a last batch that compiles again (the programs are counted); completions of one token
-(training/test_policy).
+compiled program took for constants, and queries that attend to padding (sampler_gap, after updates too); groups of
+equal rewards that explode; an evaluation or a last batch that compiles again (the programs are counted); completions
+of one token or of all, whose importance weights have other sizes (training/test_policy); an importance level of null,
+which gave no gradient (refused). Two cannot occur: weights are not converted for the sampler, which runs the trained
+model itself, and an evaluation opens no device, as it answers with the run's own generator.
 """
 
 from __future__ import annotations
@@ -250,7 +252,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["grpo", str(tmp_path / "my.yaml"), "prompts_per_update=3"]) == 0
     said = capsys.readouterr().out
     assert "rollout          3 prompts x 4 completions of up to 24 tokens; 1 updates" in said
-    assert json.loads((tmp_path / "run" / GROUP_FILE).read_text())["step"] == 1
+    group = json.loads((tmp_path / "run" / GROUP_FILE).read_text())
+    assert group["step"] == 1 and len(group["completions"]) == 4
+    assert all(1 <= len(each["tokens"]) <= 24 for each in group["completions"])
 
 
 def test_groups_of_equal_rewards_change_nothing(tmp_path: Path) -> None:
@@ -351,6 +355,7 @@ def test_prompts_are_those_that_a_model_is_asked_with() -> None:
     ("settings", "text"),
     [
         ({"loss_type": "cispo"}, "rl.epsilon_high: 0.28 is the limit of the ratio itself with rl.loss_type=cispo"),
+        ({"importance_sampling_level": None}, "rl.importance_sampling_level"),
         ({"epsilon_high": 0.1}, "rl.epsilon_high: 0.1 is below rl.epsilon=0.2; raise it"),
         ({"beta": 0.1, "drop_zero_advantage": True}, "rl.drop_zero_advantage: true leaves out rows that rl.beta=0.1"),
         ({"beta": 0.1, "lora.adapter": "a"}, "lora.adapter: 'a' is not the model without its adapter"),
@@ -409,4 +414,5 @@ def test_held_out_answers_are_greedy_and_choose_the_weights(tmp_path: Path, monk
     evaluations = [record for record in read_metrics(tmp_path) if record["kind"] == "eval"]
     assert [record["accuracy"] for record in evaluations] == [0.25, 0.75, 0.5]
     assert all(record["loss"] is None for record in evaluations)
+    assert all(record["accuracy_low"] < record["accuracy"] < record["accuracy_high"] for record in evaluations)
     assert (result.metrics["eval_accuracy"], result.metrics["eval_step"]) == (0.75, 2)

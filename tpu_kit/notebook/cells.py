@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from tpu_kit.planning.planner import Plan
     from tpu_kit.recipes.sft import TrainResult
 
+# JupyterLab breaks the lines of a <pre> within words.
+_TEXT_STYLE = "font-family:monospace;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
 _SECRETS: Mapping[str, Callable[[str], str | None]] = {
     "environment": lambda name: os.environ.get(name),
     "Colab secrets": lambda name: importlib.import_module("google.colab.userdata").get(name),
@@ -185,9 +187,7 @@ def show_example(spans: Iterable[tuple[str, bool]]) -> None:
         safe = html.escape(text)
         marked += f"<mark style='background:#b7e4c7;color:#000'>{safe}</mark>" if carries_loss else safe
         plain += f"[[{text}]]" if carries_loss else text
-    # JupyterLab breaks the lines of a <pre> within words.
-    style = "font-family:monospace;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
-    show({"text/html": f"<pre style='{style}'>{marked}</pre>", "text/plain": plain})
+    show({"text/html": f"<pre style='{_TEXT_STYLE}'>{marked}</pre>", "text/plain": plain})
 
 
 def show_lengths(report: DataReport, max_length: int) -> None:
@@ -300,17 +300,26 @@ def show_run(config: TrainConfig, result: TrainResult) -> None:
 
 
 def show_group(output_dir: str | Path) -> None:
-    """Shows the prompt and the completions of a group of the last rollout of `grpo`, with rewards and advantages."""
+    """Shows the prompt and the completions of a group of the last rollout of `grpo`, token by token.
+
+    Tokens that the update makes likelier are green, others red; the darker, the larger the advantage (in plain text |
+    is between tokens).
+    """
     from tpu_kit.training.rollout import GROUP_FILE
 
     group = json.loads((Path(output_dir) / GROUP_FILE).read_text())
     print(f"step {group['step']}: {group['prompt']}")
-    show_table(
-        [
-            {"completion": each["text"], "reward": each["reward"], "advantage": f"{each['advantage']:+.2f}"}
-            for each in sorted(group["completions"], key=lambda each: -each["advantage"])
-        ]
-    )
+    completions = sorted(group["completions"], key=lambda each: -each["advantage"])
+    most = max(abs(each["advantage"]) for each in completions) or 1.0
+    marked, plain = "", ""
+    for each in completions:
+        head = f"reward {each['reward']}, advantage {each['advantage']:+.2f}"
+        color = "45,106,79" if each["advantage"] > 0 else "157,2,8"
+        style = f"background:rgba({color},{0.5 * abs(each['advantage']) / most:.2f});border-right:1px solid #8888"
+        tokens = "".join(f"<span style='{style}'>{html.escape(token)}</span>" for token in each["tokens"])
+        marked += f"<p><b>{head}</b>\n{tokens}</p>"
+        plain += f"{head}\n{'|'.join(each['tokens'])}\n\n"
+    show({"text/html": f"<div style='{_TEXT_STYLE}'>{marked}</div>", "text/plain": plain})
 
 
 def check_run(config: TrainConfig, result: TrainResult) -> None:
@@ -406,6 +415,9 @@ def _curves(output_dir: str | Path) -> Bundle:
             steps = [record["step"] for record in points]
             values = [float("nan") if (value := record[names[kind]]) is None else value for record in points]
             loss.plot(steps, values, marker=marker, label=names[kind] if rewarded else kind)
+            if rewarded and kind == "eval":
+                low, high = ([record[f"accuracy_{end}"] for record in points] for end in ("low", "high"))
+                loss.fill_between(steps, low, high, alpha=0.2, label="its 95 % interval")
             summary.append(f"{kind} {names[kind]} {values[0]:.4f} -> {values[-1]:.4f} at step {steps[-1]}")
     loss.set(xlabel="step", ylabel="reward, and accuracy of held-out rows" if rewarded else "loss (nats per token)")
     loss.legend()

@@ -310,9 +310,19 @@ class Tracker:
         self.tick(step)
         return self._write("train", step, record)
 
-    def log_eval(self, step: int, *, loss: float, accuracy: float | None = None) -> dict[str, Any]:
-        """Writes one evaluation record, the held-out loss in nats and the share of correct answers; returns it."""
-        return self._write("eval", step, {"loss": loss, "perplexity": _perplexity(loss), "accuracy": accuracy})
+    def log_eval(
+        self, step: int, *, loss: float, accuracy: float | None = None, interval: tuple[float, float] | None = None
+    ) -> dict[str, Any]:
+        """Writes one evaluation record and returns it.
+
+        Args:
+            step: updates done.
+            loss: of held-out rows, nats.
+            accuracy: the share of correct answers.
+            interval: its ends.
+        """
+        ends = dict(zip(("accuracy_low", "accuracy_high"), interval or (), strict=False))
+        return self._write("eval", step, {"loss": loss, "perplexity": _perplexity(loss), "accuracy": accuracy, **ends})
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:

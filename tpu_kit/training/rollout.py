@@ -308,7 +308,7 @@ class Rollouts(Updates):
         count = rewards.shape[1]
         group = int(torch.nan_to_num(deviation(rewards)).argmax())
         completions = [
-            {"text": self._tokenizer.decode(each.tokens), "reward": reward, "advantage": each.advantage}
+            {"tokens": list(map(self._tokenizer.decode, each.tokens)), "reward": reward, "advantage": each.advantage}
             for each, reward in zip(self._sampled[group * count :][:count], rewards[group].tolist(), strict=True)
         ]
         prompt = self._tokenizer.decode(self._sampled[group * count].prompt)

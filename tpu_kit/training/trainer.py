@@ -26,7 +26,7 @@ from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.evaluation.evaluate import count_correct
+from tpu_kit.evaluation.evaluate import Accuracy, count_correct
 from tpu_kit.hardware.host import chip_name, chips_of
 from tpu_kit.models.causal_lm import base_document, result_files
 from tpu_kit.models.layer_scan import unstacked
@@ -307,9 +307,11 @@ class Trainer:
             loss = math.nan if self.updates.generator else self._held_out_loss()
             accuracy = self._held_out_accuracy() if self.config.tracking.eval_generate_rows else None
         self.model.train()
+        share = accuracy.share if accuracy else None
         if self._tracker is not None:
-            self._tracker.log_eval(step, loss=loss, accuracy=accuracy)
-        self.evaluations.add(step, loss, accuracy)
+            interval = (accuracy.low, accuracy.high) if accuracy else None
+            self._tracker.log_eval(step, loss=loss, accuracy=share, interval=interval)
+        self.evaluations.add(step, loss, share)
 
     def _held_out_loss(self) -> float:
         assert self.prepared.eval is not None
@@ -317,21 +319,19 @@ class Trainer:
         for batch in eval_batches(self.prepared.eval, rt.data_shards, rt.data_size, self.plan.batch_size):
             eval_step(self.model, rt.to_device([batch])[0], sums, self.objective, rt)
             rt.sync()
-        return self._ratio(sums)
+        total, count = self.rt.to_host([sums])[0].tolist()
+        return total / count if count else math.nan
 
-    def _held_out_accuracy(self) -> float:
-        """Returns the share of correct answers to held-out rows; NaN where no row has an answer to compare with."""
+    def _held_out_accuracy(self) -> Accuracy:
+        """Returns the correct answers to held-out rows with an answer to compare with."""
         sums = self._on_device(count_correct(self.model, self.config, self.prepared, self.rt, self.updates.generator))
         self.rt.all_reduce([sums])
         self.rt.sync()
-        return self._ratio(sums)
+        correct, count = self.rt.to_host([sums])[0].tolist()
+        return Accuracy.of(int(correct), int(count))
 
     def _on_device(self, sums: tuple[float, float]) -> torch.Tensor:
         return self.rt.to_device([{"sums": torch.tensor(sums, dtype=torch.float32)}])[0]["sums"]
-
-    def _ratio(self, sums: torch.Tensor) -> float:
-        total, count = self.rt.to_host([sums])[0].tolist()
-        return total / count if count else math.nan
 
     def results(self) -> dict[str, float]:
         """Returns the metrics of the resulting weights."""
