@@ -38,6 +38,17 @@ def test_the_formula_is_the_compilers_answer_with_a_teacher() -> None:
     assert COMPILED["total"] - alone.total_bytes == pytest.approx(added, rel=0.05)
 
 
+def test_a_student_that_samples_has_a_cache_and_a_buffer_of_gradients_beside_the_teacher() -> None:
+    teacher = ("distill.teacher=Qwen/Qwen2.5-7B-Instruct", "teacher_dtype=int8")
+    found = estimate(distilled(*teacher, "on_policy=true", "prompts_per_update=64", "max_completion_length=512"))
+    names = [one.name for one in found.programs if "teacher_weights" in one.arguments]
+    assert names == ["accumulate"] and found.moment.startswith("accumulate")
+    assert all("teacher_weights" in {**one.arguments, **one.beside} for one in found.programs)
+    added = found.parts["prompt_cache"] + found.parts["gradient_buffer"]
+    assert found.parts["prompt_cache"] == 64 * 1024 * 24 * 2 * 2 * 64 * 2  # bf16 keys and values, 2 heads of 64
+    assert found.total_bytes - estimate(distilled()).total_bytes == pytest.approx(added, rel=0.03)
+
+
 def test_a_teacher_on_a_mesh() -> None:
     """By the TPU compiler for v5e:2x4: total and arguments in MiB."""
     config = distilled("distill.teacher=Qwen/Qwen2.5-7B-Instruct", "teacher_dtype=int8", "batch_size=1")
