@@ -190,6 +190,16 @@ def test_a_sampler_that_differs_from_the_trainer_is_told(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_rounded_base_has_a_small_gap(dtype: str, tmp_path: Path, capsys: Any) -> None:
+    settings = {"num_generations": 8, "prompts_per_update": 4, "max_completion_length": 60, "max_length": 160}
+    grpo(run_of(tmp_path, base_dtype=dtype, learning_rate=1e-3, **settings))
+    assert (
+        0 < max(logged(tmp_path, "sampler_gap")) < 0.01 and "between sampler and trainer" not in capsys.readouterr().err
+    )
+
+
+@pytest.mark.slow
 @needs_xla
 @pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize(

@@ -332,7 +332,11 @@ class TrackingConfig:
     eval_generate_rows: int = knob(
         0, "Held-out rows answered at each evaluation, for its accuracy; 0 = none.", at_least=0
     )
-    generate_tokens: int = knob(256, "The most tokens of an answer.", at_least=1)
+    generate_tokens: int = knob(
+        256,
+        "The most tokens of an answer; where a run samples, rl.max_completion_length holds for evaluations during it.",
+        at_least=1,
+    )
     verifier: str = knob(
         "auto",
         f"What judges the answers: {', '.join(VERIFIERS)}, regex:PATTERN or module:function.",
