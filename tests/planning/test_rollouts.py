@@ -228,12 +228,15 @@ def test_the_programs_of_a_tiny_model_compile(tmp_path: Path) -> None:
     programs = {one.name: one for one in estimate(config, chip=chip("v5e")).programs}
     assert made.keys() == programs.keys()
     for name, one in programs.items():
-        assert made[name].argument_bytes == pytest.approx(sum(one.arguments.values()), abs=2**16), name
+        # The batches of all passes are there; each pass reads one. What decoding reads besides is small.
+        read = sum(size for part, size in one.arguments.items() if part != "batch")
+        assert made[name].argument_bytes == pytest.approx(read, abs=2**16), name
     # The cache of decode steps is written where it lies, and so are the gradients.
     assert (made["decode"].aliased_bytes or 0) >= programs["decode"].arguments["sample_cache"]
     assert (made["accumulate"].aliased_bytes or 0) >= programs["accumulate"].arguments["gradient_buffer"]
     # The samples are new buffers: nothing of the last rollout lies beside them.
-    assert made["samples"].aliased_bytes == 0 and made["samples"].output_bytes == programs["samples"].results
+    assert made["samples"].aliased_bytes == 0
+    assert made["samples"].output_bytes == pytest.approx(programs["samples"].results, abs=1024)
 
 
 @pytest.mark.slow
