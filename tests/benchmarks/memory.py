@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.config.loader import TrainConfig, from_dict
+from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.planning.compile_check import Compiled, Effort, compile_step
 
 CHIP, BATCH, LENGTH, RANK = "v5e:1x1", 4, 1024, 16
@@ -122,7 +122,7 @@ def _memory(best: Compiled) -> str:
 
 def configuration(model: Path, settings: dict[str, Any], batch: int = BATCH) -> TrainConfig:
     """A run of the model's shape; `settings` are what differs from plain checkpointing."""
-    return from_dict({
+    return load_config({
         "model.name": str(model), "lora.r": RANK, "max_length": LENGTH, "batch_size": batch, "max_steps": 10,
         "device_type": "tpu", "loss_chunk": batch * LENGTH, **PLAIN, **settings,
     })  # fmt: skip

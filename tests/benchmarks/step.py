@@ -25,7 +25,7 @@ from typing import Any
 
 from tests.benchmarks.step_children import WARM_UP, Measured, ours
 from tests.support.child_processes import QUICK_XLA_FLAGS, REPOSITORY, child_environment, run_python
-from tpu_kit.config.loader import TrainConfig, from_dict
+from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed.launch import launch
 
 GOAL = 0.80
@@ -131,7 +131,7 @@ def prepare(folder: Path) -> None:
 
 def settings(folder: Path, steps: int, changes: Mapping[str, Any]) -> TrainConfig:
     """The run that both make, with changes."""
-    return from_dict(
+    return load_config(
         {
             "model.name": str(folder), "lora.r": 8, "lora.alpha": 16.0,
             "data.source": str(folder / "rows.jsonl"), "data.format": "text", "data.max_length": LENGTH,

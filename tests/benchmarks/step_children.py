@@ -182,7 +182,7 @@ def stock(folder: str, rows: str, config: TrainConfig) -> Measured:
 
 
 if __name__ == "__main__":
-    from tpu_kit.config.loader import from_dict
+    from tpu_kit.config.loader import load_config
 
-    settings = from_dict(json.loads(sys.argv[1]))
+    settings = load_config(json.loads(sys.argv[1]))
     print(json.dumps(asdict(stock(settings.model.name, settings.data.source, settings))))

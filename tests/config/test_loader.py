@@ -18,7 +18,6 @@ from tpu_kit.config.loader import (
     batch_arithmetic,
     describe,
     explain,
-    from_dict,
     load_config,
 )
 from tpu_kit.config.schema import parameters
@@ -63,7 +62,7 @@ def test_later_sources_win_and_are_remembered(write: Any) -> None:
         ["optim.max_steps", "3", "command", "line"],
     ]
     assert len(table) == 1 + len(parameters())
-    assert "checkpoint" in describe(from_dict(config.to_dict(), source="checkpoint")).split("optim.eps")[1]
+    assert "file" in describe(load_config(config.to_dict())).split("optim.eps")[1]
 
 
 def test_names_with_and_without_section(write: Any) -> None:
@@ -322,15 +321,15 @@ def test_round_trips(seed: int, tmp_path: Path) -> None:
         value = random_value(rng, parameters()[name].hint)
         trial = {**values, name: value}
         try:
-            config = from_dict(trial)
+            config = load_config(trial)
         except ConfigError:
             continue  # out of bounds, or against another one
         values = trial
-    config = from_dict(values)
+    config = load_config(values)
     for name, value in values.items():
         assert config[name] == value
-    assert from_dict(config.to_dict()) == config
-    assert from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert load_config(config.to_dict()) == config
+    assert load_config(json.loads(json.dumps(config.to_dict()))) == config
     path = tmp_path / "run.yaml"
     path.write_text(config.to_yaml(), encoding="utf-8")
     assert load_config(path) == config

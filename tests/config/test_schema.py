@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tpu_kit.config.loader import ConfigError, DataConfig, LoraConfig, OptimConfig, TrainConfig, from_dict
+from tpu_kit.config.loader import ConfigError, DataConfig, LoraConfig, OptimConfig, TrainConfig, load_config
 from tpu_kit.config.schema import parameters
 
 
 def problems(**values: Any) -> list[str]:
     """The problems of a configuration; `optim__eps=1` sets optim.eps."""
     try:
-        from_dict({name.replace("__", "."): value for name, value in values.items()})
+        load_config({name.replace("__", "."): value for name, value in values.items()})
     except ConfigError as error:
         return error.problems
     return []

@@ -30,7 +30,7 @@ from transformers import (
 
 from tests.support import layer_functions
 from tests.support.training_functions import OPTIM, control, rows, tiny
-from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig, from_dict
+from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig, load_config
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.hardware.machine import Machine
@@ -448,7 +448,7 @@ def test_layers_of_other_adapters_make_runs_of_their_own() -> None:
 
 
 def at(folder: Path, scan_layers: str, device_type: str, replicas: int = 1, remat: str = "full") -> TrainConfig:
-    config = from_dict({
+    config = load_config({
         "output_dir": str(folder / f"{scan_layers}-{device_type}-{replicas}"), "optim.scan_layers": scan_layers,
         "launch.device_type": device_type, "launch.num_replicas": replicas, "optim.remat": remat,
     })  # fmt: skip
@@ -516,7 +516,7 @@ def test_a_decoder_that_the_kit_does_not_know_is_trained_sharded_and_generates_i
     for device_type, mesh in (("cpu", None), ("xla-cpu", None), ("xla-cpu", "fsdp=2")):
         settings = {"output_dir": str(tmp_path / f"{device_type}-{mesh}"), "launch.device_type": device_type,
                     "lora.r": 4, "model.base_dtype": "fp32", "optim.learning_rate": 1e-2}  # fmt: skip
-        config = from_dict(settings | ({"launch.mesh": mesh} if mesh else {"launch.num_replicas": 1}))
+        config = load_config(settings | ({"launch.mesh": mesh} if mesh else {"launch.num_replicas": 1}))
         config.output_path.mkdir(parents=True)
         found[device_type, mesh] = launch(layer_functions.own_decoder, config, sharded=True)
     plain = found.pop(("cpu", None))

@@ -57,8 +57,6 @@ def load_config(
 ) -> TrainConfig:
     """Reads a configuration, with the source of each value in `config.sources`.
 
-    Before all others comes the mesh of the variables that `mesh.environment_mesh` reads.
-
     Args:
         path: a YAML file, the name of a shipped one (`embedded-cot`), the values of a file (see `read_yaml`), or None
             for the defaults.
@@ -71,7 +69,7 @@ def load_config(
     """
     reader = _Reader()
     try:
-        reader.mapping({"launch.mesh": mesh} if (mesh := environment_mesh()) else {}, "environment")
+        reader.mapping({"launch.mesh": mesh} if (mesh := environment_mesh(os.environ)) else {}, "environment")
     except ValueError as error:
         reader.problems.append(str(error))
     values = path if isinstance(path, Mapping) else {}
@@ -88,22 +86,7 @@ def load_config(
     if isinstance(overrides, Mapping):
         reader.mapping(overrides, "command line")
     else:
-        reader.assignments([overrides] if isinstance(overrides, str) else overrides, "command line")
-    return reader.config()
-
-
-def from_dict(values: Mapping[str, Any], source: str = "code") -> TrainConfig:
-    """Builds a configuration from the result of `TrainConfig.to_dict`, or from a mapping of names.
-
-    Args:
-        values: by section, dotted name or leaf name; the other parameters keep their defaults.
-        source: where the values came from, for `describe`, such as `checkpoint`.
-
-    Raises:
-        ConfigError: with all problems.
-    """
-    reader = _Reader()
-    reader.mapping(values, source)
+        reader.assignments([overrides] if isinstance(overrides, str) else overrides)
     return reader.config()
 
 
@@ -138,7 +121,7 @@ class _Reader:
         if "data.columns" in seen and (roles := [name for name in seen if name.startswith("data.columns.")]):
             self.problems.append(f"data.columns: given twice, as a whole and as {roles[0]}; remove one of them")
 
-    def assignments(self, texts: Iterable[str], source: str) -> None:
+    def assignments(self, texts: Iterable[str]) -> None:
         for text in texts:
             key, equals, value = text.partition("=")
             if not equals:
@@ -146,7 +129,7 @@ class _Reader:
                 continue
             for name in self._names(key, value):
                 if name.startswith("data.columns.") or parameters()[name].text_only:
-                    self._set(name, None if value == "null" else value, source)
+                    self._set(name, None if value == "null" else value, "command line")
                     continue
                 try:
                     read = read_value(name, value)
@@ -156,7 +139,7 @@ class _Reader:
                 if read is None and parameters()[name].default is None and value not in ("null", "~"):
                     self.problems.append(f"{name}: {show(value)} reads as null; write {name}=null for none")
                 else:
-                    self._set(name, read, source)
+                    self._set(name, read, "command line")
 
     def _set(self, name: str, value: Any, source: str) -> None:
         parameter, _, role = name.partition("columns.")
@@ -233,11 +216,7 @@ def _read_file(path: str | Path) -> Mapping[str, Any]:
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
-    """Returns the values of a YAML file, which holds a mapping.
-
-    Raises:
-        ConfigError: it cannot be read, or is not such YAML.
-    """
+    """Returns the values of a YAML file; raises ConfigError if it cannot be read, or holds no mapping."""
     from tpu_kit.config import strict_yaml
 
     try:
@@ -281,11 +260,7 @@ def explain() -> str:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The rows of one update, as `OptimConfig` names them.
-
-    Attributes:
-        tokens_per_update: over all replicas, padding included.
-    """
+    """The rows of one update, as `OptimConfig` names them, and its tokens over all replicas, padding included."""
 
     batch_size: int
     gradient_accumulation: int
@@ -365,9 +340,7 @@ ANEW = "another output_dir, or checkpoint.resume=never (which moves the old chec
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Returns the parameters that differ: those that may, and those that make it another run.
 
-    Args:
-        before: plain values by dotted name. A missing parameter is not compared.
-        now: the same, of every parameter.
+    Both take plain values by dotted name; a parameter that `before` lacks is not compared.
     """
     differ = [name for name in now if name in before and before[name] != now[name]]
     free = [name for name in differ if name in FREE or name.partition(".")[0] in FREE_SECTIONS]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -155,13 +154,12 @@ def resolve_mesh(text: str, devices: int, rules: Mapping[str, str] | None = None
     return Mesh(**sizes, rules=parse_rules(rules))
 
 
-def environment_mesh(environ: Mapping[str, str] | None = None) -> str | None:
+def environment_mesh(environ: Mapping[str, str]) -> str | None:
     """The mesh of TPU_MESH_CONFIG="4,4,2" with TPU_AXIS_NAMES="data,model,fsdp", as text; None where neither is set.
 
     Raises:
         ValueError: one of the two is missing, they differ in length, or they make no mesh.
     """
-    environ = os.environ if environ is None else environ
     sizes, names = environ.get("TPU_MESH_CONFIG"), environ.get("TPU_AXIS_NAMES")
     if not sizes and not names:
         return None

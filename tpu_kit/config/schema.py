@@ -447,7 +447,7 @@ class TrainConfig:
         return {name: _plain(self[name]) for name in parameters()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns nested values for JSON, which `from_dict` reads back."""
+        """Returns nested values for JSON, which `load_config` reads back."""
         return nest(self.flat_values())
 
     def to_yaml(self) -> str:

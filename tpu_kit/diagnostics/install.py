@@ -44,7 +44,7 @@ from tpu_kit.notebook.kernel import show_table as show_table
 Kind = Literal["tpu", "gpu"]
 """The packages to install: torch with torch_xla, libtpu and jax, for a TPU or its simulation; or torch alone."""
 
-_LINUX = "Linux x86_64"
+_LINUX, _GPU = "Linux x86_64", "NVIDIA GPU"
 
 explain_missing_names()
 
@@ -70,11 +70,6 @@ class Site:
     versions: Mapping[str, str]
     uv: str = ""
     pip: bool = True
-
-    @property
-    def has_tpu(self) -> bool:
-        """Whether TPU chips are attached."""
-        return self.accelerator != "" and "GPU" not in self.accelerator
 
     def version(self, package: str) -> str | None:
         """The installed version of a package."""
@@ -102,7 +97,7 @@ def look(at: Machine | None = None) -> Site:
     machine = "TPU VM" if tpus else "GPU machine" if gpu else "computer without an accelerator"
     return Site(
         next((name for variable, name in services.items() if variable in at.environ), machine),
-        f"{len(tpus)} x {tpus[0]}" if tpus else "NVIDIA GPU" if gpu else "",
+        f"{len(tpus)} x {tpus[0]}" if tpus else _GPU if gpu else "",
         f"{platform.system()} {platform.machine()}", at.python, _installed(), shutil.which("uv") or "",
         importlib.util.find_spec("pip") is not None,
     )  # fmt: skip
@@ -220,8 +215,9 @@ def decide(
 def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
     """Which packages to install, and the reasons why that is impossible."""
     # torch without torch_xla stays as it is if no TPU is attached.
-    alone = site.version("torch") is not None and site.version("torch_xla") is None and not site.has_tpu
-    for_gpu = "GPU" in site.accelerator or site.system != _LINUX or alone if hardware == "auto" else hardware == "gpu"
+    has_tpu = site.accelerator not in ("", _GPU)
+    alone = site.version("torch") is not None and site.version("torch_xla") is None and not has_tpu
+    for_gpu = site.accelerator == _GPU or site.system != _LINUX or alone if hardware == "auto" else hardware == "gpu"
     against = []
     if site.python not in PYTHONS:
         against.append(f"Python {_dotted(site.python)}: the kit needs 3.11 to 3.13")
@@ -246,14 +242,13 @@ def _read_requirements(lines: Sequence[str], extras: Sequence[str] = ()) -> dict
 
 def _within(version: str, bounds: str) -> bool:
     """Whether a version is within bounds; compares the numbers alone, as `packaging` may be missing."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", text)]
+
     tests = {"==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le, "<": operator.lt}
-    return all(
-        tests[sign](_numbers(bare(version)), _numbers(bound)) for sign, bound in re.findall(r"([=<>!]+)([^,]+)", bounds)
-    )
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
+    parts = re.findall(r"([=<>!]+)([^,]+)", bounds)
+    return all(tests[sign](numbers(bare(version)), numbers(bound)) for sign, bound in parts)
 
 
 def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tpu_kit.config.loader import TrainConfig, from_dict, load_config, read_yaml
+from tpu_kit.config.loader import TrainConfig, load_config, read_yaml
 from tpu_kit.data.chat_encoding import freeze_date
 from tpu_kit.data.held_out import UNKNOWN
 from tpu_kit.evaluation.evaluate import Accuracy
@@ -263,4 +263,4 @@ def _settings(config: TrainConfig) -> str:
             return {name: portable(inner) for name, inner in value.items()}
         return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
 
-    return from_dict(portable(config.to_dict())).to_yaml().rstrip()
+    return load_config(portable(config.to_dict())).to_yaml().rstrip()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tpu_kit.config.loader import TrainConfig, from_dict
+from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
@@ -339,7 +339,7 @@ def _on_xla(config: TrainConfig, device_type: str) -> str:
 def main() -> None:
     """Compares on XLA:CPU, in the child: writes `result`."""
     request = json.loads(sys.stdin.read())
-    folder, config, device = Path(request["folder"]), from_dict(request["config"]), program.device()
+    folder, config, device = Path(request["folder"]), load_config(request["config"]), program.device()
     (torch.ones(2, device=device, requires_grad=True) * 2).sum().backward()  # before the CPU's engine starts
     model = read_config(config.model)
     assert model is not None, "the caller has read it"

@@ -385,13 +385,13 @@ def main() -> None:
 
 
 def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
-    from tpu_kit.config.loader import from_dict
+    from tpu_kit.config.loader import load_config
     from tpu_kit.planning.trace import GenerationProgram, trace_generation, trace_step
     from tpu_kit.xla.program import compile_program, fingerprint
 
     show("tracing")
     start = time.monotonic()
-    config, devices = from_dict(request["config"]), request["num_replicas"]
+    config, devices = load_config(request["config"]), request["num_replicas"]
     if wanted := request["generation"]:
         program = trace_generation(config, devices, GenerationProgram(**wanted))
     else:
