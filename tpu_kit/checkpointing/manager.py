@@ -267,12 +267,7 @@ def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], 
 
 
 def report(run: str, verify: bool = False, as_json: bool = False) -> int:
-    """Prints the checkpoints of a run.
-
-    Args:
-        run: its output_dir, or the checkpoints folder there; a folder or gs://bucket/run.
-        verify: check the content of every file.
-        as_json: print one JSON object.
+    """Prints the checkpoints of a run, from its output_dir or the checkpoints folder there; see `scan`.
 
     Returns:
         The exit code: 1 if one is damaged or of another format, or the object store cannot be read.

@@ -49,12 +49,7 @@ def check_objective(name: str) -> None:
 
 
 def check_roles(columns: Mapping[str, str], fmt: str) -> None:
-    """Raises ValueError if no row has columns of all these roles.
-
-    Args:
-        columns: role -> column, as in `data.columns`.
-        fmt: `data.format`; with "auto" the roles must be of one format.
-    """
+    """Raises ValueError if no row of `data.format` has columns of all these roles; with "auto" no row of any format."""
     known = sorted({role for roles in ROLES.values() for role in roles})
     if unknown := sorted(set(columns) - set(known)):
         raise ValueError(f"names the unknown role {', '.join(unknown)}; the roles are {', '.join(known)}")
@@ -66,11 +61,7 @@ def check_roles(columns: Mapping[str, str], fmt: str) -> None:
 
 
 def layer_pairs(text: str | None) -> tuple[tuple[int, int], ...]:
-    """Reads `distill.layers` as numbers: (the model's layer, the teacher's), each from 1 on.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Reads `distill.layers` as numbers: (the model's layer, the teacher's); raises ValueError at another form."""
     pairs = [re.fullmatch(r"\s*([1-9]\d*):([1-9]\d*)\s*", part) for part in (text or "").split(",")]
     if text is not None and not all(pairs):
         raise ValueError("does not name pairs of layers from 1 on; write the model's : the teacher's, as in 12:14")

@@ -61,15 +61,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_remat(config: TrainConfig, device_type: str) -> None:
-    """Checks that a device's layers can keep what `optim.remat` asks for.
-
-    Args:
-        config: the run.
-        device_type: of the run, where launch.device_type may be auto.
-
-    Raises:
-        ValueError: the layers run as a loop, which recomputes something.
-    """
+    """Raises ValueError if `optim.remat` is none and layers run as a loop on `device_type`, as a loop recomputes."""
     looped = device_type in ("tpu", "xla-cpu") or config.optim.scan_layers == "on" or config.distill.layers is not None
     if config.optim.remat == "none" and looped:
         raise ValueError(

@@ -82,29 +82,18 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def load(text: str, source: str | Path) -> Any:
-    """Returns the value of a YAML document; None of an empty one.
-
-    Args:
-        text: the document.
-        source: what the error names, such as the file.
+    """Returns the value of a YAML document, None of an empty one.
 
     Raises:
-        ConfigError: it cannot be read; with the line, where that is known.
+        ConfigError: it cannot be read; names `source`, such as the file, and the line, where that is known.
     """
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         problem = f"{source}{line}: not valid YAML: {error.problem or error.context}; correct it there"
-    except (
-        yaml.YAMLError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:  # of the tags' constructors
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        problem = f"{source}: {first[:300]}; correct it there"
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:  # of tags' constructors
+        problem = f"{source}: {(str(error).strip() or type(error).__name__).splitlines()[0][:300]}; correct it there"
     raise ConfigError([problem])
 
 

@@ -17,12 +17,7 @@ from tpu_kit.hardware.machine import Check, Machine
 
 
 def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> Iterator[Check]:
-    """Checks the machine for a run of this config; yields the rows one by one, the quick ones first.
-
-    Args:
-        config: the run; the default one by default.
-        at: the machine; this one by default.
-    """
+    """Checks the machine for a run, by default the default one; yields the rows one by one, the quick ones first."""
     from tpu_kit.distributed import runtime
 
     config, at = as_trained(config or TrainConfig()), at or Machine()
@@ -73,11 +68,7 @@ def _check_rollouts(at: Machine, config: TrainConfig, tpu_replicas: int | None) 
 
 
 def report(config: TrainConfig, as_json: bool = False) -> int:
-    """Prints the rows one by one, or all of them as a list of JSON objects.
-
-    Returns:
-        0, or 1 if there is a failure.
-    """
+    """Prints the rows one by one, or all as a list of JSON objects; returns 0, or 1 if there is a failure."""
     checks = []
     for check in diagnose(config):
         checks.append(check)

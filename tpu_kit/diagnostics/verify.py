@@ -105,12 +105,8 @@ def verify(
 ) -> Iterator[Record]:
     """Checks this machine's devices; yields the rows one by one. A failure does not stop the next checks.
 
-    The report and the calibration are written after each check, so that a crash of a later one loses nothing.
-
-    Args:
-        config: its `launch` section chooses the device.
-        report: path of the report.
-        announce: called with a check's name before it begins.
+    The `launch` section chooses the device. The report and the calibration are written after each check, so that a
+    crash of a later one loses nothing. Before each, `announce` is called with its name.
     """
     path, at = Path(report).absolute(), Machine()
     records: list[Record] = []
@@ -194,11 +190,8 @@ class _Checks:
         for layers, scan in (("scanned", "on"), ("unrolled", "off")):
             action = "layers are unrolled here from now on, if the next check passes" if scan == "on" else ""
             config = self._config(scan_layers=scan)
-            record = self._check(
-                f"Step, {layers}",
-                partial(launch, smoke_test.compare_step, config, self._limit),
-                _judge_step, tolerance, action,
-            )  # fmt: skip
+            run = partial(launch, smoke_test.compare_step, config, self._limit)
+            record = self._check(f"Step, {layers}", run, _judge_step, tolerance, action)
             if scan == "on":
                 failed = record.found
             elif record.status == "ok":
@@ -368,10 +361,9 @@ def report(config: TrainConfig, file: str = REPORT) -> int:
 
 
 def rehearse(config: TrainConfig) -> Iterator[Check]:
-    """Runs a small training with a checkpoint, a resume and a generation; yields a row for each, until one fails.
+    """Runs a small training with a checkpoint, a resume and a generation on the devices of `config.launch`.
 
-    Args:
-        config: its `launch` section chooses the device.
+    Yields a row for each, until one fails.
     """
     from tpu_kit.checkpointing import manager
     from tpu_kit.generation.service import Sampling, generate

@@ -142,11 +142,7 @@ class SimulatedRuntime(_XlaRuntime):
 class MeshRuntime(_XlaRuntime):
     """A process that drives the devices of a mesh on one host; the programs hold their collectives (SPMD).
 
-    Args:
-        device_type: "tpu" or "xla-cpu".
-        mesh: the devices of all hosts.
-        local_device: torch_xla's device for all of them.
-        hosts: of the run; more than one have joined a process group on the CPU.
+    `mesh` has the devices of all hosts; several hosts have joined a process group on the CPU.
     """
 
     def __init__(self, device_type: DeviceType, mesh: Mesh, local_device: torch.device, hosts: Hosts = ONE) -> None:

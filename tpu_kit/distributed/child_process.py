@@ -67,12 +67,8 @@ def run_child(
 ) -> Ended:
     """Runs `python ARGUMENTS` with this package on its path, and ends the process and its children before it returns.
 
-    Args:
-        arguments: of the interpreter: `["-m", "tpu_kit.planning.compile_check"]`.
-        environment: the whole environment of the process.
-        given: the text of its stdin.
-        seconds: its time limit.
-        on_line: called with each line of its stdout at once, in a thread.
+    `environment` is the whole of it, `given` the text of its stdin. `on_line` is called with each line of its stdout at
+    once, in a thread.
 
     Raises:
         TimeoutError: it ran longer than `seconds`.

@@ -81,10 +81,7 @@ def environment(devices: int, replicas: bool = True) -> dict[str, str]:
 def run(replica: Callable[[], None], replicas: int, timeout: float) -> None:
     """Runs a function in one thread for each device, with a barrier around the step marker; called once in a process.
 
-    Args:
-        replica: what each thread does.
-        replicas: number of devices.
-        timeout: seconds after which a replica that has not reached a step is reported.
+    A replica that has not reached a step after `timeout`, seconds, is reported.
     """
     global _meeting
     import torch_xla
@@ -110,11 +107,7 @@ def run(replica: Callable[[], None], replicas: int, timeout: float) -> None:
 
 
 def meet(rank: int) -> None:
-    """Waits on the host for all replicas.
-
-    Raises:
-        MeetingError: one of them failed or did not reach the barrier.
-    """
+    """Waits on the host for all replicas; raises MeetingError if one failed or did not reach the barrier."""
     assert _meeting is not None, "`run` comes first"
     _meeting.wait(rank)
 

@@ -53,9 +53,6 @@ ONE = Hosts()
 def find_hosts(at: Machine | None = None) -> Hosts:
     """Finds the hosts from the environment, then, on a TPU VM, from its metadata server; else there is one.
 
-    Args:
-        at: the machine to look at; this one by default.
-
     Raises:
         ValueError: the variables are incomplete or contradict each other.
     """

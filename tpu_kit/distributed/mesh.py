@@ -71,12 +71,9 @@ def _number(name: str) -> int:
 
 
 def put(tensor: torch.Tensor, spec: Spec, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Moves a CPU tensor to the devices, to each its shard; nothing is compiled.
+    """Moves a CPU tensor to the devices in `dtype`, to each its shard; nothing is compiled.
 
-    Args:
-        tensor: the whole tensor.
-        spec: its sharding; axes that do not divide their dimension are left out.
-        dtype: on the devices; its own by default.
+    Axes that do not divide their dimension are left out of `spec`.
     """
     spec, tensor = _mesh.fitted(spec, tensor.shape), tensor.detach()
     return _of_shards(cut(tensor, _mesh, spec, local_devices(), dtype), spec, tensor.shape)
@@ -114,12 +111,9 @@ def put_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_stack(parts: list[torch.Tensor], spec: Spec, dtype: torch.dtype) -> torch.Tensor:
-    """Moves the stack of CPU tensors to the devices; the host never holds it besides its shards.
+    """Moves the stack of CPU tensors to the devices in `dtype`; the host never holds it besides its shards.
 
-    Args:
-        parts: the tensors of one shape; the list is empty afterwards.
-        spec: of the stack, its first dimension whole.
-        dtype: on the devices.
+    The list of `parts`, tensors of one shape, is empty afterwards. `spec` is the stack's, its first dimension whole.
     """
     shape = torch.Size([len(parts), *parts[0].shape])
     spec = _mesh.fitted(spec, shape)
@@ -157,10 +151,6 @@ def pieces(tensors: Sequence[torch.Tensor], devices: Collection[int]) -> list[li
     """Copies the parts of tensors that some devices, together with all others, hold once: for each its box and values.
 
     Of equal shards it is the first replica. Tensors that are not sharded belong to device 0.
-
-    Args:
-        tensors: on the mesh.
-        devices: the numbers of those that this process drives.
     """
     found: list[list[tuple[Box, torch.Tensor]]] = []
     for tensor, parts in zip(tensors, _sharded(tensors), strict=True):

@@ -71,8 +71,7 @@ class _Cells(ctypes.Structure):
 class StopFlag:
     """The shared memory of a host's replicas, which call `may_start`, `pause`, `leave`, `ask`, and the calling process.
 
-    Args:
-        path: a file that `StopFlag.create` made.
+    It is a file that `StopFlag.create` made.
     """
 
     def __init__(self, path: str) -> None:
@@ -261,11 +260,7 @@ def watch_metadata(give: Callable[[str], None], closed: threading.Event) -> None
     """Asks Google Cloud's metadata server, until `closed`, whether the machine is taken back; ends where there is none.
 
     Maintenance that was announced before the run began does not end it: a run that is started again in the hour before
-    a GPU machine stops would end at once, again and again.
-
-    Args:
-        give: called once with the reason.
-        closed: set it to end the watch.
+    a GPU machine stops would end at once, again and again. `give` is called once, with the reason.
     """
     server, failures, found = Machine(), 0, False
     announced = {"preempted": False}  # by key: whether its last value ends the run

@@ -67,11 +67,6 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
 
     `auto` takes what PJRT_DEVICE names, else the TPU, else CUDA, else the CPU.
 
-    Args:
-        launch: what the user asked for; all automatic by default.
-        at: the machine; this one by default.
-        hosts: of the run.
-
     Raises:
         ValueError: the device is not there, or contradicts PJRT_DEVICE, the number of replicas, the mesh or the hosts.
     """
@@ -355,16 +350,11 @@ class Runtime(ABC):
 
 
 def current() -> Runtime:
-    """The runtime of the replica that calls.
-
-    Raises:
-        RuntimeError: outside of a launch.
-    """
+    """The runtime of the replica that calls; raises RuntimeError outside of a launch."""
     runtime = getattr(_local, "runtime", None)
     if runtime is None:
-        raise RuntimeError(
-            "there is no replica here: run the function with tpu_kit.distributed.launch.launch(fn, config)"
-        )
+        text = "there is no replica here: run the function with tpu_kit.distributed.launch.launch(fn, config)"
+        raise RuntimeError(text)
     return runtime
 
 

@@ -96,12 +96,7 @@ def find_pairing(version: Version) -> Pairing | None:
 def mismatches(version: Version, python: Python, *, with_tpu: bool) -> dict[str, tuple[str, ...]]:
     """Finds the packages that do not pair: package to allowed versions, of which the first is the one to install.
 
-    If torch and torch_xla belong to no pairing, the newest one is meant.
-
-    Args:
-        version: of the installed packages.
-        python: version of the Python to install for.
-        with_tpu: whether a TPU, or its compiler, is used, which need libtpu and jax.
+    If torch and torch_xla belong to no pairing, the newest one is meant. A TPU, or its compiler, needs libtpu and jax.
     """
     allowed = (find_pairing(version) or PAIRINGS[0]).allowed(python)
     needed = PACKAGES if with_tpu else ("torch", "torch_xla")
@@ -129,9 +124,7 @@ def requirements(kind: str) -> Path:
 def environment_line(kind: str = "tpu", kit: str = "") -> str:
     """The line of the shell that makes an environment of its own for the kit, with a Python that uv finds or fetches.
 
-    Args:
-        kind: "tpu" or "gpu".
-        kit: what pip installs the kit from; by default its clone or its repository.
+    pip installs the kit from `kit`, by default its clone or its repository.
     """
     clone = Path(__file__).parents[2]
     kit = kit or (str(clone) if (clone / "pyproject.toml").is_file() else f"git+{REPOSITORY}")
@@ -150,9 +143,6 @@ def beside_torch_tpu(version: str) -> str:
 
 def is_tested(package: str, version: str) -> bool:
     """Whether a version of a package in `TESTED` is between the versions that the tests ran with."""
-    first, now, last = (_minor(text) for text in (TESTED[package][0], version, TESTED[package][1]))
+    minors = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (*TESTED[package], version))
+    first, last, now = minors
     return first <= now <= last
-
-
-def _minor(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]

@@ -135,8 +135,7 @@ def secrets(*names: str) -> dict[str, str]:
 
 def show_verdict(checks: Sequence[Check]) -> None:
     """Prints whether this machine is ready, or the problem to fix first."""
-    if failures := [check for check in checks if check.status == "failure"]:
-        first = failures[0]
+    if first := next((check for check in checks if check.status == "failure"), None):
         print(f"Not ready. Fix this first: {first.name}: {first.found}\n→ {first.fix}")
     else:
         notes = (f"! {check.name}: {check.found}" for check in checks if check.status == "warning")
@@ -204,11 +203,9 @@ def show_lengths(report: DataReport, max_length: int) -> None:
 
 
 def show_answers(output_dir: str | Path, rows: int = 4) -> None:
-    """Shows the answers of the base and the tuned model to held-out questions, from the eval.json of a run.
+    """Shows the answers of both models to some held-out questions, from the eval.json of a run; see `show_comparison`.
 
-    Args:
-        output_dir: folder of the run, which has no eval.json where `tracking.generate_rows=0`.
-        rows: questions to show; questions that only one model answers correctly come first.
+    There is none where `tracking.generate_rows=0`.
     """
     path = Path(output_dir) / "eval.json"
     if path.is_file():
@@ -218,7 +215,10 @@ def show_answers(output_dir: str | Path, rows: int = 4) -> None:
 
 
 def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
-    """Shows base and tuned model side by side: the shares with their intervals, then single questions."""
+    """Shows base and tuned model side by side: the shares with their intervals, then `rows` questions.
+
+    Questions that only one of them answers correctly come first.
+    """
     from tpu_kit.data.held_out import UNKNOWN
 
     table = []
@@ -250,10 +250,7 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
     """Updates the progress and the curves of a run while the body runs, and at its end.
 
     The run's own bar is off meanwhile: a notebook would keep each redraw. Outside IPython only the final curves show.
-
-    Args:
-        output_dir: folder of the run.
-        every: seconds between two readings of its metrics.
+    The metrics are read `every` so many seconds.
     """
     if not in_ipython():
         yield

@@ -31,11 +31,8 @@ _WIDTH = 70  # characters of a cell's first line
 def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
     """Runs notebooks up to the first one that fails or whose training run is preempted; returns the exit code.
 
-    Args:
-        paths: the notebooks.
-        out: the folder for executed notebooks and HTML.
-        parameters: each goes to the notebooks that name it, or, where none does, to those that configure a run, which
-            refuse an unknown name themselves.
+    The executed notebooks and their HTML go to `out`. A parameter goes to the notebooks that name it, or, where none
+    does, to those that configure a run, which refuse an unknown name themselves.
 
     Raises:
         ConfigError: papermill or a file is missing, a parameter is a secret (papermill writes parameters into the

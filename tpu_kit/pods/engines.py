@@ -40,10 +40,8 @@ def _fill(name: str, job: SliceJob, **values: object) -> str:
 def start_script(job: SliceJob, report: str = "", train: str = "exec {}") -> str:
     """Returns the script that each host runs: it installs the tested packages and the kit, and trains.
 
-    Args:
-        job: the run.
-        report: lines that report the script's exit code, for gcloud.
-        train: what is done with the command that trains, {}. By default it replaces the shell, and gets its SIGTERM.
+    gcloud adds lines that report its exit code. `train` says what is done with the command that trains, {}: by default
+    it replaces the shell, and gets its SIGTERM.
     """
     pins = (_PACKAGE / "requirements-tpu.txt").read_text().splitlines()
     command = "distill" if job.config.distill.teacher else "train"

@@ -13,11 +13,7 @@ from tpu_kit.storage.atomic import write_text
 def write(job: SliceJob, engine: str, folder: Path) -> str:
     """Writes the files of a job of `check_job` into a folder, which is made if missing; starts nothing.
 
-    Returns:
-        The text that `python -m tpu_kit pod` prints.
-
-    Raises:
-        ValueError: a file cannot be written.
+    Returns the text that `python -m tpu_kit pod` prints; raises ValueError if a file cannot be written.
     """
     files, commands = ENGINES[engine](job, folder)
     width = max(map(len, commands)) + 2

@@ -70,15 +70,7 @@ class SliceJob:
 def check_job(
     config: TrainConfig, slice_name: str, engine: str, zone: str | None, image: str | None, spot: bool
 ) -> SliceJob:
-    """Checks a run for a slice.
-
-    Args:
-        config: the run.
-        slice_name: such as "v4-32".
-        engine: a name in `engines.ENGINES`.
-        zone: None for the engine's choice.
-        image: None for the default.
-        spot: whether to ask for a Spot slice.
+    """Checks a run for a slice such as "v4-32"; an image of None is the engine's default.
 
     Raises:
         ConfigError: with all problems, each with the value and what to do.

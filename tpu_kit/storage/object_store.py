@@ -195,9 +195,7 @@ def upload(folder: Path, url: str) -> None:
 def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
     """Yields a folder of this machine: `place` itself, or a temporary copy of the objects at a URL.
 
-    Args:
-        place: a folder, or a URL.
-        names: of the objects and folders to copy; all by default. Missing ones are skipped.
+    Of a URL it copies the objects and folders of these names, by default all; missing ones are skipped.
 
     Raises:
         ValueError: the object store cannot be read. An error of the body that names the copy names the URL instead.

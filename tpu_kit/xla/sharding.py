@@ -19,12 +19,7 @@ from tpu_kit.distributed.mesh import active_mesh
 def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None) -> torch.Tensor:
     """Tells the compiler how a tensor is sharded; for one device it returns the tensor.
 
-    Axes that do not divide their dimension are left out.
-
-    Args:
-        tensor: any tensor of the program.
-        spec: for each dimension.
-        gradient: of the tensor's gradient; `spec` by default.
+    Axes that do not divide their dimension are left out. Its gradient is sharded by `gradient`, by default by `spec`.
     """
     mesh = active_mesh()
     if mesh.size == 1 or tensor.device.type != "xla" or tensor.dtype == torch.int64:  # which jax would make int32
