@@ -108,6 +108,28 @@ def test_loading_a_folder_is_counted_by_its_tensors(tmp_path: Path) -> None:
     assert loading(base_dtype="int4", quant_group=16) == 0.75 * (matrices + stack) + 2 * others
 
 
+def test_weights_saved_in_fp32_are_held_in_bf16_before_they_are_quantised(tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    model, kept = tmp_path / "some", tmp_path / "kept"
+    model.mkdir()
+    save_file({"layers.0.q.weight": np.zeros((4096, 4096), np.float32)}, model / "model.safetensors")
+
+    def found(**settings: Any) -> str:
+        config = load_config(
+            None, {"model.name": str(model), "base_dtype": "int4", "quant_cache": str(kept), **settings}
+        )
+        return host.check_memory(with_memory(tmp_path, 8 * 2**30), config, 1).found
+
+    assert "1.5 needed: 0.03 of weights in bf16 before they are quantised + 1 x 1.5" in found()
+    assert "1 x 0.06 of weights + " in found(base_dtype="fp32")
+    (kept / "some-int4-128-0123").mkdir(parents=True)
+    (kept / "some-int4-128-0123" / "config.json").touch()
+    assert "1 x 0.02 of weights + " in found()
+    assert "in bf16 before" in found(quant_cache=None)
+
+
 def test_memory(tmp_path: Path) -> None:
     config = load_config(None, ["model.name=some/model-8B"])
     gib = 2**30

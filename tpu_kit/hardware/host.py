@@ -77,7 +77,7 @@ def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
     numbers = saved / (4 if model.base_dtype == "fp32" and not local else 2)
     matrices = (1 - _OTHERS) * numbers
     counted = _count(_folder(config)) if local else None
-    matrices, others, stack = counted or (matrices, numbers - matrices, _STACK * matrices)
+    matrices, others, stack, _ = counted or (matrices, numbers - matrices, _STACK * matrices, 0)
     each = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5 + 4 / model.quant_group}[dtype]
     if dtype in ("fp32", "bf16"):
         return ((stack if sharded else matrices) + others) * each
@@ -85,19 +85,36 @@ def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
     return (stack if mapped else matrices + stack) * each + others * 2
 
 
-def _count(folder: Path) -> tuple[float, float, float] | None:
-    """Counts the weights in the layers' matrices, in the other tensors, and in the largest stack of those matrices.
+def cast_bytes(config: TrainConfig) -> float:
+    """Bytes of bf16 that the host holds before it quantises a base whose files have another type; 0 if not known.
+
+    Weights in bf16 stay mapped from their files. Nothing is cast where `model.quant_cache` has the integers already.
+    """
+    model, folder = config.model, _folder(config)
+    if not config.lora.r or model.base_dtype not in ("int8", "int4") or model.gguf_file or not folder.is_dir():
+        return 0.0
+    if model.quant_cache is not None:
+        kind = "int8" if model.base_dtype == "int8" else f"int4-{model.quant_group}"  # as `models.loading` names it
+        if any(Path(model.quant_cache).expanduser().glob(f"{glob.escape(folder.name)}-{kind}-*/config.json")):
+            return 0.0
+    counted = _count(folder)
+    return 2.0 * counted[3] if counted else 0.0
+
+
+def _count(folder: Path) -> tuple[float, float, float, float] | None:
+    """Counts the weights: of the layers' matrices, of other tensors, of the largest stack, and those not in bf16.
 
     None if the folder's files are not readable safetensors; loading them raises the error.
     """
     from safetensors import SafetensorError, safe_open
 
-    stacks, others = Counter[str](), 0
+    stacks, others, cast = Counter[str](), 0, 0
     try:
         for path in folder.glob("*.safetensors"):
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118  the file is not a mapping
                     shape = file.get_slice(name).get_shape()
+                    cast += math.prod(shape) if file.get_slice(name).get_dtype() != "BF16" else 0
                     stack, layers = re.subn(r"\.\d+\.", ".", name)
                     if layers and len(shape) == 2 and "vision" not in name:
                         stacks[stack] += math.prod(shape)
@@ -105,7 +122,7 @@ def _count(folder: Path) -> tuple[float, float, float] | None:
                         others += math.prod(shape)
     except (OSError, SafetensorError):
         return None
-    return (stacks.total(), others, max(stacks.values())) if stacks else None
+    return (stacks.total(), others, max(stacks.values()), cast) if stacks else None
 
 
 def free_memory(at: Machine) -> float | None:
@@ -131,8 +148,12 @@ def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
     if size is None:
         return Check("Host memory", "ok", f"{text}; the size of {config.model.name} is not known from its name")
     processes = 1 if threads else replicas
-    need = replicas * size + processes * PROCESS_BYTES
-    parts = f"{replicas} x {size / GIB:.2f} of weights + {processes} x {PROCESS_BYTES / GIB:.1f}"
+    parts, weights = f"{replicas} x {size / GIB:.2f} of weights", replicas * size
+    # With a cache one process quantises, and the others wait.
+    if (cast := cast_bytes(config) * (1 if config.model.quant_cache else replicas)) > weights:
+        parts, weights = f"{cast / GIB:.2f} of weights in bf16 before they are quantised", cast
+    need = weights + processes * PROCESS_BYTES
+    parts += f" + {processes} x {PROCESS_BYTES / GIB:.1f}"
     text += f", {need / GIB:.1f} needed: {parts}"
     if need <= free:
         return Check("Host memory", "ok", text)
