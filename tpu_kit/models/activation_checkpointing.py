@@ -362,7 +362,8 @@ class _OverTiles(torch.autograd.Function):
 def fuse_lora(model: torch.nn.Module) -> None:
     """Makes the LoRA layers of a model on the CPU compute with fewer passes over memory; changes it in place.
 
-    A layer computes as PEFT's wherever it is more than a linear layer with one adapter in one dtype: with dropout,
+    Not for layers that are recomputed: selective checkpointing keeps the base product, which is added to in place. A
+    layer computes as PEFT's wherever it is more than a linear layer with one adapter in one dtype: with dropout,
     quantized, merged or switched off, under autocast.
     """
     from peft.tuners.lora import Linear
@@ -395,8 +396,7 @@ class _LoraProduct(torch.autograd.Function):
         low = rows @ a.T
         ctx.save_for_backward(rows, weight, a, b, low)
         ctx.scaling, ctx.shape = scaling, x.shape
-        # Not in place: selective checkpointing keeps the base product.
-        result = torch.addmm(torch.nn.functional.linear(rows, weight, bias), low, b.T, alpha=scaling)
+        result = torch.nn.functional.linear(rows, weight, bias).addmm_(low, b.T, alpha=scaling)
         return result.view(*x.shape[:-1], -1)
 
     @staticmethod

@@ -231,10 +231,10 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
     use_attention(model, config.model.attention, device_type)
     optim, decoder = config.optim, base_model(model).get_decoder()
     scanned = scan_layers(decoder, optim, device_type)
-    if device_type == "cpu":
-        activation_checkpointing.fuse_lora(model)
     if scanned is None and optim.remat != "none":
         enable_remat(model, optim.remat == "outputs")
+    elif device_type == "cpu":  # within a checkpoint, the hooks of its parameters would not be called
+        activation_checkpointing.fuse_lora(model)
     return scanned
 
 
