@@ -61,6 +61,7 @@ def check(config: TrainConfig) -> None:
 
 
 @needs_xla
+@pytest.mark.slow
 def test_a_launch_of_fifty_steps_on_a_busy_machine(config: TrainConfig) -> None:
     """`test_hundred_launches` tells how dependable it is, and other tests launch some dozens more."""
     with busy(2):

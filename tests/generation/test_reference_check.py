@@ -158,6 +158,7 @@ def test_a_family_that_the_kit_cannot_generate_with_is_refused_by_name(config, r
     assert text.endswith("to train it set tracking.generate_rows=0 and tracking.eval_generate_rows=0")
 
 
+@pytest.mark.slow
 def test_a_family_that_hides_the_segment_ids_from_its_layers_is_refused_for_kernels_alone(tmp_path):
     config = StableLmConfig(**DEPTH)
     check_training(run(tmp_path, config), "cpu")

@@ -409,6 +409,7 @@ def on_mesh(mesh: str, *names: str, flags: str = "") -> dict[str, Any]:
 
 
 @needs_xla
+@pytest.mark.slow
 def test_a_mesh_generates_the_same_tokens_with_its_weights_in_place(tmp_path: Path) -> None:
     found = on_mesh("fsdp=4", "sharded", flags=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")["sharded"]
     assert found["greedy"] and found["samples"] and found["scores"] < 1e-3, found

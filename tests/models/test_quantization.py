@@ -371,6 +371,7 @@ def run_config(folder: Path, output: Path, **changes: Any) -> TrainConfig:
 
 
 @needs_xla
+@pytest.mark.slow
 def test_replicas_on_xla_one_program_no_reading_and_bit_for_bit_the_same(
     saved: Path, tmp_path: Path, quick_xla: None
 ) -> None:

@@ -156,6 +156,7 @@ def test_computation_hides_the_gathers_of_a_layers_first_products(tmp_path: Path
     assert gathers.synchronous < 0.03 * gathers.moved
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_out_of_memory_is_a_result_and_two_replicas_have_an_all_reduce(tiny: Path, tmp_path: Path) -> None:
     two = compile_step(small(tiny), "v5e", num_replicas=2, effort="low", progress=False, cache_dir=tmp_path)
