@@ -168,6 +168,14 @@ def test_hours_from_epochs() -> None:
     assert plan(load_config("embedded-grpo", ["num_iterations=2"]))[0].updates == 150
 
 
+def test_the_stored_configuration_of_a_run_is_planned_as_it_was_trained(tmp_path: Path) -> None:
+    for objective, learns in (("supervised", False), ("policy", True)):
+        stored = tmp_path / f"{objective}.yaml"
+        stored.write_text(load_config(None, [f"objective={objective}", "max_length=1024"]).to_yaml())
+        assert as_trained(load_config(stored)).on_policy == learns
+    assert as_trained(load_config(None, ["rl.num_generations=8", "eval_generate_rows=8"])).on_policy
+
+
 def test_settings_that_contradict_grpo_are_refused(small: Path) -> None:
     with pytest.raises(ConfigError, match=r"optim\.global_batch_size: 8 is not for grpo"):
         plan(load_config(None, [f"model.name={small}", "prompts_per_update=8", "global_batch_size=8"]))

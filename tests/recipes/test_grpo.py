@@ -23,6 +23,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models
 
 from tests.support import reward_functions
 from tpu_kit.assets.embedded import cot_rows
@@ -40,7 +41,7 @@ from tpu_kit.recipes.sft import check_run, prepare_run, train
 from tpu_kit.training import trainer
 from tpu_kit.training.metrics import read_metrics
 from tpu_kit.training.policy import PolicyObjective
-from tpu_kit.training.rollout import GROUP_FILE
+from tpu_kit.training.rollout import GROUP_FILE, texts_of
 from tpu_kit.training.step import SplitStep
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -265,6 +266,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     group = json.loads((tmp_path / "run" / GROUP_FILE).read_text())
     assert group["step"] == 1 and len(group["completions"]) == 4
     assert all(1 <= len(each["tokens"]) <= 24 for each in group["completions"])
+
+
+def test_the_texts_of_tokens_make_up_the_text() -> None:
+    """Also where a first token loses its space, and a character has several tokens, as in SentencePiece."""
+    vocabulary = {"\u2581one": 0, "\u2581two": 1, "<0xC3>": 2, "<0xA9>": 3, "s": 4}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokens = [0, 1, 4, 2, 3, 1, 0, 1]
+    assert texts_of(tokenizer, tokens) == ["one", " two", "s", "", "\u00e9", " two", " one", " two"]
+    assert "".join(texts_of(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
 def test_groups_of_equal_rewards_change_nothing(tmp_path: Path) -> None:

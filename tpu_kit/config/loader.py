@@ -310,8 +310,11 @@ def of_rewards(config: TrainConfig) -> TrainConfig:
 
 
 def as_trained(config: TrainConfig) -> TrainConfig:
-    """Returns the run as its command trains it: `grpo` where `rl` has a parameter, but with `distill.on_policy`."""
-    sets = any(name.startswith("rl.") for name in config.sources)
+    """Returns the run as its command trains it: `grpo` where `rl` has a parameter, but with `distill.on_policy`.
+
+    The stored configuration of a run has every parameter, with the objective that it was trained by.
+    """
+    sets = any(name.startswith("rl.") for name in config.sources) and "optim.objective" not in config.sources
     return of_rewards(config) if sets and not config.distill.on_policy else config
 
 

@@ -134,6 +134,18 @@ def deviation(rewards: torch.Tensor) -> torch.Tensor:
     return torch.where(count > 1, (square / (count - 1).clamp(min=1)).sqrt(), torch.nan)
 
 
+def texts_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """Returns what each token adds to the text of the four before it: a tokenizer may strip the space of a first one.
+
+    A character of several tokens belongs to its last one.
+    """
+    texts = []
+    for end in range(1, len(tokens) + 1):
+        whole, before = (tokenizer.decode(tokens[max(0, end - 5) : stop]).rstrip("\ufffd") for stop in (end, end - 1))
+        texts.append(whole[len(before) :])
+    return texts
+
+
 class Rollouts(Updates):
     """The updates of runs that sample: `rl.num_iterations` of each rollout.
 
@@ -308,7 +320,7 @@ class Rollouts(Updates):
         count = rewards.shape[1]
         group = int(torch.nan_to_num(deviation(rewards)).argmax())
         completions = [
-            {"tokens": list(map(self._tokenizer.decode, each.tokens)), "reward": reward, "advantage": each.advantage}
+            {"tokens": texts_of(self._tokenizer, each.tokens), "reward": reward, "advantage": each.advantage}
             for each, reward in zip(self._sampled[group * count :][:count], rewards[group].tolist(), strict=True)
         ]
         prompt = self._tokenizer.decode(self._sampled[group * count].prompt)
