@@ -165,6 +165,11 @@ def test_the_bar_is_plain_text_for_a_pipe(tmp_path: Path, capfd: pytest.CaptureF
     assert "loss 1.5000" in last
 
 
+def test_the_bar_does_not_wait_as_a_notebook_lets_other_bars_wait() -> None:
+    code = "from tpu_kit.distributed.progress import open_bar; print(open_bar('demo', 2).delay)"
+    assert run_python(code, env={"TQDM_DELAY": "5"}).stdout.strip() == "0"
+
+
 def test_steps_only_grow(tmp_path: Path) -> None:
     with Tracker(TrainConfig(), tmp_path) as tracker:
         log(tracker, 2)
