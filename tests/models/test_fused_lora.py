@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear
 
 from tpu_kit.config.loader import load_config
 from tpu_kit.models.activation_checkpointing import fuse_lora
@@ -88,3 +89,13 @@ def test_checkpointed_layers_have_the_same_gradients() -> None:
     for gradients in zip(*found, strict=True):
         for other in gradients[1:]:
             torch.testing.assert_close(other, gradients[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "fused"), [({"remat": "none"}, True), ({"remat": "full"}, False), ({"scan_layers": "on"}, False)]
+)
+def test_layers_that_are_recomputed_are_not_fused(settings: dict[str, str], fused: bool) -> None:
+    config = load_config(None, {"model.name": "embedded", "base_dtype": "fp32", "r": 4, **settings})
+    model = load_model(config.model, config.lora, seed=0).train()
+    prepare_layers(model, config, "cpu")
+    assert any("forward" in vars(layer) for layer in model.modules() if isinstance(layer, Linear)) == fused

@@ -233,7 +233,7 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
     scanned = scan_layers(decoder, optim, device_type)
     if scanned is None and optim.remat != "none":
         enable_remat(model, optim.remat == "outputs")
-    elif device_type == "cpu":  # within a checkpoint, the hooks of its parameters would not be called
+    elif scanned is None and device_type == "cpu":  # in a checkpoint, hooks of its parameters would not be called
         activation_checkpointing.fuse_lora(model)
     return scanned
 
