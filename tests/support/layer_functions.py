@@ -17,10 +17,11 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.reference_check import differences
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import layer_scan
 from tpu_kit.models.layer_calls import layers_of
-from tpu_kit.models.loading import load_tokenizer
+from tpu_kit.models.loading import load_tokenizer, read_config
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import eval_step, prepare_model, train_step
@@ -189,6 +190,21 @@ def own_decoder(config: TrainConfig) -> dict[str, Any]:
     generator = Generator(model, load_tokenizer(config.model), rt, max_prompt=16, max_new_tokens=8)
     replies = [one.tokens for one in generator.generate([[5, 6, 7], [8, 9]])]
     return {"layers": layers, "loss": loss / tokens, "replies": replies}
+
+
+def with_and_without_loop(config: TrainConfig) -> list[tuple[str, float]]:
+    """The largest of `reference_check.differences` with layers one by one (not on a mesh) and in loops."""
+    rt, found = runtime.current(), []
+    model = read_config(config.model)
+    assert model is not None
+    for turn in range(rt.world_size):  # the replicas are threads, which share one random state
+        for scan_layers in ("off", "on") if config.launch.mesh is None else ("on",):
+            if turn == rt.rank:
+                optim = replace(config.optim, scan_layers=scan_layers)
+                each = differences(replace(config, optim=optim), model, rt.device_type, rt.local_device)
+                found.append(max(each.items(), key=lambda item: item[1]))
+        rt.barrier()
+    return found
 
 
 def _given(device: torch.device) -> torch.Tensor:

@@ -37,7 +37,7 @@ from tpu_kit.xla import program
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_TOLERANCE = 1e-3  # of the largest logit; in fp32 another order of summation changes 1e-7 to 1e-5 of it
+_TOLERANCE = 1e-3  # of the logits' norm; in fp32 another order of summation changes 1e-7 to 1e-5 of it
 _GRADIENT_TOLERANCE = 2e-2  # of the norm of a tensor's gradient; XLA:CPU changes up to 1.5e-3 of it
 _SMALL = 1e-3  # of the largest gradient's norm; a key's bias has no gradient but rounding
 _MOST_PARAMETERS = 100_000_000  # of a narrow copy
@@ -242,32 +242,10 @@ def _eager(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def _compare_training(config: TrainConfig, model: PreTrainedConfig, device_type: str, device: torch.device) -> str:
     """Describes how logits or gradients of a copy on `device` differ from those of transformers; "" if they do not."""
-    documents, narrow = _random_ids(*_DOCUMENTS), narrow_model(model, config.model.trust_remote_code)
-    # Large adapters, as of rank 2 with alpha=32, make attention so sharp that rounding alone changes logits by 0.1 %.
-    lora = replace(config.lora, init="default", dropout=0.0, alpha=max(1, math.isqrt(config.lora.r)))
-    with warnings.catch_warnings(action="ignore"):
-        adapted = _randomize(models.adapt(narrow, lora, "fp32").train())
-    reference = copy.deepcopy(adapted).eval()
-    stock = models.base_model(reference)
-    stock.set_attn_implementation("eager")
-    expected = _backward(reference, torch.cat([_eager(stock, ids) for ids in documents]))
-    batch = _prepare(adapted, config, device_type, documents)
-    models.to_device(adapted, device)
-    used, state = batch["segment_ids"].flatten().nonzero()[:, 0].to(device), torch.get_rng_state()
-    logits = models.logits(adapted, {name: tensor.to(device) for name, tensor in batch.items()})
-    result = _backward(adapted, logits.flatten(0, 1)[used])
-    if not torch.equal(state, torch.get_rng_state()):
-        return (
-            "its code draws random numbers in training, and a layer that is recomputed would draw others; set the "
-            "dropout in its config.json to 0"
-        )
-    wanted = expected.pop("logits")
-    share = float((result["logits"] - wanted).abs().max() / wanted.abs().max())
-    if not share <= _TOLERANCE:
+    shares = differences(config, model, device_type, device)
+    if not (share := shares.pop("logits")) <= _TOLERANCE:
         whose = "transformers' eager attention on each document alone"
-        return f"logits differ by {share:.1%} of the largest one from those of {whose}"
-    least = _SMALL * max(float(gradient.norm()) for gradient in expected.values())
-    shares = {name: float((result[name] - g).norm()) / max(float(g.norm()), least) for name, g in expected.items()}
+        return f"logits differ by {share:.1%} of their norm from those of {whose}"
     wrong = {name: share for name, share in shares.items() if not share <= _GRADIENT_TOLERANCE}
     if not wrong:
         return ""
@@ -276,10 +254,70 @@ def _compare_training(config: TrainConfig, model: PreTrainedConfig, device_type:
     return f"{len(wrong)} of {len(shares)} gradients differ from {whose}"
 
 
-def _prepare(
-    model: torch.nn.Module, config: TrainConfig, device_type: str, documents: list[torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def differences(
+    config: TrainConfig, model: PreTrainedConfig, device_type: str, device: torch.device
+) -> dict[str, float]:
+    """Compares a narrow copy of a model, prepared as a run prepares it, with transformers on each document alone.
+
+    Args:
+        config: the run.
+        model: the configuration of the model.
+        device_type: of the run.
+        device: where the copy runs; on a mesh any of its devices.
+
+    Returns:
+        For "logits" and each trained tensor, whose gradients are compared, ||difference|| / ||reference||. Very small
+        gradients count as a thousandth of the largest.
+
+    Raises:
+        ValueError: no copy can be built or trained this way.
+    """
+    adapted = _adapted_copy(config, model)
+    expected = _of_transformers(adapted)
+    batch = _prepare(adapted, config, device_type)
+    models.to_device(adapted, device)
+    used, state = batch["segment_ids"].flatten().nonzero()[:, 0].to(device), torch.get_rng_state()
+    logits = models.logits(adapted, {name: tensor.to(device) for name, tensor in batch.items()})
+    result = _backward(adapted, logits.flatten(0, 1)[used])
+    if not torch.equal(state, torch.get_rng_state()):
+        raise ValueError(
+            "its code draws random numbers in training, and a layer that is recomputed would draw others; set the "
+            "dropout in its config.json to 0"
+        )
+    return _shares(result, expected)
+
+
+def rounding(config: TrainConfig, model: PreTrainedConfig) -> dict[str, float]:
+    """Returns as `differences` how transformers in fp32 differs from transformers in fp64."""
+    adapted = _adapted_copy(config, model)
+    return _shares(_of_transformers(adapted), _of_transformers(adapted.double()))
+
+
+def _shares(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    least = _SMALL * max(float(gradient.norm()) for name, gradient in expected.items() if name != "logits")
+    return {name: float((result[name] - wanted).norm()) / max(float(wanted.norm()), least)
+            for name, wanted in expected.items()}  # fmt: skip
+
+
+def _adapted_copy(config: TrainConfig, model: PreTrainedConfig) -> torch.nn.Module:
+    # Large adapters, as of rank 2 with alpha=32, make attention so sharp that rounding alone changes logits by 0.1 %.
+    lora = replace(config.lora, init="default", dropout=0.0, alpha=max(1, math.isqrt(config.lora.r)))
+    with warnings.catch_warnings(action="ignore"):
+        adapted = models.adapt(narrow_model(model, config.model.trust_remote_code), lora, "fp32")
+    return _randomize(adapted.train())
+
+
+def _of_transformers(adapted: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the result of `_backward` of the same weights with transformers' eager attention, each document alone."""
+    reference = copy.deepcopy(adapted).eval()
+    stock = models.base_model(reference)
+    stock.set_attn_implementation("eager")
+    return _backward(reference, torch.cat([_eager(stock, ids) for ids in _random_ids(*_DOCUMENTS)]))
+
+
+def _prepare(model: torch.nn.Module, config: TrainConfig, device_type: str) -> dict[str, torch.Tensor]:
     """Prepares a copy as the run prepares the model, and returns rows of the documents in their order."""
+    documents = _random_ids(*_DOCUMENTS)
     tokens, lengths = torch.cat(documents).numpy(), np.array([len(ids) for ids in documents])
     rows = PackedDataset(
         Documents(tokens, tokens > 0, lengths, np.arange(len(lengths))), _ROW, packing=config.data.packing
