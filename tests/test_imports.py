@@ -21,7 +21,7 @@ ROOMS = (
 """In order: a room imports itself and those before it. The modules on top may import all of them."""
 
 ON_TOP = {"__init__", "__main__", "cli"}
-MOST_MODULES, MOST_LINES = 14, 600  # of a room, of a module
+MOST_MODULES, MOST_LINES = 16, 600  # of a room, of a module
 
 # Where the XLA stack may be imported, inside functions alone: so a machine without it can import every module, and a
 # notebook's kernel never holds the TPU that the launched processes need.

@@ -30,6 +30,7 @@ from transformers import (
     LlamaConfig,
     MiniMaxConfig,
     MistralConfig,
+    OlmoHybridConfig,
     OPTConfig,
     Phi3Config,
     Qwen2Config,
@@ -77,15 +78,15 @@ WRONG_ALONE = {
     "opt": (OPTConfig(attention_dropout=0.0), "its code draws random numbers in training, and a layer that is"),
     "llama": (LlamaConfig(attention_dropout=0.2, **DEPTH), "the model's config asks for attention_dropout=0.2"),
 }
-CARRIES_STATE = {
+SEPARATED = {
     "lfm2": Lfm2Config(full_attn_idxs=[2], **DEPTH),
     "qwen3_5_text": Qwen3_5TextConfig(**DEPTH),
     "qwen3_next": Qwen3NextConfig(num_experts=16, **DEPTH),
     "granitemoehybrid": GraniteMoeHybridConfig(layer_types=["mamba", "mamba", "mamba", "attention"], **DEPTH),
-    "jamba": JambaConfig(num_hidden_layers=8),
     "bamba": BambaConfig(attn_layer_indices=[2], **DEPTH),
-    "minimax": MiniMaxConfig(**DEPTH),
+    "olmo_hybrid": OlmoHybridConfig(**DEPTH),
 }
+CARRIES_STATE = {"jamba": JambaConfig(num_hidden_layers=8), "minimax": MiniMaxConfig(**DEPTH)}
 
 
 def quick(families: Iterable[str], *names: str) -> list[Any]:
@@ -130,7 +131,13 @@ def test_a_run_is_refused_before_its_launch_and_without_weights(tmp_path):
         sft.train(config)
 
 
-@pytest.mark.parametrize("family", quick(CARRIES_STATE, "lfm2"))
+@pytest.mark.parametrize("family", quick(SEPARATED, "lfm2"))
+def test_a_family_whose_state_along_the_row_the_kit_separates_by_document_passes(tmp_path, family):
+    check_training(run(tmp_path, SEPARATED[family], "remat=full"), "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CARRIES_STATE)
 def test_a_family_that_carries_a_state_along_the_row_is_refused_only_for_packed_documents(tmp_path, family):
     with pytest.raises(ValueError) as refusal:
         check_training(run(tmp_path, CARRIES_STATE[family]), "cpu")
@@ -247,7 +254,7 @@ def test_the_comparison_finds_a_fault_of_the_cache(monkeypatch):
     "family", quick(["gemma3_text", "qwen2", "qwen3_next", "jamba", "bamba"], "gemma3_text", "bamba")
 )
 def test_a_narrow_copy_has_every_layer_and_leaves_the_random_state(family):
-    config = {**ACCEPTED, **CARRIES_STATE}[family]
+    config = {**ACCEPTED, **SEPARATED, **CARRIES_STATE}[family]
     torch.manual_seed(5)
     state = torch.get_rng_state()
     copy = narrow_model(config)

@@ -21,7 +21,7 @@ import torch
 
 from tpu_kit.config.conflicts import check_remat
 from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.models import activation_checkpointing, attention, base_identity, partition
+from tpu_kit.models import activation_checkpointing, attention, base_identity, linear_attention, partition
 from tpu_kit.models.architecture import check_targets, locate
 from tpu_kit.models.layer_calls import layers_of
 from tpu_kit.models.layer_scan import ScannedLayers, scan_layers, stacked_prefixes
@@ -113,6 +113,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
         ValueError: if the LoRA targets or their initialisation do not fit the model.
     """
     attention.register()
+    linear_attention.register(model)
     model.set_attn_implementation(attention.SDPA)
     fix_rotary(model)
     adapted: torch.nn.Module = model.requires_grad_(True)
@@ -147,6 +148,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
 def freeze(model: PreTrainedModel, base_dtype: str) -> PreTrainedModel:
     """Prepares a loaded base model as a frozen one beside the trained model; `base_dtype` as in `adapt`."""
     attention.register()
+    linear_attention.register(model)
     model.set_attn_implementation(attention.SDPA)
     fix_rotary(model)
     model._tpu_kit_compute_dtype = _DTYPES[base_dtype]

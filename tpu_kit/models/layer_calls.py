@@ -26,7 +26,13 @@ class CannotScanError(ValueError):
 
 
 class LayerCache(ABC):
-    """What layers get and change in generation, such as keys and values; a loop over layers carries its tensors."""
+    """What layers get and change in generation, such as keys and values; a loop over layers carries its tensors.
+
+    Attributes:
+        lengths: (B,) of the prompts of a prefill, which are padded at the end; None in a decode step.
+    """
+
+    lengths: torch.Tensor | None = None
 
     @abstractmethod
     def begin(self) -> Tensors:

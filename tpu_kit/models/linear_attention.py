@@ -1,0 +1,374 @@
+"""Layers with a state along the row: the gated delta rule, Mamba 2 and short convolutions, within packed documents.
+
+transformers computes them with operations that XLA lacks, and lets a document see the one before it. Here a loop over
+chunks of the row, forward and backward, has static shapes, and `segment_ids` separate the documents. Qwen3.5,
+Qwen3-Next, LFM2, Granite 4 hybrids, Bamba, Falcon H1 and Nemotron-H use it.
+
+The decays between tokens of two documents are 0, and the state counts only for tokens of the document with which the
+chunk before ended. The backward loop computes each chunk again from the state before it, so a layer's backward pass
+holds one chunk and the states between chunks, (N, B, H, K, V) in fp32. The layers call functions that are globals of
+their modules, and pass the decoder's keyword arguments on to them; `register` replaces these functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tpu_kit.models.layer_calls import LayerCache
+from tpu_kit.xla.scan import Tensors, scan
+
+DELTA_CHUNK, MAMBA_CHUNK = 64, 128
+"""Tokens of a chunk; the first is a power of 2."""
+_EPSILON = 1e-6  # of the norm of queries and keys, as in transformers
+Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+# --------------------------------------------------------------------------------------------------------------- chunks
+
+
+def delta_step(
+    state: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    segment: torch.Tensor,
+    before: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes the gated delta rule (arXiv 2412.06464) of a chunk.
+
+    Args:
+        state: (B, H, K, V) fp32, before the chunk.
+        query: (B, C, h, K); each head serves H / h neighbours.
+        key: (B, C, h, K).
+        value: (B, C, H, V).
+        decay: (B, C, H) logs, at most 0.
+        beta: (B, C, H), between 0 and 1.
+        segment: (B, C) int32, the document of each token.
+        before: (B,) int32, the document of the token before the chunk.
+
+    Returns:
+        The state after the chunk, and the output (B, C, H, V), in fp32.
+    """
+    heads = value.shape[2]
+    query, key, value = (_by_head(one, heads) for one in (query, key, value))
+    query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
+    weight = beta.float().transpose(1, 2)[..., None]  # (B, H, C, 1)
+    pairs, inherits, to_end, stays = _decays(decay, segment, before)
+    written = key * weight
+    inverse = unit_lower_inverse(((written @ key.transpose(-1, -2)) * pairs).tril(-1))
+    new = inverse @ (value * weight - (written * inherits) @ state)
+    output = (query * inherits) @ state + ((query @ key.transpose(-1, -2)) * pairs) @ new
+    return state * stays + (key * to_end).transpose(-1, -2) @ new, output.transpose(1, 2)
+
+
+def mamba_step(
+    state: torch.Tensor,
+    given: torch.Tensor,
+    key: torch.Tensor,
+    query: torch.Tensor,
+    decay: torch.Tensor,
+    segment: torch.Tensor,
+    before: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `delta_step` for Mamba 2 (arXiv 2405.21060), whose x * dt, B, C and A * dt are the first tensors."""
+    given, key, query = (_by_head(one, given.shape[2]) for one in (given, key, query))
+    pairs, inherits, to_end, stays = _decays(decay, segment, before)
+    output = (query * inherits) @ state + ((query @ key.transpose(-1, -2)) * pairs) @ given
+    return state * stays + (key * to_end).transpose(-1, -2) @ given, output.transpose(1, 2)
+
+
+def _by_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Returns (B, heads, C, D) in fp32 of (B, C, h, D); each head serves heads / h neighbours."""
+    tensor = tensor.float().transpose(1, 2)
+    batch, have, length, width = tensor.shape
+    if have == heads:
+        return tensor
+    return tensor[:, :, None].expand(batch, have, heads // have, length, width).reshape(batch, heads, length, width)
+
+
+def _unit(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * torch.rsqrt((tensor * tensor).sum(-1, keepdim=True) + _EPSILON)
+
+
+def _decays(decay: torch.Tensor, segment: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the decays of a chunk, which are 0 between documents.
+
+    They are those between its tokens, (B, H, C, C), of the state at each token, (B, H, C, 1), of each token at the end
+    of the chunk, (B, H, C, 1), and of the state over the chunk, (B, H, 1, 1).
+    """
+    total = decay.float().transpose(1, 2).cumsum(-1)
+    place, last = torch.arange(segment.shape[1], device=segment.device), segment[:, -1:]
+    seen = (segment[:, :, None] == segment[:, None, :]) & (place[:, None] >= place[None, :])
+    # Masked before the exponential: above the diagonal it would overflow, and its gradient would be NaN.
+    pairs = torch.where(seen[:, None], total[..., :, None] - total[..., None, :], float("-inf")).exp()
+    inherits = torch.where((segment == before[:, None])[:, None], total.exp(), 0.0)
+    to_end = torch.where((segment == last)[:, None], (total[..., -1:] - total).exp(), 0.0)
+    stays = torch.where((before[:, None] == last)[:, None], total[..., -1:].exp(), 0.0)
+    return pairs, inherits[..., None], to_end[..., None], stays[..., None]
+
+
+def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
+    """Returns the inverse of I + strict, for strictly lower triangular (..., C, C); C is a power of 2.
+
+    With X the inverse of the diagonal blocks of size m, X - X L X is the inverse of the blocks of size 2m, where L is
+    the part of the matrix between two neighbours. A product of powers of the matrix takes as many products, but for
+    equal keys (a repeated token) its terms cancel, and it loses all digits.
+    """
+    inverse: torch.Tensor = _Inverse.apply(strict)
+    return inverse
+
+
+class _Inverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, strict: torch.Tensor) -> torch.Tensor:
+        size = strict.shape[-1]
+        place = torch.arange(size, device=strict.device)
+        found, block = torch.eye(size, dtype=strict.dtype, device=strict.device), 1
+        while block < size:
+            row, column = place[:, None] // block, place[None, :] // block
+            between = torch.where((row % 2 == 1) & (column == row - 1), strict, 0.0)
+            found = found - (between if block == 1 else found @ between @ found)
+            block *= 2
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> torch.Tensor:
+        (inverse,) = ctx.saved_tensors
+        turned = inverse.transpose(-1, -2)
+        return -(turned @ upstream @ turned).tril(-1)
+
+
+class _Chunks(torch.autograd.Function):
+    """The loops over chunks; tensors are (N, B, C, ...), the last two the segments and the segments before chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, state: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def body(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+            after, output = step(carry[0], *slices)
+            return [after], [carry[0] * 1, output]
+
+        with torch.autocast(state.device.type, enabled=False):
+            carry, (states, output) = scan(body, [state], list(tensors))
+        ctx.step = step
+        ctx.save_for_backward(states, *tensors)
+        ctx.mark_non_differentiable(*carry)
+        return output, carry[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, *tensors = ctx.saved_tensors  # which a checkpoint of torch lets be read once
+        count = len(tensors) - 2  # without the segments
+
+        def body(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+            given, state, rest = slices[0], slices[1], slices[2:]
+            with torch.enable_grad():
+                leaves = [one.detach().requires_grad_() for one in (state, *rest[:count])]
+                results = ctx.step(*leaves, *rest[count:])
+                first, *found = torch.autograd.grad(results, leaves, [carry[0], given])
+            return [first], found
+
+        with torch.autocast(upstream.device.type, enabled=False):
+            found = scan(body, [torch.zeros_like(states[0])], [upstream, states, *tensors], reverse=True)[1]
+        return (None, None, *found, None, None)
+
+
+def _over_chunks(
+    step: Step, sizes: tuple[int, int, int], tensors: Tensors, segment_ids: torch.Tensor, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the outputs (B, S, H, V) of all chunks and the last state, (B, H, K, V) for the sizes H, K, V."""
+    batch, length = segment_ids.shape
+    padding = -length % chunk
+
+    def chunks(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, padding)) if padding else tensor
+        return tensor.unflatten(1, (-1, chunk)).transpose(0, 1)
+
+    segments = chunks(segment_ids.to(torch.int32))
+    before = torch.cat([segments[:1, :, 0], segments[:-1, :, -1]])
+    state = torch.zeros(batch, *sizes, device=segment_ids.device)
+    output, last = _Chunks.apply(step, state, *map(chunks, tensors), segments, before)
+    return output.transpose(0, 1).flatten(1, 2)[:, :length], last
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    segment_ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes the gated delta rule, with normalised queries and keys, within documents.
+
+    Args:
+        query: (B, S, h, K); each head serves H / h neighbours.
+        key: (B, S, h, K).
+        value: (B, S, H, V).
+        decay: (B, S, H) logs, at most 0.
+        beta: (B, S, H), between 0 and 1.
+        segment_ids: (B, S) integers, the document of each token.
+
+    Returns:
+        (B, S, H, V) in the value's dtype, and the state after the last token, (B, H, K, V) fp32, without a gradient.
+    """
+    sizes = value.shape[2], key.shape[3], value.shape[3]
+    output, state = _over_chunks(delta_step, sizes, [query, key, value, decay, beta], segment_ids, DELTA_CHUNK)
+    return output.to(value.dtype), state
+
+
+def mamba2(
+    hidden: torch.Tensor, dt: torch.Tensor, rates: torch.Tensor, key: torch.Tensor, query: torch.Tensor,
+    segment_ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Computes Mamba 2 within documents.
+
+    Args:
+        hidden: (B, S, H, P), x.
+        dt: (B, S, H), above 0.
+        rates: (H,) below 0, A.
+        key: (B, S, G, N), B.
+        query: (B, S, G, N), C.
+        segment_ids: (B, S) integers, the document of each token.
+
+    Returns:
+        (B, S, H, P), and the state after the last token, (B, H, P, N), without a gradient; both in fp32.
+    """
+    sizes, dt = (hidden.shape[2], key.shape[3], hidden.shape[3]), dt.float()
+    tensors = [hidden.float() * dt[..., None], key, query, rates.float() * dt]
+    output, state = _over_chunks(mamba_step, sizes, tensors, segment_ids, MAMBA_CHUNK)
+    return output, state.transpose(2, 3)
+
+
+def causal_conv(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    segment_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes a depthwise causal convolution within documents, as shifted products.
+
+    Args:
+        hidden: (B, D, S).
+        weight: (D, taps); the last one is of the token itself.
+        bias: (D,).
+        segment_ids: (B, S) integers, the document of each token; None for one document.
+
+    Returns:
+        (B, D, S) in fp32.
+    """
+    (_, taps), length = weight.shape, hidden.shape[2]
+    hidden, weight = hidden.float(), weight.float()
+    found = hidden * weight[:, -1:]
+    for back in range(1, min(taps, length)):
+        earlier = F.pad(hidden[..., :-back], (back, 0))
+        if segment_ids is not None:
+            same = F.pad(segment_ids[:, :-back], (back, 0), value=-1) == segment_ids
+            earlier = torch.where(same[:, None], earlier, 0.0)
+        found = found + earlier * weight[:, taps - 1 - back, None]
+    return found if bias is None else found + bias.float()[:, None]
+
+
+# ------------------------------------------------------------------------------ in the place of transformers' functions
+
+
+def register(model: torch.nn.Module) -> None:
+    """Lets the layers of a model of transformers call the functions of this module; a second call does nothing.
+
+    The functions are globals of the modules that define the layers, so other models of the family get them, too. In a
+    call without segment ids and without the kit's cache, transformers' own function runs, except on XLA.
+    """
+    for module in map(sys.modules.__getitem__, {type(part).__module__ for part in model.modules()}):
+        for name, function in _FUNCTIONS.items():
+            own = vars(module).get(name)
+            if own is not None and not hasattr(own, "_tpu_kit_replaces"):
+                replaced = functools.partial(function, own)
+                replaced._tpu_kit_replaces = own  # type: ignore[attr-defined]  # a partial takes attributes
+                setattr(module, name, replaced)
+
+
+def _documents(
+    tensor: torch.Tensor, segment_ids: torch.Tensor | None, cache: LayerCache | None
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Returns the segment ids of a call for (B, S, ...), and whether tokens count, (B, S); None for transformers' own.
+
+    The prompts of a prefill are padded at the end, so that a row is one document, whose padding must not change the
+    state.
+    """
+    if segment_ids is None and cache is None and tensor.device.type != "xla":
+        return None
+    batch, length = tensor.shape[:2]
+    if segment_ids is None:
+        segment_ids = torch.zeros(batch, length, dtype=torch.int32, device=tensor.device)
+    if cache is None or cache.lengths is None:
+        return segment_ids, None
+    return segment_ids, torch.arange(length, device=tensor.device) < cache.lengths[:, None]
+
+
+def _delta(
+    own: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    segment_ids: torch.Tensor | None = None, cache: LayerCache | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    documents = _documents(value, segment_ids, cache)
+    if documents is None:
+        return own(query, key, value, g=g, beta=beta, **options)
+    if options.get("initial_state") is not None or not options.get("use_qk_l2norm_in_kernel"):
+        raise ValueError("the model continues a state, or does not norm queries and keys: the kit computes neither")
+    segments, counts = documents
+    if counts is not None:
+        g, beta = g * counts[..., None], beta * counts[..., None]
+    return gated_delta_rule(query, key, value, g, beta, segments)
+
+
+def _mamba2(
+    own: Any, hidden: torch.Tensor, dt: torch.Tensor, rates: torch.Tensor, key: torch.Tensor, query: torch.Tensor,
+    segment_ids: torch.Tensor | None = None, cache: LayerCache | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    documents = _documents(hidden, segment_ids, cache)
+    if documents is None:
+        return own(hidden, dt, rates, key, query, **options)
+    if options.get("initial_states") is not None or options.get("z") is not None:
+        raise ValueError("the model continues a state, or gates within the scan: the kit computes neither")
+    segments, counts = documents
+    if (bias := options.get("dt_bias")) is not None:
+        dt = dt + bias.to(dt.dtype)
+    dt = F.softplus(dt) if options.get("dt_softplus") else dt
+    dt = dt.clamp(*options.get("dt_limit", (0.0, float("inf"))))
+    dt = dt if counts is None else dt * counts[..., None]
+    output, state = mamba2(hidden, dt, rates, key, query, segments)
+    if (skip := options.get("D")) is not None:
+        output = output + skip[:, None] * hidden.float()
+    return (output, state) if options.get("return_final_states") else output
+
+
+def _conv(
+    own: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    activation: str | None = None, segment_ids: torch.Tensor | None = None, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    if segment_ids is None and hidden.device.type != "xla":
+        result: torch.Tensor = own(hidden, weight, bias, activation=activation, **options)
+        return result
+    from transformers.activations import ACT2FN
+
+    found = causal_conv(hidden, weight, bias, segment_ids)
+    return (found if activation is None else ACT2FN[activation](found)).to(hidden.dtype)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": _delta,
+    "mamba2_chunk_scan": _mamba2,
+    "causal_conv1d_fn": _conv,
+}
