@@ -227,7 +227,7 @@ def _first_head_alone(states, heads):
 @pytest.mark.parametrize(
     ("place", "name", "broken", "family"),
     [
-        (attention, "block_diagonal_mask", lambda ids: torch.ones(1, 1, 37, 37).tril().bool(), "llama"),
+        (attention, "document_mask", lambda *ids: torch.ones(1, 1, 37, 37).tril().bool(), "llama"),
         (attention, "_and_window", lambda mask, window: mask, "mistral"),
         (attention, "_and_window", lambda mask, window: mask, "gemma3_text"),
         (attention, "_repeat_heads", _first_head_alone, "llama"),

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, LlamaConfig, Mamba2Config, MistralConfig
 
 from tests.models.test_causal_lm import splash_stand_in
 from tests.support.child_processes import run_python
@@ -39,10 +39,31 @@ def states(length=13, heads=4, pairs=2, head_dim=8, batch=2):
 
 
 def test_the_mask_is_block_diagonal_and_causal():
-    mask = attention.block_diagonal_mask(torch.tensor([[1, 1, 2, 0, 0]]))
+    mask = attention.document_mask(torch.tensor([[1, 1, 2, 0, 0]]))
     assert mask.int().tolist() == [
         [[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]]
     ]
+
+
+def test_documents_see_the_prefix_they_share():
+    prefixes = torch.tensor([[1, -1, -1, 2, -2]])
+    mask = attention.document_mask(torch.tensor([[1, 2, 3, 4, 5]]), prefixes)[0, 0].int().tolist()
+    assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LlamaConfig(), True),
+        (MistralConfig(sliding_window=4), False),
+        (Gemma2Config(), False),
+        (Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2), False),
+        (Mamba2Config(), False),
+    ],
+)
+def test_prefixes_are_shared_where_every_token_sees_all_earlier_ones(config, expected):
+    with torch.device("meta"):
+        assert attention.sees_all(AutoModelForCausalLM.from_config(config)) is expected
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

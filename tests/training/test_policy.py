@@ -29,13 +29,14 @@ def samples(masked: bool) -> list[Sampled]:
     generator = torch.Generator().manual_seed(0)
     advantages = advantages_of(torch.tensor([[0.0, 1.0, 0.5, 1.0], [1.0, 0.0, 0.0, 0.0]]), "group").flatten()
     noise = iter(torch.randn(2, sum(size for _, size in SIZES), generator=generator).unbind())
-    made, sampler = [], next(noise) * 0.1
-    for number, (prompt, size) in enumerate(SIZES):
-        ids = torch.randint(1, 61, (prompt + size,), generator=generator).tolist()
+    made, sampler, prompt = list[Sampled](), next(noise) * 0.1, ()
+    for number, (length, size) in enumerate(SIZES):
+        ids = torch.randint(1, 61, (length + size,), generator=generator).tolist()
+        prompt = prompt if number % 4 else tuple(ids[:length])
         sampler_logps, sampler = sampler[:size] - 4.0, sampler[size:]
         made.append(
-            Sampled(number, tuple(ids[:prompt]), tuple(ids[prompt:]), tuple(sampler_logps.tolist()),
-                    float(advantages[number]), not (masked and number % 4 == 3))
+            Sampled(number, prompt, tuple(ids[length:]), tuple(sampler_logps.tolist()), float(advantages[number]),
+                    not (masked and number % 4 == 3))
         )  # fmt: skip
     return made
 
@@ -106,7 +107,9 @@ def correction(mode: str, difference: torch.Tensor, mask: torch.Tensor, cap: flo
     return ratio.clamp(max=cap) if "truncate" in mode else ratio.masked_fill(ratio > cap, 0.0)
 
 
-def difference(settings: dict[str, Any], off_policy: bool, double: bool, masked: bool = False) -> float:
+def difference(
+    settings: dict[str, Any], off_policy: bool, double: bool, share_prompts: bool, masked: bool = False
+) -> float:
     """The largest difference of a gradient, as a share of the largest gradient; checks loss and metrics."""
     fixed = {"objective": "policy", "base_dtype": "fp32", "max_completion_length": 12, "max_length": ROW}
     config = load_config(None, fixed | {"loss_chunk": 16} | settings)
@@ -144,9 +147,12 @@ def difference(settings: dict[str, Any], off_policy: bool, double: bool, masked:
     trained = models.trainable_parameters(model)
     wanted = dict(zip(trained, torch.autograd.grad(theirs, list(trained.values())), strict=True))
 
-    rows = pack(sampled, config)
+    rows = pack(sampled, config, share_prompts=share_prompts)
+    assert ("prefix_ids" in rows.columns) is share_prompts
     if off_policy:
-        rows.columns = {**rows.columns, "old_logps": lambda numbers: at_tokens(rows, numbers, old)}
+        before = [replace(one, logprobs=tuple(old[n, : len(one.tokens)].tolist())) for n, one in enumerate(sampled)]
+        at_tokens = pack(before, config, share_prompts=share_prompts).columns["sampler_logps"]
+        rows.columns = {**rows.columns, "old_logps": at_tokens}
     sums = PolicyObjective(config)(model, rows.tensors(np.arange(len(rows))))
     ours = sums.loss / sums.weight
     assert float((ours - theirs).abs()) <= 1e-5 * max(0.01, float(theirs.abs()))
@@ -158,18 +164,6 @@ def difference(settings: dict[str, Any], off_policy: bool, double: bool, masked:
     found = dict(zip(trained, torch.autograd.grad(ours, list(trained.values())), strict=True))
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted) / largest
-
-
-def at_tokens(rows: Any, numbers: np.ndarray, table: torch.Tensor) -> torch.Tensor:
-    """Puts the numbers of completions' tokens where packed rows predict these tokens."""
-    made = torch.zeros(len(numbers), rows.length)
-    for place, row in enumerate(numbers):
-        end = 0
-        for number in rows.source_rows(row):
-            prompt, size = SIZES[number]
-            made[place, end + prompt - 1 : end + prompt + size - 1] = table[number, :size]
-            end += prompt + size
-    return made
 
 
 KINDS = [
@@ -187,15 +181,16 @@ OTHERS = [
 ]
 
 
+@pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("settings", KINDS + OTHERS, ids=lambda each: "-".join(map(str, each.values())))
-def test_loss_and_gradients_are_those_of_trl_off_policy(settings):
+def test_loss_and_gradients_are_those_of_trl_off_policy(settings, share_prompts):
     settings = settings | {"num_iterations": 2}
-    assert difference(settings, off_policy=True, double=False, masked="beta" not in settings) < 1e-5
+    assert difference(settings, True, False, share_prompts, masked="beta" not in settings) < 1e-5
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=lambda each: "-".join(map(str, each.values())))
 def test_loss_and_gradients_are_those_of_trl_on_policy(settings):
-    assert difference(settings, off_policy=False, double=True) < 1e-6
+    assert difference(settings, False, True, share_prompts=True) < 1e-6
 
 
 def test_advantages_are_those_of_trl():

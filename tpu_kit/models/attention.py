@@ -78,36 +78,55 @@ def choose(attention: str, device_type: str) -> str:
     return SPLASH
 
 
-def inputs(implementation: str, segment_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def inputs(
+    implementation: str, segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     """Makes the keyword arguments that pass the mask to a transformers model, once for all layers.
 
     Args:
         implementation: a registered name.
         segment_ids: (B, S) integers, the number of the document of each token; 0 = padding.
+        prefix_ids: (B, S) integers for documents that share a prefix: n > 0 at the tokens of prefix n, -n at those of
+            the documents after it that see it, too, 0 elsewhere.
 
     Returns:
-        attention_mask and segment_ids. transformers neither changes nor reads a 4-D attention_mask: for sdpa it is the
-        boolean block-diagonal mask (B, 1, S, S), for splash an unused view of the segment ids (B, 1, 1, S).
+        attention_mask, segment_ids and prefix_ids. transformers neither changes nor reads a 4-D attention_mask: for
+        sdpa it is the boolean mask (B, 1, S, S), for splash an unused view of the segment ids (B, 1, 1, S).
     """
+    prefixes = {} if prefix_ids is None else {"prefix_ids": prefix_ids}
     if implementation == SPLASH:
-        return {"attention_mask": segment_ids[:, None, None, :], "segment_ids": segment_ids}
-    return {"attention_mask": block_diagonal_mask(segment_ids), "segment_ids": segment_ids}
+        return {"attention_mask": segment_ids[:, None, None, :], "segment_ids": segment_ids, **prefixes}
+    return {"attention_mask": document_mask(segment_ids, prefix_ids), "segment_ids": segment_ids, **prefixes}
 
 
-def block_diagonal_mask(segment_ids: torch.Tensor) -> torch.Tensor:
-    """Makes the mask in which each token sees itself and the earlier tokens of its document.
+def document_mask(segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Makes the mask in which each token sees itself, the earlier tokens of its document, and its document's prefix.
 
     Padding (segment 0) sees padding, because the softmax of a fully masked row is NaN.
 
     Args:
         segment_ids: (B, S) integers.
+        prefix_ids: as in `inputs`.
 
     Returns:
         (B, 1, S, S) booleans, True where the query (third axis) sees the key (last axis).
     """
     index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
-    same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    return same & (index[:, None] >= index[None, :])
+    seen = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    if prefix_ids is not None:
+        key = prefix_ids[:, None, None, :]
+        seen = seen | ((key > 0) & (key == -prefix_ids[:, None, :, None]))
+    return seen & (index[:, None] >= index[None, :])
+
+
+def sees_all(model: torch.nn.Module) -> bool:
+    """Whether each token sees all earlier ones, however far, so that documents may share a prefix.
+
+    Windows count tokens of the row, and a recurrent state or a convolution reads the tokens just before.
+    """
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]  # of transformers
+    kinds = getattr(config, "layer_types", None) or ([] if getattr(config, "sliding_window", None) is None else ["?"])
+    return {*kinds} <= {"full_attention"} and not any(isinstance(one, torch.nn.Conv1d) for one in model.modules())
 
 
 def sdpa_attention(
@@ -121,6 +140,7 @@ def sdpa_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     segment_ids: torch.Tensor | None = None,
+    prefix_ids: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention with an explicit mask; called by transformers.
@@ -137,6 +157,7 @@ def sdpa_attention(
             key is not its position, so the caller's mask must contain the window.
         softcap: c in c * tanh(scores / c), before the mask.
         segment_ids: (B, S) documents, used only without a mask.
+        prefix_ids: (B, S) prefixes of documents, as in `inputs`, used only without a mask.
         **kwargs: other arguments of the model.
 
     Returns:
@@ -153,9 +174,9 @@ def sdpa_attention(
     if attention_mask is None and rows == columns:
         if segment_ids is None:
             segment_ids = torch.ones(1, rows, dtype=torch.int32, device=query.device)
-        attention_mask = block_diagonal_mask(segment_ids)
+        attention_mask = document_mask(segment_ids, prefix_ids)
     if sliding_window is not None and rows == columns and sliding_window < columns:
-        assert attention_mask is not None
+        assert attention_mask is not None and prefix_ids is None
         attention_mask = _and_window(attention_mask, sliding_window)
     if softcap is None:
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
@@ -198,6 +219,7 @@ def splash_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     segment_ids: torch.Tensor | None = None,
+    prefix_ids: torch.Tensor | None = None,
     spec: Spec = PER_HEAD,
     trains: bool = True,
     **kwargs: Any,
@@ -210,22 +232,30 @@ def splash_attention(
     length = query.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     if segment_ids is None or length != key.shape[2]:
-        options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, **kwargs}
+        kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "prefix_ids": prefix_ids}
         mask = None if segment_ids is not None else _own_mask(attention_mask)
-        return sdpa_attention(module, query, key, value, mask, segment_ids=segment_ids, **options)
+        return sdpa_attention(module, query, key, value, mask, segment_ids=segment_ids, **kwargs)
     _refuse_dropout(module, kwargs.pop("dropout", 0.0))
     refuse_unknown(kwargs)
     query, key = _as_value(query, key, value)
     query = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
     padding = padded_length(length) - length
     query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
-    segments = (F.pad(segment_ids, (0, padding)) if padding else segment_ids).to(torch.int32)
-    output = splash_kernel(query, key, value, segments, SplashSettings(window, softcap, spec=spec, trains=trains))
+    assert prefix_ids is None or window is None
+    ids = [segment_ids] if prefix_ids is None else [segment_ids, prefix_ids]
+    segments, *prefixes = ((F.pad(each, (0, padding)) if padding else each).to(torch.int32) for each in ids)
+    settings = SplashSettings(window, softcap, spec=spec, trains=trains)
+    output = splash_kernel(query, key, value, segments, settings, *prefixes)
     return output[:, :, :length].transpose(1, 2).contiguous(), None
 
 
 def splash_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment_ids: torch.Tensor, settings: SplashSettings
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segment_ids: torch.Tensor,
+    settings: SplashSettings,
+    *prefix_ids: torch.Tensor,
 ) -> torch.Tensor:
     """Computes causal attention within segments with JAX's splash kernel.
 
@@ -235,36 +265,31 @@ def splash_kernel(
         value: (B, key-value heads, S, D).
         segment_ids: (B, S) int32.
         settings: of the kernel.
+        *prefix_ids: (B, S) int32, where documents share prefixes.
 
     Returns:
         (B, heads, S, D).
     """
     if not settings.trains:
-        return pallas.splash_forward(settings, query, key, value, segment_ids)[0]
-    output: torch.Tensor = _Splash.apply(query, key, value, segment_ids, settings)
+        return pallas.splash_forward(settings, query, key, value, segment_ids, *prefix_ids)[0]
+    output: torch.Tensor = _Splash.apply(settings, query, key, value, segment_ids, *prefix_ids)
     return output
 
 
 class _Splash(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segment_ids: torch.Tensor,
-        settings: SplashSettings,
-    ) -> torch.Tensor:
-        output, log_sums = _splash_forward(settings, query, key, value, segment_ids)
+    def forward(ctx: Any, settings: SplashSettings, *tensors: torch.Tensor) -> torch.Tensor:
+        output, log_sums = _splash_forward(settings, *tensors)
         ctx.settings = settings
-        ctx.save_for_backward(query, key, value, segment_ids, output, log_sums)
+        ctx.save_for_backward(output, log_sums, *tensors)
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = pallas.splash_backward(ctx.settings, *ctx.saved_tensors, upstream.to(ctx.saved_tensors[0].dtype))
-        return (*gradients, None, None)
+        output, log_sums, *tensors = ctx.saved_tensors
+        gradients = pallas.splash_backward(ctx.settings, output, log_sums, upstream.to(output.dtype), *tensors)
+        return (None, *gradients, *[None] * (len(tensors) - 3))
 
 
 def _splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -268,8 +268,8 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
 
     Args:
         model: as `load_model` returns it, moved to the batch's device.
-        batch: input_ids (B, S) and, optionally, position_ids and segment_ids (B, S); 0 in segment_ids is padding.
-            Without segment_ids every row is one document.
+        batch: input_ids (B, S) and, optionally, position_ids, segment_ids and prefix_ids (B, S), as in
+            `attention.inputs`. Without segment_ids every row is one document.
 
     Returns:
         (B, S, H) last hidden states in the compute dtype, after the final norm.
@@ -279,7 +279,7 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
     segment_ids = batch.get("segment_ids")
     if segment_ids is None:
         segment_ids = torch.ones_like(ids)
-    masks = attention.inputs(base.config._attn_implementation, segment_ids)
+    masks = attention.inputs(base.config._attn_implementation, segment_ids, batch.get("prefix_ids"))
     dtype = compute_dtype(model)
     with _autocast(ids.device.type, dtype), partition.embedding_by_columns(base):
         output = base.get_decoder()(input_ids=ids, position_ids=batch.get("position_ids"), use_cache=False, **masks)

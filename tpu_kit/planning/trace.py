@@ -90,6 +90,8 @@ def _trace(config: TrainConfig, num_replicas: int, shards: int, part: UpdatePart
     split = SplitStep(model, state, objective, config.optim, replica) if part else None
     rows, length = plan.batch_size * shards, config.data.max_length
     columns = {name: (1, dtype) for name, dtype in ROW.items()} | dict(objective.columns)
+    if config.optim.objective == "policy" and attention.sees_all(model):
+        columns |= {"prefix_ids": (1, torch.int32)}
     batches = [
         {name: placeholder((rows, length * width), dtype) for name, (width, dtype) in columns.items()}
         for _ in range(plan.gradient_accumulation)

@@ -8,10 +8,11 @@ by `distillation.DistillationObjective`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -30,6 +31,7 @@ from tpu_kit.evaluation.rewards import Attempt, Judgement, Rewards
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
+from tpu_kit.models import attention
 from tpu_kit.storage import atomic
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.policy import GAP, PolicyObjective
@@ -61,41 +63,86 @@ class Sampled:
     learns: bool = True
 
 
-def pack(sampled: Sequence[Sampled], config: TrainConfig, pad_id: int = 0) -> PackedDataset | None:
+def pack(
+    sampled: Sequence[Sampled], config: TrainConfig, pad_id: int = 0, share_prompts: bool = False
+) -> PackedDataset | None:
     """Packs completions behind their prompts into rows of `data.max_length` with the columns of the objective.
 
     Completions that change nothing are left out with `rl.drop_zero_advantage`, and their part of the divisor is spread
     over the others. Returns None if none is left.
+
+    With `share_prompts` the completions of a prompt in a row follow one copy of it. Each is a document whose prefix is
+    the prompt without its last token; this token, which predicts the first one of the completion, begins the document.
     """
     rl, scored = config.rl, config.distill.on_policy  # by a teacher, which has something to say of each
     kept = [each for each in sampled if ((each.advantage or scored) and each.learns) or not rl.drops_flat_groups]
     if not kept:
         return None
+    groups = _in_one_row(kept, config.data.max_length) if share_prompts else [[each] for each in kept]
+
+    def laid_out(of_prompt: Callable[[int, Sampled], Any], of_sample: Callable[[int, Sampled], Any]) -> np.ndarray:
+        """Joins the numbers of each group: of its prompt without the last token, and of its completions' documents."""
+        parts = ([of_prompt(n, group[0]), *(of_sample(n, each) for each in group)] for n, group in enumerate(groups))
+        return np.array([number for group in parts for part in group for number in part])
+
+    def before(number: Any) -> Callable[[int, Sampled], Any]:
+        return lambda n, each: [number] * (len(each.prompt) - 1)
+
     documents = Documents(
-        np.concatenate([[*each.prompt, *each.tokens] for each in kept]).astype(np.int32),
-        np.concatenate([[False] * len(each.prompt) + [each.learns] * len(each.tokens) for each in kept]),
-        np.array([len(each.prompt) + len(each.tokens) for each in kept]),
-        np.array([each.row for each in kept]),
+        laid_out(lambda n, each: each.prompt[:-1], lambda n, each: [each.prompt[-1], *each.tokens]).astype(np.int32),
+        laid_out(before(False), lambda n, each: [False, *[each.learns] * len(each.tokens)]),
+        np.array([len(group[0].prompt) - 1 + sum(1 + len(each.tokens) for each in group) for group in groups]),
+        np.array([group[0].row for group in groups]),
     )
     rows = PackedDataset(documents, config.data.max_length, packing=config.data.packing, pad_id=pad_id)
     if scored:
         return rows
     whole = sum(_weight(each, config) for each in sampled) / max(1e-9, sum(_weight(each, config) for each in kept))
-    values: dict[str, Sequence[Sequence[float]]] = {
-        "advantages": [[each.advantage] * len(each.tokens) for each in kept],
-        "share": [[1 / len(each.tokens)] * len(each.tokens) for each in kept],
-        "weight": [[whole * _weight(each, config) / len(each.tokens)] * len(each.tokens) for each in kept],
-        "sampler_logps": [each.logprobs for each in kept],
+    values: dict[str, Callable[[Sampled], Sequence[float]]] = {
+        "advantages": lambda each: [each.advantage] * len(each.tokens),
+        "share": lambda each: [1 / len(each.tokens)] * len(each.tokens),
+        "weight": lambda each: [whole * _weight(each, config) / len(each.tokens)] * len(each.tokens),
+        "sampler_logps": lambda each: each.logprobs,
     }
     # At the positions that predict the tokens.
-    before = [[0.0] * (len(each.prompt) - 1) for each in kept]
-    rows.columns = {
-        name: rows.column(
-            np.concatenate([[*b, *a, 0.0] for b, a in zip(before, column, strict=True)], dtype=np.float32)
+    columns = {name: laid_out(before(0.0), lambda n, each: [*of(each), 0.0]) for name, of in values.items()}  # noqa: B023
+    columns = {name: column.astype(np.float32) for name, column in columns.items()}
+    if share_prompts:
+        numbers = itertools.count(1)
+
+        def alike(number: Callable[[int], int]) -> np.ndarray:
+            """Joins one number for each prompt and each document."""
+            return laid_out(
+                lambda n, each: [number(n + 1)] * (len(each.prompt) - 1),
+                lambda n, each: [number(-n - 1)] * (1 + len(each.tokens)),
+            ).astype(np.int32)
+
+        starts = laid_out(
+            lambda n, each: range(len(each.prompt) - 1),
+            lambda n, each: range(len(each.prompt) - 1, len(each.prompt) + len(each.tokens)),
         )
-        for name, column in values.items()
-    }
+        columns |= {
+            "position_ids": starts,
+            "prefix_ids": alike(lambda n: n),
+            "segment_ids": alike(lambda n: next(numbers)),
+        }
+    rows.columns = {name: rows.column(column) for name, column in columns.items()}
     return rows
+
+
+def _in_one_row(sampled: Sequence[Sampled], length: int) -> list[list[Sampled]]:
+    """Groups neighbours with one prompt so that some groups together fill a row of `length` tokens."""
+    groups, free = list[list[Sampled]](), 0
+    for each in sampled:
+        size = 1 + len(each.tokens)
+        if groups and each.prompt == groups[-1][-1].prompt and size <= free:
+            groups[-1].append(each)
+        else:
+            size += len(each.prompt) - 1
+            free = free if size <= free else length
+            groups.append([each])
+        free -= size
+    return groups
 
 
 def _weight(sampled: Sampled, config: TrainConfig) -> float:
@@ -173,6 +220,7 @@ class Rollouts(Updates):
         self._config, self._rl, self._rt, self._model = config, config.rl, rt, model
         self._objective, self._prepared, self._rewards, self._tasks = objective, prepared, rewards, prepared.tasks
         self._names = rewards.names if rewards else []
+        self._share_prompts = rewards is not None and attention.sees_all(model)
         self.rows = len(self._tasks.numbers)
         self._tokenizer = prepared.encoder.tokenizer
         self._warned = False
@@ -385,7 +433,7 @@ class Rollouts(Updates):
 
     def _pack(self, sampled: list[Sampled]) -> None:
         self._sampled, self._old = sampled, None
-        self._packed = pack(sampled, self._config, self._tokenizer.pad_token_id or 0)
+        self._packed = pack(sampled, self._config, self._tokenizer.pad_token_id or 0, self._share_prompts)
 
     def _batches(self) -> list[Tensors]:
         """Returns this replica's part of all packed rows; empty rows fill the last pass."""

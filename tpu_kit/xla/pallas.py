@@ -48,7 +48,9 @@ class SplashSettings(NamedTuple):
 
 
 def splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Runs the splash kernel on query, key, value and segment ids; for shapes see `attention.splash_kernel`.
+    """Runs the splash kernel on query, key, value, segment ids and, if there are any, prefix ids.
+
+    For shapes see `attention.splash_kernel`.
 
     Returns:
         The output, and if it trains (B, heads, S) fp32 logs of the sums of exponentials for the backward pass.
@@ -57,7 +59,7 @@ def splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> list[tor
 
 
 def splash_backward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Runs the backward pass on inputs and results of the forward pass, and the gradient of the output.
+    """Runs the backward pass on results of the forward pass, the gradient of the output, and the forward's inputs.
 
     Returns:
         The gradients of query, key and value.
@@ -84,33 +86,49 @@ def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings) ->
     )  # fmt: skip
 
 
-def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, segment_ids: Any) -> tuple[Any, ...]:
-    """Computes in JAX what `splash_forward` returns."""
-    import jax
+def _seen(segment_ids: Any, *prefix_ids: Any) -> list[Any]:
+    """Returns the segment ids of each run of the kernel: documents see themselves, and then their prefixes."""
+    import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
-    kernel = _kernel(query.shape[1], query.shape[2], query.shape[3], settings)
-    result = jax.vmap(kernel)(query, key, value, SegmentIds(segment_ids, segment_ids))
-    if not settings.trains:
-        return (result,)
-    output, (log_sums,) = result
-    return output, log_sums
+    prefixes = [SegmentIds(jnp.where(ids < 0, -ids, -1), jnp.where(ids > 0, ids, -2)) for ids in prefix_ids]
+    return [SegmentIds(segment_ids, segment_ids), *prefixes]
 
 
-def _backward(settings: SplashSettings, *arrays: Any) -> Any:
-    """Computes in JAX the gradients of query, key and value; `jax.vjp` would run the forward kernel again."""
+def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, *ids: Any) -> tuple[Any, ...]:
+    """Computes in JAX what `splash_forward` returns."""
+    import jax
+    import jax.numpy as jnp
+
+    saving = settings._replace(trains=settings.trains or len(ids) > 1)
+    kernel = _kernel(query.shape[1], query.shape[2], query.shape[3], saving)
+    runs = [jax.vmap(kernel)(query, key, value, seen) for seen in _seen(*ids)]
+    if not saving.trains:
+        return (runs[0],)
+    log_sums = functools.reduce(jnp.logaddexp, [sums for _, (sums,) in runs])
+    output = sum(jnp.exp(sums - log_sums)[..., None] * each.astype(jnp.float32) for each, (sums,) in runs)
+    output = runs[0][0] if len(runs) == 1 else output.astype(query.dtype)
+    return (output, log_sums) if settings.trains else (output,)
+
+
+def _backward(settings: SplashSettings, output: Any, log_sums: Any, upstream: Any, *inputs: Any) -> Any:
+    """Computes in JAX the gradients of query, key and value; `jax.vjp` would run the forward kernel again.
+
+    A run needs its own scores and the sums over all runs, and the gradients of the runs add up.
+    """
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
-    kernel = _kernel(arrays[0].shape[1], arrays[0].shape[2], arrays[0].shape[3], settings)
+    query, key, value, *ids = inputs
+    kernel = _kernel(query.shape[1], query.shape[2], query.shape[3], settings)
 
-    def row(query: Any, key: Any, value: Any, segment_ids: Any, output: Any, log_sums: Any, upstream: Any) -> Any:
-        segments = kernels.SegmentIds(segment_ids, segment_ids)
-        saved = (query, key, value, segments, None, output, log_sums, None, kernel.dkv_mask_info)
+    def row(query: Any, key: Any, value: Any, output: Any, log_sums: Any, upstream: Any, seen: Any) -> Any:
+        saved = (query, key, value, seen, None, output, log_sums, None, kernel.dkv_mask_info)
         gradients = kernels._splash_attention_bwd(*(kernel.kwargs[name] for name in _STATIC), saved, upstream)
         return tuple(gradients[3:6])
 
-    return jax.vmap(row)(*arrays)
+    arrays = (query, key, value, output, log_sums, upstream)
+    return tuple(map(sum, zip(*(jax.vmap(row)(*arrays, seen) for seen in _seen(*ids)), strict=True)))
 
 
 def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
