@@ -28,7 +28,7 @@ MOST_MODULES, MOST_LINES = 16, 600  # of a room, of a module
 XLA_STACK = ("torch_xla", "jax", "jaxlib", "libtpu")
 XLA_MODULES = {
     "distributed.cpu_simulation", "distributed.backends", "distributed.mesh", "distributed.worker", "models.causal_lm",
-    "profiling.recorder", "profiling.timeline", "xla.pallas", "xla.program", "xla.scan", "xla.sharding",
+    "profiling.recorder", "profiling.timeline", "xla.grouped", "xla.pallas", "xla.program", "xla.scan", "xla.sharding",
 }  # fmt: skip
 
 # Modules that answer before torch is loaded, or without it.

@@ -108,7 +108,8 @@ tpu_custom_call._lower_mosaic_module_to_asm = noted
 for kernel_format in (None, 4):
     pallas.find_pairing = lambda _: replace(PAIRINGS[0], kernel_format=kernel_format)
     pallas._lowered.cache_clear()
-    pallas._lowered(pallas._forward, pallas.SplashSettings(), shapes, None)
+    specs = (pallas.PER_HEAD,) * 3 + (("data", None),)
+    pallas._lowered(pallas._forward, (pallas.SplashSettings(),), shapes, specs, specs[:2], "tpu", None)
     jax.clear_caches()
 assert tpu_custom_call.get_ir_version is chosen
 print(json.dumps(written))

@@ -33,7 +33,7 @@ from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models import states_head
+from tpu_kit.models import experts, states_head
 from tpu_kit.models.base_identity import base_of_adapter
 from tpu_kit.models.loading import brief, load_base, load_frozen, load_tokenizer, read_config
 from tpu_kit.models.shape_cache import read_shape
@@ -348,6 +348,7 @@ def load_for_generation(
         config = replace(config, name=str(folder), revision=None, gguf_file=None)
     full = config.base_dtype == "fp32" or (whole and on_cpu)
     model: torch.nn.Module = load_base(config, torch.float32) if full else load_frozen(config)
+    experts.use(model)
     if folder is not None and saved is not None:
         model = _with_adapter(model, folder, *saved, config.name)
     saved_in = folder or Path(config.name)  # a whole model may have a head, too

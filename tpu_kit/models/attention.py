@@ -63,7 +63,7 @@ def choose(attention: str, device_type: str) -> str:
     Raises:
         ValueError: the name is unknown, or it is splash and the device is no TPU.
     """
-    has_kernel = device_type == "tpu" or _lowering_for_tpu
+    has_kernel = device_type == "tpu" or lowers_for_tpu()
     if attention == "auto":
         return SPLASH if has_kernel else SDPA
     if attention == "sdpa":
@@ -372,3 +372,8 @@ def lowering_for_tpu() -> Iterator[None]:
         yield
     finally:
         _lowering_for_tpu = False
+
+
+def lowers_for_tpu() -> bool:
+    """Returns whether `lowering_for_tpu` is open."""
+    return _lowering_for_tpu

@@ -21,13 +21,14 @@ import torch
 
 from tpu_kit.config.conflicts import check_remat
 from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.models import activation_checkpointing, attention, base_identity, linear_attention, partition
+from tpu_kit.models import activation_checkpointing, attention, base_identity, experts, linear_attention, partition
 from tpu_kit.models.architecture import check_targets, locate
 from tpu_kit.models.layer_calls import layers_of
 from tpu_kit.models.layer_scan import ScannedLayers, scan_layers, stacked_prefixes
 from tpu_kit.models.loading import load_base, load_frozen
 from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported beside load_model
 from tpu_kit.models.quantization import QuantizedLinear
+from tpu_kit.models.quantization import layers_of as linear_layers
 from tpu_kit.models.states_head import StatesHead
 from tpu_kit.storage import atomic
 
@@ -115,6 +116,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
     attention.register()
     linear_attention.register(model)
     model.set_attn_implementation(attention.SDPA)
+    experts.use(model, frozen=lora.r > 0)
     fix_rotary(model)
     adapted: torch.nn.Module = model.requires_grad_(True)
     others = _linears_outside_text(model)
@@ -132,7 +134,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules=_targets(model, lora),
-            exclude_modules=others or None,
+            exclude_modules=[*others, *experts.routers_of(model)] or None,
             use_rslora=lora.rslora,
             use_dora=lora.dora,
             init_lora_weights=True if lora.init == "default" else lora.init,
@@ -150,6 +152,7 @@ def freeze(model: PreTrainedModel, base_dtype: str) -> PreTrainedModel:
     attention.register()
     linear_attention.register(model)
     model.set_attn_implementation(attention.SDPA)
+    experts.use(model)
     fix_rotary(model)
     model._tpu_kit_compute_dtype = _DTYPES[base_dtype]
     if model.config.model_type not in COMPARED and model.device.type != "meta":
@@ -168,7 +171,7 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> str | list[str]:
     from transformers.pytorch_utils import Conv1D
 
     if lora.targets == "all-linear":
-        return lora.targets
+        return _beside_experts(model) or lora.targets
     wanted = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
     modules = {f".{name}": part for name, part in model.named_modules()}
@@ -180,7 +183,23 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> str | list[str]:
         )
     linear = [name for name, part in modules.items() if isinstance(part, torch.nn.Linear | Conv1D) and part not in ends]
     check_targets(lora, linear, type(model).__name__)
+    if taken := set(wanted) - experts.kept_by_peft(model, wanted):
+        raise ValueError(
+            f"lora.targets: of {model.config.model_type}, PEFT takes {', '.join(sorted(taken))} for its experts and "
+            "router, which are not trained: leave them out, or use all-linear"
+        )
     return wanted
+
+
+def _beside_experts(model: PreTrainedModel) -> list[str]:
+    """Lists what all-linear means in a mixture of experts: attention, dense and shared MLPs; empty for other models.
+
+    PEFT's own all-linear adds experts and routers, and reads some names of MLPs as those of experts: it can adapt
+    no MLP of such a family.
+    """
+    if not any(True for _ in experts.modules_of(model)):
+        return []
+    return sorted(experts.kept_by_peft(model, {name.rpartition(".")[2] for name in linear_layers(model)}))
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -230,6 +249,13 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
         ValueError: as `scan_layers` and `check_remat`.
     """
     check_remat(config, device_type)
+    if device_type in ("tpu", "xla-cpu") and any(
+        weight.requires_grad for _, part in experts.modules_of(model) for weight in part.parameters()
+    ):
+        raise ValueError(
+            "lora.r=0 trains all weights, and on XLA those of experts are frozen: set lora.r=16, or train on "
+            "launch.device_type=cuda or cpu"
+        )
     use_attention(model, config.model.attention, device_type)
     optim, decoder = config.optim, base_model(model).get_decoder()
     scanned = scan_layers(decoder, optim, device_type)
@@ -367,7 +393,7 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
     """Counts the parameters, and notes quantised layers without an adapter."""
     quantized = ((name, part) for name, part in model.named_modules() if isinstance(part, QuantizedLinear))
     parts = {name: part for name, part in quantized if not name.startswith("teacher.")}
-    count, about = sum(part.count for part in parts.values()), ""
+    count, about = sum(part.count for part in parts.values()) + experts.count_integers(model), ""
     if parts:
         about = f"; {count:,} are frozen in {next(iter(parts.values())).scheme}"
         alone = {name.rpartition(".")[2] for name in parts} - {"base_layer"}

@@ -428,7 +428,7 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: boo
     if tile is not None:
         for layer in (layer for run in runs for layer in run.layers):
             mlp = getattr(layer, "mlp", None)
-            if mlp is not None and type(mlp).__name__.endswith("MLP"):
+            if mlp is not None and type(mlp).__name__.endswith("MLP") and not hasattr(mlp, "experts"):
                 chunk_mlp(mlp, tile)
     setattr(decoder, name, scanned)
     return scanned

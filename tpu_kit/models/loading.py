@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tpu_kit.hardware.chips import GIB
+from tpu_kit.models import experts
 from tpu_kit.models.architecture import brief as brief  # re-exported beside load_base
 from tpu_kit.models.architecture import locate as locate
 from tpu_kit.models.architecture import unreachable
@@ -271,6 +272,8 @@ def _write(model: PreTrainedModel, scheme: Scheme, folder: Path) -> int:
     from safetensors import safe_open
 
     stored = {f"{name}.{kind}" for name in layers_of(model) for kind in ("weight", "scale")}
+    for name, part in experts.modules_of(model):
+        stored |= {f"{name}.{one}{end}" for one in experts.names_of(part) for end in ("", "_scale")}
     rest = {name: tensor for name, tensor in model.state_dict().items() if name not in stored}
     # Without a variant a single file would be model.safetensors, which transformers prefers to an index.
     model.save_pretrained(

@@ -34,6 +34,7 @@ import torch
 
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.hardware.chips import GIB
+from tpu_kit.models import experts
 from tpu_kit.xla.scan import after
 
 if TYPE_CHECKING:
@@ -208,11 +209,11 @@ class _Product(torch.autograd.Function):
 
 def layers_of(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
     """The linear layers of a model's decoder, by name: those whose weights are quantised, or are already."""
-    text, head = {*model.get_decoder().modules()}, model.get_output_embeddings()
+    text, head, routers = {*model.get_decoder().modules()}, model.get_output_embeddings(), experts.routers_of(model)
     return {
         name: part
         for name, part in model.named_modules()
-        if isinstance(part, torch.nn.Linear) and part in text and part is not head
+        if isinstance(part, torch.nn.Linear) and part in text and part is not head and name not in routers
     }
 
 
@@ -228,16 +229,22 @@ def replace_layers(model: PreTrainedModel, scheme: Scheme) -> None:
             f"model.base_dtype={'int8' if scheme.bits == 8 else 'int4'}: {type(model).__name__} has no linear layers "
             "to quantise; set it to bf16"
         )
+    mixtures = dict(experts.modules_of(model))
+    for part in mixtures.values():
+        experts.prepare(part)
     if scheme.bits == 4:
-        _check_groups(layers, scheme.group)
+        widths = {name.rpartition(".")[2]: layer.in_features for name, layer in layers.items()}
+        stacks = [(name, part) for part in mixtures.values() for name in experts.names_of(part)]
+        _check_groups(widths | {f"experts.{name}": getattr(part, name).shape[2] for name, part in stacks}, scheme.group)
+    for part in mixtures.values():
+        experts.replace(part, scheme)
     for name, layer in layers.items():
         with layer.weight.device:
             quantized = QuantizedLinear(layer.in_features, layer.out_features, scheme, layer.bias)
         model.set_submodule(name, quantized.train(layer.training))
 
 
-def _check_groups(layers: dict[str, torch.nn.Linear], group: int) -> None:
-    widths = {name.rpartition(".")[2]: layer.in_features for name, layer in layers.items()}
+def _check_groups(widths: dict[str, int], group: int) -> None:
     wrong = [f"{name} ({width})" for name, width in widths.items() if width % (2 * group)]
     if wrong:
         fitting = [size for size in (256, 128, 64, 32, 16) if not any(width % (2 * size) for width in widths.values())]
@@ -260,25 +267,38 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme, folder: Path | None =
         OSError: the folder has too little room.
     """
     weights = {name: layer.weight.data for name, layer in layers_of(model).items()}
+    for name, part in experts.modules_of(model):
+        experts.prepare(part)
+        weights |= {f"{name}.{one}": getattr(part, one).data for one in experts.names_of(part)}
     replace_layers(model, scheme)
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     if folder is not None and (free := shutil.disk_usage(folder).free) < 1.05 * size:
         about = f"it takes {size / GIB:.1f} GiB, and {free / GIB:.1f} are free in {folder.parent}"
         raise OSError(errno.ENOSPC, about)
-    for name, layer in layers_of(model).items():
-        layer.weight, layer.scale = scheme.quantize(weights.pop(name))
+    places = [(name, layer, ("weight", "scale")) for name, layer in layers_of(model).items()]
+    for name, part in experts.modules_of(model):
+        places += [(f"{name}.{one}", part, (one, f"{one}_scale")) for one in experts.names_of(part)]
+    for name, owner, leaves in places:
+        weight = weights.pop(name)
+        if weight.ndim == 3:
+            found = [torch.stack(parts) for parts in zip(*map(scheme.quantize, weight), strict=True)]
+        else:
+            found = [*scheme.quantize(weight)]
         if folder is not None:
-            layer.weight, layer.scale = _mapped(name, layer.weight, layer.scale, folder / f"{name}.safetensors")
+            path = name.removesuffix(f".{leaves[0]}")
+            found = _mapped([f"{path}.{leaf}" for leaf in leaves], found, folder / f"{name}.safetensors")
+        for leaf, tensor in zip(leaves, found, strict=True):
+            setattr(owner, leaf, tensor)
 
 
-def _mapped(name: str, weight: torch.Tensor, scale: torch.Tensor, file: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def _mapped(names: list[str], tensors: list[torch.Tensor], file: Path) -> list[torch.Tensor]:
     """Writes the tensors of a layer to a file, and returns them as it maps them into memory."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
     try:
-        save_file({f"{name}.weight": weight, f"{name}.scale": scale}, file, metadata={"format": "pt"})
+        save_file(dict(zip(names, tensors, strict=True)), file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error)) from error
-    tensors = load_file(file)
-    return tensors[f"{name}.weight"], tensors[f"{name}.scale"]
+    mapped = load_file(file)
+    return [mapped[name] for name in names]

@@ -28,6 +28,9 @@ ROW = ("o_proj", "down_proj", "dense", "fc2")
 _ROWS: Spec = (("model", "fsdp"), None)
 
 RULES: Mapping[str, Spec] = {
+    "*.experts.*": ("fsdp",),  # (E, ...): by expert
+    "*gate.weight": (None, None),  # of a router, or of shared experts
+    "*.router.*": (None, None),
     "*.objective.*": (None, None),  # what an objective trains beside the model
     # Adapters: A is (r, I), B is (O, r); the side of the base weight that is sharded over the model axis is theirs too.
     **{f"*.{name}.lora_A.*": (None, "fsdp") for name in COLUMN},
@@ -100,7 +103,7 @@ def spec_of(tensor: Tensor, tied: bool = False, rules: tuple[tuple[str, Spec], .
     rule = _rule(tensor.name, tied, rules)
     if rule is None or dims < 1:
         return whole
-    if tensor.packed:
+    if tensor.packed and dims == 2:
         rule = (None, rule[0])
     if tensor.name.endswith("scale") and dims == 3:  # int4: (2, I / G, O)
         rule = (None, None, rule[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -132,35 +132,67 @@ def _backward(settings: SplashSettings, output: Any, log_sums: Any, upstream: An
 
 
 def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Adds a JAX function to the program of its tensors, lowered for TPU; torch_xla's own function needs a mesh."""
+    spec = settings.spec
+    outputs = ((spec, spec[:3]) if settings.trains else (spec,)) if function is _forward else (spec,) * 3
+    inputs = tuple((spec[0], None) if tensor.ndim == 2 else spec[: tensor.ndim] for tensor in tensors)
+    platform = "cpu" if settings.interpret else "tpu"
+    return call(functools.partial(function, settings), tensors, inputs, outputs, platform)
+
+
+def on_tpu() -> bool:
+    """Returns whether the device of torch_xla is a TPU."""
+    import torch_xla.runtime as xr
+
+    return bool(xr.device_type() == "TPU")
+
+
+def call(
+    function: functools.partial[Any],
+    tensors: Sequence[torch.Tensor],
+    inputs: tuple[Spec, ...],
+    outputs: tuple[Spec, ...],
+    platform: str,
+) -> list[torch.Tensor]:
+    """Adds a JAX function to the program of its tensors; torch_xla's own function needs a mesh.
+
+    Args:
+        function: of a module, with its static settings as only argument. It takes arrays and returns a tuple.
+        tensors: on XLA.
+        inputs: on a mesh the sharding of each tensor: each device runs the function on its shards.
+        outputs: that of each result.
+        platform: which its operations are lowered for: "tpu" or "cpu".
+    """  # fmt: skip
     import torch_xla
     from torch_xla._internal.jax_workarounds import requires_jax
 
     shapes = tuple((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
-    computation = requires_jax(_lowered)(function, settings, shapes, active_mesh())
-    results: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation("xla::splash", list(tensors), computation)
+    static = (function.func, function.args, shapes, inputs, outputs, platform, active_mesh())
+    name = f"xla::{function.func.__name__.strip('_')}"
+    results: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation(
+        name, list(tensors), requires_jax(_lowered)(*static)
+    )
     return results
 
 
 @functools.cache
-def _lowered(function: Any, settings: SplashSettings, shapes: tuple[tuple[tuple[int, ...], str], ...], _: Mesh) -> Any:
+def _lowered(
+    function: Any, settings: tuple[Any, ...], shapes: tuple[tuple[tuple[int, ...], str], ...], inputs: tuple[Spec, ...],
+    outputs: tuple[Spec, ...], platform: str, _: Mesh,
+) -> Any:  # fmt: skip
     import jax
     import jax.experimental.pallas.tpu  # the import registers the lowering rules for TPU
     from jax._src.interpreters.mlir import LoweringParameters
     from torch_xla.core.xla_builder import computation_from_module_proto
 
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    spec = settings.spec
-    outputs = ((spec, spec[:3]) if settings.trains else (spec,)) if function is _forward else (spec,) * 3
-    inputs = [(spec[0], None) if len(shape) == 2 else spec[: len(shape)] for shape, _ in shapes]
-    run = sharded_kernel(functools.partial(function, settings), inputs, outputs)
+    run = sharded_kernel(functools.partial(function, *settings), inputs, outputs)
     traced = jax.jit(run, keep_unused=True).trace(*structs)
-    platform = "cpu" if settings.interpret else "tpu"
     # The compiler refuses kernels that are not serialised for export: "Unsupported version: expected <= 7 but got 8".
     parameters = LoweringParameters(for_export=True)
     with _kernel_format():
         lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
-    return computation_from_module_proto("splash", lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
+    name = function.__name__.strip("_")
+    return computation_from_module_proto(name, lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
 
 
 @contextlib.contextmanager

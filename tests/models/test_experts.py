@@ -1,0 +1,88 @@
+"""Experts of a mixture: numbers and gradients of transformers' families, and which layers get adapters."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.support.child_processes import run_python
+from tests.support.expert_functions import SIZES
+from tpu_kit.config.schema import LoraConfig
+from tpu_kit.models import causal_lm as models
+
+needs_xla = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch_xla", "jax")), reason="needs torch_xla[pallas]"
+)
+FAMILIES = (
+    "qwen3_moe", "gpt_oss", "gemma4_text", "glm4_moe", "ernie4_5_moe", "mixtral", "granitemoe", "olmoe", "lfm2_moe",
+    "qwen3_5_moe_text", "nemotron_h", "deepseek_v3",
+)  # fmt: skip
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+QUICK = {
+    "PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+}  # fmt: skip
+
+
+def errors(call: str) -> dict[str, float]:
+    """The relative errors that `expert_functions.main` prints."""
+    script = f"from tests.support.expert_functions import main\nmain({call})"
+    found: dict[str, float] = json.loads(run_python(script, env=QUICK).stdout.splitlines()[-1])
+    return found
+
+
+@needs_xla
+def test_output_and_gradients_are_those_of_transformers_with_random_and_skewed_routing() -> None:
+    """The kernel runs in Pallas' interpreter; the reference of integers are the floats that they stand for."""
+    found = errors('["gpt_oss"], True, 16, ("skewed", "int4")')
+    assert len(found) == 2 and max(found.values()) < 1e-6, found
+
+
+@needs_xla
+@pytest.mark.slow
+@pytest.mark.parametrize("interpret", [False, True])
+def test_all_families_with_and_without_the_kernel(interpret: bool) -> None:
+    found = errors(f"{FAMILIES}, {interpret}, 16")
+    assert len(found) == 4 * len(FAMILIES) and max(found.values()) < 1e-6, found
+
+
+@needs_xla
+@pytest.mark.slow
+def test_widths_that_are_no_multiples_of_128_are_padded() -> None:
+    found = errors('["gpt_oss", "mixtral"], True, 16, ("random", "int"), hidden_size=288, intermediate_size=160')
+    assert max(found.values()) < 2e-6, found
+
+
+def build(kind: str, **changes: object) -> AutoModelForCausalLM:
+    sizes = SIZES | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    with torch.device("meta"):
+        config = CONFIG_MAPPING[kind](
+            **sizes | {"head_dim": 16, "pad_token_id": 0, "first_k_dense_replace": 1} | changes
+        )
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [("qwen3_moe", ATTENTION), ("mixtral", ATTENTION), ("glm4_moe", ATTENTION), ("gpt_oss", ATTENTION),
+     ("ernie4_5_moe", ATTENTION), ("qwen3_5_moe_text", {"gate_proj", "up_proj", "down_proj"})],
+)  # fmt: skip
+def test_all_linear_means_neither_experts_nor_routers(kind: str, wanted: set[str]) -> None:
+    """PEFT reads the names of shared experts and dense MLPs as those of experts in the families of Qwen2-MoE."""
+    adapted = models.adapt(build(kind), LoraConfig(r=2), "fp32")
+    names = {name.rpartition(".lora_A")[0] for name in models.trainable_parameters(adapted) if "lora_A" in name}
+    assert not any(".experts" in name or name.endswith("gate") or "router" in name for name in names)
+    assert {name.rpartition(".")[2] for name in names} >= wanted
+
+
+def test_targets_that_peft_takes_for_experts_and_noise_in_a_router_are_refused() -> None:
+    targets = LoraConfig(r=2, targets=["q_proj", "up_proj"])
+    with pytest.raises(ValueError, match=r"lora\.targets: of glm4_moe, PEFT takes up_proj for its experts and router"):
+        models.adapt(build("glm4_moe"), targets, "fp32")
+    with pytest.raises(ValueError, match=r"router_jitter_noise=0\.1: .* set it to 0"):
+        models.adapt(build("mixtral", router_jitter_noise=0.1), LoraConfig(r=2), "fp32")

@@ -1,0 +1,105 @@
+"""Experts modules of transformers' families, computed on XLA:CPU by the kit and on the CPU by transformers' eager code.
+
+`main(kinds, interpret)` prints for each family the largest relative error of output, gradient of hidden states and
+gradient of the router's weights, in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+EXPERTS, CHOSEN = 8, 3
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_experts_per_tok": CHOSEN,
+    "num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS, "moe_num_experts": EXPERTS,
+    "moe_k": CHOSEN, "top_k_experts": CHOSEN,
+}  # fmt: skip
+
+
+def module(kind: str, **sizes: int) -> Any:
+    """Builds the experts module of a family with random weights, frozen."""
+    from transformers import CONFIG_MAPPING
+
+    family = kind.removesuffix("_text")
+    code = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    (found,) = [value for name, value in vars(code).items() if name.endswith("Experts") and isinstance(value, type)]
+    config = CONFIG_MAPPING[kind](**SIZES | sizes)
+    config._experts_implementation = "eager"
+    made = found(config)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return made.requires_grad_(False)
+
+
+def routing(tokens: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses experts at random; skewed, one has all tokens and some have none."""
+    scores = torch.randn(tokens, EXPERTS)
+    if skewed:
+        scores[:, 0] += 9
+        scores[:, 5:] -= 99
+    weights, index = torch.topk(scores.softmax(-1), CHOSEN)
+    return weights / weights.sum(-1, keepdim=True), index
+
+
+def computed(experts: Any, device: Any, given: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Returns output and gradients of hidden states and weights, on the CPU."""
+    experts = experts.to(device)
+    hidden, weights, index, upstream = (one.detach().clone().to(device) for one in given)
+    hidden.requires_grad_(), weights.requires_grad_()
+    output = experts(hidden, index, weights)
+    gradients = torch.autograd.grad(output, [hidden, weights], upstream)
+    return [each.detach().cpu() for each in (output, *gradients)]
+
+
+def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((ours - expected).norm() / expected.norm())
+
+
+def ours_of(plain: Any, scheme: Any = None) -> Any:
+    """Returns a copy that the kit computes, with integers if there is a scheme."""
+    from tpu_kit.models import experts
+
+    ours = copy.deepcopy(plain)
+    ours.config = copy.deepcopy(plain.config)
+    experts.use(ours)
+    experts.prepare(ours)
+    if scheme is not None:
+        weights = {name: getattr(ours, name) for name in experts.names_of(ours)}
+        experts.replace(ours, scheme)
+        for name, weight in weights.items():
+            stored = zip(*map(scheme.quantize, weight), strict=True)
+            for end, parts in zip(("", "_scale"), stored, strict=True):
+                setattr(ours, name + end, torch.stack(parts))
+    return ours
+
+
+def main(kinds: Sequence[str], interpret: bool, group: int, cases: tuple[str, ...] = ("",), **sizes: int) -> None:
+    """Prints the largest errors by family, of the cases whose names begin so; `group`: of int4."""
+    import torch_xla
+
+    from tpu_kit.models import experts
+    from tpu_kit.models.quantization import Scheme
+
+    device, chosen, found = torch_xla.device(), experts.tiles_for, {}
+    if interpret:
+        experts.tiles_for = lambda *args: chosen(*args)._replace(kernel=True, interpret=True)
+    for kind in kinds:
+        torch.manual_seed(0)
+        plain = module(kind, **sizes)
+        every = {"random": None, "skewed": None, "int8": Scheme(8), "int4": Scheme(4, group)}
+        for case, scheme in every.items():
+            if not case.startswith(cases):
+                continue
+            ours, reference = ours_of(plain, scheme), ours_of(plain, scheme) if scheme else copy.deepcopy(plain)
+            weights, index = routing(40, case == "skewed")
+            hidden, upstream = torch.randn(2, 40, plain.down_proj.shape[1 + plain.is_transposed])
+            given = hidden, weights, index, upstream
+            expected = computed(reference, "cpu", given)
+            found[f"{kind} {case}"] = max(map(error, computed(ours, device, given), expected))
+    print(json.dumps(found))

@@ -1,0 +1,316 @@
+"""Experts of a mixture, in transformers' registry of experts functions.
+
+On XLA "tpu_kit" computes them in tiles of rows that are sorted by expert: see `xla.grouped`. Elsewhere it calls
+transformers' own function. Router, shared experts and gates stay the model's code.
+
+A frozen module of experts has its weights as (E, O, I), gates before ups, and widths that are multiples of 128
+(`prepare`). In this form weights may be integers, as `quantization` stores a linear layer's, with an E in front; their
+scales are buffers of the same name with "_scale".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from tpu_kit.distributed.mesh import active_mesh
+from tpu_kit.models import attention
+from tpu_kit.xla import grouped, pallas
+from tpu_kit.xla.grouped import Layout, Tiles
+
+NAME = "tpu_kit"
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Parameters of an experts module, of which it has two."""
+_LANES = 128
+_MOST_ROWS = 256  # of a tile
+
+
+def modules_of(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the experts modules of a model, by name: those that transformers' decorator made."""
+    for name, part in model.named_modules():
+        if hasattr(part, "is_concatenated") and hasattr(part, "_apply_gate"):
+            yield name, part
+
+
+def use(model: Any, frozen: bool = True) -> None:
+    """Makes a model compute its experts by `experts_forward`, and its routers in their own precision.
+
+    Args:
+        model: from transformers.
+        frozen: whether its experts are not trained; they are brought to the form of the module's docstring.
+
+    Raises:
+        ValueError: the installed transformers has no registry of experts functions, or the router draws random numbers.
+    """
+    found = list(modules_of(model))
+    if not found:
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    for part in model.modules():
+        if type(part).__name__.lower().endswith("router") and not hasattr(type(part), "precise"):
+            part.__class__ = _precise(type(part))  # type: ignore[arg-type]  # a class is hashable
+    for _, part in found:
+        if frozen:
+            prepare(part)
+        part.config._experts_implementation_internal = NAME
+        if getattr(part.config, "router_jitter_noise", None):
+            raise ValueError(
+                f"router_jitter_noise={part.config.router_jitter_noise}: a layer that is recomputed would draw other "
+                "noise; set it to 0 in the model's config.json"
+            )
+
+
+@cache
+def _precise(kind: Any) -> Any:
+    """Returns the class of a router whose products are not autocast: many routers ask for fp32."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return kind.forward(self, hidden_states, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "precise": True})
+
+
+def routers_of(model: torch.nn.Module) -> set[str]:
+    """Returns the names of the linear layers that select or weigh experts: of routers, and gates of shared experts.
+
+    They are neither quantised nor adapted.
+    """
+    if not any(True for _ in modules_of(model)):
+        return set()
+    modules = dict(model.named_modules())
+    owners = {name: type(modules[name.rpartition(".")[0]]).__name__ for name in modules if name}
+    return {
+        name for name, owner in owners.items()
+        if isinstance(modules[name], torch.nn.Linear) and (name.endswith("gate") or owner.lower().endswith("router"))
+    }  # fmt: skip
+
+
+def kept_by_peft(model: Any, names: Iterable[str]) -> set[str]:
+    """Returns the target modules that PEFT does not replace by parameters of experts."""
+    from peft import LoraConfig as PeftLoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    kept: set[str] = set()
+    for name in names:
+        settings = PeftLoraConfig(target_modules=[name])
+        with contextlib.suppress(ValueError):  # it wants some names of experts together
+            convert_peft_config_for_transformers(settings, model, None)
+            kept |= set(settings.target_modules or ())
+    return kept
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Computes the weighted sum of each token's experts; called by transformers.
+
+    Args:
+        self: the experts module.
+        hidden_states: (T, H).
+        top_k_index: (T, K) integers, the experts of each token.
+        top_k_weights: (T, K) their weights.
+
+    Returns:
+        (T, H).
+    """
+    kind = hidden_states.device.type
+    if kind == "meta":
+        return torch.empty_like(hidden_states)
+    if kind != "xla":
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        computed: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](
+            _plain(self, hidden_states), hidden_states, top_k_index, top_k_weights
+        )
+        return computed
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
+    tiles = tiles_for(top_k_index.numel() // active_mesh().batch_shards, self.num_experts)
+    at = grouped.layout(tiles, top_k_index)
+    rows = _Gather.apply(hidden_states.to(dtype), at.token, at.row, tiles, True)
+    weight = _Gather.apply(top_k_weights.reshape(-1, 1), at.pair, at.row.reshape(-1, 1), tiles, True).float()
+    width = hidden_states.shape[1]
+    first, last = names_of(self)
+    rows = _linear(self, first, torch.nn.functional.pad(rows, (0, getattr(self, "padding", 0))), at, tiles)
+    rows = self._apply_gate(_Gates(rows) if _interleaves(self) else rows) if self.has_gate else self.act_fn(rows)
+    if self.has_post_expert_norm:
+        rows = self.post_expert_norm(_linear(self, last, rows.to(dtype), at, tiles)).float() * weight
+    else:  # weighted first: then the backward pass needs no result of the last product
+        rows = _linear(self, last, (rows.float() * weight).to(dtype), at, tiles, weight)
+    found: torch.Tensor = _Gather.apply(rows[:, :width].to(dtype), at.row, at.token, tiles, False)
+    return found.to(hidden_states.dtype)
+
+
+def tiles_for(pairs: int, experts: int) -> Tiles:
+    """Chooses tiles for a device's pairs: of half the rows that an expert has on average, 16 (of bf16) to 256."""
+    rows = 16
+    while rows < _MOST_ROWS and rows * 4 <= pairs // experts:
+        rows *= 2
+    return Tiles(experts, rows, kernel=attention.lowers_for_tpu() or pallas.on_tpu())
+
+
+def _linear(
+    self: Any, name: str, rows: torch.Tensor, at: Layout, tiles: Tiles, weight: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiplies rows with the experts' weights of a name; adds the biases, times the rows' `weight`."""
+    stored = [getattr(self, name), *([scale] if (scale := getattr(self, f"{name}_scale", None)) is not None else [])]
+    if tiles.kernel:
+        bits = 16 if scale is None else 8 if stored[0].dtype == torch.int8 else 4
+        tiles = tiles._replace(bits=bits, group=getattr(self, "group", 0))
+        output: torch.Tensor = _Product.apply(rows, tiles, *at, *stored)
+    else:
+        floats = stored[0] if scale is None else _dequantized(self, name, rows.dtype)
+        output = torch.bmm(_by_tile(rows, tiles), _of_tile(floats, at).to(rows.dtype).mT).flatten(0, 1)
+    if self.has_bias:
+        bias = _of_tile(getattr(self, f"{name}_bias"), at).to(output.dtype)[:, None]
+        bias = bias if weight is None else bias * _by_tile(weight.to(output.dtype), tiles)
+        output = (_by_tile(output, tiles) + bias).flatten(0, 1)
+    return output
+
+
+def _by_tile(rows: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    return rows.unflatten(0, (-1, tiles.rows))
+
+
+def _of_tile(tensor: torch.Tensor, at: Layout) -> torch.Tensor:
+    return tensor[at.expert.long()]
+
+
+class _Gather(torch.autograd.Function):
+    """`rows_of`, or `sums_of` with `forwards` false; each is the gradient of the other, with the other index."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, index: Any, back: Any, tiles: Tiles, forwards: bool) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        ctx.tiles, ctx.forwards = tiles, forwards
+        return (grouped.rows_of if forwards else grouped.sums_of)(tiles, tensor, index)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        function = grouped.sums_of if ctx.forwards else grouped.rows_of
+        return function(ctx.tiles, upstream, *ctx.saved_tensors), None, None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """The product with frozen weights: its backward pass needs the weights alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, tiles: Tiles, *given: torch.Tensor) -> torch.Tensor:
+        ctx.tiles = tiles
+        ctx.save_for_backward(*given)
+        return grouped.product(tiles, rows, Layout(*given[:5]), *given[5:])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given, tiles = ctx.saved_tensors, ctx.tiles._replace(back=True)
+        rows = grouped.product(tiles, upstream, Layout(*given[:5]), *given[5:])
+        return rows, *[None] * (1 + len(given))
+
+
+# -------------------------------------------------------------------------------------------------- the stored weights
+
+
+class _Gates:
+    """Gates and ups, halves of rows, for a model's code that takes them interleaved: [..., ::2] and [..., 1::2]."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.halves = rows.chunk(2, dim=-1)
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        return self.halves[place[-1].start or 0]
+
+
+def _interleaves(self: Any) -> bool:
+    """Whether the model's code takes gates and ups interleaved, whose weights `prepare` has parted."""
+    return getattr(self, "interleaves", False)
+
+
+def names_of(experts: Any) -> list[str]:
+    """Returns the names of its two weights, in the order of their products."""
+    return [name for name in WEIGHTS if hasattr(experts, name)]
+
+
+def _dequantized(self: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Makes floats (E, O, I) of integers."""
+    stored = zip(getattr(self, name), getattr(self, f"{name}_scale"), strict=True)
+    return torch.stack([torch.cat(self.scheme.parts(*each, dtype), 1) for each in stored])
+
+
+def _plain(self: Any, hidden_states: torch.Tensor) -> Any:
+    """Returns the module as transformers' functions take it: with floats, and without padding."""
+    if not hasattr(self, "padding"):
+        return self
+    alike, kind = copy.copy(self), hidden_states.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
+    floats = {name: getattr(self, name) for name in names_of(self)}
+    if hasattr(self, "scheme"):
+        floats = {name: _dequantized(self, name, dtype) for name in floats}
+    first, last = floats
+    # Attributes of the instance come before parameters and buffers of the same name.
+    alike.__dict__ |= {first: floats[first][..., : hidden_states.shape[1]]}
+    alike.__dict__ |= {last: floats[last][:, : hidden_states.shape[1]]}
+    if self.has_bias:
+        alike.__dict__[f"{last}_bias"] = getattr(self, f"{last}_bias")[:, : hidden_states.shape[1]]
+    if _interleaves(self):
+        apply = self._apply_gate
+        alike.__dict__["_apply_gate"] = lambda rows: apply(_Gates(rows))
+    return alike
+
+
+def prepare(experts: Any) -> None:
+    """Brings frozen weights of an experts module to the form of the module's docstring, in place.
+
+    The TPU compiler takes minutes for a kernel with blocks of 2,880 columns, and half a minute with 2,944. Padded gates
+    and ups are zero, so their products are.
+    """
+    if hasattr(experts, "padding"):
+        return
+    first, last = names_of(experts)
+    turned, parted = experts.is_transposed, not experts.is_concatenated
+    hidden, inner = getattr(experts, last).shape[1:][:: -1 if turned else 1]
+    pads = [-size % _LANES if size > _LANES else 0 for size in (hidden, inner)]
+    experts.padding, experts.interleaves = pads[0], parted
+    if not any(pads) and not turned and not parted:
+        return
+    halves = 2 if experts.has_gate else 1
+
+    def shaped(tensor: torch.Tensor, rows: int, columns: int, halves: int = 1) -> torch.nn.Parameter:
+        parts = [tensor[:, half::halves] if parted else each for half, each in enumerate(tensor.chunk(halves, 1))]
+        lined = [torch.nn.functional.pad(part, (*[0, columns] * (part.ndim - 2), 0, rows)) for part in parts]
+        return torch.nn.Parameter(torch.cat(lined, 1), requires_grad=False)
+
+    for name, sizes in ((first, (pads[1], pads[0], halves)), (last, (pads[0], pads[1]))):
+        weight = getattr(experts, name).detach()
+        setattr(experts, name, shaped(weight.mT if turned else weight, *sizes))
+        if experts.has_bias:
+            setattr(experts, f"{name}_bias", shaped(getattr(experts, f"{name}_bias").detach(), *sizes))
+    experts.is_transposed, experts.is_concatenated = False, True
+
+
+def replace(experts: Any, scheme: Any) -> None:
+    """Puts empty integers and scales in the place of an experts module's weights, which are dropped."""
+    prepare(experts)
+    for name in names_of(experts):
+        weight = getattr(experts, name)
+        stored = scheme.stored(*weight.shape[1:])
+        delattr(experts, name)
+        for end, (shape, dtype) in zip(("", "_scale"), stored.values(), strict=True):
+            empty = torch.empty((len(weight), *shape), dtype=dtype, device=weight.device)
+            experts.register_buffer(name + end, empty)
+    experts.scheme, experts.group = scheme, scheme.group
+
+
+def count_integers(model: torch.nn.Module) -> int:
+    """Returns the number of weights of a model's experts that are integers, also where layers are stacked."""
+    stored = [(part, getattr(part, name)) for _, part in modules_of(model) if hasattr(part, "scheme")
+              for name in names_of(part)]  # fmt: skip
+    return sum(weight.numel() * 8 // part.scheme.bits for part, weight in stored)

@@ -1,0 +1,286 @@
+"""Products of a mixture of experts: of rows that are sorted by expert, with a static number of rows for any routing.
+
+Each pair of a token and one of its experts is a row. Rows are sorted by expert, and the rows of each expert are padded
+to whole tiles. So a tile has one expert, and the number of tiles depends on no routing: no pair is dropped. `layout`
+finds the rows. `rows_of` and `sums_of` move tokens to rows and back; each is the gradient of the other, and both only
+gather, because TPUs scatter slowly. `product` is a Pallas kernel that multiplies each tile with the weights of its
+expert. It makes floats of integers in vector memory, once for all tiles of an expert.
+
+On a mesh each device does this with its own tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from tpu_kit.config.mesh import BATCH
+from tpu_kit.xla.pallas import call
+
+_VECTOR_MEMORY = 64 * 2**20  # bytes that the kernel may use
+_BLOCK_BYTES = 4 * 2**20  # of a block of weights in bf16: the compile time of a kernel grows with it
+_ROWS_AT_ONCE = 256  # of int8 weights that become floats
+
+
+class Tiles(NamedTuple):
+    """Static settings.
+
+    Attributes:
+        experts: their number.
+        rows: of a tile.
+        bits: of a weight: 16 stands for floats of any size, 8 and 4 for integers as `models.quantization` stores them.
+        group: inputs that share a scale, of 4 bits.
+        back: whether the product is with the transposed weights.
+        kernel: whether a program for a TPU is made, with the kernel.
+        interpret: run the kernel in Pallas' interpreter on a CPU, for tests.
+    """
+
+    experts: int
+    rows: int
+    bits: int = 16
+    group: int = 0
+    back: bool = False
+    kernel: bool = True
+    interpret: bool = False
+
+
+class Layout(NamedTuple):
+    """Where the pairs of T tokens with K experts each lie in R rows.
+
+    Attributes:
+        token: (R,) int32, the token of each row; -1 where it is padding.
+        pair: (R,) int32, the place of its pair in (T, K); -1 where it is padding.
+        row: (T, K) int32, the row of each pair.
+        expert: (R / rows of a tile,) int32, the expert of each tile.
+        used: (1,) int32, the number of tiles with pairs; they are the first.
+    """
+
+    token: torch.Tensor
+    pair: torch.Tensor
+    row: torch.Tensor
+    expert: torch.Tensor
+    used: torch.Tensor
+
+
+def layout(tiles: Tiles, index: torch.Tensor) -> Layout:
+    """Sorts pairs by expert: index (T, K) integers, the experts of each token."""
+    outputs = ((BATCH,), (BATCH,), (BATCH, None), (BATCH,), (BATCH,))
+    return Layout(*_call(_layout, tiles, index.to(torch.int32), outputs=outputs))
+
+
+def rows_of(tiles: Tiles, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Gathers (N, ...) to (R, ...); rows whose index (R,) is -1 are zero."""
+    return _call(_rows_of, tiles, tensor, index)[0]
+
+
+def sums_of(tiles: Tiles, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Adds rows (R, ...) to (N, ...): those that index (N, K) names, in fp32."""
+    return _call(_sums_of, tiles, rows, index)[0]
+
+
+def product(tiles: Tiles, rows: torch.Tensor, at: Layout, weight: torch.Tensor, *scale: torch.Tensor) -> torch.Tensor:
+    """Multiplies rows (R, I) with the weights (O, I) of their experts, to (R, O); with `back` (R, O) to (R, I).
+
+    Args:
+        tiles: the settings.
+        rows: floats.
+        at: the rows.
+        weight: (E, ...) each expert's, as `models.quantization` stores it.
+        *scale: (E, ...) likewise; none with floats.
+    """
+    whole = tuple((None,) * tensor.ndim for tensor in (weight, *scale))
+    inputs = ((BATCH, None), (BATCH,), (BATCH,), *whole)
+    return _call(_product, tiles, rows, at.expert, at.used, weight, *scale, inputs=inputs)[0]
+
+
+def _call(function: Any, tiles: Tiles, *tensors: torch.Tensor, inputs: Any = None, outputs: Any = None) -> Any:
+    rows = tuple((BATCH, *[None] * (tensor.ndim - 1)) for tensor in tensors)
+    platform = "tpu" if tiles.kernel and not tiles.interpret else "cpu"
+    return call(functools.partial(function, tiles), tensors, inputs or rows, outputs or rows[:1], platform)
+
+
+# ------------------------------------------------------------------------------------------------------------ in JAX
+
+
+def _layout(tiles: Tiles, index: Any) -> tuple[Any, ...]:
+    import jax.numpy as jnp
+
+    flat, size = index.reshape(-1), tiles.rows
+    pairs = flat.shape[0]
+    count = (pairs + tiles.experts * (size - 1)) // size
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    place = jnp.argsort(order).astype(jnp.int32)
+    sizes = (flat[:, None] == jnp.arange(tiles.experts, dtype=flat.dtype)).sum(0, dtype=jnp.int32)
+    needed = -(-sizes // size)
+    end = jnp.cumsum(needed)
+    first_row, first_place = (end - needed) * size, jnp.cumsum(sizes) - sizes
+    expert = (end[None, :] <= jnp.arange(count)[:, None]).sum(1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, tiles.experts - 1)
+    of_row = jnp.repeat(expert, size)
+    within = jnp.arange(count * size, dtype=jnp.int32) - first_row[of_row]
+    there = within < sizes[of_row]  # unused tiles are the last expert's, beyond its rows
+    pair = jnp.where(there, order[jnp.clip(first_place[of_row] + within, 0, pairs - 1)], -1)
+    row = ((first_row - first_place)[flat] + place).astype(jnp.int32).reshape(index.shape)
+    return pair // index.shape[1], pair, row, expert, end[-1:].astype(jnp.int32)
+
+
+def _rows_of(_: Tiles, tensor: Any, index: Any) -> tuple[Any]:
+    import jax.numpy as jnp
+
+    there = (index >= 0).reshape(-1, *[1] * (tensor.ndim - 1))
+    return (jnp.where(there, tensor[jnp.maximum(index, 0)], 0),)
+
+
+def _sums_of(_: Tiles, rows: Any, index: Any) -> tuple[Any]:
+    import jax.numpy as jnp
+
+    return (rows[index].astype(jnp.float32).sum(1).astype(rows.dtype),)
+
+
+def _columns(outer: int, inner: int, step: int) -> int:
+    """Returns the columns of a block of the result: all, or a multiple of `step` whose weights take 4 MiB at most."""
+    most = max(step, _BLOCK_BYTES // (2 * inner) // step * step)
+    if outer <= most:
+        return outer
+    dividing = [size for size in range(step, most + 1, step) if outer % size == 0]
+    return dividing[-1] if dividing and dividing[-1] * 2 > most else most
+
+
+class _Blocks:
+    """The blocks of a kernel's grid: (halves of int4 weights, blocks of columns of the result, tiles).
+
+    Tiles are the innermost, so that a block of weights stays for all tiles of its expert. The halves of int4 going back
+    are two results, because a half need not be a multiple of 128.
+    """
+
+    def __init__(self, tiles: Tiles, rows: Any, expert: Any, weight: Any, scale: Any) -> None:
+        self.tiles, self.dtype, inner = tiles, rows.dtype, rows.shape[1]
+        self.halves = 2 if tiles.bits == 4 and tiles.back else 1
+        self.by_rows = (tiles.bits == 4) == tiles.back  # columns of the result lie along rows of the weight
+        outer, self.across = weight.shape[1:] if self.by_rows else weight.shape[:0:-1]
+        size = _columns(outer, inner, 128)
+        if self.halves == 2 and (outer % size or size % tiles.group):
+            size = outer
+        self.inner, self.outer, self.size = inner, outer, size
+        self.grid = (self.halves, -(-outer // size), expert.shape[0])
+        self.decoded = (size, self.across) if self.by_rows else (self.across * (2 if tiles.bits == 4 else 1), size)
+        self.scale = None if scale is None else self._shaped(scale)
+
+    def _shaped(self, scale: Any) -> Any:
+        if self.tiles.bits == 8:
+            return scale[:, None]
+        return scale.reshape(scale.shape[0], 2, 2, -1, scale.shape[-1]) if self.halves == 2 else scale
+
+    def specs(self) -> list[Any]:
+        """Returns the block of each input, by the place in the grid and the prefetched experts and number of tiles."""
+        import jax.numpy as jnp
+        from jax.experimental import pallas as pl
+
+        def used_tile(m: Any, used: Any) -> Any:  # an unused tile reads nothing new
+            return jnp.minimum(m, jnp.maximum(used[0], 1) - 1)
+
+        def spec(shape: Any, place: Any) -> Any:
+            return pl.BlockSpec(shape, lambda h, n, m, expert, used: (expert[used_tile(m, used)], *place(h, n)))
+
+        bits, back, size = self.tiles.bits, self.tiles.back, self.size
+        found = [pl.BlockSpec((self.tiles.rows, self.inner), lambda h, n, m, expert, used: (used_tile(m, used), 0))]
+        if self.by_rows:
+            found.append(spec((None, size, self.across), lambda h, n: (n, 0)))
+        else:
+            found.append(spec((None, self.across, size), lambda h, n: (0, n)))
+        if bits == 8:
+            found.append(spec((None, 1, self.inner if back else size), lambda h, n: (0, 0 if back else n)))
+        elif bits == 4 and back:
+            groups = size // self.tiles.group
+            found.append(spec((None, 2, None, groups, self.across), lambda h, n: (0, h, n, 0)))
+        elif bits == 4:
+            found.append(spec((None, 2, self.inner // self.tiles.group, size), lambda h, n: (0, 0, n)))
+        return found
+
+    def decode(self, half: Any, weight: Any, scale: Any, floats: Any) -> None:
+        """Makes floats of a block of integers; int8 without its scales."""
+        import jax.numpy as jnp
+
+        def group(shift: Any, start: int, to: int) -> None:
+            """int4: the inputs from `start` on that share a scale, of the half that `shift` selects."""
+            codes = weight[start : start + self.tiles.group, :].astype(jnp.int32)
+            values = ((codes >> shift) & 15).astype(jnp.float32)
+            line = to // self.tiles.group
+            step, offset = (scale[kind, line : line + 1, :].astype(jnp.float32) for kind in (0, 1))
+            floats[to : to + self.tiles.group, :] = (values * step + offset).astype(self.dtype)
+
+        lines = weight.shape[0]
+        if self.tiles.bits == 8:
+            for start in range(0, lines, _ROWS_AT_ONCE):
+                part = weight[start : min(start + _ROWS_AT_ONCE, lines), :].astype(jnp.int32).astype(jnp.float32)
+                floats[start : start + part.shape[0], :] = part.astype(self.dtype)
+            return
+        for start in range(0, lines, self.tiles.group):
+            if self.tiles.back:
+                group(4 * half, start, start)
+            else:
+                group(0, start, start)
+                group(4, start, lines + start)
+
+    def kernel(self, expert: Any, used: Any, rows: Any, weight: Any, *refs: Any) -> None:
+        """Computes a block of the result for a tile; the tiles after the used ones are zero."""
+        import jax
+        import jax.numpy as jnp
+        from jax.experimental import pallas as pl
+
+        bits, back = self.tiles.bits, self.tiles.back
+        scale, out, floats = (None, *refs, None) if bits == 16 else refs
+        half, m = pl.program_id(0), pl.program_id(2)
+        fresh = (m == 0) | (expert[m] != expert[jnp.maximum(m - 1, 0)])
+
+        @pl.when(m >= used[0])
+        def _() -> None:
+            out[...] = jnp.zeros_like(out)
+
+        if bits < 16:
+            pl.when((m < used[0]) & fresh)(lambda: self.decode(half, weight, scale, floats))
+
+        @pl.when(m < used[0])
+        def _() -> None:
+            left, right = rows[...], weight[...] if bits == 16 else floats[...]
+            if bits == 8 and back:
+                left = (left.astype(jnp.float32) * scale[...].astype(jnp.float32)).astype(self.dtype)
+            contract = ((1,), (1 if self.by_rows else 0,)), ((), ())
+            found = jax.lax.dot_general(left, right, contract, preferred_element_type=jnp.float32)
+            if bits == 8 and not back:
+                found = found * scale[...].astype(jnp.float32)
+            out[...] = found.astype(self.dtype)
+
+
+def _product(tiles: Tiles, rows: Any, expert: Any, used: Any, weight: Any, *scale: Any) -> tuple[Any]:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    blocks = _Blocks(tiles, rows, expert, weight, scale[0] if scale else None)
+    inputs = [rows, weight] if blocks.scale is None else [rows, weight, blocks.scale]
+    halves, outer, count = blocks.halves, blocks.outer, rows.shape[0]
+    moved = weight.size * weight.dtype.itemsize + rows.dtype.itemsize * halves * count * (
+        rows.shape[1] * blocks.grid[1] + outer
+    )
+    found = pl.pallas_call(
+        blocks.kernel,
+        out_shape=jax.ShapeDtypeStruct((halves, count, outer), rows.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2, grid=blocks.grid, in_specs=blocks.specs(),
+            out_specs=pl.BlockSpec((None, tiles.rows, blocks.size), lambda h, n, m, expert, used: (h, m, n)),
+            scratch_shapes=[] if tiles.bits == 16 else [pltpu.VMEM(blocks.decoded, rows.dtype)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=_VECTOR_MEMORY
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * count * rows.shape[1] * outer * halves, transcendentals=0, bytes_accessed=moved
+        ),
+        interpret=tiles.interpret,
+        name="tpu_kit_experts",
+    )(expert, used, *inputs)  # fmt: skip
+    return (found[0] if halves == 1 else jnp.concatenate([found[0], found[1]], axis=1),)
