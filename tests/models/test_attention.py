@@ -273,7 +273,7 @@ def test_an_argument_that_attention_does_not_know_is_an_error(function):
     neutral = {"position_ids": SEGMENTS, "use_cache": False, "output_attentions": False, "is_causal": True,
                "s_aux": None, "cu_seq_lens_q": None}  # fmt: skip
     attention.sdpa_attention(LAYER, query, key, value, None, **neutral)
-    for unknown, text in (({"s_aux": torch.zeros(4)}, "s_aux"), ({"is_causal": False}, "is_causal=False"),
+    for unknown, text in (({"bias": torch.zeros(4)}, "bias"), ({"is_causal": False}, "is_causal=False"),
                           ({"position_bias": value, "indices": value}, "position_bias, indices")):  # fmt: skip
         with pytest.raises(ValueError) as refusal:
             function(LAYER, query, key, value, None, segment_ids=SEGMENTS, **neutral | unknown)

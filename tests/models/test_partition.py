@@ -20,7 +20,7 @@ from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning import argument_memory
 from tpu_kit.planning.trace import empty_model
 
-FAMILIES = [family for family in causal_lm.COMPARED if family != "gemma3"]  # that one is of images, too
+FAMILIES = [*(family for family in causal_lm.COMPARED if family != "gemma3"), "gemma4_text"]  # gemma3 is of images, too
 SIZES = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 32, "pad_token_id": 0,
@@ -76,12 +76,12 @@ def test_what_a_layer_needs_first_is_gathered_early(tmp_path: Path, family: str)
 
 def test_a_large_tensor_that_no_rule_matches_is_named(tmp_path: Path) -> None:
     model = make(tmp_path, "llama")
-    model.register_parameter("strange", torch.nn.Parameter(torch.empty(1024, 1024, device="meta")))
-    with use_mesh(Mesh(fsdp=4)), pytest.raises(ValueError, match="no sharding rule matches strange; add rules with"):
+    model.register_parameter("strange", torch.nn.Parameter(torch.empty(1024, 32, 32, device="meta")))
+    with use_mesh(Mesh(fsdp=4)), pytest.raises(ValueError, match="fsdp=4: strange would not be sharded; add rules"):
         partition.check_rules(model, stacked_prefixes(model))
     with use_mesh(resolve_mesh("fsdp=4", 4, {"strange": "fsdp"})):
         rows = {row.name: row for row in partition.check_rules(model, stacked_prefixes(model))}
-    assert rows["strange"].spec == (("fsdp",), None) and rows["strange"].bytes == 2**20
+    assert rows["strange"].spec == (("fsdp",), None, None) and rows["strange"].bytes == 2**20
 
 
 def test_a_rule_of_the_users_comes_first(tmp_path: Path) -> None:
@@ -92,7 +92,8 @@ def test_a_rule_of_the_users_comes_first(tmp_path: Path) -> None:
     }  # fmt: skip
     with use_mesh(resolve_mesh("fsdp=4", 4, rules)):
         rows = {row.name: row for row in partition.check_rules(model, stacked_prefixes(model))}
-        in_layer = partition.spec_of("layers.0.self_attn.k_proj.lora_B.default.weight", torch.empty(128, 16))
+        name = "layers.0.self_attn.k_proj.lora_B.default.weight"
+        in_layer = partition.spec_of(name, torch.empty(128, 16), partition.embedding_of(model))
     assert rows["layers.*.self_attn.q_proj.lora_A.default.weight"].bytes == 6 * 16 * 128 * 4  # replicated: it shows
     assert rows["layers.*.self_attn.k_proj.lora_B.default.weight"].spec == (None, None, ("fsdp",))
     assert in_layer == (None, ("fsdp",))
@@ -130,7 +131,7 @@ def test_the_planner_knows_the_tensors_without_the_model(tmp_path: Path, family:
         wanted = partition.check_rules(model, stacked_prefixes(model))
     config = load_config(None, {"model.name": str(tmp_path), "max_length": 64, **changes})
     found = argument_memory.table(read_shape(config.model), config, mesh)
-    small = re.compile("norm|bias")
+    small = re.compile("norm|bias|scalar")
 
     def matrices(rows: list[partition.Placed]) -> set[partition.Placed]:
         return {row for row in rows if len(row.shape) > 1 and not small.search(row.name)}

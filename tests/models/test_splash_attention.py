@@ -25,12 +25,13 @@ kernel = attention.splash_kernel
 attention.splash_kernel = lambda *args: kernel(*args[:4], args[4]._replace(interpret=True), *args[5:])
 layer = torch.nn.Module()
 errors = []
-for batch, heads, pairs, length, head_dim, window, cap, prefixes in (
-    (2, 4, 2, 150, 16, None, None, False), (1, 2, 1, 256, 8, 50, None, False), (2, 2, 2, 128, 8, None, 5.0, True),
-    (1, 2, 2, 100, 8, 9, 2.0, False),
+for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
+    (2, 4, 2, 150, 16, None, None, False, False), (1, 2, 1, 256, 8, 50, None, False, True),
+    (2, 2, 2, 128, 8, None, 5.0, True, True), (1, 2, 2, 100, 8, 9, 2.0, False, False),
 ):
     torch.manual_seed(0)
     states = [torch.randn(batch, count, length, head_dim) for count in (heads, pairs, pairs)]
+    states += [3 * torch.randn(heads)] * sinks
     upstream = torch.randn(batch, length, heads, head_dim)
     segments = torch.ones(batch, length, dtype=torch.int64)
     segments[:, length // 3:], segments[0, length // 2:], segments[:, -7:] = 2, 3, 0
@@ -40,7 +41,8 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes in (
         inputs = [tensor.to(device).requires_grad_() for tensor in states]
         options = {"scaling": 0.3, "segment_ids": segments.to(device), "sliding_window": window, "softcap": cap}
         options["prefix_ids"] = prefix_ids.to(device) if prefixes else None
-        output, _ = function(layer, *inputs, None, **options)
+        options["s_aux"] = inputs[3] if sinks else None
+        output, _ = function(layer, *inputs[:3], None, **options)
         output.backward(upstream.to(device))
         return [output.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
 
@@ -57,16 +59,18 @@ from torch_xla.core.xla_builder import create_placeholder_tensor
 from tpu_kit.models import attention
 
 found = []
-for batch, heads, pairs, length, head_dim, window, cap, prefixes in (
-    (1, 14, 2, 1024, 64, None, None, True), (1, 4, 2, 2048, 128, 512, None, False),
-    (1, 4, 2, 1024, 256, 512, 50.0, False),
+for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
+    (1, 14, 2, 1024, 64, None, None, True, False), (1, 64, 8, 2048, 64, 128, None, False, True),
+    (1, 4, 2, 1024, 256, 512, 50.0, False, False), (1, 8, 1, 1024, 512, None, None, False, False),
 ):
     inputs = [create_placeholder_tensor((batch, count, length, head_dim), torch.bfloat16).requires_grad_()
               for count in (heads, pairs, pairs)]
+    inputs += [create_placeholder_tensor((heads,), torch.float32).requires_grad_()] * sinks
     segments = create_placeholder_tensor((batch, length), torch.int64)
     options = {"scaling": 0.1, "segment_ids": segments, "sliding_window": window, "softcap": cap}
     options["prefix_ids"] = create_placeholder_tensor((batch, length), torch.int64) if prefixes else None
-    output, _ = attention.splash_attention(torch.nn.Module(), *inputs, None, **options)
+    options["s_aux"] = inputs[3] if sinks else None
+    output, _ = attention.splash_attention(torch.nn.Module(), *inputs[:3], None, **options)
     gradients = torch.autograd.grad(output, inputs, create_placeholder_tensor(output.shape, output.dtype))
     program = compile_graph([output, *gradients])
     text = program.hlo_modules()[0].to_string()
@@ -84,9 +88,9 @@ def test_the_kernel_gives_the_numbers_of_the_reference_forward_and_backward() ->
 
 @needs_jax
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
-def test_the_tpu_compiler_takes_it_with_windows_soft_caps_and_head_sizes() -> None:
+def test_the_tpu_compiler_takes_it_with_windows_soft_caps_sinks_and_head_sizes() -> None:
     calls = json.loads(run_python(FOR_THE_TPU_COMPILER, env=ENVIRONMENT).stdout.splitlines()[-1])
-    assert calls == [4, 2, 2]  # forward, and all of the backward; of prefixes again
+    assert calls == [4, 2, 2, 2]  # forward, and all of the backward; of prefixes again
 
 
 KERNEL_FORMAT = """

@@ -14,12 +14,11 @@ import torch
 from tpu_kit.config.mesh import Spec
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models.causal_lm import base_model, text_config
-from tpu_kit.models.partition import in_place, is_tied, spec_of
-from tpu_kit.models.sharding_rules import ROW, cache_spec
+from tpu_kit.models.partition import embedding_of, in_place, spec_of
+from tpu_kit.models.sharding_rules import FIRST, cache_spec, is_column
 from tpu_kit.xla.sharding import constrain
 
 _SHARED = ("model", "fsdp")  # the axes over which weights are sharded
-_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 
 
 @contextlib.contextmanager
@@ -37,7 +36,7 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
     if active_mesh().size == 1:
         yield
         return
-    prefixes, tied, head = tuple(stacks), is_tied(model), base_model(model).get_output_embeddings()
+    prefixes, embedding, head = tuple(stacks), embedding_of(model), base_model(model).get_output_embeddings()
     config, hooks = text_config(model), []
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     by_heads = heads_spec((1, heads, 1, 1))[1] == _SHARED
@@ -45,13 +44,15 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
         leaf = path.rpartition(".")[2]
         if isinstance(part, torch.nn.Linear):
             stacked = path.startswith(prefixes)
-            spec = spec_of(f"{path}.weight", part.weight, stacked, tied)[stacked:]
+            spec = spec_of(f"{path}.weight", part.weight, embedding, stacked)[stacked:]
             rows, columns = (spec[1], None) if part.weight.dtype == torch.uint8 else spec
             hooks.append(part.register_forward_pre_hook(lambda _, given, last=columns: (_ending(given[0], last),)))
             hooks.append(part.register_forward_hook(lambda _, __, output, last=rows: _ending(output, last)))
-        if part is head or isinstance(part, torch.nn.Embedding) or leaf in ROW:
+        outputs = getattr(part, "out_features", 0) if "lora_" not in path and leaf != "base_layer" else 0
+        row = outputs and not is_column(path, outputs, 0, embedding.hidden)
+        if part is head or isinstance(part, torch.nn.Embedding) or row:
             hooks.append(part.register_forward_hook(lambda _, __, output: _ending(output, None)))
-        elif leaf in _HEADS and not by_heads:
+        elif leaf in FIRST and not by_heads:
             hooks.append(part.register_forward_hook(lambda _, __, output: _ending(output, "model")))
     token = in_place.set(True)
     try:

@@ -144,6 +144,7 @@ def cached_attention(
     softcap: float | None = None,
     cache: Cache | None = None,
     device_type: str = "cpu",
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention of a prefill or of one decode step (Q = 1); called by transformers.
@@ -159,6 +160,7 @@ def cached_attention(
         softcap: c in c * tanh(scores / c).
         cache: of a decode step or a prefill; None for plain causal attention.
         device_type: of the model; on a TPU the prefill uses the splash kernel.
+        s_aux: (heads,) sinks.
         **kwargs: other arguments of the model; dropout is ignored in evaluation mode.
 
     Returns:
@@ -181,12 +183,12 @@ def cached_attention(
         attend: Any = attention.sdpa_attention
         if device_type == "tpu":
             attend = functools.partial(attention.splash_attention, spec=spec, trains=False)
-        options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "segment_ids": ones}
-        result: tuple[torch.Tensor, None] = attend(module, query, key, value, None, **options)
+        options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        result: tuple[torch.Tensor, None] = attend(module, query, key, value, None, segment_ids=ones, **options)
         return result
     # The query heads of a key head become query positions, which avoids repeating the cache for each query head.
     grouped = query.to(value.dtype).reshape(batch, key.shape[1], heads // key.shape[1], size)
-    if softcap is None and device_type in ("cpu", "cuda"):
+    if softcap is None and s_aux is None and device_type in ("cpu", "cuda"):
         mask = cache.mask(sliding_window)
         output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
         return output.reshape(batch, 1, heads, -1), None
@@ -196,5 +198,6 @@ def cached_attention(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~cache.mask(sliding_window), torch.finfo(scores.dtype).min)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    sinks = None if s_aux is None else s_aux.view(*scores.shape[1:3], 1)
+    weights = attention.weights_of(scores, sinks).to(value.dtype)
     return torch.einsum("bhgs,bhsd->bhgd", weights, value).reshape(batch, 1, heads, -1), None

@@ -21,6 +21,7 @@ from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.host import ask_hub_once
+from tpu_kit.models.sharding_rules import Embedding
 
 ALONE = 2**24
 """Number of elements from which on the squares of a gradient are summed by themselves; see `training.step`.
@@ -256,6 +257,11 @@ class Shape:
             "kinds": tuple(map(Layer.from_dict, values["kinds"])),
         }  # fmt: skip
         return cls(**values | changes)
+
+    @property
+    def embedding(self) -> Embedding:
+        """What sharding rules need to know."""
+        return Embedding(self.hidden, self.tied)
 
     @property
     def layers(self) -> int:

@@ -141,6 +141,7 @@ def sdpa_attention(
     softcap: float | None = None,
     segment_ids: torch.Tensor | None = None,
     prefix_ids: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention with an explicit mask; called by transformers.
@@ -158,6 +159,7 @@ def sdpa_attention(
         softcap: c in c * tanh(scores / c), before the mask.
         segment_ids: (B, S) documents, used only without a mask.
         prefix_ids: (B, S) prefixes of documents, as in `inputs`, used only without a mask.
+        s_aux: (heads,) sinks: the scores of one more key, whose value is zero.
         **kwargs: other arguments of the model.
 
     Returns:
@@ -178,29 +180,39 @@ def sdpa_attention(
     if sliding_window is not None and rows == columns and sliding_window < columns:
         assert attention_mask is not None and prefix_ids is None
         attention_mask = _and_window(attention_mask, sliding_window)
-    if softcap is None:
+    if softcap is None and s_aux is None:
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:
-        output = _capped_attention(query, key, value, attention_mask, scaling, softcap)
+        output = _attention_of_scores(query, key, value, attention_mask, scaling, softcap, s_aux)
     return activation_checkpointing.keep(output.transpose(1, 2).contiguous()), None
 
 
-def _capped_attention(
+def _attention_of_scores(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float | None,
-    softcap: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    return torch.matmul(weights, value)
+    weights = weights_of(scores, None if sinks is None else sinks[:, None, None])
+    return torch.matmul(weights.to(value.dtype), value)
+
+
+def weights_of(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Computes the softmax, fp32, of scores (..., K), of which sinks, broadcast to (..., 1), are one more column."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+    column = sinks.float().expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores.float(), column], -1), -1)[..., :-1]
 
 
 def _and_window(mask: torch.Tensor, window: int) -> torch.Tensor:
@@ -222,6 +234,7 @@ def splash_attention(
     prefix_ids: torch.Tensor | None = None,
     spec: Spec = PER_HEAD,
     trains: bool = True,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention with the splash kernel; called by transformers.
@@ -233,6 +246,7 @@ def splash_attention(
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     if segment_ids is None or length != key.shape[2]:
         kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "prefix_ids": prefix_ids}
+        kwargs |= {"s_aux": s_aux}
         mask = None if segment_ids is not None else _own_mask(attention_mask)
         return sdpa_attention(module, query, key, value, mask, segment_ids=segment_ids, **kwargs)
     _refuse_dropout(module, kwargs.pop("dropout", 0.0))
@@ -245,7 +259,8 @@ def splash_attention(
     ids = [segment_ids] if prefix_ids is None else [segment_ids, prefix_ids]
     segments, *prefixes = ((F.pad(each, (0, padding)) if padding else each).to(torch.int32) for each in ids)
     settings = SplashSettings(window, softcap, spec=spec, trains=trains)
-    output = splash_kernel(query, key, value, segments, settings, *prefixes)
+    sinks = [] if s_aux is None else [s_aux.float()]
+    output = splash_kernel(query, key, value, segments, settings, *prefixes, *sinks)
     return output[:, :, :length].transpose(1, 2).contiguous(), None
 
 
@@ -255,7 +270,7 @@ def splash_kernel(
     value: torch.Tensor,
     segment_ids: torch.Tensor,
     settings: SplashSettings,
-    *prefix_ids: torch.Tensor,
+    *others: torch.Tensor,
 ) -> torch.Tensor:
     """Computes causal attention within segments with JAX's splash kernel.
 
@@ -265,14 +280,14 @@ def splash_kernel(
         value: (B, key-value heads, S, D).
         segment_ids: (B, S) int32.
         settings: of the kernel.
-        *prefix_ids: (B, S) int32, where documents share prefixes.
+        *others: prefix ids (B, S) int32, where documents share prefixes; then sinks (heads,) fp32, if there are any.
 
     Returns:
         (B, heads, S, D).
     """
     if not settings.trains:
-        return pallas.splash_forward(settings, query, key, value, segment_ids, *prefix_ids)[0]
-    output: torch.Tensor = _Splash.apply(settings, query, key, value, segment_ids, *prefix_ids)
+        return pallas.splash_forward(settings, query, key, value, segment_ids, *others)[0]
+    output: torch.Tensor = _Splash.apply(settings, query, key, value, segment_ids, *others)
     return output
 
 
@@ -288,8 +303,14 @@ class _Splash(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         output, log_sums, *tensors = ctx.saved_tensors
-        gradients = pallas.splash_backward(ctx.settings, output, log_sums, upstream.to(output.dtype), *tensors)
-        return (None, *gradients, *[None] * (len(tensors) - 3))
+        # The sums contain the sinks, of which the gradients of query, key and value need nothing else.
+        inputs = [tensor for tensor in tensors if tensor.ndim > 1]
+        gradients = pallas.splash_backward(ctx.settings, output, log_sums, upstream.to(output.dtype), *inputs)
+        others: list[torch.Tensor | None] = [None] * (len(tensors) - 3)
+        if ctx.needs_input_grad[-1]:
+            weights = (tensors[-1][:, None] - log_sums).exp()
+            others[-1] = -(weights * (output.float() * upstream.float()).sum(-1)).sum((0, 2))
+        return (None, *gradients, *others)
 
 
 def _splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.config.loader import OptimConfig
 from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.models import activation_checkpointing, architecture, partition, sharding_rules
+from tpu_kit.models import activation_checkpointing, architecture, partition
 from tpu_kit.models.activation_checkpointing import SeededDropout, autocast_now, chunk_mlp, is_tiled, mix
 from tpu_kit.models.layer_calls import (
     Call,
@@ -212,9 +212,11 @@ class _Block:
             if given[0].shape[:-1] == hidden.shape[:-1]:
                 found.append(given[0].detach())
 
-        layer = self.layers[-1]
-        products = [part for name, part in layer.named_modules() if name.rpartition(".")[2] in sharding_rules.ROW]
-        with (products or [layer])[-1].register_forward_pre_hook(collect):
+        last = layer = self.layers[-1]
+        for name, part in layer.named_modules():
+            if "lora_" not in name and getattr(part, "out_features", None) == hidden.shape[-1]:
+                last = part
+        with last.register_forward_pre_hook(collect):
             yield found
 
     def forward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
@@ -309,7 +311,7 @@ class _Block:
         kind = hidden.device.type
         product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         weights = {name: tensor for name, tensor in given.items() if isinstance(name, str)}
-        weights, hidden = partition.gather_layer(weights, product), partition.by_rows(hidden)
+        weights, hidden = partition.gather_layer(weights, hidden.shape[-1], product), partition.by_rows(hidden)
         args, kwargs = call.arguments(arguments, mapping, cache)
         output = torch.func.functional_call(self.layers[index], weights, (hidden, *args), kwargs, tie_weights=False)
         if not isinstance(output, torch.Tensor):

@@ -19,7 +19,7 @@ from tpu_kit.config.mesh import BATCH, Spec
 from tpu_kit.distributed.mesh import active_mesh, put, put_stack
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import sharding_rules
-from tpu_kit.models.sharding_rules import Placed, Tensor
+from tpu_kit.models.sharding_rules import Embedding, Placed, Tensor
 from tpu_kit.xla.sharding import constrain
 
 in_place: ContextVar[bool] = ContextVar("in_place", default=False)
@@ -28,9 +28,9 @@ PARTS = WeakTensorKeyDictionary()
 """For each stack on "meta" that `to_mesh` has still to move, the list of its layers' CPU tensors."""
 
 
-def spec_of(name: str, tensor: torch.Tensor, stacked: bool = False, tied: bool = False) -> Spec:
+def spec_of(name: str, tensor: torch.Tensor, embedding: Embedding, stacked: bool = False) -> Spec:
     """As `sharding_rules.spec_of`, for a parameter or buffer of a model, or a tensor of its shape and dtype."""
-    return sharding_rules.spec_of(_described(name, tensor, stacked), tied, active_mesh().rules)
+    return sharding_rules.spec_of(_described(name, tensor, stacked), embedding, active_mesh().rules)
 
 
 def _described(name: str, tensor: torch.Tensor, stacked: bool) -> Tensor:
@@ -47,18 +47,21 @@ def gathered(spec: Spec) -> Spec:
     return tuple(found)
 
 
-def gather_layer(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def gather_layer(
+    tensors: Mapping[str, torch.Tensor], hidden: int, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
     """The tensors of one layer as its products take them; for one device they are returned as they are.
 
     Args:
         tensors: by name in the layer.
+        hidden: size of the hidden states.
         dtype: of the products; trained matrices in fp32 are cast to it before they are gathered.
     """
     if active_mesh().size == 1 or in_place.get():
         return dict(tensors)
     found = {}
     for name, tensor in tensors.items():
-        spec = spec_of(f"layers.0.{name}", tensor)
+        spec = spec_of(f"layers.0.{name}", tensor, Embedding(hidden))
         if any("fsdp" in (axes or ()) for axes in spec):
             if dtype is not None and tensor.dtype == torch.float32 and tensor.ndim == 2:
                 tensor = tensor.to(dtype)
@@ -84,7 +87,7 @@ def gathered_early(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 def gather_alike(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
     """Gathers tensors of one layer that have the shape and the rule of `name` as one tensor, (n, ...)."""
-    spec = (None, *spec_of(f"layers.0.{name}", tensors[0]))
+    spec = (None, *spec_of(f"layers.0.{name}", tensors[0], Embedding()))
     return constrain(constrain(torch.stack(tensors), spec), gathered(spec))
 
 
@@ -102,7 +105,7 @@ def embedding_by_columns(model: Any) -> Iterator[None]:
     """
     embedding, columns = model.get_input_embeddings(), None
     if active_mesh().data > 1 and embedding.weight.requires_grad:
-        columns = spec_of("model.embed_tokens.weight", embedding.weight, tied=is_tied(model))[1]
+        columns = spec_of("model.embed_tokens.weight", embedding.weight, embedding_of(model))[1]
     if columns is None:  # or it is tied, and sharded by rows
         yield
         return
@@ -153,7 +156,7 @@ def to_mesh(model: torch.nn.Module, stacks: Iterable[str]) -> torch.nn.Module:
         f"sharded          {held_bytes / GIB:.2f} GiB a device; most for {most.name} {most.shape}, {most.spec}",
         flush=True,
     )
-    tied = is_tied(model)
+    whole = embedding_of(model)
     placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     shared = _shared(model)
     for path, module in model.named_modules():
@@ -165,7 +168,7 @@ def to_mesh(model: torch.nn.Module, stacks: Iterable[str]) -> torch.nn.Module:
                     held[leaf] = placed[id(tensor)][1]
                     continue
                 name = f"{path}.{leaf}" if path else leaf
-                spec, dtype = spec_of(name, tensor, name.startswith(stacks), tied), _dtype(tensor)
+                spec, dtype = spec_of(name, tensor, whole, name.startswith(stacks)), _dtype(tensor)
                 parts = PARTS.pop(tensor, None)
                 new = put(tensor, spec, dtype) if parts is None else put_stack(parts, spec, dtype)
                 if isinstance(tensor, torch.nn.Parameter):
@@ -197,11 +200,12 @@ def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
     named: dict[int, Tensor] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         named.setdefault(id(tensor), _described(name, tensor, name.startswith(prefixes)))
-    return sharding_rules.place(active_mesh(), named.values(), is_tied(model))
+    return sharding_rules.place(active_mesh(), named.values(), embedding_of(model))
 
 
-def is_tied(model: torch.nn.Module) -> bool:
-    """Whether a model's input embedding is its output head."""
+def embedding_of(model: torch.nn.Module) -> Embedding:
+    """What sharding rules need to know of a model's embedding."""
     causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    head = causal.get_output_embeddings()
-    return head is not None and head.weight is causal.get_input_embeddings().weight
+    head, weight = causal.get_output_embeddings(), causal.get_input_embeddings().weight
+    hidden = getattr(causal.config.get_text_config(), "hidden_size", weight.shape[1])
+    return Embedding(hidden, head is not None and head.weight is weight)

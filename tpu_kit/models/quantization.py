@@ -169,7 +169,8 @@ class QuantizedLinear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)."""
         kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        mixed = kind != "meta" and torch.is_autocast_enabled(kind)  # which raises for "meta"
+        dtype = torch.get_autocast_dtype(kind) if mixed else input.dtype
         weight, scale = self.weight, self.scale
         if not self.training and input.shape[-2] == 1:
             # In a loop of decode steps the compiler would convert all layers' integers once, before the loop.

@@ -1,54 +1,43 @@
-"""How the tensors of a model are sharded over a mesh: rules from names to partition specs, without torch.
+"""How the tensors of a model are sharded over a mesh: rules from names and shapes to partition specs, without torch.
 
-    name glob                        spec                            gathered for the product
-    *q_proj*weight, gate, up, ...    ((model, fsdp), None)           (model, None)
-    *o_proj*weight, *down_proj*...   (fsdp, model)                   (None, model)
+    linear layer                     spec of (outputs, inputs)       gathered for the product
+    column: other outputs than H     ((model, fsdp), None)           (model, None)
+    row: H outputs                   (fsdp, model)                   (None, model)
 
-A spec is for the tensor of a single layer; a stack of layers has one more dimension in front, which is not sharded.
-tpu_kit/models/README.md has the reason for each rule. `partition` shards tensors by these rules, and the planner
-computes the bytes of each shard.
+H is the size of the hidden states. A spec is for the tensor of a single layer; a stack of layers has one more dimension
+in front, which is not sharded. tpu_kit/models/README.md has the reason for each rule. `partition` shards tensors by
+these rules, and the planner computes the bytes of each shard.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from typing import NamedTuple
 
 from tpu_kit.config.mesh import BATCH, Mesh, Spec
 
 FIRST = ("q_proj", "k_proj", "v_proj", "qkv_proj")
-"""Linear layers that read the input of a decoder's layer."""
-COLUMN = (*FIRST, "gate_proj", "up_proj", "gate_up_proj", "fc1")
-ROW = ("o_proj", "down_proj", "dense", "fc2")
-"""Linear layers that "model" shards by their outputs, and by their inputs."""
+"""Linear layers that read the input of a decoder's layer; as many outputs as H do not make them row layers."""
+_LAST = ("o_proj", "dense", "out_proj")
+"""Row layers whose adapters may have H inputs."""
 _ROWS: Spec = (("model", "fsdp"), None)
+_COLUMNS: Spec = (None, ("model", "fsdp"))
 
-RULES: Mapping[str, Spec] = {
-    "*.experts.*": ("fsdp",),  # (E, ...): by expert
-    "*gate.weight": (None, None),  # of a router, or of shared experts
-    "*.router.*": (None, None),
-    "*.objective.*": (None, None),  # what an objective trains beside the model
-    # Adapters: A is (r, I), B is (O, r); the side of the base weight that is sharded over the model axis is theirs too.
-    **{f"*.{name}.lora_A.*": (None, "fsdp") for name in COLUMN},
-    **{f"*.{name}.lora_B.*": _ROWS for name in COLUMN},
-    **{f"*.{name}.lora_A.*": (None, ("model", "fsdp")) for name in ROW},
-    **{f"*.{name}.lora_B.*": ("fsdp", None) for name in ROW},
-    **{f"*.{name}.*weight": _ROWS for name in COLUMN},
-    **{f"*.{name}.*weight": ("fsdp", "model") for name in ROW},
-    "*embed_tokens.weight": (None, ("model", "fsdp")),
-    "*lm_head.weight": _ROWS,
-    # Steps and offsets of integers follow the rows of their weight.
-    **{f"*.{name}.*scale": (("model", "fsdp"),) for name in COLUMN},
-    **{f"*.{name}.*scale": ("fsdp",) for name in ROW},
-}
-"""Spec of a layer's tensor by the glob of its name; the first that matches counts."""
-
-_LARGE = 2**20  # bytes: a larger tensor that no rule matches is an error
+_SHARE = 1000  # of all parameters: a matrix with more than one part of so many may not stay unsharded
 _LAYER = re.compile(r".*\blayers\.(runs\.\d+\.layers\.)?\d+\.")
+_PARTS = re.compile(r"\.(base_layer|lora_\w+)\..*|\.[^.]*$")  # what follows the path of a linear layer
+
+
+class Embedding(NamedTuple):
+    """What rules need to know of a model: H, and whether its input embedding is its output head, too."""
+
+    hidden: int = 0
+    tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,25 +80,65 @@ class Placed:
     whole: int
 
 
-def spec_of(tensor: Tensor, tied: bool = False, rules: tuple[tuple[str, Spec], ...] = ()) -> Spec:
+def is_column(path: str, outputs: int, inputs: int, hidden: int) -> bool:
+    """Whether "model" shards a linear layer by its outputs, and not by its inputs.
+
+    Args:
+        path: of the layer.
+        outputs: their number; 0 if it is unknown, as for an adapter's A.
+        inputs: their number.
+        hidden: H.
+    """
+    leaf = path.rpartition(".")[2]
+    return leaf in FIRST or (leaf not in _LAST and (outputs != hidden if outputs else inputs == hidden))
+
+
+def spec_of(tensor: Tensor, embedding: Embedding, rules: tuple[tuple[str, Spec], ...] = ()) -> Spec:
     """The spec of a model's tensor.
 
     Args:
         tensor: the tensor.
-        tied: whether the embedding is the output head, too.
+        embedding: the model's.
         rules: the user's.
     """
-    dims, whole = len(tensor.shape) - tensor.stacked, (None,) * len(tensor.shape)
-    rule = _rule(tensor.name, tied, rules)
-    if rule is None or dims < 1:
+    whole, shape = (None,) * len(tensor.shape), tensor.shape[tensor.stacked :]
+    if is_small(tensor.name) or not shape:
         return whole
-    if tensor.packed and dims == 2:
+    rule = _chosen(tensor.name, rules)
+    scale = tensor.name.endswith("scale")
+    if rule is None:
+        rule = _derived(tensor, shape, embedding)
+    elif tensor.packed and len(shape) == 2:
         rule = (None, rule[0])
-    if tensor.name.endswith("scale") and dims == 3:  # int4: (2, I / G, O)
+    elif scale and len(shape) == 3:  # int4: (2, I / G, O)
         rule = (None, None, rule[0])
-    if len(rule) > dims:  # a vector beside a matrix, such as DoRA's magnitudes
+    if len(rule) > len(shape):  # a vector beside a matrix, such as DoRA's magnitudes
         return whole
-    return (None,) * tensor.stacked + rule + (None,) * (dims - len(rule))
+    return (None,) * tensor.stacked + rule + (None,) * (len(shape) - len(rule))
+
+
+def _derived(tensor: Tensor, shape: tuple[int, ...], embedding: Embedding) -> Spec:
+    """The spec of a tensor of a single layer by its shape; () of one that no linear layer or embedding has."""
+    name, path = tensor.name, _PARTS.sub("", tensor.name)
+    leaf = path.rpartition(".")[2]
+    scale = name.endswith("scale")
+    if ".experts." in name:  # (E, ...)
+        return ("fsdp",)
+    router = leaf in ("gate", "router") or ".router." in name
+    # A router is small, and what an objective trains beside the model.
+    if router or ".objective." in name or (len(shape) != 2 and not scale):
+        return ()
+    if "embed" in leaf and not (embedding.tied and leaf == "embed_tokens"):
+        return _COLUMNS
+    if "lora_A" in name:  # (r, I); the side of the base weight that is sharded over the model axis is the adapter's too
+        return (None, "fsdp") if is_column(path, 0, shape[1], embedding.hidden) else _COLUMNS
+    if "lora_B" in name:  # (O, r)
+        return _ROWS if is_column(path, shape[0], 0, embedding.hidden) else ("fsdp", None)
+    outputs, inputs = (shape[-1], 0) if tensor.packed or scale else shape
+    column = is_column(path, outputs, inputs, embedding.hidden)
+    if tensor.packed or scale:  # steps and offsets of integers follow the rows of their weight
+        return (None,) * (len(shape) - 1) + (_ROWS[0] if column else "fsdp",)
+    return _ROWS if column else ("fsdp", "model")
 
 
 def cache_spec(mesh: Mesh, shape: Sequence[int]) -> Spec:
@@ -123,12 +152,8 @@ def cache_spec(mesh: Mesh, shape: Sequence[int]) -> Spec:
 
 
 @cache  # asked for each tensor whenever a step is traced
-def _rule(name: str, tied: bool, rules: tuple[tuple[str, Spec], ...]) -> Spec | None:
-    if is_small(name):
-        return None
-    if tied and name.endswith("embed_tokens.weight"):
-        name = name.replace("embed_tokens", "lm_head")
-    return next((spec for glob, spec in (*rules, *RULES.items()) if matches(glob, name)), None)
+def _chosen(name: str, rules: tuple[tuple[str, Spec], ...]) -> Spec | None:
+    return next((spec for glob, spec in rules if matches(glob, name)), None)
 
 
 def is_small(name: str) -> bool:
@@ -147,12 +172,12 @@ def shown(name: str) -> str:
     return _LAYER.sub("layers.*.", name).removeprefix("base_model.model.")
 
 
-def place(mesh: Mesh, tensors: Iterable[Tensor], tied: bool) -> list[Placed]:
+def place(mesh: Mesh, tensors: Iterable[Tensor], embedding: Embedding) -> list[Placed]:
     """The table of a model's tensors on a mesh, largest shard first; equal tensors of several stacks are one row.
 
     Raises:
-        ValueError: a rule of the user's matches no tensor or has more dimensions than one; or tensors above 1 MiB match
-            no rule.
+        ValueError: a rule of the user's matches no tensor or has more dimensions than one; or a matrix with more than a
+            thousandth of the parameters would not be sharded.
     """
     tensors = list(tensors)
     names = list(dict.fromkeys(shown(tensor.name) for tensor in tensors if not is_small(tensor.name)))
@@ -166,19 +191,20 @@ def place(mesh: Mesh, tensors: Iterable[Tensor], tied: bool) -> list[Placed]:
                     f"launch.mesh_rules: {glob} has {len(rule)} dimensions, and {shown(tensor.name)} of shape "
                     f"{tensor.shape[tensor.stacked :]} has {dims}; give an entry for each of its dimensions"
                 )
+    specs = [mesh.fitted(spec_of(tensor, embedding, mesh.rules), tensor.shape) for tensor in tensors]
+    most = sum(math.prod(tensor.shape) for tensor in tensors) / _SHARE
     missed = [
-        tensor.name for tensor in tensors
-        if _rule(tensor.name, tied, mesh.rules) is None and len(tensor.shape) > 1
-        and math.prod(tensor.shape) * tensor.size > _LARGE
+        shown(tensor.name) for tensor, spec in zip(tensors, specs, strict=True)
+        if not any(spec) and len(tensor.shape) - tensor.stacked > 1 and math.prod(tensor.shape) > most
+        and _chosen(tensor.name, mesh.rules) is None and not is_small(tensor.name) and ".objective." not in tensor.name
     ]  # fmt: skip
-    if missed := [name for name in missed if not is_small(name)]:
+    if missed and mesh.shards(_ROWS[0]) > 1:
         raise ValueError(
-            f"launch.mesh={mesh}: no sharding rule matches {_some(missed)}; add rules with launch.mesh_rules, such as "
+            f"launch.mesh={mesh}: {_some(missed)} would not be sharded; add rules with launch.mesh_rules, such as "
             f'{{"*{missed[0].rpartition(".")[2]}": "fsdp,None"}}, or train this model without a mesh'
         )
     found: dict[tuple[str, Spec, tuple[int, ...]], Placed] = {}
-    for tensor in tensors:
-        spec = mesh.fitted(spec_of(tensor, tied, mesh.rules), tensor.shape)
+    for tensor, spec in zip(tensors, specs, strict=True):
         size = int(math.prod(mesh.shard_shape(spec, tensor.shape)) * tensor.size)
         key = shown(tensor.name), spec, tensor.shape
         before = found.get(key, Placed(key[0], tensor.shape, spec, 0, 0))

@@ -111,7 +111,7 @@ class PeakActivationModel:
         self.tiled = self.tiles > 1
         self.block = max(period for period, _ in shape.runs) if self.scanned else 1
         self.tensors = model_tensors(shape, config, scanned=self.scanned)
-        self.parts = shards(self.tensors, mesh, shape.tied)
+        self.parts = shards(self.tensors, mesh, shape.embedding)
         self.trained = sum(math.prod(one.shape) for one in self.tensors if one.trained)
         self.groups = self.update_groups()
         self.objective = objective_beside(config)

@@ -17,7 +17,7 @@ from tpu_kit.config.loader import LoraConfig, TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.models.architecture import Linear, Shape
 from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.models.sharding_rules import Placed, Tensor, place, spec_of
+from tpu_kit.models.sharding_rules import Embedding, Placed, Tensor, place, spec_of
 
 LANES, ROWS, VECTOR = 128, 8, 1024
 
@@ -165,12 +165,12 @@ def table(shape: Shape, config: TrainConfig, mesh: Mesh) -> list[Placed]:
     Raises:
         ValueError: as `sharding_rules.place`.
     """
-    return place(mesh, model_tensors(shape, config), shape.tied)
+    return place(mesh, model_tensors(shape, config), shape.embedding)
 
 
-def shards(tensors: Sequence[Tensor], mesh: Mesh | None, tied: bool) -> list[tuple[int, ...]]:
+def shards(tensors: Sequence[Tensor], mesh: Mesh | None, embedding: Embedding) -> list[tuple[int, ...]]:
     """Returns the shapes of a device's shards; without a mesh of the whole tensors."""
     if mesh is None:
         return [one.shape for one in tensors]
-    specs = (mesh.fitted(spec_of(one, tied, mesh.rules), one.shape) for one in tensors)
+    specs = (mesh.fitted(spec_of(one, embedding, mesh.rules), one.shape) for one in tensors)
     return [mesh.shard_shape(spec, one.shape) for spec, one in zip(specs, tensors, strict=True)]

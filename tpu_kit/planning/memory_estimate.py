@@ -155,7 +155,7 @@ class _Step:
         adapters = sum(sizes[one.name] for one in alive.tensors if one.trained) if config.lora.r else 0
         teacher, state = teacher_tensors(config), sum(map(alive.group_bytes, alive.groups))
         shape = teacher_shape(config)
-        parts = shards(teacher, self.mesh, bool(shape and shape.tied))
+        parts = shards(teacher, self.mesh, shape.embedding) if shape else []
         columns = [(1, 8), (1, 8), (1, 8), (1, 4)]
         if config.distill.files:
             columns += [(config.distill.top_k, 4), (config.distill.top_k + 1, 4)]

@@ -15,7 +15,7 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.models.architecture import Layer, Shape
-from tpu_kit.models.sharding_rules import FIRST, ROW
+from tpu_kit.models.sharding_rules import FIRST, is_column
 from tpu_kit.planning.activation_memory import PeakActivationModel, elements, largest
 from tpu_kit.planning.argument_memory import is_matrix, model_tensors, padded, shards, teacher_shape
 
@@ -35,9 +35,9 @@ def per_device(shape: Shape, mesh: Mesh) -> Shape:
     kinds = []
     for kind in shape.kinds:
         linears = tuple(
-            replace(one, inputs=one.inputs // parts)
-            if one.path.rpartition(".")[2] in ROW
-            else replace(one, outputs=one.outputs // parts)
+            replace(one, outputs=one.outputs // parts)
+            if is_column(one.path, one.outputs, one.inputs, shape.hidden)
+            else replace(one, inputs=one.inputs // parts)
             for one in kind.linears
         )
         heads, kv_heads = kind.heads // parts, max(1, kind.kv_heads // parts)
@@ -56,7 +56,7 @@ class MeshActivationModel(PeakActivationModel):
     def update_groups(self) -> list[list[tuple[int, ...]]]:
         """Each matrix's shard alone, and all vectors together."""
         self.tensors = model_tensors(self.whole_shape, self.config)
-        self.parts = shards(self.tensors, self.mesh, self.whole_shape.tied)
+        self.parts = shards(self.tensors, self.mesh, self.whole_shape.embedding)
         self.trained = sum(math.prod(one.shape) for one in self.tensors if one.trained)
         pairs = [pair for pair in zip(self.tensors, self.parts, strict=True) if pair[0].trained]
         self.matrices = {one.name: part for one, part in pairs if is_matrix(one)}

@@ -18,14 +18,14 @@ import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import BATCH, Spec, resolve_mesh
 from tpu_kit.distributed.backends import TpuRuntime
-from tpu_kit.distributed.mesh import active_mesh, use_mesh
+from tpu_kit.distributed.mesh import use_mesh
 from tpu_kit.generation.decoder import BLOCK, Batch, Decoder
 from tpu_kit.generation.kv_cache import stack_spec
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import attention, meta_model
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_scan import stacked_prefixes
-from tpu_kit.models.partition import is_tied, spec_of
+from tpu_kit.models.partition import embedding_of, spec_of
 from tpu_kit.models.quantization import Scheme, replace_layers
 from tpu_kit.training.objectives import Objective, objective_of
 from tpu_kit.training.state import TrainState
@@ -118,9 +118,9 @@ def _trace(config: TrainConfig, num_replicas: int, shards: int, part: UpdatePart
 
 def _specs(model: PreTrainedModel, state: TrainState) -> dict[str, Spec]:
     """Returns the sharding of the tensors of a model, its state and the buffer of its gradients, by name."""
-    tied, stacks = active_mesh().size > 1 and is_tied(model), tuple(stacked_prefixes(model))
+    embedding, stacks = embedding_of(model), tuple(stacked_prefixes(model))
     tensors = (*model.named_parameters(), *model.named_buffers())
-    specs = {name: spec_of(name, tensor, name.startswith(stacks), tied) for name, tensor in tensors}
+    specs = {name: spec_of(name, tensor, embedding, name.startswith(stacks)) for name, tensor in tensors}
     for name, moments in state.moments.items():
         specs |= {f"moments.{name}.{kind}": state.spec(name, moment) for kind, moment in moments.items()}
         specs |= {f"{part}.{name}": state.specs[name] for part in ("average", "gradients")}
@@ -170,8 +170,8 @@ def _trace_generation(config: TrainConfig, wanted: GenerationProgram) -> Program
             model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
             model = model.to(models.compute_dtype(model)).eval()
         inputs = fill(model)
-        tied = active_mesh().size > 1 and is_tied(model)
-        specs = {name: spec_of(name, tensor, tied=tied) for name, tensor in inputs.items()}
+        embedding = embedding_of(model)
+        specs = {name: spec_of(name, tensor, embedding) for name, tensor in inputs.items()}
     replica = _TracedReplica(0, 1, program.device())
     decoder = Decoder(model, replica, BLOCK, wanted.slots)
     ids, lengths = torch.zeros(wanted.rows, wanted.width, dtype=torch.int64), torch.full((wanted.rows,), wanted.width)

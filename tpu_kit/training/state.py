@@ -88,9 +88,9 @@ class TrainState:
         self.params = models.trainable_parameters(model)
         wrong = [name for name, param in self.params.items() if param.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
-        self.stacks, tied = stacked_names(model), active_mesh().size > 1 and partition.is_tied(model)
+        self.stacks, embedding = stacked_names(model), partition.embedding_of(model)
         self.specs = {
-            name: partition.spec_of(name, param, name in self.stacks, tied) for name, param in self.params.items()
+            name: partition.spec_of(name, param, embedding, name in self.stacks) for name, param in self.params.items()
         }
         self.optimizer = OPTIMIZERS[optim.optimizer]
         before = sections(saved or {})

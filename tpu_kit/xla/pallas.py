@@ -48,7 +48,7 @@ class SplashSettings(NamedTuple):
 
 
 def splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Runs the splash kernel on query, key, value, segment ids and, if there are any, prefix ids.
+    """Runs the splash kernel on query, key, value, segment ids and, if there are any, prefix ids and sinks.
 
     For shapes see `attention.splash_kernel`.
 
@@ -72,7 +72,7 @@ def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings) ->
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    block = min(length, _LARGEST_BLOCK if head_dim <= 128 else _LARGEST_BLOCK // 2)
+    block = min(length, _LARGEST_BLOCK >> (-(-head_dim // 128) - 1).bit_length())
     assert length % block == 0 and block % 128 == 0, f"a row of {length} tokens is not made of blocks of {block}"
     sizes = kernels.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block,
@@ -95,14 +95,16 @@ def _seen(segment_ids: Any, *prefix_ids: Any) -> list[Any]:
     return [SegmentIds(segment_ids, segment_ids), *prefixes]
 
 
-def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, *ids: Any) -> tuple[Any, ...]:
+def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, *others: Any) -> tuple[Any, ...]:
     """Computes in JAX what `splash_forward` returns."""
     import jax
     import jax.numpy as jnp
 
+    ids = [each for each in others if each.ndim == 2]
     saving = settings._replace(trains=settings.trains or len(ids) > 1)
     kernel = _kernel(query.shape[1], query.shape[2], query.shape[3], saving)
-    runs = [jax.vmap(kernel)(query, key, value, seen) for seen in _seen(*ids)]
+    sinks = functools.partial(kernel, sinks=others[-1]) if len(others) > len(ids) else kernel
+    runs = [jax.vmap(kernel if turn else sinks)(query, key, value, seen) for turn, seen in enumerate(_seen(*ids))]
     if not saving.trains:
         return (runs[0],)
     log_sums = functools.reduce(jnp.logaddexp, [sums for _, (sums,) in runs])
@@ -134,7 +136,8 @@ def _backward(settings: SplashSettings, output: Any, log_sums: Any, upstream: An
 def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
     spec = settings.spec
     outputs = ((spec, spec[:3]) if settings.trains else (spec,)) if function is _forward else (spec,) * 3
-    inputs = tuple((spec[0], None) if tensor.ndim == 2 else spec[: tensor.ndim] for tensor in tensors)
+    known: dict[int, Spec] = {1: (spec[1],), 2: (spec[0], None)}  # sinks; segment ids and prefix ids
+    inputs = tuple(known.get(tensor.ndim, spec[: tensor.ndim]) for tensor in tensors)
     platform = "cpu" if settings.interpret else "tpu"
     return call(functools.partial(function, settings), tensors, inputs, outputs, platform)
 
