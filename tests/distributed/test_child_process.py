@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -40,16 +39,3 @@ def test_what_takes_too_long_is_killed_with_all_that_it_started() -> None:
             for _ in range(100):  # init reaps them a moment later
                 os.killpg(int(leader), 0)
                 time.sleep(0.05)
-
-
-def test_a_process_that_a_signal_ends_names_the_last_operation_that_it_traced(tmp_path: Path) -> None:
-    code = (
-        "import os, pathlib, torch; from tpu_kit.xla.program import recording_operations\n"
-        f"with recording_operations(pathlib.Path({str(tmp_path / 'operations')!r})):\n"
-        "    torch.histc(torch.ones(3).exp()); os.abort()"
-    )
-    done = run_child(["-c", code], os.environ)
-    assert done.crash(tmp_path / "operations") == (
-        "the compiler or torch_xla crashed on this model with SIGABRT; the last operation traced was aten::histc"
-    )
-    assert done.crash(tmp_path / "none").endswith("the last operation traced was none")

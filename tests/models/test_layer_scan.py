@@ -522,6 +522,8 @@ def test_a_decoder_that_the_kit_does_not_know_is_trained_sharded_and_generates_i
         config.output_path.mkdir(parents=True)
         found[device_type, mesh] = launch(layer_functions.own_decoder, config, sharded=True)
     plain = found.pop(("cpu", None))
+    refused = found["xla-cpu", None]["refused"]
+    assert refused.startswith("XLA has no aten::histc, which ") and "layer_functions.py:" in refused
     for one in found.values():
         assert one["layers"] == "3 x 1 in a loop"
         assert one["loss"] == pytest.approx(plain["loss"], rel=1e-5)

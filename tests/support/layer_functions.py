@@ -189,7 +189,21 @@ def own_decoder(config: TrainConfig) -> dict[str, Any]:
     loss, tokens = rt.to_host([state.report])[0][:2].tolist()
     generator = Generator(model, load_tokenizer(config.model), rt, max_prompt=16, max_new_tokens=8)
     replies = [one.tokens for one in generator.generate([[5, 6, 7], [8, 9]])]
-    return {"layers": layers, "loss": loss / tokens, "replies": replies}
+    refused = _refused(rt.local_device) if rt.is_xla and config.launch.mesh is None else ""
+    return {"layers": layers, "loss": loss / tokens, "replies": replies, "refused": refused}
+
+
+def _refused(device: torch.device) -> str:
+    """What a loop says whose layers call an operation that XLA lacks."""
+    model = tiny()
+    decoder: Any = models.base_model(model).get_decoder()
+    decoder.layers[0].input_layernorm.forward = lambda hidden: hidden * hidden.histc(2).sum()
+    layer_scan.stack(decoder)
+    try:
+        models.hidden_states(models.to_device(model, device), {"input_ids": torch.ones(2, 4).long().to(device)})
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def with_and_without_loop(config: TrainConfig) -> list[tuple[str, float]]:

@@ -27,11 +27,6 @@ class Ended:
         """See `end_name`."""
         return end_name(self.status)
 
-    def crash(self, operations: Path) -> str:
-        """Describes the end by a signal of a process that traced; `program.recording_operations` wrote the file."""
-        last = operations.read_text().strip() if operations.is_file() else "none"
-        return f"the compiler or torch_xla crashed on this model with {self.how}; the last operation traced was {last}"
-
     def last_lines(self, count: int) -> str:
         """The last lines that are not empty, of stderr if it has any, else of stdout."""
         text = self.errors if self.errors.strip() else self.output

@@ -194,14 +194,17 @@ def place(mesh: Mesh, tensors: Iterable[Tensor], embedding: Embedding) -> list[P
     specs = [mesh.fitted(spec_of(tensor, embedding, mesh.rules), tensor.shape) for tensor in tensors]
     most = sum(math.prod(tensor.shape) for tensor in tensors) / _SHARE
     missed = [
-        shown(tensor.name) for tensor, spec in zip(tensors, specs, strict=True)
+        tensor for tensor, spec in zip(tensors, specs, strict=True)
         if not any(spec) and len(tensor.shape) - tensor.stacked > 1 and math.prod(tensor.shape) > most
         and _chosen(tensor.name, mesh.rules) is None and not is_small(tensor.name) and ".objective." not in tensor.name
     ]  # fmt: skip
     if missed and mesh.shards(_ROWS[0]) > 1:
+        names, sizes = list(dict.fromkeys(shown(one.name) for one in missed)), missed[0].shape[missed[0].stacked :]
+        advised = ",".join("fsdp" if place == sizes.index(max(sizes)) else "None" for place in range(len(sizes)))
         raise ValueError(
-            f"launch.mesh={mesh}: {_some(missed)} would not be sharded; add rules with launch.mesh_rules, such as "
-            f'{{"*{missed[0].rpartition(".")[2]}": "fsdp,None"}}, or train this model without a mesh'
+            f"launch.mesh={mesh}: {_some(names)} would not be sharded: no axis divides it, or it is in no "
+            "linear layer. Add rules with launch.mesh_rules, such as "
+            f'{{"*{".".join(names[0].split(".")[-2:])}": "{advised}"}}, or train this model without a mesh'
         )
     found: dict[tuple[str, Spec, tuple[int, ...]], Placed] = {}
     for tensor, spec in zip(tensors, specs, strict=True):

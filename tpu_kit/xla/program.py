@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.mesh import active_mesh
@@ -140,16 +142,38 @@ def name_operations(model: torch.nn.Module) -> None:
             module.register_forward_hook(leave)
 
 
-class recording_operations(TorchDispatchMode):
-    """Writes the name of each operation to a file before it runs, for `Ended.crash`."""
+class refusing(TorchDispatchMode):
+    """Refuses the operations for which torch_xla has no kernel, before they run.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    It would copy their inputs to the host and compute there. Within a trace tensors have no values, and torch_xla ends
+    the process. The mode costs time, so only first traces have it.
+
+    Raises:
+        ValueError: there is such an operation; the text names it and the line of Python that calls it.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        os.pwrite(self._file, func.name().ljust(100).encode(), 0)
+        if not _has_kernel(func.name()) and any(_on_xla(one) for one in tree_flatten((args, kwargs))[0]):
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
+                frame = frame.f_back
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "its code"
+            raise ValueError(
+                f"XLA has no {func.name()}, which {place} calls; use launch.device_type=cuda or cpu, or another model"
+            )
         return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _has_kernel(name: str) -> bool:
+    """Whether an operation, such as "aten::mm", runs on XLA: by a kernel of its own, or as a composition of others."""
+    compositions = ("ExplicitAutograd", "ExplicitAutogradNonFunctional", "ImplicitAutograd")
+    keys = ("XLA", "BackendSelect", *(f"Composite{kind}" for kind in compositions))
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
+
+
+def _on_xla(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "xla"
 
 
 # ----------------------------------------------------------------------------------------------------- TPU compiler

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tpu_kit.xla.program import refusing
+
 Tensors = list[torch.Tensor]
 Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 _tracing = threading.Lock()  # replicas of XLA:CPU are threads
@@ -125,7 +127,7 @@ class Traced:
         import torch_xla.core.xla_builder as xb
 
         self._name = f"tpu_kit::{name}"
-        with torch.no_grad(), _tracing:
+        with torch.no_grad(), _tracing, refusing():
             fakes = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in example]
             # XLA removes the product with 1. An output must not be an input itself.
             outputs = list(fn(*(fake * 1 for fake in fakes)))
