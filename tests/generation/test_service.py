@@ -170,7 +170,13 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     assert model.config._attn_implementation == own
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4"])
+_SLOW_LOOPS = ("qwen3_next", "lfm2", "granitemoehybrid", "bamba", "falcon_h1")
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gemma3", "gemma4", "qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW_LOOPS)],
+)
 def test_layers_of_a_loop_generate_the_same_tokens(family: str) -> None:
     model = with_lora(make(family))
     wanted = stock(model, MIXED)

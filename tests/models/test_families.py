@@ -20,6 +20,7 @@ needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="t
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 DEPTH = {"num_hidden_layers": 4}
+MAMBA = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 GEMMA4 = {
     "num_hidden_layers": 8, "layer_types": [LOCAL, LOCAL, LOCAL, GLOBAL] * 2, "hidden_size": 64, "head_dim": 16,
     "global_head_dim": 32, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -62,9 +63,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", DEPTH),
     "qwen3_5": ("qwen3_5_text", DEPTH),
     "qwen3_next": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3], **DEPTH}),
+    "granitemoehybrid": ("granitemoehybrid", {"layer_types": MAMBA, "num_local_experts": 0, **DEPTH}),
+    "bamba": ("bamba", {"attn_layer_indices": [2], **DEPTH}),
+    "falcon_h1": ("falcon_h1", DEPTH),
 }  # fmt: skip
 QUICK = ("gemma4 shared keys",)
-STATES = ("lfm2", "qwen3_5", "qwen3_next")
+STATES = ("lfm2", "qwen3_5", "qwen3_next", "granitemoehybrid", "bamba", "falcon_h1")
 EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 

@@ -131,10 +131,11 @@ def test_mamba_2_is_that_of_transformers_on_each_document_alone():
 @pytest.mark.parametrize("taps", [3, 4])
 def test_a_short_convolution_is_that_of_transformers_on_each_document_alone(taps):
     def theirs(hidden: Any, weight: Any, bias: Any) -> Any:
-        return OWN["conv"](hidden.transpose(1, 2), weight, bias).transpose(1, 2)[..., None]
+        return OWN["conv"](hidden.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)[..., None]
 
     def ours(hidden: Any, weight: Any, bias: Any, segments: Any) -> torch.Tensor:
-        return linear_attention.causal_conv(hidden.transpose(1, 2), weight, bias, segments).transpose(1, 2)[..., None]
+        found = linear_attention.causal_conv(hidden.transpose(1, 2), weight, bias, "silu", segments)
+        return found.transpose(1, 2)[..., None]
 
     rows, others = [noise(2, 150, 6)], [noise(6, taps), noise(6)]
     assert largest_error(ours, theirs, rows, others, segments_of(DOCUMENTS["short"]), torch.float32) < 1e-6

@@ -12,12 +12,20 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -28,8 +36,12 @@ from transformers import (
     PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )  # fmt: skip
 
 from tpu_kit.config.loader import LoraConfig, ModelConfig
@@ -41,6 +53,7 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.architecture import WITHOUT_ADAPTER
 from tpu_kit.models.layer_scan import stack
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.models.quantization import Scheme, quantize_model
@@ -52,6 +65,11 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.3,
 }  # fmt: skip
 _GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
+_DELTA = _COMMON | {
+    "num_hidden_layers": 8, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_COMMON)),
     "llama, four key-value heads": lambda: LlamaForCausalLM(LlamaConfig(**{**_COMMON, "num_key_value_heads": 4})),
@@ -79,7 +97,21 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             layer_types=["sliding_attention", "full_attention"] * 5,
         )
     ),
-}
+    # Layers with a state.
+    "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_DELTA)),
+    "qwen3_next": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**_DELTA, mlp_only_layers=list(range(8)))),
+    "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(**_COMMON | {"num_hidden_layers": 6}, full_attn_idxs=[2, 5])),
+    "granitemoehybrid": lambda: GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **_COMMON | {"num_hidden_layers": 6}, **_MAMBA, layer_types=["mamba", "mamba", "attention"] * 2,
+            num_local_experts=0, shared_intermediate_size=48,
+        )
+    ),
+    "bamba": lambda: BambaForCausalLM(
+        BambaConfig(**_COMMON | {"num_hidden_layers": 6}, **_MAMBA, attn_layer_indices=[2, 5])
+    ),
+    "falcon_h1": lambda: FalconH1ForCausalLM(FalconH1Config(**_COMMON, **_MAMBA, mamba_d_ssm=64)),
+}  # fmt: skip
 NEW = 24  # tokens of a reply
 _QUICK = ("llama", "gemma3", "phi")  # grouped heads; alternating windows and norms of heads; partial rotation, biases
 QUICK_FAMILIES = [
@@ -102,7 +134,9 @@ def with_lora(model: Any) -> Any:
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
-    adapted = get_peft_model(model, PeftLoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    without = WITHOUT_ADAPTER.get(model.config.model_type)
+    settings = PeftLoraConfig(r=4, target_modules="all-linear", exclude_modules=without, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, settings)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

@@ -24,10 +24,11 @@ from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation import kv_cache
 from tpu_kit.generation.decode_sharding import weights_in_place
-from tpu_kit.generation.kv_cache import Cache, Step, stack_spec
+from tpu_kit.generation.kv_cache import Buffer, Cache, Prompts, Step, stack_spec
 from tpu_kit.generation.sampling import Kind
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models import linear_attention
 from tpu_kit.models.causal_lm import output_embedding
 from tpu_kit.models.layer_scan import kept_states, stacked_prefixes
 from tpu_kit.xla.scan import Traced, replace_contents
@@ -163,13 +164,14 @@ class Decoder:
     def __init__(self, model: torch.nn.Module, rt: Runtime, block: int, slots: int, stops: Iterable[int] = ()) -> None:
         from transformers import AttentionInterface
 
+        linear_attention.register(models.base_model(model))
         self._model, self._rt, self.block, self._slots = model, rt, block, slots
         self._causal = models.base_model(model)
         # The matrix products of a trained model may have another dtype than its weights; see causal_lm.py.
         self._dtype: torch.dtype = getattr(model, _COMPUTE, None) or self._causal.dtype
         self._programs: dict[Any, Traced] = {}
         self._prompt_cache: Cache | None = None  # of the last shape
-        self._shapes: dict[int, list[tuple[int, int, int]]] = {}  # see `Cache.shapes`
+        self._buffers: dict[tuple[int, str], Buffer] = {}  # see `Cache.buffers`
         self.vocabulary = int(self._causal.get_output_embeddings().weight.shape[0])
         ends = torch.zeros(self.vocabulary, dtype=torch.int64)
         ends[[token for token in stops if token < self.vocabulary]] = 1
@@ -209,15 +211,16 @@ class Decoder:
             assert width + steps <= self._slots, (width, steps, self._slots)
         cache = self.prompt_cache(rows, width + steps)
 
-        def fill(ids: torch.Tensor, *stacks: torch.Tensor) -> list[torch.Tensor]:
-            mine, positions = cache.of(stacks), torch.arange(ids.shape[1], device=ids.device)
+        def fill(ids: torch.Tensor, lengths: torch.Tensor, *stacks: torch.Tensor) -> list[torch.Tensor]:
+            mine, positions = cache.of(stacks, Prompts(lengths)), torch.arange(ids.shape[1], device=ids.device)
             self._causal.get_decoder()(input_ids=ids, position_ids=positions[None].expand_as(ids), **self._with(mine))
+            mine.store_states()
             return mine.tensors
 
         copies, prompts = None, torch.arange(count).repeat_interleave(samples)
         for start in range(0, count, rows):
-            (ids,) = self.send([batch.ids[start : start + rows]])
-            inputs = [ids, *cache.tensors]
+            part = slice(start, start + rows)
+            inputs = [*self.send([batch.ids[part], batch.lengths[part]]), *cache.tensors]
             self._replace(cache, self._program(("prefill", rows, width), fill, inputs)(*inputs))
             if rows == len(prompts):
                 return cache
@@ -334,6 +337,7 @@ class Decoder:
         slots = Cache(cache.stacks, Step(lengths, width, step))
         position = (lengths + step)[:, None]
         output = self._causal(input_ids=token[:, None], position_ids=position, **self._with(slots))
+        slots.store_states()
         uniform = uniforms.index_select(0, step)[0]
         choice = choose(output.logits[:, -1].float(), uniform, knobs, kind, *seen)
         open_ = ended == 0
@@ -382,7 +386,7 @@ class Decoder:
     # ---------------------------------------------------------------------------------------------------- the device
 
     def _with(self, cache: Cache, device_type: str | None = None) -> dict[str, Any]:
-        """Returns the arguments with which transformers' layers use the cache and `kv_cache.cached_attention`."""
+        """Returns the arguments with which transformers' layers use the cache and the kit's functions."""
         device_type = device_type or self._rt.device_type
         return {"past_key_values": cache, "use_cache": True, "cache": cache, "device_type": device_type}
 
@@ -395,21 +399,21 @@ class Decoder:
         slots = self._slots if self._rt.is_xla else slots
         if last is not None and last.rows_and_slots == (rows, slots):
             return last
-        if not self._shapes:  # one token through the layers; on XLA it is traced and never computed
+        if not self._buffers:  # one token through the layers; on XLA it is traced and never computed
             one = torch.zeros(1, 1, dtype=torch.int64, device=self._rt.local_device)
             empty = Cache({})
             self._causal.get_decoder()(input_ids=one, position_ids=one, **self._with(empty, "cpu"))
-            self._shapes = empty.shapes
+            empty.store_states()
+            self._buffers = empty.buffers
         mesh, size, stacks = active_mesh(), 0, {}
-        for layer, pair in self._shapes.items():
-            shapes = [(turns, rows, heads, slots, width) for turns, heads, width in pair]
+        for name, need in self._buffers.items():
+            shape = need.turns, rows, need.heads, slots if need.slots is None else need.slots, need.width
             # Each stack is a tensor of its own: sent several times, one tensor would be one buffer for all layers.
-            stacks[layer] = [self._rt.put([torch.zeros(shape, dtype=self._dtype)], stack_spec(shape))[0]
-                             for shape in shapes]  # fmt: skip
-            size += sum(math.prod(mesh.shard_shape(stack_spec(shape), shape)) for shape in shapes)
+            (stacks[name],) = self._rt.put([torch.zeros(shape, dtype=need.dtype or self._dtype)], stack_spec(shape))
+            size += math.prod(mesh.shard_shape(stack_spec(shape), shape)) * stacks[name].dtype.itemsize
         if mesh.size > 1:
-            used = f"{size * self._dtype.itemsize / GIB:.2f} GiB a device"
-            print(f"cache            {used}; in each layer {shapes[0][1:]}, {stack_spec(shapes[0])[1:]}", flush=True)
+            used = f"{size / GIB:.2f} GiB a device"
+            print(f"cache            {used}; in the last layer {shape[1:]}, {stack_spec(shape)[1:]}", flush=True)
         return Cache(stacks)
 
     def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

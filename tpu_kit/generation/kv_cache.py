@@ -1,6 +1,7 @@
-"""The key/value cache of generation, and attention over it, for any model of transformers.
+"""The cache of generation, and attention over it, for any model of transformers.
 
-A layer has two buffers, keys and values, (B, key-value heads, slots, size); see `Cache` for layers that run as a loop.
+A layer has two buffers, keys and values, (B, key-value heads, slots, size); see `Cache` for layers that run as a loop,
+and for layers with a state.
 A slot holds one token. Row i has a prompt of n_i tokens, padded on the right to the width P of the batch: key j < n_i
 is in slot j, and the mask hides the other slots up to P. Step t writes the keys of all rows into slot P + t, at
 position n_i + t. So all rows write to the same slot, and the mask is a function of n, P and t, which are inputs of the
@@ -45,46 +46,122 @@ class Step(NamedTuple):
         return self.width + self.step
 
 
+class Prompts(NamedTuple):
+    """What a prefill has: lengths (B,) int64, the number of tokens of each prompt, which is padded at the end."""
+
+    lengths: torch.Tensor
+
+
+class Buffer(NamedTuple):
+    """One of `Cache.stacks`, (G, B, heads, slots, width); slots are None where each token has one."""
+
+    turns: int
+    heads: int
+    slots: int | None
+    width: int
+    dtype: torch.dtype | None = None  # None for that of the model
+
+
 class Cache(LayerCache):
     """Replaces transformers' cache in a prefill or a decode step, and makes the mask over its slots.
 
+    Layers with a state (`models.linear_attention`) have two more buffers: the "state", (B, heads, K, V) fp32, and the
+    "tail", (B, 1, taps - 1, D), which has the last inputs of the convolution.
+
     Attributes:
-        stacks: the keys and the values of a layer, (G, B, heads, slots, size) each, by number of the layer. G layers
-            that are the turns of a loop have the number of the first one; for other layers G is 1.
-        step: None for a prefill, which writes from slot 0 on.
-        shapes: (G, heads, size) of the keys and the values of each layer that ran without stacks.
+        stacks: the buffers, (G, B, heads, slots, size) each, by number of the layer and name: "keys", "values",
+            "state", "tail". G layers that are the turns of a loop have the number of the first; for others G is 1.
+        step: of a decode step; None for a prefill, which writes from slot 0 on.
+        lengths: (B,) of the prompts of a prefill; None for a decode step.
+        buffers: what the layers that ran without stacks need.
     """
 
-    def __init__(self, stacks: dict[int, Tensors], step: Step | None = None) -> None:
-        """Takes the stacks, which are replaced in the dictionary, or none to record their shapes."""
-        self.stacks, self.step = stacks, step
-        self.shapes: dict[int, list[tuple[int, int, int]]] = {}
+    def __init__(self, stacks: dict[tuple[int, str], torch.Tensor], where: Step | Prompts | None = None) -> None:
+        """Takes the stacks, which are replaced in the dictionary, or none to record what is needed."""
+        self.stacks, self._where = stacks, where
+        self.step = where if isinstance(where, Step) else None
+        self.lengths = where.lengths if isinstance(where, Prompts) else None
+        self.buffers: dict[tuple[int, str], Buffer] = {}
         self._place: torch.Tensor | None = None  # of the present turn in the stacks, () int64
         self._turns = 1
         self._masks: dict[int | None, torch.Tensor] = {}
+        self._states: dict[int, torch.Tensor] = {}  # that layers got, and may have changed in place
 
     @property
     def tensors(self) -> Tensors:
         """All stacks."""
-        return [stack for pair in self.stacks.values() for stack in pair]
+        return list(self.stacks.values())
 
     @property
     def rows_and_slots(self) -> tuple[int, int]:
-        """Rows of the batch, and length of the cache."""
-        _, rows, _, slots, _ = self.tensors[0].shape
-        return rows, slots
+        """Rows of the batch, and length of the cache, 0 without keys."""
+        keys = next((stack for (_, name), stack in self.stacks.items() if name == "keys"), None)
+        return self.tensors[0].shape[1], 0 if keys is None else keys.shape[3]
+
+    def _write(self, layer: int, name: str, new: torch.Tensor, slot: torch.Tensor | None = None) -> torch.Tensor:
+        """Writes (B, heads, n, size) into a buffer, from a slot on; returns the buffer, (B, heads, slots, size)."""
+        stack, zero = self.stacks[layer, name], torch.zeros(1, dtype=torch.int64, device=new.device)
+        place = zero[0] if self._place is None else self._place
+        stack = write_slot(stack, new.to(stack.dtype), place, zero if slot is None else slot)
+        self.stacks[layer, name] = stack
+        return slice_at(stack, place)
+
+    def _read(self, layer: int, name: str) -> torch.Tensor:
+        stack = self.stacks[layer, name]
+        return slice_at(stack, torch.zeros((), dtype=torch.int64, device=stack.device) if self._place is None
+                        else self._place)  # fmt: skip
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
         """Stores keys and values and returns those to attend to; called by the layers of transformers."""
         if not self.stacks:
-            self.shapes[layer] = [(self._turns, new.shape[1], new.shape[3]) for new in (key, value)]
+            for name, new in (("keys", key), ("values", value)):
+                self.buffers[layer, name] = Buffer(self._turns, new.shape[1], None, new.shape[3])
             return key, value
-        zero = torch.zeros(1, dtype=torch.int64, device=key.device)
-        place, slot = zero[0] if self._place is None else self._place, self.step.slot if self.step else zero
-        pair = [write_slot(stack, new.to(stack.dtype), place, slot)
-                for stack, new in zip(self.stacks[layer], (key, value), strict=True)]  # fmt: skip
-        self.stacks[layer] = pair
-        return [slice_at(stack, place) for stack in pair] if self.step else (key, value)
+        slot = self.step.slot if self.step else None
+        pair = [self._write(layer, name, new, slot) for name, new in (("keys", key), ("values", value))]
+        return pair if self.step else (key, value)
+
+    def get_conv_state(self, layer: int, state_idx: int = 0) -> None:
+        """Returns None: layers always convolve what `update_conv_state` returns."""
+
+    def update_conv_state(self, new: torch.Tensor, layer: int, conv_kernel_size: int) -> torch.Tensor:
+        """Stores the last inputs of a convolution, and returns (B, D, n) inputs, the new ones (B, D, S) last."""
+        past, rows = conv_kernel_size - 1, new.transpose(1, 2)[:, None]
+        if not self.stacks:
+            self.buffers[layer, "tail"] = Buffer(self._turns, 1, past, new.shape[1])
+            return new
+        if self.step:
+            rows = torch.cat([self._read(layer, "tail").to(new.dtype), rows], 2)
+            self._write(layer, "tail", rows[:, :, 1:])
+            return rows[:, 0].transpose(1, 2)
+        assert self.lengths is not None, "a prefill has the lengths of its prompts"
+        places = self.lengths[:, None] + torch.arange(past, device=new.device)
+        places = places[:, None, :, None].expand(-1, -1, -1, new.shape[1])
+        self._write(layer, "tail", F.pad(rows, (0, 0, past, 0)).gather(2, places))
+        return new
+
+    def get_recurrent_state(self, layer: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Returns the state of a layer, (B, heads, K, V) fp32, in a decode step, and None in a prefill."""
+        if self.step is None:
+            return None
+        self._states[layer] = self._read(layer, "state").clone()
+        return self._states[layer]
+
+    def update_recurrent_state(self, state: torch.Tensor, layer_idx: int) -> None:
+        """Takes the new state of a layer; Mamba 2 changes the old one in place instead."""
+        if state.ndim != 4:
+            raise ValueError(f"its state has {state.ndim} dimensions, and the kit keeps (rows, heads, K, V)")
+        self._states[layer_idx] = state
+
+    def store_states(self) -> None:
+        """Writes the states of the layers into the stacks, after the layers have run."""
+        for layer, state in self._states.items():
+            if self.stacks:
+                self._write(layer, "state", state)
+            else:
+                _, heads, keys, values = state.shape
+                self.buffers[layer, "state"] = Buffer(self._turns, heads, keys, values, torch.float32)
+        self._states.clear()
 
     def mask(self, window: int | None) -> torch.Tensor:
         """Returns the mask (B, 1, 1, slots) of the new token of a decode step, boolean. Cached by window."""
@@ -100,36 +177,37 @@ class Cache(LayerCache):
         return self._masks[window]
 
     def begin(self) -> Tensors:
-        """See `LayerCache`; the carry is the turn, the decode step and all stacks."""
+        """See `LayerCache`; the carry is the turn, the decode step or the lengths, and all stacks."""
         if not self.stacks:
             return []
-        return [torch.zeros((), dtype=torch.int64, device=self.tensors[0].device), *(self.step or ()), *self.tensors]
+        return [torch.zeros((), dtype=torch.int64, device=self.tensors[0].device), *(self._where or ()), *self.tensors]
 
     def turn(self, carried: Tensors, turns: int) -> Cache:
         """See `LayerCache`."""
-        mine = self.of(carried, Step(*carried[1:4]) if carried and self.step else None)
-        mine.shapes, mine._turns = self.shapes, turns
+        where = self._where
+        mine = self.of(carried, type(where)(*carried[1 : 1 + len(where)]) if where else None)
+        mine.buffers, mine._turns = self.buffers, turns
         mine._place = carried[0] if carried else None
         return mine
 
     def end(self) -> Tensors:
         """See `LayerCache`."""
-        return [] if self._place is None else [self._place + 1, *(self.step or ()), *self.tensors]
+        self.store_states()
+        return [] if self._place is None else [self._place + 1, *(self._where or ()), *self.tensors]
 
     def update_all(self, carried: Sequence[torch.Tensor]) -> None:
         """See `LayerCache`; the stacks are the last of the tensors, or all of them."""
-        rest = iter(carried[len(carried) - 2 * len(self.stacks) :])
-        self.stacks.update({layer: [next(rest), next(rest)] for layer in self.stacks})
+        self.stacks.update(zip(self.stacks, carried[len(carried) - len(self.stacks) :], strict=True))
 
-    def of(self, tensors: Sequence[torch.Tensor], step: Step | None = None) -> Cache:
+    def of(self, tensors: Sequence[torch.Tensor], where: Step | Prompts | None = None) -> Cache:
         """Returns a cache with other stacks, as for `update_all`."""
-        other = Cache(dict(self.stacks), step)
+        other = Cache(dict(self.stacks), where)
         other.update_all(tensors)
         return other
 
 
 def stack_spec(shape: Sequence[int]) -> Spec:
-    """Returns the sharding of a stack of keys or values, (G, B, heads, slots, size)."""
+    """Returns the sharding of a stack, (G, B, heads, slots, size)."""
     return (None, *heads_spec(shape[1:]))
 
 

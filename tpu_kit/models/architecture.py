@@ -111,6 +111,9 @@ def known_models() -> str:
     return "\n".join([*lines, f"and their copies of {' and '.join(f'{name}/' for name in MIRRORS)}"])
 
 
+WITHOUT_ADAPTER = dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",))
+"""By model_type, the linear layers that lora.targets=all-linear leaves out: PEFT (0.17) refuses adapters there, because
+fused kernels of CUDA read these weights without their module."""
 FEW_TILES = 4
 """Tiles of an MLP up to which its backward pass is unrolled: a loop copies the weights that it carries, and with more
 tiles the program would grow."""
@@ -318,7 +321,7 @@ class Shape:
     def has_adapter(self, lora: LoraConfig, layer: int | None, linear: Linear) -> bool:
         """Whether a linear layer has an adapter; `layer` is the number of its layer, None for one in no layer."""
         if not lora.r or lora.targets == "all-linear":
-            return bool(lora.r)
+            return bool(lora.r) and linear.path.rpartition(".")[2] not in WITHOUT_ADAPTER.get(self.family, ())
         path = linear.path if layer is None else f"{self.layers_path}.{layer}.{linear.path}"
         wanted = [lora.targets] if isinstance(lora.targets, str) else lora.targets
         return any(f".{path}".endswith(f".{one}") for one in wanted)

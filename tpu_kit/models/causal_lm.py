@@ -22,7 +22,7 @@ import torch
 from tpu_kit.config.conflicts import check_remat
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import activation_checkpointing, attention, base_identity, experts, linear_attention, partition
-from tpu_kit.models.architecture import check_targets, locate
+from tpu_kit.models.architecture import WITHOUT_ADAPTER, check_targets, locate
 from tpu_kit.models.layer_calls import layers_of
 from tpu_kit.models.layer_scan import ScannedLayers, scan_layers, stacked_prefixes
 from tpu_kit.models.loading import load_base, load_frozen
@@ -129,12 +129,13 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
         from peft import LoraConfig as PeftLoraConfig
         from peft import get_peft_model
 
+        excluded = others, experts.routers_of(model), WITHOUT_ADAPTER.get(model.config.model_type, ())
         settings = PeftLoraConfig(
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules=_targets(model, lora),
-            exclude_modules=[*others, *experts.routers_of(model)] or None,
+            exclude_modules=[name for names in excluded for name in names] or None,
             use_rslora=lora.rslora,
             use_dora=lora.dora,
             init_lora_weights=True if lora.init == "default" else lora.init,

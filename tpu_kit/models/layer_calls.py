@@ -121,31 +121,35 @@ def _is_whole(hidden: torch.Tensor, before: torch.Tensor) -> bool:
 
 
 class Placeholders(torch.nn.Module):
-    """A list of layers that gives a decoder functions in place of the layers, and records their calls."""
+    """A list of layers that gives a decoder functions in place of the layers, and records their calls.
 
-    def __init__(self, count: int) -> None:
+    Attributes:
+        pairs: whether the decoder takes the hidden states out of a pair that a layer returns.
+    """
+
+    def __init__(self, count: int, pairs: bool = False) -> None:
         super().__init__()
-        self.count = count
+        self.count, self.pairs = count, pairs
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: slice) -> list[Callable[..., torch.Tensor]]:
+    def __getitem__(self, index: slice) -> list[Callable[..., Any]]:
         assert isinstance(index, slice) and range(self.count)[index] == range(self.count), (
             f"layers {index} of {self.count}: they run all or none"
         )
         return list(self)
 
-    def __iter__(self) -> Iterator[Callable[..., torch.Tensor]]:
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
         calls: list[Call] = []
         results: list[torch.Tensor] = []
 
-        def visit(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def visit(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if results and not _is_whole(hidden, results[-1]):
                 raise CannotScanError("its decoder changes the hidden states between two layers")
             calls.append(Call.of(args, kwargs))
             results[:] = [self._visit(hidden, calls)]
-            return results[0]
+            return (results[0], None) if self.pairs else results[0]
 
         return iter([visit] * self.count)
 
@@ -157,8 +161,8 @@ class Placeholders(torch.nn.Module):
 class _Probe(Placeholders):
     """Records the call of each layer, and whether the layer writes into a mapping, for which it runs the layer."""
 
-    def __init__(self, layers: torch.nn.ModuleList) -> None:
-        super().__init__(len(layers))
+    def __init__(self, layers: torch.nn.ModuleList, pairs: bool) -> None:
+        super().__init__(len(layers), pairs)
         self.given = list(layers)
         self.calls: list[Call] = []
         self.writers: set[int] = set()
@@ -169,7 +173,7 @@ class _Probe(Placeholders):
             return hidden
         before = dict(call.mapping)
         args, kwargs = call.arguments(call.tensors, call.mapping)
-        output: torch.Tensor = self.given[len(calls) - 1](hidden, *args, **kwargs)
+        output = hidden_states_of(self.given[len(calls) - 1](hidden, *args, **kwargs))
         if any(value is not before.get(key) for key, value in call.mapping.items()):
             self.writers.add(len(calls) - 1)
         return output
@@ -200,7 +204,13 @@ def call_once(decoder: Any, name: str, layers: Placeholders, implementation: str
         decoder._modules[name], config._attn_implementation = own
 
 
-def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Sequence[int]) -> list[int]:
+def hidden_states_of(output: Any) -> torch.Tensor:
+    """Returns the hidden states of what a layer returns, which may be a tuple."""
+    states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return states
+
+
+def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Sequence[int]) -> tuple[list[int], bool]:
     """Finds the layers that can be turns of one loop.
 
     Their modules, settings and tensors differ in values alone. A tensor that several layers get must be the same in all
@@ -213,13 +223,20 @@ def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Se
         parts: a number for each layer; layers of different parts are different.
 
     Returns:
-        A number for each layer, the same for equal layers.
+        A number for each layer, the same for equal layers; and `Placeholders.pairs`.
 
     Raises:
         CannotScanError: no layer can be a turn of a loop.
     """
-    probe, numbered = _Probe(layers), _numbered(layers)
-    call_once(decoder, name, probe, attention.SDPA)  # which every device computes
+    probe, numbered = _Probe(layers, pairs=False), _numbered(layers)
+    try:
+        call_once(decoder, name, probe, attention.SDPA)  # which every device computes
+    except ValueError as error:  # it may take the states that a layer returns for a tuple of them
+        probe = _Probe(layers, pairs=True)
+        try:
+            call_once(decoder, name, probe, attention.SDPA)
+        except Exception:
+            raise error from None
     if len(probe.calls) != len(layers):
         raise CannotScanError("its decoder does not go through its layers one by one")
     uses = Counter(number for call in probe.calls for number in {id(tensor) for tensor in call.tensors})
@@ -235,7 +252,7 @@ def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Se
         if key not in known:
             known.append(key)
         found.append(known.index(key))
-    return found
+    return found, probe.pairs
 
 
 def _settings(layer: torch.nn.Module) -> dict[tuple[str, str], Any]:

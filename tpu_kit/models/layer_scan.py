@@ -32,6 +32,7 @@ from tpu_kit.models.layer_calls import (
     LayerCache,
     Placeholders,
     equal_layers,
+    hidden_states_of,
     layers_of,
     tensors_of,
 )
@@ -47,8 +48,8 @@ class ScannedLayers(Placeholders):
         kept: the states after them, of the last forward pass outside of generation, until `kept_states` takes them.
     """
 
-    def __init__(self, runs: list[Run], kept_after: Sequence[int]) -> None:
-        super().__init__(sum(run.count for run in runs))
+    def __init__(self, runs: list[Run], kept_after: Sequence[int], pairs: bool) -> None:
+        super().__init__(sum(run.count for run in runs), pairs)
         self.kept_after = tuple(kept_after)
         self.kept: dict[int, torch.Tensor] = {}
         self.runs, self.in_order = torch.nn.ModuleList(runs), runs
@@ -320,9 +321,9 @@ class _Block:
         weights = {name: tensor for name, tensor in given.items() if isinstance(name, str)}
         weights, hidden = partition.gather_layer(weights, hidden.shape[-1], product), partition.by_rows(hidden)
         args, kwargs = call.arguments(arguments, mapping, cache)
-        output = torch.func.functional_call(self.layers[index], weights, (hidden, *args), kwargs, tie_weights=False)
-        if not isinstance(output, torch.Tensor):
-            raise CannotScanError("its layers return more than the hidden states")
+        output = hidden_states_of(
+            torch.func.functional_call(self.layers[index], weights, (hidden, *args), kwargs, tie_weights=False)
+        )
         if output.dtype != hidden.dtype or output.shape != hidden.shape:
             raise CannotScanError(f"a layer turns {hidden.dtype} into {output.dtype}")
         written = {key: value for key, value in (mapping or {}).items() if value is not before.get(key)}
@@ -427,13 +428,13 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: boo
         raise CannotScanError("its layers share weights")
     cuts = getattr(decoder, "kept_after", ())  # a run ends there, so that its states can be kept
     parts = [sum(cut <= place for cut in cuts) for place in range(len(layers))]
-    equal = equal_layers(decoder, name, layers, range(len(layers)) if apart else parts)
+    equal, pairs = equal_layers(decoder, name, layers, range(len(layers)) if apart else parts)
     runs, start = [], 0
     for period, turns in architecture.spans(equal):
         ends = range(start, start + period * turns, period)
         runs.append(_run([list(layers[end : end + period]) for end in ends], keeps))
         start += period * turns
-    scanned = ScannedLayers(runs, cuts).train(decoder.training)
+    scanned = ScannedLayers(runs, cuts, pairs).train(decoder.training)
     if tile is not None:
         for layer in (layer for run in runs for layer in run.layers):
             mlp = getattr(layer, "mlp", None)

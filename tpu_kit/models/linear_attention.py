@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from tpu_kit.models.layer_calls import LayerCache
 from tpu_kit.xla.scan import Tensors, scan
 
-DELTA_CHUNK, MAMBA_CHUNK = 64, 128
-"""Tokens of a chunk; the first is a power of 2."""
+CHUNK = 64
+"""Tokens of a chunk, a power of 2."""
 _EPSILON = 1e-6  # of the norm of queries and keys, as in transformers
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -61,7 +61,8 @@ def delta_step(
     query, key, value = (_by_head(one, heads) for one in (query, key, value))
     query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
     weight = beta.float().transpose(1, 2)[..., None]  # (B, H, C, 1)
-    pairs, inherits, to_end, stays = _decays(decay, segment, before)
+    total = decay.float().transpose(1, 2).cumsum(-1)
+    pairs, inherits, to_end, stays = _decays(total, total[..., :, None] - total[..., None, :], segment, before)
     written = key * weight
     inverse = unit_lower_inverse(((written @ key.transpose(-1, -2)) * pairs).tril(-1))
     new = inverse @ (value * weight - (written * inherits) @ state)
@@ -80,7 +81,11 @@ def mamba_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `delta_step` for Mamba 2 (arXiv 2405.21060), whose x * dt, B, C and A * dt are the first tensors."""
     given, key, query = (_by_head(one, given.shape[2]) for one in (given, key, query))
-    pairs, inherits, to_end, stays = _decays(decay, segment, before)
+    decay = decay.float().transpose(1, 2)
+    place = torch.arange(decay.shape[-1], device=decay.device)
+    # Its decays are large: differences of their sums would lose digits.
+    between = torch.where(place[:, None] > place[None, :], decay[..., None], 0.0).cumsum(-2)
+    pairs, inherits, to_end, stays = _decays(decay.cumsum(-1), between, segment, before)
     output = (query * inherits) @ state + ((query @ key.transpose(-1, -2)) * pairs) @ given
     return state * stays + (key * to_end).transpose(-1, -2) @ given, output.transpose(1, 2)
 
@@ -98,21 +103,28 @@ def _unit(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * torch.rsqrt((tensor * tensor).sum(-1, keepdim=True) + _EPSILON)
 
 
-def _decays(decay: torch.Tensor, segment: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _decays(
+    total: torch.Tensor, between: torch.Tensor, segment: torch.Tensor, before: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Returns the decays of a chunk, which are 0 between documents.
 
-    They are those between its tokens, (B, H, C, C), of the state at each token, (B, H, C, 1), of each token at the end
-    of the chunk, (B, H, C, 1), and of the state over the chunk, (B, H, 1, 1).
+    Args:
+        total: (B, H, C), the sum of the logs of the decays up to each token.
+        between: (B, H, C, C), the sum of those after the token of the last axis, up to the token of the axis before it.
+        segment: as in `delta_step`.
+        before: as in `delta_step`.
+
+    Returns:
+        The decays between its tokens, (B, H, C, C), of the state at each token, (B, H, C, 1), of each token at the end
+        of the chunk, (B, H, C, 1), and of the state over the chunk, (B, H, 1, 1).
     """
-    total = decay.float().transpose(1, 2).cumsum(-1)
     place, last = torch.arange(segment.shape[1], device=segment.device), segment[:, -1:]
     seen = (segment[:, :, None] == segment[:, None, :]) & (place[:, None] >= place[None, :])
     # Masked before the exponential: above the diagonal it would overflow, and its gradient would be NaN.
-    pairs = torch.where(seen[:, None], total[..., :, None] - total[..., None, :], float("-inf")).exp()
+    pairs = torch.where(seen[:, None], between, float("-inf")).exp()
     inherits = torch.where((segment == before[:, None])[:, None], total.exp(), 0.0)
-    to_end = torch.where((segment == last)[:, None], (total[..., -1:] - total).exp(), 0.0)
     stays = torch.where((before[:, None] == last)[:, None], total[..., -1:].exp(), 0.0)
-    return pairs, inherits[..., None], to_end[..., None], stays[..., None]
+    return pairs, inherits[..., None], pairs[..., -1, :, None], stays[..., None]
 
 
 def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
@@ -184,15 +196,15 @@ class _Chunks(torch.autograd.Function):
 
 
 def _over_chunks(
-    step: Step, sizes: tuple[int, int, int], tensors: Tensors, segment_ids: torch.Tensor, chunk: int
+    step: Step, sizes: tuple[int, int, int], tensors: Tensors, segment_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the outputs (B, S, H, V) of all chunks and the last state, (B, H, K, V) for the sizes H, K, V."""
     batch, length = segment_ids.shape
-    padding = -length % chunk
+    padding = -length % CHUNK
 
     def chunks(tensor: torch.Tensor) -> torch.Tensor:
         tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, padding)) if padding else tensor
-        return tensor.unflatten(1, (-1, chunk)).transpose(0, 1)
+        return tensor.unflatten(1, (-1, CHUNK)).transpose(0, 1)
 
     segments = chunks(segment_ids.to(torch.int32))
     before = torch.cat([segments[:1, :, 0], segments[:-1, :, -1]])
@@ -226,7 +238,7 @@ def gated_delta_rule(
         (B, S, H, V) in the value's dtype, and the state after the last token, (B, H, K, V) fp32, without a gradient.
     """
     sizes = value.shape[2], key.shape[3], value.shape[3]
-    output, state = _over_chunks(delta_step, sizes, [query, key, value, decay, beta], segment_ids, DELTA_CHUNK)
+    output, state = _over_chunks(delta_step, sizes, [query, key, value, decay, beta], segment_ids)
     return output.to(value.dtype), state
 
 
@@ -249,7 +261,7 @@ def mamba2(
     """
     sizes, dt = (hidden.shape[2], key.shape[3], hidden.shape[3]), dt.float()
     tensors = [hidden.float() * dt[..., None], key, query, rates.float() * dt]
-    output, state = _over_chunks(mamba_step, sizes, tensors, segment_ids, MAMBA_CHUNK)
+    output, state = _over_chunks(mamba_step, sizes, tensors, segment_ids)
     return output, state.transpose(2, 3)
 
 
@@ -257,29 +269,84 @@ def causal_conv(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    activation: str | None = None,
     segment_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes a depthwise causal convolution within documents, as shifted products.
+    """Computes a depthwise causal convolution within documents, as shifted products in fp32.
 
     Args:
         hidden: (B, D, S).
         weight: (D, taps); the last one is of the token itself.
         bias: (D,).
+        activation: of the result, by transformers' name.
         segment_ids: (B, S) integers, the document of each token; None for one document.
 
     Returns:
-        (B, D, S) in fp32.
+        (B, D, S) in the dtype of `hidden`.
     """
-    (_, taps), length = weight.shape, hidden.shape[2]
-    hidden, weight = hidden.float(), weight.float()
-    found = hidden * weight[:, -1:]
-    for back in range(1, min(taps, length)):
-        earlier = F.pad(hidden[..., :-back], (back, 0))
-        if segment_ids is not None:
-            same = F.pad(segment_ids[:, :-back], (back, 0), value=-1) == segment_ids
-            earlier = torch.where(same[:, None], earlier, 0.0)
-        found = found + earlier * weight[:, taps - 1 - back, None]
+    found: torch.Tensor = _Conv.apply(hidden, weight, bias, activation, segment_ids)
+    return found
+
+
+class _Conv(torch.autograd.Function):
+    """Saves the inputs alone, and computes gradients as shifted products, too, which XLA joins to one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None,
+        segment_ids: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.activation = activation
+        ctx.save_for_backward(hidden, weight, bias, segment_ids)
+        return _activated(_convolved(hidden, weight, bias, segment_ids), activation).to(hidden.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, segment_ids = ctx.saved_tensors
+        with torch.enable_grad():
+            before = _convolved(hidden, weight, bias, segment_ids).detach().requires_grad_()
+            (given,) = torch.autograd.grad(_activated(before, ctx.activation), before, upstream.float())
+        taps = range(min(weight.shape[1], hidden.shape[2]))
+        factors = weight.float().flip(1)
+        first = sum(_shifted(given, -back, segment_ids) * factors[:, back, None] for back in taps)
+        second = third = None
+        if ctx.needs_input_grad[1]:
+            each = [(_shifted(hidden.float(), back, segment_ids) * given).sum((0, 2)) for back in taps]
+            missing = [torch.zeros_like(each[0])] * (weight.shape[1] - len(taps))
+            second = torch.stack([*each, *missing], 1).flip(1).to(weight.dtype)
+        if bias is not None and ctx.needs_input_grad[2]:
+            third = given.sum((0, 2)).to(bias.dtype)
+        return first.to(hidden.dtype), second, third, None, None
+
+
+def _convolved(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, segment_ids: torch.Tensor | None
+) -> torch.Tensor:
+    hidden, factors = hidden.float(), weight.float().flip(1)
+    found = hidden * factors[:, :1]
+    for back in range(1, min(weight.shape[1], hidden.shape[2])):
+        found = found + _shifted(hidden, back, segment_ids) * factors[:, back, None]
     return found if bias is None else found + bias.float()[:, None]
+
+
+def _shifted(tensor: torch.Tensor, back: int, segment_ids: torch.Tensor | None) -> torch.Tensor:
+    """Returns what (B, D, S) has `back` tokens before each token, or after it, and 0 in another document."""
+    sides, kept = (max(back, 0), max(-back, 0)), slice(max(-back, 0), tensor.shape[2] - max(back, 0))
+    if back == 0:
+        return tensor
+    moved = F.pad(tensor[..., kept], sides)
+    if segment_ids is None:
+        return moved
+    same = F.pad(segment_ids[:, kept], sides, value=-1) == segment_ids
+    return torch.where(same[:, None], moved, 0.0)
+
+
+def _activated(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    from transformers.activations import ACT2FN
+
+    found: torch.Tensor = tensor if name is None else ACT2FN[name](tensor)
+    return found
 
 
 # ------------------------------------------------------------------------------ in the place of transformers' functions
@@ -361,14 +428,9 @@ def _conv(
     if segment_ids is None and hidden.device.type != "xla":
         result: torch.Tensor = own(hidden, weight, bias, activation=activation, **options)
         return result
-    from transformers.activations import ACT2FN
-
-    found = causal_conv(hidden, weight, bias, segment_ids)
-    return (found if activation is None else ACT2FN[activation](found)).to(hidden.dtype)
+    return causal_conv(hidden, weight, bias, activation, segment_ids)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "torch_chunk_gated_delta_rule": _delta,
-    "mamba2_chunk_scan": _mamba2,
-    "causal_conv1d_fn": _conv,
-}
+    "torch_chunk_gated_delta_rule": _delta, "mamba2_chunk_scan": _mamba2, "causal_conv1d_fn": _conv,
+}  # fmt: skip

@@ -148,10 +148,10 @@ def _layers(decoder: Any) -> tuple[list[int], list[Layer], list[int]]:
     AttentionMaskInterface.register(_RECORDED, ALL_MASK_ATTENTION_FUNCTIONS[attention.SDPA])
     name, layers = layer_calls.layers_of(decoder)
     try:
-        equal = layer_calls.equal_layers(decoder, name, layers, [0] * len(layers))
+        equal, pairs = layer_calls.equal_layers(decoder, name, layers, [0] * len(layers))
     except layer_calls.CannotScanError:  # no loop: other devices run the layers one by one
-        equal = list(range(len(layers)))
-    run = _FirstLayers(layers, equal)
+        equal, pairs = list(range(len(layers))), False
+    run = _FirstLayers(layers, equal, pairs)
     layer_calls.call_once(decoder, name, run, _RECORDED)
     kinds: list[Layer] = list(dict.fromkeys(run.kinds.values()))
     return equal, kinds, [kinds.index(run.kinds[number]) for number in equal]
@@ -169,8 +169,8 @@ def _record_attention(module: torch.nn.Module, query: Any, key: Any, value: Any,
 class _FirstLayers(layer_calls.Placeholders):
     """Runs the first of equal layers, and records what it calls."""
 
-    def __init__(self, layers: torch.nn.ModuleList, equal: list[int]) -> None:
-        super().__init__(len(layers))
+    def __init__(self, layers: torch.nn.ModuleList, equal: list[int], pairs: bool) -> None:
+        super().__init__(len(layers), pairs)
         self.given, self.equal, self.kinds = list(layers), equal, dict[int, Layer]()
 
     def _visit(self, hidden: torch.Tensor, calls: list[layer_calls.Call]) -> torch.Tensor:
@@ -204,7 +204,7 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
     ]
     _attention_calls.clear()
     try:
-        output: torch.Tensor = layer(hidden, *args, **kwargs)
+        output = layer_calls.hidden_states_of(layer(hidden, *args, **kwargs))
     finally:
         for hook in hooks:
             hook.remove()
