@@ -12,8 +12,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support.child_processes import run_python
 from tests.support.expert_functions import SIZES
+from tpu_kit.config.loader import load_config
 from tpu_kit.config.schema import LoraConfig
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.meta_model import shape_of
+from tpu_kit.models.quantization import Scheme, replace_layers
+from tpu_kit.planning.argument_memory import model_tensors
 
 needs_xla = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch_xla", "jax")), reason="needs torch_xla[pallas]"
@@ -86,3 +90,19 @@ def test_targets_that_peft_takes_for_experts_and_noise_in_a_router_are_refused()
         models.adapt(build("glm4_moe"), targets, "fp32")
     with pytest.raises(ValueError, match=r"router_jitter_noise=0\.1: .* set it to 0"):
         models.adapt(build("mixtral", router_jitter_noise=0.1), LoraConfig(r=2), "fp32")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
+def test_a_plan_has_the_tensors_of_the_model(dtype: str) -> None:
+    model = build("qwen3_moe")
+    shape = shape_of(model, "tiny")
+    (mixture,) = shape.kinds[0].experts
+    assert (mixture.count, mixture.chosen, shape.parameters) == (8, 3, model.num_parameters())
+    assert shape.active_weights == shape.linear_weights - 2 * 5 * mixture.weights
+    config = load_config(None, {"base_dtype": dtype, "lora.r": 2} | ({"quant_group": 16} if dtype == "int4" else {}))
+    if scheme := Scheme.of(config.model):
+        replace_layers(model, scheme)
+    adapted = models.adapt(model, config.lora, dtype)
+    ours = {**dict(adapted.named_parameters()), **dict(adapted.named_buffers())}
+    planned = {one.name: one.shape for one in model_tensors(shape, config, scanned=False)}
+    assert planned == {name: tuple(tensor.shape) for name, tensor in ours.items() if "rotary" not in name}

@@ -31,7 +31,8 @@ from tpu_kit.exporting.equivalence import Check, compare, compare_llama_cpp, log
 from tpu_kit.exporting.options import DTYPES
 from tpu_kit.exporting.streaming import StreamedModel, stream
 from tpu_kit.generation.service import ADAPTER_FILES
-from tpu_kit.models.causal_lm import base_model
+from tpu_kit.models import experts
+from tpu_kit.models.causal_lm import base_model, cast
 from tpu_kit.models.loading import load_base
 
 HERE = "path/of/this/folder"  # in the texts beside the files, which may move
@@ -158,8 +159,17 @@ def merged(work: Work, format: str) -> Parts:
     return f"merged weights in {work.dtype} for vLLM", checks, notes, f"```sh\n{command}\n```"
 
 
+def _refuse_experts(work: Work) -> None:
+    family = base_model(work.model).config.model_type
+    if any(True for _ in experts.modules_of(work.model)):
+        raise ValueError(
+            f"no GGUF file of {family}, a mixture of experts, was compared with its model: use format=merged"
+        )
+
+
 def gguf_model(work: Work, outtype: str, tools: Path) -> Parts:
     """Writes one GGUF file and a Modelfile; each weight is rounded once, from fp32."""
+    _refuse_experts(work)
     checks = [_merge(work)]
     scratch = work.part / "fp32"
     _save(work, scratch, torch.float32)
@@ -175,6 +185,7 @@ def gguf_model(work: Work, outtype: str, tools: Path) -> Parts:
 
 def gguf_adapter(work: Work, tools: Path) -> Parts:
     """Writes the adapter as GGUF and a Modelfile, and tries it on the base model in f16."""
+    _refuse_experts(work)
     source = _adapter_of(work, "gguf-f16")
     scratch = work.part / "base"
     settings = replace(work.config.model, trust_remote_code=False)
@@ -247,7 +258,8 @@ def _save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) ->
     if isinstance(model, StreamedModel):
         model.save(folder, dtype)
     else:
-        model.to(dtype).save_pretrained(folder)
+        cast(model, dtype)
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for path in folder.glob("*.safetensors"):
         path.chmod(0o644)  # safetensors makes them readable for the owner alone

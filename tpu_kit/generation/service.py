@@ -316,7 +316,9 @@ def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch
     device = "cuda" if rt.device_type == "cuda" else "cpu"
     model = load_for_generation(config.model, adapter, device, config.optim.objective)
     if rt.device_type == "tpu" and config.model.base_dtype != "fp32":
-        model = model.to(torch.bfloat16)  # small models are loaded in fp32, for CPUs
+        models.cast(model, torch.bfloat16)  # small models are loaded in fp32, for CPUs
+    if rt.device_type in ("tpu", "xla-cpu"):
+        experts.use(models.base_model(model))
     if rt.device_type == "cpu":
         arrange_for_few_rows(model)
     return model, load_tokenizer(config.model, adapter)
@@ -348,14 +350,14 @@ def load_for_generation(
         config = replace(config, name=str(folder), revision=None, gguf_file=None)
     full = config.base_dtype == "fp32" or (whole and on_cpu)
     model: torch.nn.Module = load_base(config, torch.float32) if full else load_frozen(config)
-    experts.use(model)
+    experts.use(model, frozen=False)
     if folder is not None and saved is not None:
         model = _with_adapter(model, folder, *saved, config.name)
     saved_in = folder or Path(config.name)  # a whole model may have a head, too
     decoder, size = models.base_model(model).get_decoder(), models.text_config(model).hidden_size
     states_head.attach(decoder, saved_in, size, objective)
     if on_cpu and sum(p.numel() for p in model.parameters()) <= _FP32_UP_TO:
-        model = model.float()
+        models.cast(model, torch.float32)
     return model.to(device).eval()
 
 

@@ -143,17 +143,61 @@ def spans(keys: Sequence[Any]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: its path in the decoder layer, such as "self_attn.q_proj", and its shape."""
+    """A linear layer.
+
+    Attributes:
+        path: in the decoder layer, such as "self_attn.q_proj"; of a product of experts, in their module.
+        inputs: its columns.
+        outputs: its rows.
+        bias: whether it has one.
+        targeted: whether lora.targets=all-linear gives it an adapter.
+    """
 
     path: str
     inputs: int
     outputs: int
     bias: bool
+    targeted: bool = True
 
     @property
     def parameters(self) -> int:
         """Number of elements of weight and bias."""
         return self.outputs * (self.inputs + self.bias)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer: their path in it, their number, those that a token chooses, and an expert's products."""
+
+    path: str
+    count: int
+    chosen: int
+    linears: tuple[Linear, ...]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Experts:
+        """Reads the result of `asdict`."""
+        return cls(**values | {"linears": tuple(Linear(**one) for one in values["linears"])})
+
+    @property
+    def weights(self) -> int:
+        """Number of elements of an expert's matrices."""
+        return sum(one.inputs * one.outputs for one in self.linears)
+
+    def rows(self, tokens: int) -> int:
+        """Rows of `xla.grouped` for so many tokens of a device."""
+        pairs = tokens * self.chosen
+        tile = tile_rows(pairs, self.count)
+        return (pairs + self.count * (tile - 1)) // tile * tile
+
+    def read(self, tokens: int) -> float:
+        """Mean number of experts that so many tokens choose, if all are equally likely."""
+        return float(self.count * (1 - (1 - self.chosen / self.count) ** tokens))
+
+
+def tile_rows(pairs: int, experts: int) -> int:
+    """Rows of a tile of `xla.grouped`: half the rows that an expert has on average, 16 (of bf16) to 256."""
+    return 1 << max(4, min(8, (pairs // (2 * experts)).bit_length() - 1))
 
 
 @dataclass(frozen=True)
@@ -168,6 +212,7 @@ class Layer:
         kv_heads: key-value heads.
         head_dim: size of a head.
         norm_follows: whether the result of the MLP has a norm before the residual addition.
+        experts: at most one mixture; its parameters are in neither `linears` nor `others`.
     """
 
     linears: tuple[Linear, ...]
@@ -177,12 +222,14 @@ class Layer:
     kv_heads: int
     head_dim: int
     norm_follows: bool
+    experts: tuple[Experts, ...] = ()
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Layer:
         """Reads the result of `asdict`."""
         linears = tuple(Linear(**one) for one in values["linears"])
-        return cls(**values | {"linears": linears, "others": _pairs(values["others"])})
+        mixtures = tuple(map(Experts.from_dict, values["experts"]))
+        return cls(**values | {"linears": linears, "others": _pairs(values["others"]), "experts": mixtures})
 
     def in_mlp(self, linear: Linear) -> bool:
         """Whether a linear layer is the MLP's; the others are counted as attention's."""
@@ -218,7 +265,19 @@ class Layer:
     @cached_property
     def parameters(self) -> int:
         """Number of parameters."""
-        return sum(one.parameters for one in self.linears) + _elements(self.others)
+        mixed = sum(each.count * one.parameters for each in self.experts for one in each.linears)
+        return sum(one.parameters for one in self.linears) + _elements(self.others) + mixed
+
+    def weights(self, tokens: int | None = None) -> float:
+        """Number of elements of its matrices: of all experts, or of those that so many tokens choose, on average."""
+        mixed = sum(each.weights * (each.read(tokens) if tokens else each.count) for each in self.experts)
+        return sum(one.inputs * one.outputs for one in self.linears) + mixed
+
+    @cached_property
+    def active_weights(self) -> int:
+        """Number of elements of the matrices that a token is multiplied with."""
+        chosen = sum(each.weights * each.chosen for each in self.experts)
+        return sum(one.inputs * one.outputs for one in self.linears) + chosen
 
 
 @dataclass(frozen=True)
@@ -289,8 +348,13 @@ class Shape:
 
     @cached_property
     def linear_weights(self) -> int:
-        """Number of elements of the layers' matrices."""
-        return sum(one.inputs * one.outputs * count for kind, count in self.counted for one in kind.linears)
+        """Number of elements of the layers' matrices, with those of all experts."""
+        return int(sum(kind.weights() * count for kind, count in self.counted))
+
+    @cached_property
+    def active_weights(self) -> int:
+        """Number of elements of the layers' matrices that a token is multiplied with."""
+        return sum(kind.active_weights * count for kind, count in self.counted)
 
     @property
     def parameters(self) -> int:
@@ -321,7 +385,8 @@ class Shape:
     def has_adapter(self, lora: LoraConfig, layer: int | None, linear: Linear) -> bool:
         """Whether a linear layer has an adapter; `layer` is the number of its layer, None for one in no layer."""
         if not lora.r or lora.targets == "all-linear":
-            return bool(lora.r) and linear.path.rpartition(".")[2] not in WITHOUT_ADAPTER.get(self.family, ())
+            left_out = WITHOUT_ADAPTER.get(self.family, ())
+            return bool(lora.r) and linear.targeted and linear.path.rpartition(".")[2] not in left_out
         path = linear.path if layer is None else f"{self.layers_path}.{layer}.{linear.path}"
         wanted = [lora.targets] if isinstance(lora.targets, str) else lora.targets
         return any(f".{path}".endswith(f".{one}") for one in wanted)

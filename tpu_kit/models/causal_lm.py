@@ -235,6 +235,16 @@ def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Mo
     return model
 
 
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Casts a model in place, but not the buffers of its files, such as the fp32 biases of routers."""
+    saved = model.state_dict().keys()
+    kept = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    model.to(dtype)
+    for name, buffer in kept.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer)
+
+
 def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str) -> ScannedLayers | None:
     """Sets the attention of a model, and makes its layers loops, or recompute their activations, as a run asks.
 

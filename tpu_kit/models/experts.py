@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.models import attention
+from tpu_kit.models import attention, partition
+from tpu_kit.models.architecture import tile_rows
 from tpu_kit.xla import grouped, pallas
 from tpu_kit.xla.grouped import Layout, Tiles
 
@@ -27,7 +28,6 @@ NAME = "tpu_kit"
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of an experts module, of which it has two."""
 _LANES = 128
-_MOST_ROWS = 256  # of a tile
 
 
 def modules_of(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -72,7 +72,8 @@ def _precise(kind: Any) -> Any:
     """Returns the class of a router whose products are not autocast: many routers ask for fp32."""
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(hidden_states.device.type, enabled=False):
+        device = hidden_states.device.type
+        with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
             return kind.forward(self, hidden_states, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "precise": True})
@@ -132,7 +133,7 @@ def experts_forward(
         )
         return computed
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
-    tiles = tiles_for(top_k_index.numel() // active_mesh().batch_shards, self.num_experts)
+    tiles = tiles_for(top_k_index.numel(), self.num_experts)
     at = grouped.layout(tiles, top_k_index)
     rows = _Gather.apply(hidden_states.to(dtype), at.token, at.row, tiles, True)
     weight = _Gather.apply(top_k_weights.reshape(-1, 1), at.pair, at.row.reshape(-1, 1), tiles, True).float()
@@ -149,11 +150,14 @@ def experts_forward(
 
 
 def tiles_for(pairs: int, experts: int) -> Tiles:
-    """Chooses tiles for a device's pairs: of half the rows that an expert has on average, 16 (of bf16) to 256."""
-    rows = 16
-    while rows < _MOST_ROWS and rows * 4 <= pairs // experts:
-        rows *= 2
-    return Tiles(experts, rows, kernel=attention.lowers_for_tpu() or pallas.on_tpu())
+    """Chooses the tiles for all pairs of a batch."""
+    mesh, shards = active_mesh(), 0
+    if mesh.size > 1 and partition.in_place.get():
+        shards = mesh.fsdp if experts % mesh.fsdp == 0 else 1
+    else:
+        pairs //= mesh.batch_shards
+    rows = tile_rows(pairs, experts)
+    return Tiles(experts, rows, in_place=shards, kernel=attention.lowers_for_tpu() or pallas.on_tpu())
 
 
 def _linear(

@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 import warnings
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ import torch
 import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
 
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.models import attention, layer_calls
-from tpu_kit.models.architecture import Layer, Linear, Shape, brief, locate, unreachable
+from tpu_kit.models import attention, experts, layer_calls
+from tpu_kit.models.architecture import Experts, Layer, Linear, Shape, brief, locate, unreachable
 from tpu_kit.models.loading import refuse_code
 
 if TYPE_CHECKING:
@@ -105,10 +105,15 @@ def shape_of(model: PreTrainedModel, name: str) -> Shape:
         ValueError: its decoder does not run, or it has no list of layers.
     """
     decoder: Any = model.eval().get_decoder()
+    experts.use(model)
     try:
         equal, kinds, order = _layers(decoder)
     except Exception as error:  # for sizes that do not fit together a model's code may raise anything
         raise ValueError(f"model.name={name}: {type(decoder).__name__} does not run: {brief(error)}") from error
+    if any(kind.experts for kind in kinds):
+        leaves = {one.path.rpartition(".")[2] for kind in kinds for one in kind.linears}
+        targeted = experts.kept_by_peft(model, leaves)
+        kinds = [_targeted(kind, targeted) for kind in kinds]
     list_name, layers = layer_calls.layers_of(decoder)
     paths = {id(part): path for path, part in model.named_modules()}
     inside = {id(param) for param in layers.parameters()}
@@ -126,6 +131,19 @@ def shape_of(model: PreTrainedModel, name: str) -> Shape:
         ),
         kinds=tuple(kinds), order=tuple(order), equal=tuple(equal),
     )  # fmt: skip
+
+
+def _targeted(kind: Layer, leaves: set[str]) -> Layer:
+    linears = (replace(one, targeted=one.path.rpartition(".")[2] in leaves) for one in kind.linears)
+    return replace(kind, linears=tuple(linears))
+
+
+def _experts(path: str, part: Any, chosen: int) -> Experts:
+    """Describes an experts module whose weights are as `experts.prepare` leaves them."""
+    names = experts.names_of(part)
+    sizes = {name: getattr(part, name).shape for name in names}
+    linears = tuple(Linear(name, shape[2], shape[1], part.has_bias) for name, shape in sizes.items())
+    return Experts(path, part.num_experts, chosen, linears)
 
 
 def _linear(path: str, part: torch.nn.Module) -> Linear | None:
@@ -184,7 +202,8 @@ class _FirstLayers(layer_calls.Placeholders):
 
 
 def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) -> tuple[torch.Tensor, Layer]:
-    modules = dict(layer.named_modules())
+    modules, mixtures = dict(layer.named_modules()), dict(experts.modules_of(layer))
+    routers, chosen = experts.routers_of(layer), dict.fromkeys(mixtures, 1)
     linears: dict[str, Linear] = {}
     results: dict[str, torch.Tensor] = {}
     inputs: list[Any] = []  # it keeps them, as the id of one that is gone may be another's
@@ -192,12 +211,19 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
     def before(_: torch.nn.Module, given: Any) -> None:
         inputs.extend(given)
 
+    def choose(path: str, given: Any) -> None:
+        chosen[path] = given[1].shape[-1]
+
     def after(path: str, part: torch.nn.Module, output: Any) -> None:
-        if linear := _linear(path, part):
+        if path not in routers and (linear := _linear(path, part)):
             linears.setdefault(path, linear)
             results[path] = output
 
     hooks = [part.register_forward_pre_hook(before) for part in modules.values() if [*part.parameters()]]
+    hooks += [
+        part.register_forward_pre_hook(lambda _, given, path=path: choose(path, given))
+        for path, part in mixtures.items()
+    ]
     hooks += [
         part.register_forward_hook(lambda part, _, output, path=path: after(path, part, output))
         for path, part in modules.items()
@@ -209,7 +235,7 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
         for hook in hooks:
             hook.remove()
     for path, part in modules.items():  # what this input did not need
-        if path not in linears and (linear := _linear(path, part)):
+        if path not in linears and path not in routers and (linear := _linear(path, part)):
             linears[path] = linear
     owner, heads, kv_heads, size = _attention_calls[-1] if _attention_calls else (None, 0, 0, 0)
     attends = next((path for path, part in modules.items() if part is owner), None)
@@ -220,10 +246,11 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
             sizes[module] = sizes.get(module, 0) + linear.parameters
     mlp = max(sizes, key=lambda module: sizes[module], default="")
     last = [path for path in linears if mlp and path.startswith(f"{mlp}.")][-1:]
-    of_linears = {id(param) for path in linears for param in modules[path].parameters(recurse=False)}
+    of_linears = {id(param) for path in (*linears, *mixtures) for param in modules[path].parameters(recurse=False)}
     others = tuple((n, tuple(p.shape)) for n, p in layer.named_parameters() if id(p) not in of_linears)
     follows = any(one is results.get(path, layer) for path in last for one in inputs)
-    return output, Layer(tuple(linears.values()), others, mlp, heads, kv_heads, size, follows)
+    every = tuple(_experts(path, part, chosen[path]) for path, part in mixtures.items())
+    return output, Layer(tuple(linears.values()), others, mlp, heads, kv_heads, size, follows, every)
 
 
 def main() -> None:

@@ -124,9 +124,7 @@ def _derived(tensor: Tensor, shape: tuple[int, ...], embedding: Embedding) -> Sp
     scale = name.endswith("scale")
     if ".experts." in name:  # (E, ...)
         return ("fsdp",)
-    router = leaf in ("gate", "router") or ".router." in name
-    # A router is small, and what an objective trains beside the model.
-    if router or ".objective." in name or (len(shape) != 2 and not scale):
+    if _stays_whole(name) or (len(shape) != 2 and not scale):
         return ()
     if "embed" in leaf and not (embedding.tied and leaf == "embed_tokens"):
         return _COLUMNS
@@ -139,6 +137,12 @@ def _derived(tensor: Tensor, shape: tuple[int, ...], embedding: Embedding) -> Sp
     if tensor.packed or scale:  # steps and offsets of integers follow the rows of their weight
         return (None,) * (len(shape) - 1) + (_ROWS[0] if column else "fsdp",)
     return _ROWS if column else ("fsdp", "model")
+
+
+def _stays_whole(name: str) -> bool:
+    """Whether the name is a router's, or of what an objective trains beside the model; both are small."""
+    leaf = _PARTS.sub("", name).rpartition(".")[2]
+    return leaf in ("gate", "router") or ".router." in name or ".objective." in name
 
 
 def cache_spec(mesh: Mesh, shape: Sequence[int]) -> Spec:
@@ -196,7 +200,7 @@ def place(mesh: Mesh, tensors: Iterable[Tensor], embedding: Embedding) -> list[P
     missed = [
         tensor for tensor, spec in zip(tensors, specs, strict=True)
         if not any(spec) and len(tensor.shape) - tensor.stacked > 1 and math.prod(tensor.shape) > most
-        and _chosen(tensor.name, mesh.rules) is None and not is_small(tensor.name) and ".objective." not in tensor.name
+        and _chosen(tensor.name, mesh.rules) is None and not is_small(tensor.name) and not _stays_whole(tensor.name)
     ]  # fmt: skip
     if missed and mesh.shards(_ROWS[0]) > 1:
         names, sizes = list(dict.fromkeys(shown(one.name) for one in missed)), missed[0].shape[missed[0].stacked :]

@@ -387,7 +387,8 @@ class PeakActivationModel:
         if not self.scanned:
             if not self.again:
                 return self.spilt(self.hidden(5) + (kind.gates - 1) * self.wide(self.tokens, kind)), 0.0
-            return self.hidden(5) + (2 * kind.gates - 1) * self.wide(self.tokens, kind), self.kept(kind)
+            layer = self.hidden(5) + (2 * kind.gates - 1) * self.wide(self.tokens, kind)
+            return layer + self.experts(kind), self.kept(kind)
         arrays = 2 * kind.gates - 1
         wide = (
             self.spilt(arrays * self.wide(self.tile, kind))
@@ -396,10 +397,23 @@ class PeakActivationModel:
         )
         if 1 < self.tiles <= FEW_TILES and not self.whole:
             wide = max(wide, LEFT_BY_TILES * (self.tiles - 1) * self.wide(self.tile, kind))
-        layer = self.states(self.at_hand + self.block - 1) + self.slices(kind) + wide
+        layer = self.states(self.at_hand + self.block - 1) + self.slices(kind) + wide + self.experts(kind)
         layer += self.whole * 4.0 * elements(kind.mlp_linears)
         sums = self.lanes(kind) if self.kernel == "splash" and not self.keeps else 0.0
         return layer, self.kept(kind) + sums + self.positions(1, kind) + self.read_back(kind)
+
+    def experts(self, kind: Layer) -> float:
+        """The rows of a mixture of experts in its backward pass, and its weights as stored, cut out of their stacks.
+
+        Of the R rows there are inputs and their gradient, 2 R H c, and gates with ups and their
+        gradient, 2 R O c.
+        """
+        found, dtype = 0.0, "bf16" if self.whole else self.config.model.base_dtype
+        for each in kind.experts:
+            wide = 2 * (each.linears[0].inputs + each.linears[0].outputs)
+            found += each.rows(self.tokens) * wide * self.compute
+            found += each.count * each.weights * {"int8": 1.0, "int4": 0.5}.get(dtype, self.compute)
+        return found
 
     def at_attention(self, kind: Layer) -> tuple[float, float]:
         """The recomputed layer during the backward pass of its attention: (layer, attention).

@@ -96,6 +96,10 @@ def _model_tensors(shape: Shape, lora: LoraConfig, stored: _Stored, scanned: boo
             Tensor(f"{start}{path}.{name}", (*stack, *sizes), stored.size, scanned, trained=whole)
             for name, sizes in kind.others
         ]
+        for each in kind.experts:
+            for one in each.linears:
+                names = [f"{start}{path}.{each.path}.{one.path}{end}" for end in ("", "_scale", "_bias")]
+                tensors += _weight_tensors(names, one, (*stack, each.count), scanned, stored, whole)
         for one in kind.linears:
             share = sum(shape.has_adapter(lora, layer, one) for layer in layers) / len(layers)
             tensors += _linear_tensors(f"{start}{path}.{one.path}", one, stack, share, lora, stored)
@@ -106,19 +110,9 @@ def _linear_tensors(
     path: str, one: Linear, stack: tuple[int, ...], share: float, lora: LoraConfig, stored: _Stored
 ) -> list[Tensor]:
     """Returns the tensors of a linear layer; `share` is the share of the stacked layers that have adapters."""
-    base, whole, stacked = f"{path}.base_layer" if share else path, not lora.r, bool(stack)
-
-    def tensor(name: str, sizes: Sequence[int], size: float, packed: bool = False) -> Tensor:
-        return Tensor(f"{base}.{name}", (*stack, *sizes), size, stacked, packed, whole)
-
-    if stored.dtype == "int8":
-        tensors = [tensor("weight", (one.outputs, one.inputs), 1), tensor("scale", (one.outputs,), 2)]
-    elif stored.dtype == "int4":
-        steps = tensor("scale", (2, one.inputs // stored.group, one.outputs), 2)
-        tensors = [tensor("weight", (one.inputs // 2, one.outputs), 1, True), steps]
-    else:
-        tensors = [tensor("weight", (one.outputs, one.inputs), stored.size)]
-    tensors += [tensor("bias", (one.outputs,), stored.size)] if one.bias else []
+    base, stacked = f"{path}.base_layer" if share else path, bool(stack)
+    names = [f"{base}.{leaf}" for leaf in ("weight", "scale", "bias")]
+    tensors = _weight_tensors(names, one, stack, stacked, stored, not lora.r)
     if share:
         some = tuple(max(1, round(size * share)) for size in stack)
         adapters: dict[str, tuple[int, ...]] = {
@@ -130,6 +124,24 @@ def _linear_tensors(
             Tensor(f"{path}.{name}", (*some, *sizes), 4, stacked, False, True) for name, sizes in adapters.items()
         ]
     return tensors
+
+
+def _weight_tensors(
+    names: Sequence[str], one: Linear, stack: tuple[int, ...], stacked: bool, stored: _Stored, trained: bool
+) -> list[Tensor]:  # fmt: skip
+    """Returns weight, scales and bias of a linear layer, or of a product of experts, under these names."""
+
+    def tensor(number: int, sizes: Sequence[int], size: float, packed: bool = False) -> Tensor:
+        return Tensor(names[number], (*stack, *sizes), size, stacked, packed, trained)
+
+    if stored.dtype == "int8":
+        tensors = [tensor(0, (one.outputs, one.inputs), 1), tensor(1, (one.outputs,), 2)]
+    elif stored.dtype == "int4":
+        steps = tensor(1, (2, one.inputs // stored.group, one.outputs), 2)
+        tensors = [tensor(0, (one.inputs // 2, one.outputs), 1, True), steps]
+    else:
+        tensors = [tensor(0, (one.outputs, one.inputs), stored.size)]
+    return tensors + ([tensor(2, (one.outputs,), stored.size)] if one.bias else [])
 
 
 def is_matrix(tensor: Tensor) -> bool:

@@ -145,9 +145,11 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     compute = 4 if config.model.base_dtype == "fp32" else 2
     weights, remat, attention = shape.linear_weights, config.optim.remat, config.model.attention
     again = 1 if remat == "full" else 0
-    linear = weights * (2 + again + (0 if lora.r else 1))
+    linear = shape.active_weights * (2 + again + (0 if lora.r else 1))
     tiled = (config.optim.mlp_tile or tokens) < tokens and config.optim.scan_layers != "off"
     for kind, count in shape.counted:
+        for each in kind.experts:  # rows are weighted before their last product, whose result nothing needs
+            linear -= again * count * each.chosen * each.linears[-1].inputs * each.linears[-1].outputs
         if not kind.norm_follows:
             linear -= again * count * sum(one.inputs * one.outputs for one in kind.mlp_linears[-1:])
         elif tiled:
@@ -281,7 +283,7 @@ def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, se
     Without chunks of the logits, the head is not computed.
     """
     head, compute = shape.vocabulary * shape.hidden, 4 if dtype == "fp32" else 2
-    flops = 2 * tokens * (shape.linear_weights + _scores(shape, length) * seen + head * bool(chunks))
+    flops = 2 * tokens * (shape.active_weights + _scores(shape, length) * seen + head * bool(chunks))
     traffic = TRAFFIC / 3 * _ends(shape) * tokens * compute + shape.linear_weights * WEIGHT_BYTES[dtype]
     return Work(flops, traffic + chunks * head * compute, 0.0)
 
@@ -292,8 +294,13 @@ def _scores(shape: Shape, length: int) -> float:
 
 
 def _ends(shape: Shape) -> int:
-    """Elements of a token in the inputs and outputs of the linear layers of all layers."""
-    return sum(count * (one.inputs + one.outputs) for kind, count in shape.counted for one in kind.linears)
+    """Elements of a token in the inputs and outputs of the linear layers, and of the chosen experts, of all layers."""
+    return sum(
+        count * times * (one.inputs + one.outputs)
+        for kind, count in shape.counted
+        for times, linears in ((1, kind.linears), *((each.chosen, each.linears) for each in kind.experts))
+        for one in linears
+    )
 
 
 def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None = None) -> StepTime:
@@ -348,8 +355,9 @@ def rollout_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dict[
     head, whole = shape.vocabulary * shape.hidden, -(-rows // WHOLE_ROWS) * WHOLE_ROWS
     trained = trained_count(shape, config) if config.lora.r else 0
     cache = cache_bytes(config, shape, rollout.samples, rollout.slots, where.mesh)
-    flops = 2 * whole * (shape.linear_weights + head + trained + _scores(shape, rollout.slots)) / parts
-    traffic = (shape.linear_weights * WEIGHT_BYTES[config.model.base_dtype] + head * size + 4 * trained) / parts
+    flops = 2 * whole * (shape.active_weights + head + trained + _scores(shape, rollout.slots)) / parts
+    weights = sum(kind.weights(whole) * number for kind, number in shape.counted)
+    traffic = (weights * WEIGHT_BYTES[config.model.base_dtype] + head * size + 4 * trained) / parts
     traffic += cache + LOGITS_TRAFFIC * 4 * rows * shape.vocabulary
     block, moved = rollout.block, list[Transfer]()
     if parts > 1:

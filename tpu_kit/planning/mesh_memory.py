@@ -124,7 +124,7 @@ class MeshActivationModel(PeakActivationModel):
         """
         _, attention = super().at_mlp(kind)
         layer = self.states(self.at_hand + self.block - 1) + self.slices(kind) + WIDE * self.wide(self.tile, kind)
-        return layer + self.whole * 2.0 * elements(kind.mlp_linears), attention
+        return layer + self.experts(kind) + self.whole * 2.0 * elements(kind.mlp_linears), attention
 
     def slices(self, kind: Layer) -> float:
         """The weights of a layer, gathered over fsdp, and q, k and v of the next one, if they are frozen floats.

@@ -168,7 +168,7 @@ def _trace_generation(config: TrainConfig, wanted: GenerationProgram) -> Program
     else:
         with torch.device("meta"):
             model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
-            model = model.to(models.compute_dtype(model)).eval()
+            models.cast(model.eval(), models.compute_dtype(model))
         inputs = fill(model)
         embedding = embedding_of(model)
         specs = {name: spec_of(name, tensor, embedding) for name, tensor in inputs.items()}

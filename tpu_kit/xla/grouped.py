@@ -6,7 +6,8 @@ finds the rows. `rows_of` and `sums_of` move tokens to rows and back; each is th
 gather, because TPUs scatter slowly. `product` is a Pallas kernel that multiplies each tile with the weights of its
 expert. It makes floats of integers in vector memory, once for all tiles of an expert.
 
-On a mesh each device does this with its own tokens.
+On a mesh each device does this with its own tokens and all experts; in generation with all tokens and its own experts
+(`Tiles.in_place`): then no weight moves, and `sums_of` adds over the devices.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Tiles(NamedTuple):
         bits: of a weight: 16 stands for floats of any size, 8 and 4 for integers as `models.quantization` stores them.
         group: inputs that share a scale, of 4 bits.
         back: whether the product is with the transposed weights.
+        in_place: on a mesh, the number of shards of the experts, each of which stays on its device; 0 if all devices
+            have all experts, and each its own tokens.
         kernel: whether a program for a TPU is made, with the kernel.
         interpret: run the kernel in Pallas' interpreter on a CPU, for tests.
     """
@@ -42,8 +45,24 @@ class Tiles(NamedTuple):
     bits: int = 16
     group: int = 0
     back: bool = False
+    in_place: int = 0
     kernel: bool = True
     interpret: bool = False
+
+    @property
+    def by_expert(self) -> str | None:
+        """The mesh axis of tensors of experts."""
+        return "fsdp" if self.in_place > 1 else None
+
+    @property
+    def by_row(self) -> str | tuple[str, ...] | None:
+        """The mesh axes of rows."""
+        return self.by_expert if self.in_place else BATCH
+
+    @property
+    def by_token(self) -> tuple[str, ...] | None:
+        """The mesh axes of tokens."""
+        return None if self.in_place else BATCH
 
 
 class Layout(NamedTuple):
@@ -52,7 +71,8 @@ class Layout(NamedTuple):
     Attributes:
         token: (R,) int32, the token of each row; -1 where it is padding.
         pair: (R,) int32, the place of its pair in (T, K); -1 where it is padding.
-        row: (T, K) int32, the row of each pair.
+        row: (T, K) int32, the row of each pair; with experts in place one such table for each shard of them, in which
+            -1 stands for other devices' pairs.
         expert: (R / rows of a tile,) int32, the expert of each tile.
         used: (1,) int32, the number of tiles with pairs; they are the first.
     """
@@ -66,18 +86,23 @@ class Layout(NamedTuple):
 
 def layout(tiles: Tiles, index: torch.Tensor) -> Layout:
     """Sorts pairs by expert: index (T, K) integers, the experts of each token."""
-    outputs = ((BATCH,), (BATCH,), (BATCH, None), (BATCH,), (BATCH,))
-    return Layout(*_call(_layout, tiles, index.to(torch.int32), outputs=outputs))
+    by_row = tiles.by_row
+    outputs = ((by_row,), (by_row,), (by_row, None), (by_row,), (by_row,))
+    return Layout(*_call(_layout, tiles, index.to(torch.int32), inputs=((tiles.by_token, None),), outputs=outputs))
 
 
 def rows_of(tiles: Tiles, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Gathers (N, ...) to (R, ...); rows whose index (R,) is -1 are zero."""
-    return _call(_rows_of, tiles, tensor, index)[0]
+    rest = (None,) * (tensor.ndim - 1)
+    inputs, outputs = ((tiles.by_token, *rest), (tiles.by_row,)), ((tiles.by_row, *rest),)
+    return _call(_rows_of, tiles, tensor, index, inputs=inputs, outputs=outputs)[0]
 
 
 def sums_of(tiles: Tiles, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Adds rows (R, ...) to (N, ...): those that index (N, K) names, in fp32."""
-    return _call(_sums_of, tiles, rows, index)[0]
+    rest = (None,) * (rows.ndim - 1)
+    inputs, outputs = ((tiles.by_row, *rest), (tiles.by_row, None)), ((tiles.by_token, *rest),)
+    return _call(_sums_of, tiles, rows, index, inputs=inputs, outputs=outputs)[0]
 
 
 def product(tiles: Tiles, rows: torch.Tensor, at: Layout, weight: torch.Tensor, *scale: torch.Tensor) -> torch.Tensor:
@@ -90,40 +115,53 @@ def product(tiles: Tiles, rows: torch.Tensor, at: Layout, weight: torch.Tensor, 
         weight: (E, ...) each expert's, as `models.quantization` stores it.
         *scale: (E, ...) likewise; none with floats.
     """
-    whole = tuple((None,) * tensor.ndim for tensor in (weight, *scale))
-    inputs = ((BATCH, None), (BATCH,), (BATCH,), *whole)
-    return _call(_product, tiles, rows, at.expert, at.used, weight, *scale, inputs=inputs)[0]
+    stored = tuple((tiles.by_expert, *[None] * (tensor.ndim - 1)) for tensor in (weight, *scale))
+    by_row = tiles.by_row
+    inputs, outputs = ((by_row, None), (by_row,), (by_row,), *stored), ((by_row, None),)
+    return _call(_product, tiles, rows, at.expert, at.used, weight, *scale, inputs=inputs, outputs=outputs)[0]
 
 
-def _call(function: Any, tiles: Tiles, *tensors: torch.Tensor, inputs: Any = None, outputs: Any = None) -> Any:
-    rows = tuple((BATCH, *[None] * (tensor.ndim - 1)) for tensor in tensors)
+def _call(function: Any, tiles: Tiles, *tensors: torch.Tensor, inputs: Any, outputs: Any) -> Any:
     platform = "tpu" if tiles.kernel and not tiles.interpret else "cpu"
-    return call(functools.partial(function, tiles), tensors, inputs or rows, outputs or rows[:1], platform)
+    return call(functools.partial(function, tiles), tensors, inputs, outputs, platform)
 
 
 # ------------------------------------------------------------------------------------------------------------ in JAX
 
 
+def _own(tiles: Tiles) -> tuple[int, Any]:
+    """Returns the number of experts of this device, and the first."""
+    import jax
+
+    if tiles.in_place < 2:
+        return tiles.experts, 0
+    own = tiles.experts // tiles.in_place
+    return own, jax.lax.axis_index("fsdp") * own
+
+
 def _layout(tiles: Tiles, index: Any) -> tuple[Any, ...]:
     import jax.numpy as jnp
 
-    flat, size = index.reshape(-1), tiles.rows
+    experts, start = _own(tiles)
+    flat, size = index.reshape(-1) - start, tiles.rows
+    flat = jnp.where((flat >= 0) & (flat < experts), flat, experts)  # pairs of other devices come last
     pairs = flat.shape[0]
-    count = (pairs + tiles.experts * (size - 1)) // size
+    count = (pairs + experts * (size - 1)) // size
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     place = jnp.argsort(order).astype(jnp.int32)
-    sizes = (flat[:, None] == jnp.arange(tiles.experts, dtype=flat.dtype)).sum(0, dtype=jnp.int32)
+    sizes = (flat[:, None] == jnp.arange(experts, dtype=flat.dtype)).sum(0, dtype=jnp.int32)
     needed = -(-sizes // size)
     end = jnp.cumsum(needed)
     first_row, first_place = (end - needed) * size, jnp.cumsum(sizes) - sizes
     expert = (end[None, :] <= jnp.arange(count)[:, None]).sum(1, dtype=jnp.int32)
-    expert = jnp.minimum(expert, tiles.experts - 1)
+    expert = jnp.minimum(expert, experts - 1)
     of_row = jnp.repeat(expert, size)
     within = jnp.arange(count * size, dtype=jnp.int32) - first_row[of_row]
     there = within < sizes[of_row]  # unused tiles are the last expert's, beyond its rows
     pair = jnp.where(there, order[jnp.clip(first_place[of_row] + within, 0, pairs - 1)], -1)
-    row = ((first_row - first_place)[flat] + place).astype(jnp.int32).reshape(index.shape)
-    return pair // index.shape[1], pair, row, expert, end[-1:].astype(jnp.int32)
+    row = jnp.where(flat < experts, (first_row - first_place)[jnp.minimum(flat, experts - 1)] + place, -1)
+    row = row.astype(jnp.int32).reshape(index.shape)
+    return pair // index.shape[1], pair, row, expert + start, end[-1:].astype(jnp.int32)
 
 
 def _rows_of(_: Tiles, tensor: Any, index: Any) -> tuple[Any]:
@@ -133,10 +171,15 @@ def _rows_of(_: Tiles, tensor: Any, index: Any) -> tuple[Any]:
     return (jnp.where(there, tensor[jnp.maximum(index, 0)], 0),)
 
 
-def _sums_of(_: Tiles, rows: Any, index: Any) -> tuple[Any]:
+def _sums_of(tiles: Tiles, rows: Any, index: Any) -> tuple[Any]:
+    import jax
     import jax.numpy as jnp
 
-    return (rows[index].astype(jnp.float32).sum(1).astype(rows.dtype),)
+    if not tiles.in_place:
+        return (rows[index].astype(jnp.float32).sum(1).astype(rows.dtype),)
+    there = (index >= 0).reshape(*index.shape, *[1] * (rows.ndim - 1))
+    sums = jnp.where(there, rows[jnp.maximum(index, 0)].astype(jnp.float32), 0).sum(1)
+    return ((jax.lax.psum(sums, "fsdp") if tiles.in_place > 1 else sums).astype(rows.dtype),)
 
 
 def _columns(outer: int, inner: int, step: int) -> int:
@@ -282,5 +325,5 @@ def _product(tiles: Tiles, rows: Any, expert: Any, used: Any, weight: Any, *scal
         ),
         interpret=tiles.interpret,
         name="tpu_kit_experts",
-    )(expert, used, *inputs)  # fmt: skip
+    )(expert - _own(tiles)[1], used, *inputs)  # fmt: skip
     return (found[0] if halves == 1 else jnp.concatenate([found[0], found[1]], axis=1),)

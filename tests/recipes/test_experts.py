@@ -1,0 +1,101 @@
+"""Mixtures of experts train, answer and are exported on XLA as with transformers' experts on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.support.expert_functions import SIZES
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.exporting.export import export
+from tpu_kit.hardware.machine import Machine
+from tpu_kit.recipes import sft
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_xla"),
+    pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed"),
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]
+WAYS: dict[str, dict[str, Any]] = {
+    "replicas": {"device_type": "xla-cpu", "num_replicas": 2, "batch_size": 2},
+    "fsdp": {"device_type": "xla-cpu", "mesh": "fsdp=2", "batch_size": 2},
+    "data": {"device_type": "xla-cpu", "mesh": "data=2,fsdp=2", "batch_size": 1},
+}
+
+
+def mixture(world: Path, kind: str) -> Path:
+    """A model of two layers with the tokenizer of the world."""
+    folder = world / kind
+    if not folder.exists():
+        tokenizer = AutoTokenizer.from_pretrained(world / "model")
+        ids = {name: tokenizer.eos_token_id for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            config = CONFIG_MAPPING[kind](**SIZES | sizes | ids, vocab_size=len(tokenizer), first_k_dense_replace=1)
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(world: Path, kind: str, folder: Path, **changes: Any) -> TrainConfig:
+    settings = {
+        "model.name": str(mixture(world, kind)), "base_dtype": "fp32", "lora.r": 4, "source": str(world / "rows.jsonl"),
+        "max_length": 96, "eval_rows": 4, "generate_rows": 2, "generate_tokens": 16, "max_steps": 3,
+        "learning_rate": 1e-2, "global_batch_size": 4, "logging_steps": 1, "device_type": "cpu", "num_replicas": None,
+        "output_dir": str(folder / kind), **changes,
+    }  # fmt: skip
+    config = load_config(None, settings)
+    assert sft.train(config).status == "finished"
+    return config
+
+
+def seen(config: TrainConfig) -> tuple[torch.Tensor, Any]:
+    """The losses, and the answers of base and tuned model."""
+    lines = map(json.loads, (config.output_path / "metrics.jsonl").read_text().splitlines())
+    said = json.loads((config.output_path / "eval.json").read_text())["samples"]
+    losses = torch.tensor([line["loss"] for line in lines if line["kind"] == "train"])
+    return losses, [(one["base"]["answer"], one["tuned"]["answer"]) for one in said]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ways"), [("qwen3_moe", WAYS), ("mixtral", ["replicas", "fsdp"]), ("glm4_moe", ["fsdp"])]
+)
+def test_training_and_answers_are_those_of_the_cpu(world: Path, tmp_path: Path, kind: str, ways: Any) -> None:
+    losses, answers = seen(run(world, kind, tmp_path / "cpu", num_replicas=1, batch_size=4))
+    for way in ways:
+        ours, said = seen(run(world, kind, tmp_path / way, **WAYS[way]))
+        torch.testing.assert_close(ours, losses, rtol=0, atol=2e-6)
+        assert said == answers, way
+
+
+def test_merged_weights_have_the_names_of_the_family_and_gguf_is_refused(world: Path, tmp_path: Path) -> None:
+    config = run(world, "qwen3_moe", tmp_path, num_replicas=1, batch_size=4)
+    export(config.output_path, "merged", tmp_path / "merged", dtype="fp32")
+    with safe_open(tmp_path / "merged" / "model.safetensors", "pt") as file:
+        assert "model.layers.1.mlp.experts.7.gate_proj.weight" in set(file.keys())
+    with pytest.raises(ValueError, match="no GGUF file of qwen3_moe, a mixture of experts, was compared"):
+        export(config.output_path, "gguf-f16")
+
+
+def test_integers_are_kept_in_the_cache(world: Path, tmp_path: Path) -> None:
+    changes = {"base_dtype": "int4", "quant_group": 16, "quant_cache": str(tmp_path / "cache"), "generate_rows": 0}
+    runs = [run(world, "qwen3_moe", tmp_path / str(n), num_replicas=1, batch_size=4, **changes) for n in (1, 2)]
+    assert len(list((tmp_path / "cache").glob("*int4-16*/config.json"))) == 1
+    losses = [seen(one)[0] for one in runs]
+    assert torch.equal(*losses)
+    mesh = run(world, "qwen3_moe", tmp_path / "mesh", **WAYS["fsdp"], **changes)
+    torch.testing.assert_close(seen(mesh)[0], losses[0], rtol=0, atol=5e-3)  # products in bf16
+
+
+def test_all_weights_are_not_trained_on_xla(world: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"lora\.r=0 trains all weights, and on XLA those of experts are frozen"):
+        run(world, "qwen3_moe", tmp_path, **{**WAYS["fsdp"], "lora.r": 0})
