@@ -97,8 +97,6 @@ def test_in_a_loop_on_the_cpu_logits_and_gradients_are_those_of_transformers(fam
 
 @pytest.mark.parametrize("family", EVERY)
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
-    if family in STATES:
-        pytest.xfail("their states have no cache")
     reference_check.check_generation(configuration(family))
 
 

@@ -55,6 +55,7 @@ class StreamedModel:
             if hasattr(part, "get_delta_weight")
         }
         self._slots: dict[str, _Slot] = {}
+        parents = {id(child): part for part in model.modules() for child in part.children()}
         for part in model.modules():
             slots = [
                 _Slot(part, leaf, names[id(weight)])
@@ -64,6 +65,8 @@ class StreamedModel:
             if slots:
                 self._slots |= {slot.name: slot for slot in slots}
                 unit = self._adapted.get(id(part), part)  # DoRA uses the weight outside the base layer, too
+                # Layers with a state read the weight of their short convolution, and do not call it.
+                unit = parents[id(part)] if isinstance(part, torch.nn.Conv1d) else unit
                 unit.register_forward_pre_hook(lambda _, __, mine=slots: self._load(mine))
                 unit.register_forward_hook(lambda _, __, ___, mine=slots: self._drop(mine))
 

@@ -164,10 +164,12 @@ class _Chunks(torch.autograd.Function):
     """The loops over chunks; tensors are (N, B, C, ...), the last two the segments and the segments before chunks."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, state: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, step: Step, dtype: torch.dtype, state: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         def body(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
             after, output = step(carry[0], *slices)
-            return [after], [carry[0] * 1, output]
+            return [after], [carry[0] * 1, output.to(dtype)]
 
         with torch.autocast(state.device.type, enabled=False):
             carry, (states, output) = scan(body, [state], list(tensors))
@@ -187,18 +189,18 @@ class _Chunks(torch.autograd.Function):
             with torch.enable_grad():
                 leaves = [one.detach().requires_grad_() for one in (state, *rest[:count])]
                 results = ctx.step(*leaves, *rest[count:])
-                first, *found = torch.autograd.grad(results, leaves, [carry[0], given])
+                first, *found = torch.autograd.grad(results, leaves, [carry[0], given.float()])
             return [first], found
 
         with torch.autocast(upstream.device.type, enabled=False):
             found = scan(body, [torch.zeros_like(states[0])], [upstream, states, *tensors], reverse=True)[1]
-        return (None, None, *found, None, None)
+        return (None, None, None, *found, None, None)
 
 
 def _over_chunks(
-    step: Step, sizes: tuple[int, int, int], tensors: Tensors, segment_ids: torch.Tensor
+    step: Step, sizes: tuple[int, int, int], dtype: torch.dtype, tensors: Tensors, segment_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the outputs (B, S, H, V) of all chunks and the last state, (B, H, K, V) for the sizes H, K, V."""
+    """Returns the outputs (B, S, H, V) in a dtype, and the last state, (B, H, K, V) for the sizes H, K, V, in fp32."""
     batch, length = segment_ids.shape
     padding = -length % CHUNK
 
@@ -209,7 +211,7 @@ def _over_chunks(
     segments = chunks(segment_ids.to(torch.int32))
     before = torch.cat([segments[:1, :, 0], segments[:-1, :, -1]])
     state = torch.zeros(batch, *sizes, device=segment_ids.device)
-    output, last = _Chunks.apply(step, state, *map(chunks, tensors), segments, before)
+    output, last = _Chunks.apply(step, dtype, state, *map(chunks, tensors), segments, before)
     return output.transpose(0, 1).flatten(1, 2)[:, :length], last
 
 
@@ -238,8 +240,7 @@ def gated_delta_rule(
         (B, S, H, V) in the value's dtype, and the state after the last token, (B, H, K, V) fp32, without a gradient.
     """
     sizes = value.shape[2], key.shape[3], value.shape[3]
-    output, state = _over_chunks(delta_step, sizes, [query, key, value, decay, beta], segment_ids)
-    return output.to(value.dtype), state
+    return _over_chunks(delta_step, sizes, value.dtype, [query, key, value, decay, beta], segment_ids)
 
 
 def mamba2(
@@ -261,7 +262,7 @@ def mamba2(
     """
     sizes, dt = (hidden.shape[2], key.shape[3], hidden.shape[3]), dt.float()
     tensors = [hidden.float() * dt[..., None], key, query, rates.float() * dt]
-    output, state = _over_chunks(mamba_step, sizes, tensors, segment_ids)
+    output, state = _over_chunks(mamba_step, sizes, torch.float32, tensors, segment_ids)
     return output, state.transpose(2, 3)
 
 
@@ -307,26 +308,27 @@ class _Conv(torch.autograd.Function):
         with torch.enable_grad():
             before = _convolved(hidden, weight, bias, segment_ids).detach().requires_grad_()
             (given,) = torch.autograd.grad(_activated(before, ctx.activation), before, upstream.float())
+        given = given.to(hidden.dtype)  # else XLA stores it in fp32, and reads it for each tap
         taps = range(min(weight.shape[1], hidden.shape[2]))
         factors = weight.float().flip(1)
-        first = sum(_shifted(given, -back, segment_ids) * factors[:, back, None] for back in taps)
+        first = sum(_shifted(given, -back, segment_ids).float() * factors[:, back, None] for back in taps)
         second = third = None
         if ctx.needs_input_grad[1]:
-            each = [(_shifted(hidden.float(), back, segment_ids) * given).sum((0, 2)) for back in taps]
+            each = [(_shifted(hidden, back, segment_ids).float() * given).sum((0, 2)) for back in taps]
             missing = [torch.zeros_like(each[0])] * (weight.shape[1] - len(taps))
             second = torch.stack([*each, *missing], 1).flip(1).to(weight.dtype)
         if bias is not None and ctx.needs_input_grad[2]:
-            third = given.sum((0, 2)).to(bias.dtype)
+            third = given.float().sum((0, 2)).to(bias.dtype)
         return first.to(hidden.dtype), second, third, None, None
 
 
 def _convolved(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, segment_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    hidden, factors = hidden.float(), weight.float().flip(1)
-    found = hidden * factors[:, :1]
+    factors = weight.float().flip(1)
+    found = hidden.float() * factors[:, :1]
     for back in range(1, min(weight.shape[1], hidden.shape[2])):
-        found = found + _shifted(hidden, back, segment_ids) * factors[:, back, None]
+        found = found + _shifted(hidden, back, segment_ids).float() * factors[:, back, None]
     return found if bias is None else found + bias.float()[:, None]
 
 
