@@ -7,14 +7,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4TextConfig, Gemma4VisionConfig, LlamaConfig
 
 from tests.support.quantize_functions import dequantized
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.models import attention
-from tpu_kit.models.causal_lm import check_vocabulary, compute_dtype, hidden_states, load_model, load_tokenizer
+from tpu_kit.models.causal_lm import check_vocabulary, compute_dtype, hidden_states, load_model, load_tokenizer, logits
 from tpu_kit.models.loading import load_base, read_config
+from tpu_kit.models.shape_cache import read_shape
 
 CONFIG = LlamaConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -178,3 +179,20 @@ def test_code_from_the_repository_runs_only_where_it_is_asked_for(tmp_path):
 def test_a_tokenizer_of_another_model_is_refused(saved):
     with pytest.raises(ValueError, match=r"the tokenizer has \d+ ids and the model only 67 embeddings"):
         check_vocabulary(load_model(ModelConfig(name=str(saved)), LORA), load_tokenizer(ModelConfig()))
+
+
+def test_of_a_model_of_images_the_part_for_text_is_loaded_where_the_rest_may_be_missing(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2,
+             "head_dim": 16, "global_head_dim": 16, "num_hidden_layers": 2}  # fmt: skip
+    text = Gemma4TextConfig(vocab_size=67, vocab_size_per_layer_input=67, hidden_size_per_layer_input=8, **sizes)
+    stock = AutoModelForCausalLM.from_config(
+        Gemma4Config(text_config=text, vision_config=Gemma4VisionConfig(**sizes))
+    ).eval()
+    stock.save_pretrained(tmp_path)
+    config = ModelConfig(name=str(tmp_path), base_dtype="fp32")
+    model = load_model(config, LoraConfig(r=0)).eval()
+    names = {name for name, _ in stock.named_parameters() if "vision" not in name}
+    assert {name for name, _ in model.named_parameters()} == names < {name for name, _ in stock.named_parameters()}
+    assert read_shape(config).parameters == model.num_parameters()
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, {"input_ids": IDS}), stock(input_ids=IDS, use_cache=False).logits)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import ConfigError, LoraConfig, TrackingConfig, TrainConfig
@@ -288,7 +290,6 @@ def build_llama(**changed: Any) -> Any:
 
 def counted(model: Any, length: int) -> float:
     """FLOPs per token of one forward and backward pass, counted operator by operator by torch."""
-    import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
@@ -315,6 +316,17 @@ def test_flops_agree_with_torch(lora: bool, tied: bool) -> None:
         assert formula == 6 * (model.num_parameters() - (0 if tied else 96 * 64)) + 12 * 6 * 128 * length
 
 
+def test_flops_of_attention_are_those_of_each_layers_heads() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "vocab_size": 128, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16}  # fmt: skip
+    config = Gemma4TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], head_dim=16,
+                              global_head_dim=32, **sizes)  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = [model_flops_per_token(model, length) for length in (0, 1)]
+    assert None not in found and found[1] - found[0] == 12 * 4 * (16 + 32)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_flops_of_integers_are_those_of_the_weights_that_they_stand_for(bits: int) -> None:
     from tpu_kit.models import causal_lm as models
@@ -336,7 +348,6 @@ def test_flops_of_integers_are_those_of_the_weights_that_they_stand_for(bits: in
 
 def test_flops_of_an_8b_model_in_int4() -> None:
     """Four for each number in the matrices of Llama 3.1 8B, 6.98e9 in layers and 0.53e9 in the head, and attention."""
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tpu_kit.models.architecture import shipped_shapes

@@ -102,7 +102,9 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    name = locate(config)
+    name, settings = locate(config), read_config(config)
+    if settings is not None and leave_out_towers(settings):
+        options["config"] = settings
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
@@ -154,6 +156,15 @@ def read_config(config: ModelConfig) -> PreTrainedConfig | None:
         refuse_code(config, error)
         return None
     return found
+
+
+def leave_out_towers(settings: Any) -> bool:
+    """Removes from a configuration the parts for images and sound that may be None; returns whether it had any."""
+    names = [name for name in ("vision_config", "audio_config") if getattr(settings, name, None) is not None]
+    found = [name for name in names if getattr(type(settings)(), name) is None]
+    for name in found:
+        setattr(settings, name, None)
+    return bool(found)
 
 
 def forget_quantizer(model: PreTrainedModel) -> None:

@@ -20,7 +20,7 @@ import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do 
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models import attention, experts, layer_calls
 from tpu_kit.models.architecture import Experts, Layer, Linear, Shape, brief, locate, unreachable
-from tpu_kit.models.loading import refuse_code
+from tpu_kit.models.loading import leave_out_towers, refuse_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,6 +67,7 @@ def _settings(config: ModelConfig) -> Any:
     except Exception as error:  # strict configurations raise classes of their own
         refuse_code(config, error)
         raise ValueError(f"model.name={config.name}: its config.json cannot be used: {brief(error)}") from error
+    leave_out_towers(settings)
     # transformers replaces missing sizes by its defaults, which would silently plan another model.
     text, given = settings.get_text_config(), given.get("text_config", given)
     names = {name: getattr(text, "attribute_map", {}).get(name, name) for name in _SIZES}

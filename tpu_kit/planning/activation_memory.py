@@ -429,7 +429,7 @@ class PeakActivationModel:
         elif not self.scanned:
             found = self.lanes(kind) + self.heads(2, kind)
         else:
-            block = SPLASH_BLOCK // (1 if kind.head_dim <= LANES else 2)
+            block = SPLASH_BLOCK >> (-(-kind.head_dim // LANES) - 1).bit_length()
             blocks = max(1, self.length // block)
             read = self.heads(3, kind) + self.pairs(4, kind)
             given = self.spilt(read) + self.heads(blocks, kind)

@@ -99,9 +99,11 @@ def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
     counts = {False: sum(part.count for part in parts if isinstance(part, QuantizedLinear)), True: 0}
     for parameter in {*decoder.parameters()} - tables | {*head.parameters()}:  # a tied table is the head's matrix
         counts[parameter.requires_grad] += parameter.numel()
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return 4 * counts[False] + 6 * counts[True] + 12 * config.num_hidden_layers * width * sequence_length
+    # transformers refuses to tell the size of a head where layers differ in it; older versions have no list of them.
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    width = sum(one.num_attention_heads * (getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
+                for one in layers)  # fmt: skip
+    return 4 * counts[False] + 6 * counts[True] + 12 * width * sequence_length
 
 
 def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
