@@ -491,6 +491,8 @@ PUBLISHED = {
     "deepseek-ai/deepseek-coder-6.7b-base": 6740512768, "deepseek-ai/deepseek-llm-7b-base": 6910365696,
     "google/gemma-2-27b": 27227128320, "google/gemma-2-2b-it": 2614341888, "google/gemma-2-9b": 9241705984,
     "google/gemma-3-1b-it": 999885952, "google/gemma-3-270m": 268098176, "HuggingFaceTB/SmolLM-135M": 134515008,
+    "google/gemma-4-E2B": 4628569344,  # without the towers, whose 450 million the page counts, too
+    "HuggingFaceTB/SmolLM3-3B": 3075098624,
     "HuggingFaceTB/SmolLM2-1.7B": 1711376384, "HuggingFaceTB/SmolLM2-360M": 361821120,
     "meta-llama/Llama-2-13b-hf": 13015864320, "meta-llama/Llama-2-70b-hf": 68976648192,
     "meta-llama/Llama-2-7b-hf": 6738415616, "meta-llama/Llama-3.1-8B": 8030261248,
@@ -503,9 +505,9 @@ PUBLISHED = {
     "Qwen/Qwen2.5-0.5B": 494032768, "Qwen/Qwen2.5-1.5B": 1543714304, "Qwen/Qwen2.5-14B": 14770033664,
     "Qwen/Qwen2.5-32B": 32763876352, "Qwen/Qwen2.5-3B": 3085938688, "Qwen/Qwen2.5-72B": 72706203648,
     "Qwen/Qwen2.5-7B": 7615616512, "Qwen/Qwen3-0.6B": 596049920, "Qwen/Qwen3-1.7B": 1720574976,
-    "Qwen/Qwen3-14B": 14768307200, "Qwen/Qwen3-32B": 32762123264, "Qwen/Qwen3-4B": 4022468096,
-    "Qwen/Qwen3-8B": 8190735360, "tiiuae/Falcon3-10B-Base": 10305653760, "tiiuae/Falcon3-3B-Base": 3227655168,
-    "tiiuae/Falcon3-7B-Base": 7455550464, "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1100048384,
+    "Qwen/Qwen3-14B": 14768307200, "Qwen/Qwen3-30B-A3B": 30532122624, "Qwen/Qwen3-32B": 32762123264,
+    "Qwen/Qwen3-4B": 4022468096, "Qwen/Qwen3-8B": 8190735360, "tiiuae/Falcon3-10B-Base": 10305653760,
+    "tiiuae/Falcon3-3B-Base": 3227655168, "tiiuae/Falcon3-7B-Base": 7455550464, "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1100048384,
 }  # fmt: skip
 
 
