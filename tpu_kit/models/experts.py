@@ -141,7 +141,7 @@ def experts_forward(
     first, last = names_of(self)
     rows = _linear(self, first, torch.nn.functional.pad(rows, (0, getattr(self, "padding", 0))), at, tiles)
     rows = self._apply_gate(_Gates(rows) if _interleaves(self) else rows) if self.has_gate else self.act_fn(rows)
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # transformers 5.15 has no such experts
         rows = self.post_expert_norm(_linear(self, last, rows.to(dtype), at, tiles)).float() * weight
     else:  # weighted first: then the backward pass needs no result of the last product
         rows = _linear(self, last, (rows.float() * weight).to(dtype), at, tiles, weight)
