@@ -506,7 +506,8 @@ PUBLISHED = {
     "Qwen/Qwen2.5-32B": 32763876352, "Qwen/Qwen2.5-3B": 3085938688, "Qwen/Qwen2.5-72B": 72706203648,
     "Qwen/Qwen2.5-7B": 7615616512, "Qwen/Qwen3-0.6B": 596049920, "Qwen/Qwen3-1.7B": 1720574976,
     "Qwen/Qwen3-14B": 14768307200, "Qwen/Qwen3-30B-A3B": 30532122624, "Qwen/Qwen3-32B": 32762123264,
-    "Qwen/Qwen3-4B": 4022468096, "Qwen/Qwen3-8B": 8190735360, "tiiuae/Falcon3-10B-Base": 10305653760,
+    "Qwen/Qwen3-4B": 4022468096, "Qwen/Qwen3-8B": 8190735360, "Qwen/Qwen3.5-4B": 4205751296,
+    "Qwen/Qwen3.5-9B": 8953803264, "tiiuae/Falcon3-10B-Base": 10305653760,
     "tiiuae/Falcon3-3B-Base": 3227655168, "tiiuae/Falcon3-7B-Base": 7455550464,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1100048384,
 }  # fmt: skip
