@@ -520,6 +520,11 @@ def test_shapes_that_come_with_the_kit() -> None:
     assert shipped_shape(ModelConfig(name="Qwen/Qwen3-0.6B", revision="main")) is None
 
 
+def test_layers_that_read_the_keys_of_others_keep_none_in_the_cache() -> None:
+    counted = read_shape(ModelConfig(name="google/gemma-4-E2B")).counted  # 20 of its 35 layers do
+    assert sum(count * kind.cached_heads * kind.head_dim for kind, count in counted) == 12 * 256 + 3 * 512
+
+
 def test_bases_and_mirrors_are_known_too() -> None:
     eight = {f"meta-llama/{name}" for name in ("Llama-3.1-8B", "Llama-3.1-8B-Instruct", "Meta-Llama-3.1-8B")}
     eight |= {"unsloth/Llama-3.1-8B-Instruct", "unsloth/Meta-Llama-3.1-8B", "NousResearch/Meta-Llama-3.1-8B"}

@@ -342,7 +342,7 @@ def inference(config: TrainConfig, shape: Shape, limit: float) -> Inference:
     ).parts
     weights = parts["base_weights"] + (parts["adapters"] if config.lora.r else 0)
     element = 4 if config.model.base_dtype == "fp32" else 2
-    each = 2 * element * sum(count * kind.kv_heads * kind.head_dim for kind, count in shape.counted)
+    each = 2 * element * sum(count * kind.cached_heads * kind.head_dim for kind, count in shape.counted)
     return Inference(weights, each, max(0, min(shape.positions, int((limit - weights) // each))))
 
 

@@ -101,7 +101,9 @@ def cache_bytes(config: TrainConfig, shape: Shape, rows: int, slots: int, mesh: 
     size, mesh = 4 if config.model.base_dtype == "fp32" else 2, mesh or Mesh()
     total = 0
     for kind, count in shape.counted:
-        one = (rows, kind.kv_heads, slots, kind.head_dim)
+        if not kind.cached_heads:
+            continue
+        one = (rows, kind.cached_heads, slots, kind.head_dim)
         total += 2 * count * padded(mesh.shard_shape(mesh.fitted(cache_spec(mesh, one), one), one), size, free=True)
     return total
 
