@@ -30,8 +30,9 @@ from tpu_kit.exporting.export import export, hub_id
 from tpu_kit.exporting.formats import modelfile
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import generate, load_for_generation
-from tpu_kit.models.causal_lm import load_model, load_tokenizer, save_adapter, trainable_parameters
+from tpu_kit.models.causal_lm import load_model, load_tokenizer, trainable_parameters
 from tpu_kit.storage.object_store import ObjectFolder, upload
+from tpu_kit.training.adapter_files import save_adapter
 
 IDS = torch.arange(5, 37)[None]
 QUESTION = [{"role": "user", "content": "Ann has 6 apples and eats 3. How many are left?"}]

@@ -38,6 +38,7 @@ from tpu_kit.models import architecture, layer_scan
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.activation_checkpointing import SeededDropout, chunk_mlp, keep_mask, tiles_of
 from tpu_kit.models.layer_calls import CannotScanError
+from tpu_kit.training import adapter_files
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState, restore
 from tpu_kit.training.step import train_step
@@ -328,7 +329,7 @@ def test_an_adapter_is_saved_as_ever() -> None:
     files = []
     for model in (unrolled, looped):
         named = {name: value.detach() for name, value in models.trainable_parameters(model).items()}
-        files.append(models.adapter_tensors(model, layer_scan.unstacked(layer_scan.stacked_names(model), named)))
+        files.append(adapter_files.adapter_tensors(model, layer_scan.unstacked(layer_scan.stacked_names(model), named)))
     assert files[0].keys() == files[1].keys()
     assert any(".layers.1.mlp.down_proj.lora_B.weight" in name for name in files[1])
     for name, value in files[0].items():

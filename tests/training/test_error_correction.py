@@ -17,6 +17,7 @@ from tpu_kit.config.loader import load_config
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import states_head
 from tpu_kit.models.states_head import file_names
+from tpu_kit.training import adapter_files
 from tpu_kit.training.error_correction import ErrorCorrection, ErrorCorrectionObjective
 from tpu_kit.training.objectives import SupervisedObjective
 
@@ -116,7 +117,7 @@ def test_a_model_with_the_head_of_a_folder_returns_corrected_states(tmp_path: Pa
     _, model, config = made()
     opened(model)
     weights = {name: one.detach() for name, one in models.trainable_parameters(model).items()}
-    files, documents = models.result_files(model, weights, config)
+    files, documents = adapter_files.result_files(model, weights, config)
     assert sorted(files) == ["adapter_model", "error_correction"]
     assert not any("objective" in name for name in files["adapter_model"])
     write(tmp_path, files["error_correction"], documents["error_correction"])

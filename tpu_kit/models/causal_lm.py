@@ -1,4 +1,4 @@
-"""The model to train: a pretrained base with LoRA, its forward pass, its output head, and its trained weights as files.
+"""The model to train: a pretrained base with LoRA, its forward pass, and its output head.
 
 Precision: with LoRA the frozen base is stored in `base_dtype` (int8 and int4: see `quantization`), and the adapters in
 fp32. In full fine-tuning (lora.r = 0) all weights are stored in fp32, because a bf16 weight (8 bits of mantissa) loses
@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,15 +20,13 @@ import torch
 from tpu_kit.config.conflicts import check_remat
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import activation_checkpointing, attention, base_identity, experts, linear_attention, partition
-from tpu_kit.models.architecture import WITHOUT_ADAPTER, check_targets, locate
+from tpu_kit.models.architecture import WITHOUT_ADAPTER, check_targets
 from tpu_kit.models.layer_calls import layers_of
 from tpu_kit.models.layer_scan import ScannedLayers, scan_layers, stacked_prefixes
 from tpu_kit.models.loading import load_base, load_frozen
 from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported beside load_model
 from tpu_kit.models.quantization import QuantizedLinear
 from tpu_kit.models.quantization import layers_of as linear_layers
-from tpu_kit.models.states_head import StatesHead
-from tpu_kit.storage import atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -485,88 +481,3 @@ def _dynamic_ropes(model: torch.nn.Module) -> list[torch.nn.Module]:
         if any(isinstance(one, str) and ("dynamic" in one or one == "longrope") for one in kinds):
             found.append(part)
     return found
-
-
-# --------------------------------------------------------------------------------------------- trained weights as files
-
-
-def _own(trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in trained.items() if not name.startswith("objective.")}
-
-
-def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Makes the tensors of adapter_model.safetensors, under the names of PEFT's `get_peft_model_state_dict`.
-
-    That function drops all names that are not in the model, and a model with stacks has no names of single layers.
-
-    Args:
-        model: the `PeftModel`.
-        trained: CPU tensors by the names of `trainable_parameters` of the model without stacks.
-    """
-    tensors = {}
-    for name, value in _own(trained).items():
-        name = name.replace(".default", "")
-        tensors[name.removesuffix(".weight") if "lora_magnitude_vector" in name else name] = value
-    return {name: value.contiguous() for name, value in tensors.items()}
-
-
-def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
-    """Makes the contents of adapter_config.json."""
-    settings = {**model.peft_config["default"].to_dict(), "inference_mode": True}
-    name = config.model.name
-    settings["base_model_name_or_path"] = locate(config.model) if name == "embedded" else name
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
-
-
-def base_document(model: torch.nn.Module) -> dict[str, Any]:
-    """Returns the identity of the base of a model from `load_model`, by name of the file; empty where it is unknown."""
-    identity = getattr(model, "_tpu_kit_base", None)
-    return {base_identity.NAME: identity} if identity else {}
-
-
-def result_files(
-    model: Any, trained: Mapping[str, torch.Tensor], config: TrainConfig
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """Makes the tensors and the JSON documents, by name of the file, of the adapter and of the objective's head."""
-    files, documents = {}, {}
-    if hasattr(model, "peft_config"):
-        files["adapter_model"] = adapter_tensors(model, trained)
-        documents["adapter_config"] = adapter_settings(model, config)
-    if isinstance(head := getattr(model, "objective", None), StatesHead):
-        files[head.name], documents[head.name] = head.files(trained)
-    return files, documents
-
-
-def save_adapter(
-    folder: Path, model: torch.nn.Module, trained: Mapping[str, torch.Tensor], config: TrainConfig, tokenizer: Any
-) -> None:
-    """Replaces a folder by the trained weights: an adapter that PEFT loads, or a whole model where lora.r=0.
-
-    The savers of PEFT and transformers cannot read tensors on XLA, so this takes CPU tensors.
-
-    Args:
-        folder: `<output_dir>/adapter`.
-        model: the replica's model, on any device; only its names and settings are used.
-        trained: CPU tensors by the names of `trainable_parameters` of the model without stacks.
-        config: the run.
-        tokenizer: saved beside the weights, with its chat template; None if the run needed none.
-    """
-    from safetensors.torch import save_file
-
-    files, documents = result_files(model, trained, config)
-    with atomic.replacing(folder) as part:
-        part.mkdir(parents=True)
-        if not hasattr(model, "peft_config"):
-            whole = base_model(model)
-            whole.config.save_pretrained(part)
-            if whole.generation_config is not None:
-                whole.generation_config.save_pretrained(part)
-            files["model"] = {name: value.contiguous() for name, value in _own(trained).items()}
-        for name, content in (documents | base_document(model)).items():
-            (part / f"{name}.json").write_text(json.dumps(content, indent=2, sort_keys=True))
-        for name, tensors in files.items():
-            path = part / f"{name}.safetensors"
-            save_file(tensors, path, metadata={"format": "pt"})
-            path.chmod(0o644)  # safetensors makes it readable by the owner alone
-        if tokenizer is not None:
-            tokenizer.save_pretrained(part)

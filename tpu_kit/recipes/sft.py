@@ -45,6 +45,7 @@ from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted
 from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import at_hand
 from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir, upload_results
+from tpu_kit.training.adapter_files import save_adapter
 from tpu_kit.training.metrics import check_tracking, log_result, peak_memory
 from tpu_kit.training.objectives import objective_of
 from tpu_kit.training.resume import (
@@ -450,7 +451,7 @@ def _finish(loop: Trainer, status: Status, reason: str) -> TrainResult:
     loop.checkpoints.wait()
     if status != "preempted":
         adapter, encoder = str(folder / "adapter"), loop.prepared.encoder
-        models.save_adapter(folder / "adapter", loop.model, loop.weights(), loop.config, encoder and encoder.tokenizer)
+        save_adapter(folder / "adapter", loop.model, loop.weights(), loop.config, encoder and encoder.tokenizer)
     metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"}
     metrics |= peak_memory(loop.rt, loop.predicted_bytes)
     complete = loop.checkpoints.complete()

@@ -15,15 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.models.causal_lm import (
-    adapt,
-    adapter_settings,
-    adapter_tensors,
-    load_model,
-    load_tokenizer,
-    save_adapter,
-    trainable_parameters,
-)  # fmt: skip
+from tpu_kit.models.causal_lm import adapt, load_model, load_tokenizer, trainable_parameters
+from tpu_kit.training.adapter_files import adapter_settings, adapter_tensors, save_adapter
 
 IDS = torch.arange(5, 37)[None]
 
