@@ -196,3 +196,11 @@ def test_of_a_model_of_images_the_part_for_text_is_loaded_where_the_rest_may_be_
     assert read_shape(config).parameters == model.num_parameters()
     with torch.no_grad():
         torch.testing.assert_close(logits(model, {"input_ids": IDS}), stock(input_ids=IDS, use_cache=False).logits)
+
+
+def test_a_family_that_transformers_lacks_is_told_with_the_version_that_has_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gemma9", "transformers_version": "9.1.0"}')
+    with pytest.raises(
+        ValueError, match=r"has no family gemma9; 9\.1\.0 wrote .*: pip install 'transformers>=9\.1\.0'"
+    ):
+        read_config(ModelConfig(name=str(tmp_path)))

@@ -311,7 +311,7 @@ def test_blocks_of_layers_as_the_loops_have_them(tmp_path: Path) -> None:
         ({"intermediate_size": None, "vocab_size": None}, (),
          "its config.json lacks vocab_size; take the whole file of the original model"),
         ({"hidden_size": "many"}, (), "model.name=.*: its config.json cannot be used: "),
-        ({"model_type": "of my own"}, (), "its config.json cannot be used: The checkpoint you are trying to load has"),
+        ({"model_type": "of my own"}, (), "has no family of my own; install a newer one"),
         ({"num_key_value_heads": 3}, (), "model.name=.*/model: LlamaModel does not run: "),
         ({}, ("max_length=1024",), "data.max_length=1024 is longer than the 512 positions of the model"),
         ({}, ("max_length=256", "lora.targets=[q_prj]"),

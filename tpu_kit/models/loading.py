@@ -139,11 +139,27 @@ def refuse_code(config: ModelConfig, error: Exception) -> None:
         ) from error
 
 
+def refuse_family(config: ModelConfig, error: Exception) -> None:
+    """Raises ValueError if the installed transformers lacks the model's family; config.json says which one wrote it."""
+    from transformers import PreTrainedConfig, __version__
+
+    if "does not recognize this architecture" not in str(error):
+        return
+    given, _ = PreTrainedConfig.get_config_dict(locate(config), revision=config.revision)
+    family, writer = given.get("model_type"), given.get("transformers_version")
+    action = (
+        f"{writer} wrote its config.json: pip install 'transformers>={writer}'" if writer else "install a newer one"
+    )
+    raise ValueError(
+        f"model.name={config.name}: transformers {__version__} has no family {family}; {action}"
+    ) from error
+
+
 def read_config(config: ModelConfig) -> PreTrainedConfig | None:
     """Reads a model's configuration, without its weights; None where it cannot be read, which loading explains.
 
     Raises:
-        ValueError: the model has code of its own, and `trust_remote_code` is off.
+        ValueError: the model has code of its own, and `trust_remote_code` is off; or transformers lacks its family.
     """
     from transformers import AutoConfig
 
@@ -154,6 +170,7 @@ def read_config(config: ModelConfig) -> PreTrainedConfig | None:
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         refuse_code(config, error)
+        refuse_family(config, error)
         return None
     return found
 

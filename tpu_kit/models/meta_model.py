@@ -20,7 +20,7 @@ import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do 
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models import attention, experts, layer_calls
 from tpu_kit.models.architecture import Experts, Layer, Linear, Shape, brief, locate, unreachable
-from tpu_kit.models.loading import leave_out_towers, refuse_code
+from tpu_kit.models.loading import leave_out_towers, refuse_code, refuse_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,6 +66,7 @@ def _settings(config: ModelConfig) -> Any:
         raise ValueError(unreachable(config, error)) from error
     except Exception as error:  # strict configurations raise classes of their own
         refuse_code(config, error)
+        refuse_family(config, error)
         raise ValueError(f"model.name={config.name}: its config.json cannot be used: {brief(error)}") from error
     leave_out_towers(settings)
     # transformers replaces missing sizes by its defaults, which would silently plan another model.
