@@ -14,13 +14,14 @@ import pytest
 
 from tests.support.child_processes import run_python
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, SMOLLM2_135M, TINY, write_config
-from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.hardware.chips import CHIPS, chip
 from tpu_kit.models.causal_lm import COMPARED
 from tpu_kit.models.shape_cache import read_shape, read_shapes
 from tpu_kit.planning.argument_memory import model_tensors, trained_count
 from tpu_kit.planning.compile_check import compile_step
+from tpu_kit.planning.cost import work
 from tpu_kit.planning.memory_estimate import Memory, estimate, padded, reserve
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded_memory.json").read_text())
@@ -338,3 +339,11 @@ def test_it_takes_little_time(tmp_path: Path) -> None:
     start = time.monotonic()
     estimate(config)
     assert time.monotonic() - start < 0.5
+
+
+def test_layers_with_a_state_are_near_what_the_compiler_said() -> None:
+    """The line of `qwen3.5-4b-v5e` in the table of tpu_kit/planning/README.md: 10.91 GiB, 98 TFLOP, 992 GB."""
+    config = load_config("qwen3.5-4b-v5e", ["device_type=tpu"])
+    done = work(config, read_shape(config.model), batch_arithmetic(config, 1))
+    assert estimate(config).total_bytes / 2**30 == pytest.approx(10.91, rel=0.02)
+    assert done.flops / 1e12 == pytest.approx(98.4, rel=0.03) and done.traffic / 1e9 == pytest.approx(992, rel=0.03)

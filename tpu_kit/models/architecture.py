@@ -213,6 +213,7 @@ class Layer:
         head_dim: size of a head.
         norm_follows: whether the result of the MLP has a norm before the residual addition.
         experts: at most one mixture; its parameters are in neither `linears` nor `others`.
+        state: elements of the state of a row that `linear_attention` computes, H K V; 0 without one.
     """
 
     linears: tuple[Linear, ...]
@@ -223,6 +224,7 @@ class Layer:
     head_dim: int
     norm_follows: bool
     experts: tuple[Experts, ...] = ()
+    state: int = 0
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Layer:

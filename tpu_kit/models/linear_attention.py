@@ -12,6 +12,7 @@ their modules, and pass the decoder's keyword arguments on to them; `register` r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -27,6 +28,8 @@ CHUNK = 64
 """Tokens of a chunk, a power of 2."""
 _EPSILON = 1e-6  # of the norm of queries and keys, as in transformers
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+last_sizes: tuple[int, int, int] | None = None
+"""(H, K, V) of the last state that was computed, for `meta_model`."""
 
 
 # --------------------------------------------------------------------------------------------------------------- chunks
@@ -160,6 +163,11 @@ class _Inverse(torch.autograd.Function):
         return -(turned @ upstream @ turned).tril(-1)
 
 
+def _in_fp32(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Ends autocast, which the meta device does not have."""
+    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 class _Chunks(torch.autograd.Function):
     """The loops over chunks; tensors are (N, B, C, ...), the last two the segments and the segments before chunks."""
 
@@ -171,7 +179,7 @@ class _Chunks(torch.autograd.Function):
             after, output = step(carry[0], *slices)
             return [after], [carry[0] * 1, output.to(dtype)]
 
-        with torch.autocast(state.device.type, enabled=False):
+        with _in_fp32(state.device):
             carry, (states, output) = scan(body, [state], list(tensors))
         ctx.step = step
         ctx.save_for_backward(states, *tensors)
@@ -192,7 +200,7 @@ class _Chunks(torch.autograd.Function):
                 first, *found = torch.autograd.grad(results, leaves, [carry[0], given.float()])
             return [first], found
 
-        with torch.autocast(upstream.device.type, enabled=False):
+        with _in_fp32(upstream.device):
             found = scan(body, [torch.zeros_like(states[0])], [upstream, states, *tensors], reverse=True)[1]
         return (None, None, None, *found, None, None)
 
@@ -201,7 +209,8 @@ def _over_chunks(
     step: Step, sizes: tuple[int, int, int], dtype: torch.dtype, tensors: Tensors, segment_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the outputs (B, S, H, V) in a dtype, and the last state, (B, H, K, V) for the sizes H, K, V, in fp32."""
-    batch, length = segment_ids.shape
+    global last_sizes
+    last_sizes, (batch, length) = sizes, segment_ids.shape
     padding = -length % CHUNK
 
     def chunks(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ and on stdout {"shapes": [...]}, or {"problem": text}.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import warnings
@@ -18,7 +19,7 @@ import torch
 import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
 
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.models import attention, experts, layer_calls
+from tpu_kit.models import attention, experts, layer_calls, linear_attention
 from tpu_kit.models.architecture import Experts, Layer, Linear, Shape, brief, locate, unreachable
 from tpu_kit.models.loading import leave_out_towers, refuse_code, refuse_family
 
@@ -164,6 +165,7 @@ def _layers(decoder: Any) -> tuple[list[int], list[Layer], list[int]]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     attention.register()
+    linear_attention.register(decoder)
     AttentionInterface.register(_RECORDED, _record_attention)
     AttentionMaskInterface.register(_RECORDED, ALL_MASK_ATTENTION_FUNCTIONS[attention.SDPA])
     name, layers = layer_calls.layers_of(decoder)
@@ -231,6 +233,7 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
         for path, part in modules.items()
     ]
     _attention_calls.clear()
+    linear_attention.last_sizes = None
     try:
         output = layer_calls.hidden_states_of(layer(hidden, *args, **kwargs))
     finally:
@@ -252,7 +255,8 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
     others = tuple((n, tuple(p.shape)) for n, p in layer.named_parameters() if id(p) not in of_linears)
     follows = any(one is results.get(path, layer) for path in last for one in inputs)
     every = tuple(_experts(path, part, chosen[path]) for path, part in mixtures.items())
-    return output, Layer(tuple(linears.values()), others, mlp, heads, kv_heads, size, follows, every)
+    state = math.prod(linear_attention.last_sizes or (0,))
+    return output, Layer(tuple(linears.values()), others, mlp, heads, kv_heads, size, follows, every, state)
 
 
 def main() -> None:

@@ -40,6 +40,9 @@ STATES, WHOLE_STATES = 5, 7
 """Arrays of (T, H) of a layer in HBM during its backward pass: its input, the output of attention, the states between
 its halves, the incoming gradient, and about one more that is normed or cut into tiles. In full fine-tuning three are in
 fp32. Each layer of a block beyond the first adds one: its input, cut out of the stack."""
+STATES_OF_CHUNKS, TOKENS_OF_CHUNK = 6, 64
+"""Arrays in HBM during the backward pass of a layer with a state, of the size of the states between its chunks: these
+states, and in fp32 what the layer's convolution and its rule read. Fitted to a step of Qwen3.5-4B."""
 LEFT_BY_TILES = 0.5
 """Arrays of (t, I) that each tile of an unrolled MLP but the last leaves in HBM for its adapters' gradients."""
 
@@ -433,6 +436,7 @@ class PeakActivationModel:
             blocks = max(1, self.length // block)
             read = self.heads(3, kind) + self.pairs(4, kind)
             given = self.spilt(read) + self.heads(blocks, kind)
+            given += STATES_OF_CHUNKS * 4 * kind.state * self.tokens / TOKENS_OF_CHUNK
             return self.states(self.at_hand) + extra, given + self.positions(3, kind) + self.read_back(kind)
         if self.again:
             return extra, found

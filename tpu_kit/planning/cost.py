@@ -41,6 +41,9 @@ TRAFFIC = 25.0
 compiler counts 20 to 32."""
 SCORES_TRAFFIC = 22.0
 """The same for sdpa's scores, over one array of (B, n, S, S)."""
+STATE_TRAFFIC, STATE_PRODUCTS = 10.0, 7.5
+"""Of layers with a state, for each of its elements and each token: bytes moved in HBM in a step, calibrated to one of
+Qwen3.5-4B; and multiplications of the delta rule forward, (3 K V + 2 C (K + V) + 10 C^2) / K V for K = V = 2 C."""
 UPDATE_TRAFFIC = 15.0
 """Passes over the trained parameters in fp32, for the update and their gradients; the compiler counts 13 to 15."""
 WEIGHT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
@@ -163,12 +166,14 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     seen = 1.0 if attention == "sdpa" else 0.5
     repeated = (0.5 if attention == "sdpa" else 0.0) if remat == "outputs" else again
     scores = _scores(shape, length) * (3.5 + repeated) * seen
-    head = shape.vocabulary * shape.hidden
+    head, states = shape.vocabulary * shape.hidden, sum(count * kind.state for kind, count in shape.counted)
+    scores += STATE_PRODUCTS * states * (3 + again)
     flops = 2 * tokens * (linear + adapters + scores + head * (2 if lora.r else 3))
 
     chunks = -(-tokens // min(config.optim.loss_chunk, tokens))
     read = weights * (2 + again) * WEIGHT_BYTES[config.model.base_dtype]
     traffic = TRAFFIC * _ends(shape) * tokens * compute + read + 2 * chunks * head * compute
+    traffic += STATE_TRAFFIC * states * tokens
     passes = plan.gradient_accumulation
     if config.model.attention == "sdpa":
         heads = sum(count * kind.heads for kind, count in shape.counted)
