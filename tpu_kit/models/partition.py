@@ -71,16 +71,21 @@ def gather_layer(
 
 
 def gathered_early(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """The frozen weights of a layer's first products that are gathered over fsdp, in groups for `gather_alike`.
+    """The frozen weights that are gathered over fsdp before their layer's turn, in groups for `gather_alike`.
 
-    Integers are a half or a quarter of the bytes, which the compiler hides as they are.
+    These are the floats of a layer's first products, and experts. Integers of other layers are a half or a quarter of
+    the bytes, which the compiler hides as they are.
     """
-    groups: dict[torch.Size, list[str]] = {}
+    groups: dict[torch.Size | str, list[str]] = {}
     if active_mesh().fsdp == 1 or in_place.get():
         return []
     for name, tensor in tensors.items():
         first = name.endswith(".weight") and "lora_" not in name and set(name.split(".")) & set(sharding_rules.FIRST)
-        if first and not tensor.requires_grad and tensor.is_floating_point():
+        if tensor.requires_grad:
+            continue
+        if ".experts." in name and not sharding_rules.is_small(name):
+            groups[name] = [name]
+        elif first and tensor.is_floating_point():
             groups.setdefault(tensor.shape, []).append(name)
     return list(groups.values())
 
