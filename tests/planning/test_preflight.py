@@ -163,7 +163,7 @@ def test_where_memory_is_not_known_auto_is_refused(small: Path, tmp_path: Path) 
     assert str(check_before_launch(run(small, "device_type=cpu"), at=at)) == ""
     unknown = write_config(tmp_path / "other", QWEN2_500M, model_type="none")
     at = host(tmp_path / "known", 8)
-    with pytest.raises(ValueError, match=r"batch_size=auto: .*config.json cannot be used: .*; give a number, such as"):
+    with pytest.raises(ValueError, match=r"batch_size=auto: .*has no family none; .*; give a number, such as"):
         check_before_launch(run(unknown, "batch_size=auto", "device_type=cpu"), at=at)
     assert "memory not known: model.name=" in str(check_before_launch(run(unknown, "device_type=cpu"), at=at))
 
