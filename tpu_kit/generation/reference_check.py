@@ -6,6 +6,7 @@ model. Its logits and gradients must be those of transformers' eager attention o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -90,10 +91,11 @@ def check_training(config: TrainConfig, device_type: str) -> None:
         }
         advice = f"Otherwise use a model of another family, such as {', '.join(models.COMPARED)}"
         for text, sections in changes.items():
-            changed = replace(config, **{name: replace(getattr(config, name), **new) for name, new in sections.items()})
-            if not _training_problem(changed, model, device_type):
-                advice = text
-                break
+            changes_of = {name: replace(getattr(config, name), **new) for name, new in sections.items()}
+            with contextlib.suppress(ValueError):  # the run's other settings, such as a mesh, may exclude this one
+                if not _training_problem(replace(config, **changes_of), model, device_type):
+                    advice = text
+                    break
         family = f"{model.model_type} (model.name={config.model.name})"
         raise ValueError(f"{family} cannot be trained this way: {problem}. {advice}")
     if config.tracking.generate_rows or config.tracking.eval_generate_rows:
