@@ -25,6 +25,7 @@ from tpu_kit.models.loading import load_tokenizer, read_config
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import eval_step, prepare_model, train_step
+from tpu_kit.xla.program import refusing
 
 TILE = 8  # tokens of an MLP's tile: the passes have 16
 
@@ -200,7 +201,8 @@ def _refused(device: torch.device) -> str:
     decoder.layers[0].input_layernorm.forward = lambda hidden: hidden * hidden.histc(2).sum()
     layer_scan.stack(decoder)
     try:
-        models.hidden_states(models.to_device(model, device), {"input_ids": torch.ones(2, 4).long().to(device)})
+        with refusing():
+            models.hidden_states(models.to_device(model, device), {"input_ids": torch.ones(2, 4).long().to(device)})
     except ValueError as error:
         return str(error)
     return ""

@@ -185,8 +185,8 @@ def gguf_model(work: Work, outtype: str, tools: Path) -> Parts:
 
 def gguf_adapter(work: Work, tools: Path) -> Parts:
     """Writes the adapter as GGUF and a Modelfile, and tries it on the base model in f16."""
-    _refuse_experts(work)
     source = _adapter_of(work, "gguf-f16")
+    _refuse_experts(work)
     scratch = work.part / "base"
     settings = replace(work.config.model, trust_remote_code=False)
     base = stream(settings) or load_base(settings, torch.float32)

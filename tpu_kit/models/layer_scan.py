@@ -36,7 +36,6 @@ from tpu_kit.models.layer_calls import (
     layers_of,
     tensors_of,
 )
-from tpu_kit.xla.program import refusing
 from tpu_kit.xla.scan import Body, Tensors, after, scan, slice_at
 
 
@@ -93,7 +92,6 @@ class Run(torch.nn.Module):
         super().__init__()
         self.turns, self.period, self.keeps, self.count = turns, len(layers), keeps, turns * len(layers)
         self.layers = torch.nn.ModuleList(layers)
-        self.traced: set[bool] = set()  # whether a loop over them was traced, forward and backward
         self.draws = any(isinstance(part, SeededDropout) for part in self.modules())
 
     def forward(
@@ -137,7 +135,6 @@ class _Block:
 
     def __init__(self, run: Run, calls: list[Call], shared: Mapping[Any, Any]) -> None:
         self.layers, self.keeps, self.turns, self.calls = run.layers, run.keeps, run.turns, calls[: run.period]
-        self.traced = run.traced
         self.cache = self.calls[0].cache
         self.kept: list[int] = []  # number of results that each layer saves, known after a forward pass
         self.written: Any = None  # structure of what the layers leave in the mapping, likewise
@@ -174,10 +171,6 @@ class _Block:
         In their own turn no earlier product would hide their collectives.
         """
         reverse, kept, turns = kept is not None, list(kept or ()), inputs[0].shape[0]
-        if inputs[0].device.type == "xla" and reverse not in self.traced:
-            self.traced.add(reverse)
-            with refusing():
-                return self.loop(body, carry, inputs, kept if reverse else None)
         slices = {name: tensor[0] for name, tensor in self.named[0].items() if isinstance(name, str)}
         groups = partition.gathered_early(slices) if inputs[0].device.type == "xla" and turns > 1 else []
         if not groups:

@@ -8,6 +8,7 @@ compiler's answers are kept on disk.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -248,7 +249,7 @@ def compile_step(
         "suffix": suffix, "known": str(folder), "parent": os.getpid(), "generation": generation and dict(generation),
         "part": part,
     }  # fmt: skip
-    answer = _in_child(request, progress, time_limit)
+    answer = _in_child(request | {"refuses": False}, progress, time_limit)
     if "known" in answer and (known := _read(Path(answer["known"]))) is not None:
         compiled = known
     else:
@@ -360,6 +361,8 @@ def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None)
         except TimeoutError:
             raise RuntimeError(f"the compile was not done after the time limit of {time_limit:g} s") from None
         result = Path(folder, "result.json")
+        if not result.is_file() and done.status < 0 and not request["refuses"]:
+            return _in_child(request | {"refuses": True}, progress, time_limit)  # to name the operation, if it was one
         if not result.is_file():
             raise RuntimeError(f"the process that compiles ended with {done.how}:\n{done.errors[-4000:]}")
         answer: dict[str, Any] = json.loads(result.read_text())
@@ -370,6 +373,8 @@ def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None)
 
 def main() -> None:
     """Compiles the request on stdin, in the child: writes `result.json`, and each phase to stdout."""
+    from tpu_kit.xla.program import refusing
+
     request = json.loads(sys.stdin.readline())
     phases = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # the libraries' prints go where their warnings go
@@ -377,7 +382,8 @@ def main() -> None:
     if os.getppid() != request["parent"]:
         sys.exit(1)
     try:
-        answer = _compile(request, lambda phase: print(phase, file=phases))
+        with refusing() if request["refuses"] else contextlib.nullcontext():
+            answer = _compile(request, lambda phase: print(phase, file=phases))
     except ValueError as error:
         answer = {"error": str(error)}
     Path(request["folder"], "result.json").write_text(json.dumps(answer))

@@ -52,9 +52,9 @@ def trace_step(config: TrainConfig, num_replicas: int, part: UpdatePart | None =
 
     Raises:
         ValueError: the model cannot be built from its configuration or with these adapters, or has fewer positions
-            than data.max_length; or XLA lacks an operation.
+            than data.max_length.
     """
-    with _mesh_of(config, num_replicas) as (replicas, shards), program.refusing():
+    with _mesh_of(config, num_replicas) as (replicas, shards):
         return _trace(config, replicas, shards, part)
 
 

@@ -20,6 +20,7 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import partition
 from tpu_kit.models.layer_scan import restacked, stacked_names, unstacked
+from tpu_kit.models.sharding_rules import Embedding
 from tpu_kit.training.optimizer import OPTIMIZERS
 
 SCALARS = ("applied", "report")
@@ -88,7 +89,8 @@ class TrainState:
         self.params = models.trainable_parameters(model)
         wrong = [name for name, param in self.params.items() if param.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
-        self.stacks, embedding = stacked_names(model), partition.embedding_of(model)
+        self.stacks = stacked_names(model)
+        embedding = partition.embedding_of(model) if active_mesh().size > 1 else Embedding()
         self.specs = {
             name: partition.spec_of(name, param, embedding, name in self.stacks) for name, param in self.params.items()
         }

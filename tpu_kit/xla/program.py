@@ -146,7 +146,7 @@ class refusing(TorchDispatchMode):
     """Refuses the operations for which torch_xla has no kernel, before they run.
 
     It would copy their inputs to the host and compute there. Within a trace tensors have no values, and torch_xla ends
-    the process. The mode costs time, so only first traces have it.
+    the process. Traced with this mode, a program has other source lines, and is compiled again without it.
 
     Raises:
         ValueError: there is such an operation; the text names it and the line of Python that calls it.
