@@ -466,7 +466,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, An
 
 @needs_xla
 @pytest.mark.parametrize(
-    ("replicas", "remat"), [(1, "full"), (4, "full"), pytest.param(2, "outputs", marks=pytest.mark.slow)]
+    ("replicas", "remat"),
+    [(1, "full"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, "full"), (2, "outputs")))],
 )
 def test_on_xla_it_is_one_program_with_the_same_numbers(
     tmp_path: Path, replicas: int, remat: str, alone: Callable[[], dict[str, Any]]
