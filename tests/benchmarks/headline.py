@@ -20,7 +20,7 @@ GIB = 2**30
 ROWS = (
     "llama-8b-v5e", "llama-8b-v5e batch_size=1", "llama-8b-v5e batch_size=1 max_length=2048",
     "llama-8b-v5e batch_size=1 max_length=8192", "llama-8b-v5e batch_size=1 base_dtype=int4", "llama-3b-8k-v5e",
-    "qwen-14b-v5e", "qwen3.5-4b-v5e", "llama-8b-v6e", "qwen-14b-v6e",
+    "qwen-14b-v5e", "gemma-4-e2b-v5e", "qwen3.5-4b-v5e", "llama-8b-v6e", "qwen-14b-v6e",
 )  # fmt: skip
 """A configuration's name, which ends in its chip's, and what is changed in it."""
 COLUMNS = (
