@@ -207,6 +207,14 @@ def _a_layer_without_gradient(model, batch, whole=causal_lm.hidden_states):
         return whole(model, batch)
 
 
+def _one_token_wrong(model, batch, whole=causal_lm.hidden_states):
+    """By less than 0.1 % of the norm of all logits."""
+    states = whole(model, batch)
+    change = torch.zeros_like(states)
+    change[0, 5] = 0.004 * states[0, 5].detach()
+    return states + change
+
+
 def _first_head_alone(states, heads):
     return states[:, :1].expand(-1, heads, -1, -1)
 
@@ -218,14 +226,16 @@ def _first_head_alone(states, heads):
         (attention, "_and_window", lambda mask, window: mask, "mistral"),
         (attention, "_and_window", lambda mask, window: mask, "gemma3_text"),
         (attention, "_repeat_heads", _first_head_alone, "llama"),
+        (causal_lm, "hidden_states", _one_token_wrong, "llama"),
         (causal_lm, "hidden_states", _a_layer_without_gradient, "llama"),
     ],
-    ids=["documents", "window", "alternating window", "heads", "gradients"],
+    ids=["documents", "window", "alternating window", "heads", "one token", "gradients"],
 )  # fmt: skip
 def test_the_comparison_finds_a_fault_of_the_kit(monkeypatch, tmp_path, place, name, broken, family):
     monkeypatch.setattr(place, name, broken)
     monkeypatch.setattr(reference_check, "_problems", {})
-    with pytest.raises(ValueError, match="gradients differ" if name == "hidden_states" else "logits differ"):
+    what = "gradients" if broken is _a_layer_without_gradient else "logits"
+    with pytest.raises(ValueError, match=f"{what} differ"):
         check_training(run(tmp_path, ACCEPTED[family]), "cpu")
 
 

@@ -268,7 +268,7 @@ def differences(
         device: where the copy runs; on a mesh any of its devices.
 
     Returns:
-        For each trained tensor, whose gradients are compared, ||difference|| / ||reference||, where very small gradients
+        For each trained tensor, whose gradients are compared, ||difference|| / ||reference||. Very small gradients
         count as a thousandth of the largest. For "logits" that, or if it is larger, as for a fault at few tokens, the
         largest difference as a share of the largest logit.
 

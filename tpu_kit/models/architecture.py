@@ -262,13 +262,9 @@ class Layer:
     def cached_heads(self) -> int:
         """Key-value heads whose keys and values generation keeps; 0 where the layer reads those of an earlier one."""
         parents = [one.path.rpartition(".")[0] for one in self.attention_linears]
-        made = [
-            one.outputs for one, parent in zip(self.attention_linears, parents, strict=True) if parent == parents[0]
-        ]
-        queries = (
-            self.heads * self.head_dim
-        )  # which a layer that reads others' keys makes alone; the output is the last
-        return self.kv_heads if sum(made[:-1]) > queries else 0
+        made = [one.outputs for one, of in zip(self.attention_linears, parents, strict=True) if of == parents[0]]
+        # The output is the last. A layer that reads others' keys makes queries alone.
+        return self.kv_heads if sum(made[:-1]) > self.heads * self.head_dim else 0
 
     @property
     def norms_heads(self) -> bool:

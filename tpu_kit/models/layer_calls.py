@@ -235,7 +235,7 @@ def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Se
         probe = _Probe(layers, pairs=True)
         try:
             call_once(decoder, name, probe, attention.SDPA)
-        except Exception:
+        except Exception:  # of a model's code, which may raise anything; the first error says what is wrong
             raise error from None
     if len(probe.calls) != len(layers):
         raise CannotScanError("its decoder does not go through its layers one by one")

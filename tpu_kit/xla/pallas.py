@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -107,9 +108,12 @@ def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, *others
     runs = [jax.vmap(kernel if turn else sinks)(query, key, value, seen) for turn, seen in enumerate(_seen(*ids))]
     if not saving.trains:
         return (runs[0],)
-    log_sums = functools.reduce(jnp.logaddexp, [sums for _, (sums,) in runs])
-    output = sum(jnp.exp(sums - log_sums)[..., None] * each.astype(jnp.float32) for each, (sums,) in runs)
-    output = runs[0][0] if len(runs) == 1 else output.astype(query.dtype)
+    output, (log_sums,) = runs[0]
+    for more, (sums,) in runs[1:]:
+        joined = jnp.logaddexp(log_sums, sums)
+        parts = ((output, log_sums), (more, sums))
+        output = sum(jnp.exp(its - joined)[..., None] * each.astype(jnp.float32) for each, its in parts)
+        output, log_sums = output.astype(query.dtype), joined
     return (output, log_sums) if settings.trains else (output,)
 
 
@@ -130,7 +134,8 @@ def _backward(settings: SplashSettings, output: Any, log_sums: Any, upstream: An
         return tuple(gradients[3:6])
 
     arrays = (query, key, value, output, log_sums, upstream)
-    return tuple(map(sum, zip(*(jax.vmap(row)(*arrays, seen) for seen in _seen(*ids)), strict=True)))
+    runs = [jax.vmap(row)(*arrays, seen) for seen in _seen(*ids)]
+    return tuple(functools.reduce(operator.add, each) for each in zip(*runs, strict=True))
 
 
 def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
