@@ -16,6 +16,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ CHUNK = 64
 """Tokens of a chunk, a power of 2."""
 _EPSILON = 1e-6  # of the norm of queries and keys, as in transformers
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-last_sizes: tuple[int, int, int] | None = None
-"""(H, K, V) of the last state that was computed, for `meta_model`."""
+sizes_of_states: ContextVar[list[tuple[int, int, int]] | None] = ContextVar("sizes_of_states", default=None)
+"""A list to which (H, K, V) of each state that is computed are added."""
 
 
 # --------------------------------------------------------------------------------------------------------------- chunks
@@ -209,8 +210,9 @@ def _over_chunks(
     step: Step, sizes: tuple[int, int, int], dtype: torch.dtype, tensors: Tensors, segment_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the outputs (B, S, H, V) in a dtype, and the last state, (B, H, K, V) for the sizes H, K, V, in fp32."""
-    global last_sizes
-    last_sizes, (batch, length) = sizes, segment_ids.shape
+    batch, length = segment_ids.shape
+    if (recorded := sizes_of_states.get()) is not None:
+        recorded.append(sizes)
     padding = -length % CHUNK
 
     def chunks(tensor: torch.Tensor) -> torch.Tensor:

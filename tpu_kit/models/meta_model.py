@@ -233,10 +233,12 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
         for path, part in modules.items()
     ]
     _attention_calls.clear()
-    linear_attention.last_sizes = None
+    states: list[tuple[int, int, int]] = []
+    token = linear_attention.sizes_of_states.set(states)
     try:
         output = layer_calls.hidden_states_of(layer(hidden, *args, **kwargs))
     finally:
+        linear_attention.sizes_of_states.reset(token)
         for hook in hooks:
             hook.remove()
     for path, part in modules.items():  # what this input did not need
@@ -255,7 +257,7 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
     others = tuple((n, tuple(p.shape)) for n, p in layer.named_parameters() if id(p) not in of_linears)
     follows = any(one is results.get(path, layer) for path in last for one in inputs)
     every = tuple(_experts(path, part, chosen[path]) for path, part in mixtures.items())
-    state = math.prod(linear_attention.last_sizes or (0,))
+    state = sum(map(math.prod, states))
     return output, Layer(tuple(linears.values()), others, mlp, heads, kv_heads, size, follows, every, state)
 
 

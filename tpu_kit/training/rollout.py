@@ -104,8 +104,12 @@ def pack(
         "weight": lambda each: [whole * _weight(each, config) / len(each.tokens)] * len(each.tokens),
         "sampler_logps": lambda each: each.logprobs,
     }
-    # At the positions that predict the tokens.
-    columns = {name: laid_out(before(0.0), lambda n, each: [*of(each), 0.0]) for name, of in values.items()}  # noqa: B023
+
+    def predicted(of: Callable[[Sampled], Sequence[float]]) -> Callable[[int, Sampled], Any]:
+        """Puts the numbers of a completion's tokens at the positions that predict them."""
+        return lambda n, each: [*of(each), 0.0]
+
+    columns = {name: laid_out(before(0.0), predicted(of)) for name, of in values.items()}
     columns = {name: column.astype(np.float32) for name, column in columns.items()}
     if share_prompts:
         numbers = itertools.count(1)
