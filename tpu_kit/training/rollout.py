@@ -80,17 +80,17 @@ def pack(
         return None
     groups = _in_one_row(kept, config.data.max_length) if share_prompts else [[each] for each in kept]
 
-    def laid_out(of_prompt: Callable[[int, Sampled], Any], of_sample: Callable[[int, Sampled], Any]) -> np.ndarray:
-        """Joins the numbers of each group: of its prompt without the last token, and of its completions' documents."""
-        parts = ([of_prompt(n, group[0]), *(of_sample(n, each) for each in group)] for n, group in enumerate(groups))
-        return np.array([number for group in parts for part in group for number in part])
-
     def before(number: Any) -> Callable[[int, Sampled], Any]:
         return lambda n, each: [number] * (len(each.prompt) - 1)
 
+    def predicted(of: Callable[[Sampled], Sequence[float]]) -> Callable[[int, Sampled], Any]:
+        """Puts the numbers of a completion's tokens at the positions that predict them."""
+        return lambda n, each: [*of(each), 0.0]
+
+    ids = _laid_out(groups, lambda n, each: each.prompt[:-1], lambda n, each: [each.prompt[-1], *each.tokens])
     documents = Documents(
-        laid_out(lambda n, each: each.prompt[:-1], lambda n, each: [each.prompt[-1], *each.tokens]).astype(np.int32),
-        laid_out(before(False), lambda n, each: [False, *[each.learns] * len(each.tokens)]),
+        ids.astype(np.int32),
+        _laid_out(groups, before(False), lambda n, each: [False, *[each.learns] * len(each.tokens)]),
         np.array([len(group[0].prompt) - 1 + sum(1 + len(each.tokens) for each in group) for group in groups]),
         np.array([group[0].row for group in groups]),
     )
@@ -104,34 +104,40 @@ def pack(
         "weight": lambda each: [whole * _weight(each, config) / len(each.tokens)] * len(each.tokens),
         "sampler_logps": lambda each: each.logprobs,
     }
-
-    def predicted(of: Callable[[Sampled], Sequence[float]]) -> Callable[[int, Sampled], Any]:
-        """Puts the numbers of a completion's tokens at the positions that predict them."""
-        return lambda n, each: [*of(each), 0.0]
-
-    columns = {name: laid_out(before(0.0), predicted(of)) for name, of in values.items()}
-    columns = {name: column.astype(np.float32) for name, column in columns.items()}
-    if share_prompts:
-        numbers = itertools.count(1)
-
-        def alike(number: Callable[[int], int]) -> np.ndarray:
-            """Joins one number for each prompt and each document."""
-            return laid_out(
-                lambda n, each: [number(n + 1)] * (len(each.prompt) - 1),
-                lambda n, each: [number(-n - 1)] * (1 + len(each.tokens)),
-            ).astype(np.int32)
-
-        starts = laid_out(
-            lambda n, each: range(len(each.prompt) - 1),
-            lambda n, each: range(len(each.prompt) - 1, len(each.prompt) + len(each.tokens)),
-        )
-        columns |= {
-            "position_ids": starts,
-            "prefix_ids": alike(lambda n: n),
-            "segment_ids": alike(lambda n: next(numbers)),
-        }
+    columns = {name: _laid_out(groups, before(0.0), predicted(of)).astype(np.float32) for name, of in values.items()}
+    columns |= _prefix_columns(groups) if share_prompts else {}
     rows.columns = {name: rows.column(column) for name, column in columns.items()}
     return rows
+
+
+def _laid_out(
+    groups: Sequence[Sequence[Sampled]],
+    of_prompt: Callable[[int, Sampled], Any],
+    of_sample: Callable[[int, Sampled], Any],
+) -> np.ndarray:
+    """Joins the numbers of each group: of its prompt without the last token, and of its completions' documents."""
+    parts = ([of_prompt(n, group[0]), *(of_sample(n, each) for each in group)] for n, group in enumerate(groups))
+    return np.array([number for group in parts for part in group for number in part])
+
+
+def _prefix_columns(groups: Sequence[Sequence[Sampled]]) -> dict[str, np.ndarray]:
+    """The columns by which the completions of a group see its prompt; see `attention.inputs`."""
+    numbers = itertools.count(1)
+
+    def alike(number: Callable[[int], int]) -> np.ndarray:
+        """Joins one number for each prompt and each document."""
+        return _laid_out(
+            groups,
+            lambda n, each: [number(n + 1)] * (len(each.prompt) - 1),
+            lambda n, each: [number(-n - 1)] * (1 + len(each.tokens)),
+        ).astype(np.int32)
+
+    positions = _laid_out(
+        groups,
+        lambda n, each: range(len(each.prompt) - 1),
+        lambda n, each: range(len(each.prompt) - 1, len(each.prompt) + len(each.tokens)),
+    )
+    return {"position_ids": positions, "prefix_ids": alike(int), "segment_ids": alike(lambda _: next(numbers))}
 
 
 def _in_one_row(sampled: Sequence[Sampled], length: int) -> list[list[Sampled]]:
