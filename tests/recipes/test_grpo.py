@@ -38,7 +38,7 @@ from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.recipes.grpo import grpo
 from tpu_kit.recipes.sft import check_run, prepare_run, train
-from tpu_kit.training import trainer
+from tpu_kit.training import rollout, trainer
 from tpu_kit.training.metrics import read_metrics
 from tpu_kit.training.policy import PolicyObjective
 from tpu_kit.training.rollout import GROUP_FILE, texts_of
@@ -279,7 +279,10 @@ def test_the_texts_of_tokens_make_up_the_text() -> None:
     assert "".join(texts_of(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
-def test_groups_of_equal_rewards_change_nothing(tmp_path: Path) -> None:
+def test_groups_of_equal_rewards_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completions of a prompt share it."""
+    shared, pack = list[bool](), rollout.pack
+    monkeypatch.setattr(rollout, "pack", lambda *given: shared.append(given[-1]) or pack(*given))
     settings = {"split": "train[:2]", "shuffle": False}
     grpo(run_of(tmp_path / "start", max_steps=2, **settings))
     grpo(run_of(tmp_path / "end", max_steps=2, **settings))
@@ -288,6 +291,7 @@ def test_groups_of_equal_rewards_change_nothing(tmp_path: Path) -> None:
     grpo(again, reward_funcs=[reward_functions.equal])
     assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path / "end").items())
     assert logged(tmp_path / "end", "frac_reward_zero_std")[2:] == [1, 1]
+    assert shared == [True] * 6
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
