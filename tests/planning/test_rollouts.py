@@ -145,7 +145,7 @@ def test_a_pass_that_does_not_fit_becomes_smaller(small: Path, tmp_path: Path) -
 
 
 def test_rows_that_a_tpu_does_not_fill_are_told(small: Path, tmp_path: Path) -> None:
-    text = "rl.prompts_per_update=6 x 8 completions are 48 rows in each of 1 replicas, no multiple of 64"
+    text = "6 prompts of a rollout x 8 completions are 48 rows in each of 1 replicas, no multiple of 64"
     found = planned(small, "prompts_per_update=6")
     assert text in found.note and "rl.prompts_per_update=8 fills" in found.note
     at = fake(tmp_path / "root", V5E)
@@ -265,7 +265,7 @@ def test_a_teacher_scores_one_sample_of_each_prompt(small: Path) -> None:
     assert of["accumulate"].arguments["teacher_weights"] == of["decode"].beside["teacher_weights"] > 0
     assert "decodes 16 completions of up to 512" in report(config, [found])
     *_, row = diagnose(config)
-    assert row.found == "16 prompts x 1 completions an update, judged by the teacher"
+    assert row.found == "16 prompts x 1 completions a rollout, judged by the teacher"
 
 
 def test_an_8b_model_in_int8_is_planned(tmp_path: Path) -> None:

@@ -72,18 +72,25 @@ def same(one: Path, other: Path) -> bool:
     return all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
-@pytest.mark.parametrize("iterations", [1, 2])
-def test_a_run_that_is_interrupted_ends_as_the_undisturbed_one(iterations: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("iterations", "parts"), [(1, 1), (2, 1), (1, 2)])
+def test_a_run_that_is_interrupted_ends_as_the_undisturbed_one(
+    iterations: int, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also between two updates of a rollout, whose completions are in the checkpoint."""
-    settings = {"num_iterations": iterations, "epsilon": 0.1}
+    packed, pack = list[list[int]](), rollout.pack
+    monkeypatch.setattr(rollout, "pack", lambda *given: packed.append([each.row for each in given[0]]) or pack(*given))
+    settings = {"num_iterations": iterations, "steps_per_generation": parts, "epsilon": 0.1}
     grpo(run_of(tmp_path / "whole", **settings))
+    assert [len(set(rows)) for rows in packed] == [2] * (4 // iterations)  # prompts of an update
+    assert len({row for rows in packed for row in rows}) == 2 * len(packed), "updates learn from different prompts"
     grpo(run_of(tmp_path / "parts", max_steps=3, **settings))
     assert grpo(run_of(tmp_path / "parts", **settings)).step == 4
     assert same(tmp_path / "parts", tmp_path / "whole") and min(logged(tmp_path / "whole", "grad_norm")) > 0
     for name in ("loss", "reward", "completions/mean_length", "sampler_gap"):
         assert logged(tmp_path / "parts", name) == logged(tmp_path / "whole", name), name
     # The samples are those of the weights before a rollout's first update.
-    assert max(logged(tmp_path / "whole", "sampler_gap")[::iterations]) < 1e-4
+    assert max(logged(tmp_path / "whole", "sampler_gap")[:: iterations * parts]) < 1e-4
+    assert len(logged(tmp_path / "whole", "reward")) == 4 // (iterations * parts)
 
 
 LONGER = {"save_steps": 100, "max_completion_length": 60, "max_length": 160, "sampling_temperature": 4.0}
@@ -393,7 +400,10 @@ def test_prompts_are_those_that_a_model_is_asked_with() -> None:
         ({"gradient_accumulation": 2}, "optim.gradient_accumulation: 2 is not for grpo"),
         ({"eval_steps": 2, "eval_rows": 4}, "optim.eval_steps: 2 evaluates answers alone in grpo"),
         ({"source": "synthetic"}, "data.source: 'synthetic' has random tokens and no prompts"),
-        ({"prompts_per_update": 41}, "rl.prompts_per_update=41 is more than the 40 prompts"),
+        (
+            {"prompts_per_update": 41},
+            "rl.prompts_per_update=41 x rl.steps_per_generation=1 is more than the 40 ",
+        ),
         ({"max_prompt_length": 3}, "no prompt has from 1 to 3 tokens"),
     ],
 )

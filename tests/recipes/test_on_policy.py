@@ -143,7 +143,7 @@ def test_replicas_and_a_mesh_train_as_one_replica(
         ({"global_batch_size": 8}, "optim.global_batch_size: 8 is not for distill.on_policy: an update has as many"),
         ({"eval_steps": 2}, "optim.eval_steps: 2 evaluates answers alone in distill.on_policy"),
         ({"source": "synthetic", "eval_rows": 0}, "has random tokens and no prompts, so distill.on_policy cannot ask"),
-        ({"prompts_per_update": 100}, "rl.prompts_per_update=100 is more than the "),
+        ({"prompts_per_update": 100}, "rl.prompts_per_update=100 x rl.steps_per_generation=1 is more than the "),
     ],
     ids=str,
 )

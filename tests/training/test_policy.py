@@ -68,11 +68,12 @@ def trl_loss(
     trainer.epsilon_low, trainer.epsilon_high = rl.epsilon, rl.epsilon_high
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = "importance_sampling_ratio" in inputs
     trainer.max_completion_length, trainer.current_gradient_accumulation_steps = rl.max_completion_length, 1
-    trainer._entropy_bonus_enabled, trainer._metrics, trainer.model = (
+    trainer._entropy_bonus_enabled, trainer.entropy_coef, trainer.use_adaptive_entropy = (
+        rl.entropy_coef > 0,
+        rl.entropy_coef,
         False,
-        defaultdict(lambda: defaultdict(list)),
-        model,
     )
+    trainer._metrics, trainer.model = defaultdict(lambda: defaultdict(list)), model
     trainer.args = SimpleNamespace(
         delta=rl.delta, use_bias_correction_kl=rl.use_bias_correction_kl, steps_per_generation=1, report_to=[]
     )
@@ -178,6 +179,8 @@ OTHERS = [
     {"loss_type": "dapo", "importance_sampling_correction": "sequence_mask", "importance_sampling_cap": 1.2},
     {"loss_type": "grpo", "importance_sampling_correction": "token_truncate", "importance_sampling_cap": 1.05},
     {"loss_type": "cispo", "epsilon_high": 1.1, "sampling_temperature": 1.5},
+    {"loss_type": "dapo", "entropy_coef": 0.05},
+    {"loss_type": "grpo", "entropy_coef": 0.3, "sampling_temperature": 0.7},
 ]
 
 

@@ -171,9 +171,10 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             "is not the model without its adapter, which rl.beta compares with; export it merged, and name that model"
         )
         yield "lora.adapter rl.beta", text
-    if rl.beta and rl.drop_zero_advantage:
-        text = f"leaves out rows that rl.beta={rl.beta:g} learns from; remove it, or set rl.beta=0"
-        yield "rl.drop_zero_advantage rl.beta", text
+    for name in ("beta", "entropy_coef"):
+        if getattr(rl, name) and rl.drop_zero_advantage:
+            text = f"leaves out rows that rl.{name}={getattr(rl, name):g} learns from; remove it, or set rl.{name}=0"
+            yield f"rl.drop_zero_advantage rl.{name}", text
     if not config.on_policy:
         return
     because, who = "optim.objective", "grpo"

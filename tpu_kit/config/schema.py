@@ -222,7 +222,8 @@ class RlConfig:
     )
     reward_weights: tuple[float, ...] | None = knob(None, "A weight for each reward; null = 1.")
     num_generations: int = knob(8, "Completions of a prompt: a group, of grpo.", at_least=2, at_most=1024)
-    prompts_per_update: int = knob(16, "Prompts of a rollout.", at_least=1, at_most=10**5)
+    prompts_per_update: int = knob(16, "Prompts of an update.", at_least=1, at_most=10**5)
+    steps_per_generation: int = knob(1, "Updates whose prompts one rollout samples together.", at_least=1, at_most=100)
     max_prompt_length: int | None = knob(
         None, "Longer prompts are left out and counted; null = what a row leaves beside a completion.", at_least=1
     )
@@ -243,13 +244,16 @@ class RlConfig:
     delta: float | None = knob(None, "Ratios are also limited to this where the advantage is negative.", above=1)
     beta: float = knob(0.0, "Weight of the divergence from the model without its adapter.", at_least=0)
     use_bias_correction_kl: bool = knob(True, "Weight that divergence by the ratio.")
+    entropy_coef: float = knob(0.0, "Weight of the mean entropy of a token, which the loss rewards.", at_least=0)
     scale_rewards: Literal["group", "batch", "none"] = knob(
         "group", "Divide advantages by the rewards' standard deviation in the group or the rollout."
     )
-    num_iterations: int = knob(1, "Updates of each rollout.", at_least=1, at_most=100)
+    num_iterations: int = knob(1, "How often the updates of a rollout are made.", at_least=1, at_most=100)
     mask_truncated_completions: bool = knob(False, "Give no loss to completions that reach max_completion_length.")
     drop_zero_advantage: bool | None = knob(
-        None, "Leave groups of equal rewards out of the passes, not out of the average; null = where beta is 0."
+        None,
+        "Leave groups of equal rewards out of the passes, not out of the average; "
+        "null = where beta and entropy_coef are 0.",
     )
     importance_sampling_correction: Literal[
         "auto", "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -268,7 +272,19 @@ class RlConfig:
     @property
     def drops_flat_groups(self) -> bool:
         """Whether groups without advantages are left out of the passes."""
-        return self.beta == 0 if self.drop_zero_advantage is None else self.drop_zero_advantage
+        if self.drop_zero_advantage is None:
+            return self.beta == 0 and self.entropy_coef == 0
+        return self.drop_zero_advantage
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts that are sampled together."""
+        return self.prompts_per_update * self.steps_per_generation
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Updates that learn from one rollout."""
+        return self.steps_per_generation * self.num_iterations
 
 
 @dataclass(frozen=True)

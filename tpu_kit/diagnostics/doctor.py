@@ -56,8 +56,8 @@ def _check_rollouts(at: Machine, config: TrainConfig, tpu_replicas: int | None) 
         hosts = find_hosts(at).count
     except ValueError as error:
         return Check("Rollouts", "failure", str(error), "rl.reward_funcs=[auto]")
-    sizes = f"{config.rl.prompts_per_update} prompts x {config.num_generations} completions"
-    text = f"{sizes} an update, judged by {judges}"
+    sizes = f"{config.rl.prompts_per_rollout} prompts x {config.num_generations} completions"
+    text = f"{sizes} a rollout, judged by {judges}"
     if hosts > 1:
         return Check(
             "Rollouts", "failure", f"{text}; completions are exchanged within one host, not {hosts}", "one host"

@@ -377,7 +377,7 @@ def rollout_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dict[
         "samples": Work(0.0, COPY_TRAFFIC * cache * rollout.copies, 0.0),
         "decode": Work(block * flops, block * traffic, 0.0, tuple(moved)),
     }  # fmt: skip
-    if config.optim.objective == "policy" and config.rl.num_iterations > 1:
+    if config.optim.objective == "policy" and config.rl.updates_per_rollout > 1:
         plan = update_plan(config, where.replicas)
         tokens = plan.batch_size * length
         before = _forward(shape, config.model.base_dtype, tokens, length, -(-tokens // config.optim.loss_chunk), seen)
@@ -415,7 +415,7 @@ def rollout_seconds(config: TrainConfig, shape: Shape, where: TargetSlice, works
     rollout = rollout_of(config, 1 if where.mesh else where.replicas)
     runs = {"decode": -(-rollout.tokens // rollout.block)}
     seconds = sum(runs.get(name, 1) * step_time(done, where.chip, 1).predicted for name, done in works.items())
-    return seconds / config.rl.num_iterations
+    return seconds / config.rl.updates_per_rollout
 
 
 def host_rate() -> float:

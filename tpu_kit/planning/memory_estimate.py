@@ -447,6 +447,8 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
         yield "optim.loss_chunk", 64, slower
     learns = config.on_policy
     yield "optim.batch_size", 1, "more passes" if learns else "fewer rows an update"
+    if learns and config.rl.steps_per_generation > 1:
+        yield "rl.steps_per_generation", 1, "fewer prompts a rollout"
     if learns:
         yield "rl.prompts_per_update", 1, "fewer prompts an update"
     if model.base_dtype == "fp32":

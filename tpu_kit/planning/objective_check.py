@@ -29,7 +29,7 @@ from tpu_kit.training.objectives import Objective, Sums, objective_of
 
 _SAMPLING = (
     "prompts_per_update", "max_prompt_length", "max_completion_length", "sampling_temperature", "num_iterations",
-    "mask_truncated_completions",
+    "steps_per_generation", "mask_truncated_completions",
 )  # fmt: skip
 _READS = ("meta tensor", "register_meta function", "data-dependent")
 

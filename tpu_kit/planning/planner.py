@@ -118,7 +118,7 @@ def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> tuple[int |
 
     each, repeats = batch_arithmetic(config, replicas), 1
     if config.on_policy:  # as `Rollouts.all`
-        prompts, repeats = config.rl.prompts_per_update, config.rl.num_iterations
+        prompts, repeats = config.rl.prompts_per_rollout, config.rl.updates_per_rollout
         each = BatchPlan(prompts, 1, 1, prompts, 0)
     try:
         return repeats * sum(1 for _ in updates(rows.count, each, config.optim)), ""

@@ -113,7 +113,7 @@ def rollout_lines(one: Plan) -> list[str]:
         f"of {rollout.slots:,} slots",
     ]  # fmt: skip
     if one.time is not None:
-        repeats = one.config.rl.num_iterations
+        repeats = one.config.rl.updates_per_rollout
         share = f" (for {repeats} updates)" if repeats > 1 else ""
         lines.append(
             f"with all of them at their longest: rollout {one.time.rollout * repeats:.2f} s{share}, update "

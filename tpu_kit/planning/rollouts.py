@@ -71,7 +71,7 @@ def rollout_of(config: TrainConfig, replicas: int) -> Rollout:
     from tpu_kit.generation.decoder import BLOCK, cache_slots, widths_to  # loads torch
 
     rl, most = config.rl, config.rl.longest_prompt(config.data.max_length)
-    prompts = -(-rl.prompts_per_update // replicas)
+    prompts = -(-rl.prompts_per_rollout // replicas)
     slots = cache_slots(most, rl.max_completion_length, BLOCK)
     return Rollout(
         prompts, prompts * config.num_generations, tuple(widths_to(most)), slots, BLOCK, rl.max_completion_length
@@ -209,28 +209,29 @@ def program_count(config: TrainConfig, replicas: int) -> dict[str, int]:
     rollout = rollout_of(config, replicas)
     # Held-out prompts fill the rows of the samples, some at a time.
     added = int(bool(config.tracking.eval_generate_rows) and rollout.copies)
-    before = int(config.optim.objective == "policy" and config.rl.num_iterations > 1)
+    before = int(config.optim.objective == "policy" and config.rl.updates_per_rollout > 1)
     return {"prefill": len(rollout.widths), "samples": rollout.copies + added, "decode": 1, "accumulate": 1,
             "apply": 1, "log-probabilities before": before}  # fmt: skip
 
 
 def whole_prompts(config: TrainConfig, replicas: int) -> int:
-    """The least number of prompts whose completions are multiples of `WHOLE_ROWS` in each replica."""
-    count = config.num_generations
-    return math.lcm(WHOLE_ROWS, count) // count * replicas
+    """The least `rl.prompts_per_update` whose completions are multiples of `WHOLE_ROWS` in each replica."""
+    count, steps = config.num_generations, config.rl.steps_per_generation
+    each = math.lcm(WHOLE_ROWS, count) // count * replicas
+    return each // math.gcd(each, steps)
 
 
 def warnings_of(config: TrainConfig, replicas: int) -> list[str]:
     """Says which shapes of a rollout waste a TPU's work."""
     if not config.on_policy:
         return []
-    prompts, count = config.rl.prompts_per_update, config.num_generations
-    rows = -(-prompts // replicas) * count
+    rl, count = config.rl, config.num_generations
+    rows = -(-rl.prompts_per_rollout // replicas) * count
     if rows % WHOLE_ROWS == 0:
         return []
     each = whole_prompts(config, replicas)
     return [
-        f"rl.prompts_per_update={prompts} x {count} completions are {rows} rows in each of {replicas} replicas, no "
-        f"multiple of {WHOLE_ROWS}: a TPU takes the time of the next one, which rl.prompts_per_update="
-        f"{-(-prompts // each) * each} fills"
+        f"{rl.prompts_per_rollout} prompts of a rollout x {count} completions are {rows} rows in each of {replicas} "
+        f"replicas, no multiple of {WHOLE_ROWS}: a TPU takes the time of the next one, which rl.prompts_per_update="
+        f"{-(-rl.prompts_per_update // each) * each} fills"
     ]

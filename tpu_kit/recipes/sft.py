@@ -398,7 +398,7 @@ def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainCo
     if prepared.tasks:
         rl = config.rl
         each = f"{config.num_generations} completions of up to {rl.max_completion_length} tokens"
-        return f"{prepared}\nrollout          {rl.prompts_per_update} prompts x {each}; {total:,} updates"
+        return f"{prepared}\nrollout          {rl.prompts_per_rollout} prompts x {each}; {total:,} updates"
     left = len(prepared.train) % plan.global_batch_size
     return f"{prepared}\nbatch            {plan}; {total:,} updates; {left} rows of each epoch are left over"
 

@@ -36,11 +36,13 @@ class Likelihood:
         head: the output layer, for its scale and soft cap.
         smoothing: weight e of the uniform distribution in the target: (1 - e) one-hot + e / V.
         weighted: whether the second input is a weight for each token.
+        bonus: whether the third input weights the entropy of each token, which is subtracted.
     """
 
     head: OutputHead
     smoothing: float = 0.0
     weighted: bool = False
+    bonus: bool = False
 
     def __call__(
         self, logits: torch.Tensor, inputs: Tensors, constants: Tensors, grad: bool
@@ -61,11 +63,17 @@ class Likelihood:
         target = is_label * (1.0 - self.smoothing) + uniform
         losses = torch.where(carries, target * log_p, 0.0)
         loss = -(losses * inputs[1][:, None] if self.weighted else losses).sum()
+        if self.bonus:
+            # The gradient of sum p log p with respect to the logits is p (log p + entropy).
+            bonus, entropy = inputs[2][:, None], -(log_p.exp() * log_p).sum(-1, keepdim=True)
+            loss = loss - (bonus * entropy).sum()
         if not grad:
             return [loss], None
         slope = torch.where(carries, log_p.exp() - target, 0.0)
         if self.weighted:
             slope = slope * inputs[1][:, None]
+        if self.bonus:
+            slope = slope + bonus * log_p.exp() * (log_p + entropy)
         if softcap is not None:
             slope = slope * (1.0 - capped * capped)
         if scale != 1.0:

@@ -25,7 +25,8 @@ class PolicyObjective(Objective):
 
     A batch has these columns, fp32 (B, S), at the position that predicts the token: advantages; share, 1 / tokens of
     the completion; weight, the token's part of the loss's divisor; sampler_logps, log-probabilities when it was
-    sampled; and with several updates of one rollout old_logps, those before the first of them.
+    sampled; with several updates of one rollout old_logps, those before the first of them; and with entropy_coef bonus,
+    the weight of the token's entropy.
     """
 
     extra = ("tokens", "entropy", "clip_low", "clip_high", "kl", "sampler_gap", "sampler_gap_outside")
@@ -34,7 +35,8 @@ class PolicyObjective(Objective):
     def __init__(self, config: TrainConfig) -> None:
         self._rl, self._chunk = config.rl, config.optim.loss_chunk
         names = ["advantages", "share", "weight", "sampler_logps"]
-        names += ["old_logps"] if config.rl.num_iterations > 1 else []
+        names += ["old_logps"] if config.rl.updates_per_rollout > 1 else []
+        names += ["bonus"] if config.rl.entropy_coef else []
         self.columns = {name: (1, torch.float32) for name in names}
         self.correction = config.rl.importance_sampling_correction
         if self.correction == "auto":  # sampler and trainer compute alike in fp32; rounded, their programs differ
@@ -74,9 +76,14 @@ class PolicyObjective(Objective):
             per_token = batch["share"] if self._rl.loss_type == "grpo" else torch.ones_like(mask)
             loss = (losses * mask * per_token).sum()
             (slope,) = torch.autograd.grad(loss, logps)
-        (hidden, labels, slope), chunk = rows_in_chunks(self._chunk, [hidden, labels, slope])
-        inputs = [labels.flatten(), -slope.flatten()]
-        (weighted,) = chunked(Likelihood(head, weighted=True), hidden.flatten(0, 1), head, inputs, chunk)
+        weights = [-slope]
+        if self._rl.entropy_coef:
+            loss = loss - (batch["bonus"] * entropy).sum()
+            weights.append(batch["bonus"])
+        (hidden, labels, *weights), chunk = rows_in_chunks(self._chunk, [hidden, labels, *weights])
+        inputs = [each.flatten() for each in (labels, *weights)]
+        likelihood = Likelihood(head, weighted=True, bonus=len(weights) > 1)
+        (weighted,) = chunked(likelihood, hidden.flatten(0, 1), head, inputs, chunk)
         gap = (logps.detach() - batch["sampler_logps"]).abs() * mask
         extra = (mask, entropy * mask, *(part * mask for part in parts), gap, (gap > GAP).float())
         # The value of the loss, with the gradient of the weighted sum of log-probabilities.

@@ -104,6 +104,10 @@ def pack(
         "weight": lambda each: [whole * _weight(each, config) / len(each.tokens)] * len(each.tokens),
         "sampler_logps": lambda each: each.logprobs,
     }
+    if config.rl.entropy_coef:  # the mean over the tokens that learn, whatever the divisor
+        learning = max(1, sum(each.learns * len(each.tokens) for each in sampled))
+        each_token = config.rl.entropy_coef * sum(_weight(each, config) for each in sampled) / learning
+        values["bonus"] = lambda each: [each_token * each.learns] * len(each.tokens)
     columns = {name: _laid_out(groups, before(0.0), predicted(of)).astype(np.float32) for name, of in values.items()}
     columns |= _prefix_columns(groups) if share_prompts else {}
     rows.columns = {name: rows.column(column) for name, column in columns.items()}
@@ -155,6 +159,12 @@ def _in_one_row(sampled: Sequence[Sampled], length: int) -> list[list[Sampled]]:
     return groups
 
 
+def _add_old(packed: PackedDataset, table: torch.Tensor) -> None:
+    """Adds the log-probabilities of (packed rows, S) before the first update as a column."""
+    padded = torch.cat([table, torch.zeros_like(table[:1])])  # row -1 is empty
+    packed.columns = {**packed.columns, "old_logps": lambda rows: padded[torch.as_tensor(rows)]}
+
+
 def _weight(sampled: Sampled, config: TrainConfig) -> float:
     """Returns a completion's part of the divisor of the loss."""
     if config.rl.loss_type == "grpo":
@@ -204,7 +214,7 @@ def texts_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 
 
 class Rollouts(Updates):
-    """The updates of runs that sample: `rl.num_iterations` of each rollout.
+    """The updates of runs that sample: `rl.num_iterations` of each of `rl.steps_per_generation` parts of a rollout.
 
     Args:
         config: the run.
@@ -235,8 +245,8 @@ class Rollouts(Updates):
         self._tokenizer = prepared.encoder.tokenizer
         self._warned = False
         self._sampled: list[Sampled] = []  # of the present rollout
-        self._packed: PackedDataset | None = None
-        self._old: torch.Tensor | None = None  # (packed rows, S) log-probabilities before the rollout's first update
+        self._packed: list[PackedDataset | None] = []  # of each part of its prompts
+        self._old: list[torch.Tensor] = []  # of each part (packed rows, S) log-probabilities before its first update
         self._metrics: dict[int, dict[str, float]] = {}  # by step, until they are logged
 
     @cached_property
@@ -246,7 +256,7 @@ class Rollouts(Updates):
             *self._tasks.rows.prompt_ids,
             *self._prepared.eval_prompt_ids[: self._config.tracking.eval_generate_rows],
         ]
-        prompts = -(-self._rl.prompts_per_update // self._rt.world_size)
+        prompts = -(-self._rl.prompts_per_rollout // self._rt.world_size)
         return Generator(
             self._model, self._tokenizer, self._rt, max_prompt=max(map(len, ids)), data=self._config.data,
             max_new_tokens=self._rl.max_completion_length, batch_size=prompts * self._config.num_generations,
@@ -255,10 +265,11 @@ class Rollouts(Updates):
 
     def all(self) -> Iterator[Update]:
         """See `Updates.all`."""
-        prompts, optim, repeats = self._rl.prompts_per_update, self._config.optim, self._rl.num_iterations
+        prompts, optim, repeats = self._rl.prompts_per_rollout, self._config.optim, self._rl.updates_per_rollout
         if self.rows < prompts:
             raise ValueError(
-                f"rl.prompts_per_update={prompts} is more than the {self.rows} prompts of the data; lower it"
+                f"rl.prompts_per_update={self._rl.prompts_per_update} x rl.steps_per_generation="
+                f"{self._rl.steps_per_generation} is more than the {self.rows} prompts of the data; lower one of them"
             )
         last = optim.max_steps or math.inf
         rollouts = replace(optim, max_steps=optim.max_steps and -(-optim.max_steps // repeats))
@@ -271,21 +282,19 @@ class Rollouts(Updates):
         """See `Updates.after`; a rollout is made when its first update is asked for, and abandoned with it."""
         total = sum(1 for _ in self.all())
         for update in islice(self.all(), step, None):
-            first = (update.step - 1) % self._rl.num_iterations == 0
-            if first and not self._roll_out(update, total, agreement):
-                yield update, 0, []
-                return
-            batches, tokens = list[Tensors](), 0
-            if self._packed is not None:
-                batches, tokens = self._batches(), int(self._packed.row_tokens.sum())
-                if first and "old_logps" in self._objective.columns:
-                    self._keep_old(batches)
-                    batches = self._batches()
-            yield update, tokens, batches
+            if (update.step - 1) % self._rl.updates_per_rollout == 0:
+                if not self._roll_out(update, total, agreement):
+                    yield update, 0, []
+                    return
+                if "old_logps" in self._objective.columns:
+                    self._set_old([self._old_logprobs(packed) for packed in self._packed])
+            packed = self._packed[self._part(update)]
+            yield update, 0 if packed is None else int(packed.row_tokens.sum()), self._batches(packed)
 
     def source_rows(self, update: Update) -> list[int]:
         """See `Updates.source_rows`."""
-        return sorted(self._tasks.numbers[n] for n in rows_of(update, self.rows, self._config.data))
+        first, count = self._part(update) * self._rl.prompts_per_update, self._rl.prompts_per_update
+        return sorted(self._tasks.numbers[n] for n in rows_of(update, self.rows, self._config.data)[first:][:count])
 
     def metrics(self, window: Sequence[Update]) -> dict[str, float]:
         """Returns means over the rollouts of a window."""
@@ -297,7 +306,7 @@ class Rollouts(Updates):
     def warnings(self, means: Mapping[str, float]) -> list[str]:
         """Says when sampler and trainer differ much; after the first of several updates of a rollout they do."""
         gap = means.get("sampler_gap", 0.0)
-        if self._warned or self._rl.num_iterations > 1 or not gap > GAP:
+        if self._warned or self._rl.updates_per_rollout > 1 or not gap > GAP:
             return []
         self._warned = True
         return [
@@ -309,9 +318,9 @@ class Rollouts(Updates):
     def document(self, step: int) -> dict[str, Any]:
         """See `Updates.document`: the metrics to log, and a rollout that has updates left."""
         metrics = {str(number): values for number, values in self._metrics.items() if number <= step}
-        if step % self._rl.num_iterations == 0:
+        if step % self._rl.updates_per_rollout == 0:
             return {"metrics": metrics}
-        old = None if self._old is None else self._old.tolist()
+        old = [table.tolist() for table in self._old]
         return {"metrics": metrics, "sampled": [asdict(each) for each in self._sampled], "old_logps": old}
 
     def restore(self, document: Mapping[str, Any]) -> None:
@@ -319,8 +328,7 @@ class Rollouts(Updates):
         self._metrics = {int(number): values for number, values in document["metrics"].items()}
         if "sampled" in document:
             self._pack([Sampled(**each) for each in document["sampled"]])
-            if document["old_logps"] is not None:
-                self._set_old(torch.tensor(document["old_logps"], dtype=torch.float32))
+            self._set_old([torch.tensor(table, dtype=torch.float32) for table in document["old_logps"]])
 
     # ------------------------------------------------------------------------------------------------------- rollouts
 
@@ -331,7 +339,7 @@ class Rollouts(Updates):
         """
         start, rl, each = time.monotonic(), self._rl, self._config.num_generations
         chosen = rows_of(update, self.rows, self._config.data).tolist()
-        number = (update.step - 1) // rl.num_iterations
+        number = (update.step - 1) // rl.updates_per_rollout
         seed = int(np.random.SeedSequence([self._config.optim.seed, number]).generate_state(1)[0])
         sampling = Sampling(
             rl.max_completion_length, temperature=rl.sampling_temperature, seed=seed, tempered_logprobs=True
@@ -411,7 +419,7 @@ class Rollouts(Updates):
             ids and log-probabilities; fp32, which holds each of them.
         """
         rl, names, each = self._rl, self._names, self._config.num_generations
-        count, most = rl.prompts_per_update * each, rl.max_completion_length
+        count, most = rl.prompts_per_rollout * each, rl.max_completion_length
         table = torch.zeros(count, 3 + len(names) + 2 * most)
         for place, (key, reward) in enumerate(zip(sorted(completions), judgement.total, strict=True)):
             completion = completions[key]
@@ -442,36 +450,47 @@ class Rollouts(Updates):
         }  # fmt: skip
 
     def _pack(self, sampled: list[Sampled]) -> None:
-        self._sampled, self._old = sampled, None
-        self._packed = pack(sampled, self._config, self._tokenizer.pad_token_id or 0, self._share_prompts)
+        """Packs each part of a rollout's completions."""
+        self._sampled, self._old = sampled, []
+        size = self._rl.prompts_per_update * self._config.num_generations
+        parts = (sampled[first : first + size] for first in range(0, len(sampled), size))
+        pad_id = self._tokenizer.pad_token_id or 0
+        self._packed = [pack(part, self._config, pad_id, self._share_prompts) for part in parts]
 
-    def _batches(self) -> list[Tensors]:
+    def _part(self, update: Update) -> int:
+        """The part of its rollout that an update learns from."""
+        return (update.step - 1) % self._rl.steps_per_generation
+
+    def _batches(self, packed: PackedDataset | None) -> list[Tensors]:
         """Returns this replica's part of all packed rows; empty rows fill the last pass."""
         rt, size = self._rt, self._config.optim.batch_size
-        assert self._packed is not None and isinstance(size, int)
-        return list(eval_batches(self._packed, rt.data_shards, rt.data_size, size))
+        assert isinstance(size, int)
+        return [] if packed is None else list(eval_batches(packed, rt.data_shards, rt.data_size, size))
 
-    def _keep_old(self, batches: Sequence[Tensors]) -> None:
-        """Computes the log-probabilities before the first update of a rollout, for the later ones."""
+    def _old_logprobs(self, packed: PackedDataset | None) -> torch.Tensor:
+        """Computes the log-probabilities before the first update of a rollout, (packed rows, S), for the later ones."""
         rt, shards = self._rt, len(self._rt.data_shards)
-        assert self._packed is not None and isinstance(self._objective, PolicyObjective)
+        assert isinstance(self._objective, PolicyObjective)
+        if packed is None:
+            return torch.zeros(0)
         size = int(self._config.optim.batch_size)
         tables = []  # exchanged one by one: the number of passes changes, and would be another program each time
         self._model.eval()
+        batches = self._batches(packed)
         for batch in rt.to_device([{**batch, "old_logps": batch["share"]} for batch in batches]):
             logps = self._objective.logprobs(self._model, batch)
             rt.sync()
-            table = torch.zeros(rt.data_size, size, self._packed.length)
+            table = torch.zeros(rt.data_size, size, packed.length)
             table[rt.data_shards] = rt.to_host([logps])[0].view(shards, size, -1)
             tables.append(self._summed(table))
         self._model.train()
-        self._set_old(torch.stack(tables).flatten(0, 2)[: len(self._packed)])
+        return torch.stack(tables).flatten(0, 2)[: len(packed)]
 
-    def _set_old(self, table: torch.Tensor) -> None:
-        assert self._packed is not None
-        padded = torch.cat([table, torch.zeros_like(table[:1])])  # row -1 is empty
-        self._old = table
-        self._packed.columns = {**self._packed.columns, "old_logps": lambda rows: padded[torch.as_tensor(rows)]}
+    def _set_old(self, tables: list[torch.Tensor]) -> None:
+        self._old = tables
+        for packed, table in zip(self._packed, tables, strict=bool(tables)):
+            if packed is not None:
+                _add_old(packed, table)
 
     def _summed(self, table: torch.Tensor) -> torch.Tensor:
         """Sums a table of each replica on the host."""
