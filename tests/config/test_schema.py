@@ -53,6 +53,7 @@ def test_defaults_are_a_valid_run() -> None:
         ({"data__think_open": ""}, "data.think_open: '' is not text; the default is '<think>'"),
         ({"data__eval_split": "train"},
          "data.eval_split: 'train' is the training split; name another split, or null to hold out eval_rows"),
+        ({"data__eval_rows": 2.5}, "data.eval_rows: 2.5 is neither a whole number of rows nor a share below 1"),
         ({"data__eval_rows": 0, "optim__eval_steps": 5},
          "optim.eval_steps: 5 needs rows to evaluate on, but data.eval_rows=0; "
          "remove that, or set data.eval_source or data.eval_split"),

@@ -142,6 +142,7 @@ def test_held_out_rows() -> None:
         made.eval_prompts[0] == f"<|im_start|>user\n{made.eval_rows[0]['question']}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert {row["question"] for row in run(rows, eval_rows=20, seed=1).eval_rows} != held
+    assert run(rows, eval_rows=0.33).eval_rows == made.eval_rows, "a share of 60 questions, rounded up"
 
 
 def chat(*said: str) -> dict[str, Any]:

@@ -48,6 +48,12 @@ def check_objective(name: str) -> None:
         raise ValueError(f"must be {', '.join(OBJECTIVES)} or module:function")
 
 
+def check_rows_held_out(count: float) -> None:
+    """Raises ValueError if `data.eval_rows` is neither a number of rows nor a share."""
+    if count > 1 and count != int(count):
+        raise ValueError("is neither a whole number of rows nor a share below 1")
+
+
 def check_roles(columns: Mapping[str, str], fmt: str) -> None:
     """Raises ValueError if no row of `data.format` has columns of all these roles; with "auto" no row of any format."""
     known = sorted({role for roles in ROLES.values() for role in roles})

@@ -11,7 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from tpu_kit.config.choices import OBJECTIVES, VERIFIERS, check_objective, check_verifier, layer_pairs
+from tpu_kit.config.choices import (
+    OBJECTIVES,
+    VERIFIERS,
+    check_objective,
+    check_rows_held_out,
+    check_verifier,
+    layer_pairs,
+)
 from tpu_kit.config.conflicts import conflicts
 from tpu_kit.config.fields import (
     ConfigError,
@@ -71,11 +78,12 @@ class DataConfig:
     eval_source: str | None = knob(None, "Another source of evaluation rows, in the same forms as source.")
     split: str = knob("train", "The split of source to train on.")
     eval_split: str | None = knob(None, "The split to evaluate on, of eval_source if that is given, else of source.")
-    eval_rows: int | None = knob(
+    eval_rows: int | float | None = knob(
         None,
-        "Rows held out from source for evaluation if eval_source and eval_split are null; 0 = none, null = a tenth of "
-        "the questions, 64 at most.",
+        "Rows held out from source for evaluation if eval_source and eval_split are null, or below 1 their share of "
+        "the questions; 0 = none, null = a tenth, 64 at most.",
         at_least=0,
+        check=check_rows_held_out,
     )
     format: Literal["auto", "cot", "messages", "prompt_completion", "text", "prompt"] = knob(
         "auto", "What a row holds; auto looks at the column names. prompt has no reply, for models that sample them."

@@ -7,6 +7,7 @@ the order of the rows.
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +56,10 @@ class Questions(NamedTuple):
 
 def held_out_rows(config: DataConfig, questions: int) -> int:
     """Returns the number of held-out questions: `data.eval_rows`, or a tenth of all questions, from 1 to 64."""
-    return min(MOST_HELD_OUT, max(1, questions // 10)) if config.eval_rows is None else config.eval_rows
+    if config.eval_rows is None:
+        return min(MOST_HELD_OUT, max(1, questions // 10))
+    # A share is rounded up, as `datasets.Dataset.train_test_split` does.
+    return math.ceil(config.eval_rows * questions) if config.eval_rows < 1 else int(config.eval_rows)
 
 
 def choose_questions(questions: np.ndarray, earlier: np.ndarray, config: DataConfig) -> np.ndarray:
