@@ -335,6 +335,16 @@ def test_a_failure_is_told_to_all_and_quoted_once(hosts: Callable[[int], list[Ho
     assert_raised(second, ValueError, "the disk is full")
 
 
+def test_an_error_without_a_failure_of_another_host_is_the_cause(hosts: Callable[[int], list[Hosts]]) -> None:
+    error = RuntimeError("Connection closed by peer")
+
+    def part(meeting: Meeting) -> Exception:
+        meeting.agree({"x": 1})
+        return meeting.cause(error)
+
+    assert together(hosts(2), part, part) == [error, error]
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_host_is_named(hosts: Callable[[int], list[Hosts]], lost: int) -> None:
     """Its connection is cut without a word, as by a network that is partitioned."""

@@ -93,7 +93,7 @@ def test_a_healthy_run_has_no_advice(run: Run) -> None:
 def test_the_report_has_tables_a_picture_and_the_trace(run: Run) -> None:
     found = run()
     text, folder = str(found), found.folder or Path()
-    assert f"measured over {STEPS} steps" in text
+    assert f"measured over {STEPS} steps" in text and found.device == "this host" and found.replicas == 1
     assert "Time of a step" in text and "Operations that cost most" in text
     assert folder.joinpath("profile.png").read_bytes() == found._repr_png_()
     assert found._repr_png_().startswith(b"\x89PNG")
