@@ -27,7 +27,7 @@ from tpu_kit.hardware.slices import find_topology
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning import compile_check
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable, compile_step
-from tpu_kit.planning.cost import weight_transfers
+from tpu_kit.planning.cost import weight_collectives
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 GIB = 2**30
@@ -126,10 +126,10 @@ def test_between_slices_the_hosts_reduce_what_a_slice_has_reduced(tiny: Path, tm
     assert two.topology == "2xv5e:1x1" and two.fits
     between = {one.kind: one for one in two.collectives if one.over_dcn}
     trained = 2 * 16 * (2 * 512 + 2 * 384 + 3 * 768)  # layers x rank x (inputs + outputs)
-    moved = between["all-reduce between slices"].transfer
-    assert moved.over_dcn and moved.bytes == pytest.approx(2 * trained, rel=0.02)  # bf16
-    found = weight_transfers(config, read_shape(config.model), 1, Mesh(2, 1, 1), slices=2)
-    assert moved.bytes == pytest.approx(sum(one.bytes for one in found), rel=0.02)
+    moved = between["all-reduce between slices"]
+    assert moved.over_dcn and moved.moved == pytest.approx(2 * trained, rel=0.02)  # bf16
+    found = weight_collectives(config, read_shape(config.model), 1, Mesh(2, 1, 1), slices=2)
+    assert moved.moved == pytest.approx(sum(one.moved for one in found), rel=0.02)
 
 
 @pytest.mark.slow

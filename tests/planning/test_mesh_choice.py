@@ -19,11 +19,11 @@ from tpu_kit.distributed import runtime
 from tpu_kit.hardware.chips import chip
 from tpu_kit.hardware.slices import find_slice
 from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning.cost import link_seconds, sharded_work, step_time, transfers
+from tpu_kit.planning.cost import link_seconds, predicted_collectives, step_time, work
 from tpu_kit.planning.mesh_choice import largest_models, placed
 from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.preflight import check_before_launch
-from tpu_kit.planning.report import mesh_lines, next_parameters, report, tensor_rows, transfer_rows
+from tpu_kit.planning.report import collective_rows, mesh_lines, next_parameters, report, tensor_rows
 
 SLICE = "v5litepod-8"
 SHARDED = [one for one in ANSWERS if "collectives" in one]
@@ -135,10 +135,10 @@ def test_a_plan_shows_devices_shards_and_collectives(capsys: pytest.CaptureFixtu
     gate = rows["layers.*.mlp.gate_proj.base_layer.weight"]
     assert (gate["shape"], gate["spec"], gate["share"]) == ("32 x 14336 x 4096", "-, model+fsdp, -", "1/8")
     assert gate["MiB a device"] == "448.0" and "layers.*.mlp.gate_proj.base_layer.weight" in text
-    kinds = [str(row["collective"]) for row in transfer_rows(found)]
+    kinds = [str(row["collective"]) for row in collective_rows(found)]
     assert kinds[0] == "all-gather of weights" and "all-reduce of activations" in kinds
     assert "collectives take" in text
-    assert found.to_dict()["mesh"] == "fsdp=4,model=2" and found.to_dict()["transfers"][0]["bytes"] > 1e9
+    assert found.to_dict()["mesh"] == "fsdp=4,model=2" and found.to_dict()["collectives"][0]["moved"] > 1e9
     assert mesh_lines(planned(model="Qwen/Qwen3-0.6B")) == []
 
 
@@ -161,9 +161,9 @@ def test_replicated_adapters_show_in_the_table(tmp_path: Path) -> None:
 def test_collectives_are_those_of_the_compiled_program(answer: dict[str, Any], tmp_path: Path) -> None:
     config = configuration(answer, tmp_path)
     shape, mesh = read_shape(config.model), resolve_mesh(config.launch.mesh or "", answer["replicas"])
-    done = sharded_work(config, shape, batch_arithmetic(config, mesh.batch_shards), mesh)
+    done = work(config, shape, batch_arithmetic(config, mesh.batch_shards), mesh)
     assert done.flops == pytest.approx(answer["flops"], rel=0.06)
-    moved, wanted = sum(one.bytes for one in done.transfers), sum(one["moved"] for one in answer["collectives"])
+    moved, wanted = sum(one.moved for one in done.collectives), sum(one["moved"] for one in answer["collectives"])
     assert moved == pytest.approx(wanted, rel=0.15 if mesh.size > 64 else 0.06)
     time = step_time(done, chip(answer["topology"].partition(":")[0]), 1)
     assert 0 < time.all_reduce < max(time.compute, time.memory)
@@ -180,10 +180,10 @@ def test_the_data_axis_spreads_over_slices(tmp_path: Path) -> None:
     assert (chosen.launch.mesh, on.mesh, on.slices) == ("data=16,fsdp=8", Mesh(16, 8, 1), 2)
     assert "so mesh=data=16,fsdp=8" in note
     # A device has an eighth of the gradients in bf16, and its slice reduces it over 8 devices first.
-    (between,) = (one for one in transfers(chosen, shape, batch_arithmetic(chosen, 128), Mesh(16, 8, 1), 2)
+    (between,) = (one for one in predicted_collectives(chosen, shape, batch_arithmetic(chosen, 128), Mesh(16, 8, 1), 2)
                   if one.over_dcn)  # fmt: skip
-    assert between.bytes == pytest.approx(2 * shape.parameters / 8 / 8, rel=0.01)
-    assert link_seconds([between], where.chip) == pytest.approx(between.bytes / (3.125e9 * 0.7))
+    assert between.moved == pytest.approx(2 * shape.parameters / 8 / 8, rel=0.01)
+    assert link_seconds([between], where.chip) == pytest.approx(between.moved / (3.125e9 * 0.7))
     # A model that a device holds is on a mesh too, with its weights on each device.
     small = load_config(None, {"model.name": "Qwen/Qwen2.5-0.5B-Instruct", "batch_size": 1, "max_steps": 1})
     assert str(placed(small, read_shape(small.model), where)[1].mesh) == "data=128"
@@ -224,7 +224,7 @@ def test_a_shipped_configuration_compiles(name: str) -> None:
     where, most = SHIPPED[name]
     (found,) = plan(load_config(name), [where], exact=True)
     assert found.source == "compiler" and found.fits and found.peak_bytes <= most * 2**30
-    assert found.compiled is not None and found.compiled.num_replicas == 8
+    assert found.compiled["step"].num_replicas == 8
     text = report(found.config, [found])
     assert "all-gather" in text and "synchronous" in text and "s predicted" in text
 

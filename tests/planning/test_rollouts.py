@@ -21,7 +21,7 @@ from tpu_kit.diagnostics.doctor import diagnose
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.hardware.chips import GIB, chip
 from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning import compile_check
+from tpu_kit.planning import planner
 from tpu_kit.planning.compile_check import compile_programs
 from tpu_kit.planning.memory_estimate import estimate
 from tpu_kit.planning.oom_recovery import next_setting, out_of_memory, suggestion
@@ -89,7 +89,8 @@ def test_the_report_and_its_figures(small: Path, capsys: pytest.CaptureFixture[s
     file.write_text(f"model: {{name: {small}}}\nrl: {{prompts_per_update: 8}}\noptim: {{max_steps: 5}}\n")
     assert main(["plan", str(file), "batch_size=4", "remat=full"]) == 0
     assert "decodes 64 completions of up to 512" in capsys.readouterr().out
-    assert not plan(load_config(None, [f"model.name={small}", "batch_size=4", "remat=full"]))[0].programs
+    (other,) = plan(load_config(None, [f"model.name={small}", "batch_size=4", "remat=full"]))
+    assert [one.name for one in other.programs] == ["step"] and "programs" not in other.to_dict()
 
 
 def test_time_follows_the_sizes(small: Path) -> None:
@@ -209,7 +210,7 @@ def test_a_pass_that_the_compiler_refuses_becomes_smaller(small: Path, monkeypat
         more = {"accumulate": GIB * config.optim.batch_size}  # type: ignore[operator]  # a number
         return {one.name: compiled(one.own + more.get(one.name, 0)) for one in estimate(config).programs}
 
-    monkeypatch.setattr(compile_check, "compile_programs", answer)
+    monkeypatch.setattr(planner, "compile_programs", answer)
     (found,) = plan(run(small, "remat=full"), exact=True)
     assert (found.source, found.fits, found.config.optim.batch_size) == ("compiler", True, asked[-1]) and len(asked) > 1
     rows = found.to_dict()["programs"]

@@ -437,14 +437,14 @@ def show_memory(plan: Plan) -> None:
 
 def show_mesh(plan: Plan) -> None:
     """Shows the devices of the pick's mesh, the shards of its tensors, and its collectives; or that there is none."""
-    from tpu_kit.planning.report import mesh_lines, tensor_rows, transfer_rows
+    from tpu_kit.planning.report import collective_rows, mesh_lines, tensor_rows
 
     if plan.where.mesh is None:
         print(f"no mesh: a replica of the model on each of {plan.where.replicas} devices of {plan.where.name}")
     else:
         print("\n".join(mesh_lines(plan)))
         show_table(tensor_rows(plan, least=2**20))
-        show_table(transfer_rows(plan))
+        show_table(collective_rows(plan))
 
 
 def show_settings(plan: Plan) -> None:

@@ -32,38 +32,11 @@ from tpu_kit.hardware.chips import GIB, Chip, Topology
 from tpu_kit.hardware.compatibility import PAIRINGS
 from tpu_kit.hardware.slices import find_topology
 from tpu_kit.models.architecture import shipped_shape
-from tpu_kit.planning.cost import Transfer, Work
+from tpu_kit.planning.cost import Collective, Work
 from tpu_kit.planning.rollouts import rollout_of
 from tpu_kit.storage import atomic
 
 Effort = Literal["full", "low"]
-
-
-@dataclass(frozen=True)
-class Collective:
-    """The collectives of one kind in a step.
-
-    Attributes:
-        kind: such as "all-reduce".
-        count: how many run.
-        bytes: of their results.
-        moved: bytes that a device sends one way, in a ring.
-        synchronous: the part of `moved` that the compiler does not overlap with computation.
-        over_dcn: whether they go from slice to slice.
-    """
-
-    kind: str
-    count: int
-    bytes: int
-    moved: float
-    synchronous: float
-    over_dcn: bool = False
-
-    @property
-    def transfer(self) -> Transfer:
-        """The same for `cost.step_time`."""
-        share = self.synchronous / self.moved if self.moved else 0.0
-        return Transfer(self.kind, self.count, self.moved, share, self.over_dcn)
 
 
 @dataclass(frozen=True)
@@ -146,12 +119,10 @@ class Compiled:
     program: str
     cached: bool = False
 
-    def work(self, *, generates: bool = False) -> Work:
-        """What `cost.step_time` takes, on a mesh; in generation the traffic is that of HBM, and products wait."""
-        moved, flops = tuple(one.transfer for one in self.collectives), self.flops or 0.0
-        if not generates:
-            return Work(flops, self.bytes_accessed or 0.0, 0.0, moved)
-        return Work(flops, self.hbm_bytes or 0.0, 0.0, tuple(replace(one, synchronous=1.0) for one in moved))
+    def generation_work(self) -> Work:
+        """What `cost.step_time` takes of a program of generation: the traffic of HBM; and products wait for data."""
+        moved = tuple(replace(one, synchronous=one.moved) for one in self.collectives)
+        return Work(self.flops or 0.0, self.hbm_bytes or 0.0, 0.0, moved)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` reads them."""
@@ -262,12 +233,17 @@ def compile_step(
 def compile_programs(
     config: TrainConfig, topology: str | None, num_devices: int, **options: Any
 ) -> dict[str, Compiled]:
-    """Compiles the programs of a run that samples, by name; arguments and errors as `compile_step`."""
+    """Compiles the programs of a run, by name: its "step", or those of a run that samples.
+
+    Arguments and errors are those of `compile_step`; None for a slice for which the compiler has no topology.
+    """
     if topology is None:
         raise CompilerUnavailable("the compiler has no topology for this slice")
-    rollout = rollout_of(config, 1 if config.launch.mesh else num_devices)
-    asked: dict[str, dict[str, Any]] = {name: {"generation": sizes} for name, sizes in rollout.programs.items()}
-    asked |= {part: {"part": part} for part in ("accumulate", "apply")}
+    asked: dict[str, dict[str, Any]] = {"step": {}}
+    if config.on_policy:
+        rollout = rollout_of(config, 1 if config.launch.mesh else num_devices)
+        asked = {name: {"generation": sizes} for name, sizes in rollout.programs.items()}
+        asked |= {part: {"part": part} for part in ("accumulate", "apply")}
     return {
         name: compile_step(config, topology, num_replicas=num_devices, **what, **options)
         for name, what in asked.items()

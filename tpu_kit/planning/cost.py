@@ -10,8 +10,9 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
+from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import (
     FREE_SLICES,
@@ -28,6 +29,11 @@ from tpu_kit.planning.argument_memory import model_tensors, teacher_shape, train
 from tpu_kit.planning.mesh_memory import per_device
 from tpu_kit.planning.rollouts import WHOLE_ROWS, cache_bytes, rollout_of, update_plan
 
+if TYPE_CHECKING:
+    from tpu_kit.planning.compile_check import Compiled
+
+UPDATE = "update"
+"""The work of an update among those of `predicted_work`."""
 MXU_EFFICIENCY = 0.6
 """Share of the peak FLOP/s that matrix products reach: an assumption."""
 HBM_EFFICIENCY = 0.8
@@ -75,36 +81,45 @@ RESTART_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """The collectives of one kind in a step on a mesh.
+class Collective:
+    """The collectives of one kind in a step, on one device.
 
     Attributes:
-        kind: such as "all-gather of weights"; of a compiled program without what is moved.
+        kind: such as "all-gather"; by formula with what is moved, such as "all-gather of weights".
         count: how many run.
-        bytes: that a device sends one way: (g - 1) / g of an all-gather's result or of a reduce-scatter's operand in a
-            ring of g devices, twice that for an all-reduce.
-        synchronous: the share of them that no computation hides.
+        moved: bytes that a device sends one way: (g - 1) / g of an all-gather's result or of a reduce-scatter's operand
+            in a ring of g devices, twice that for an all-reduce.
+        synchronous: the part of `moved` that no computation hides.
         over_dcn: whether they go from slice to slice, over the data center network.
+        bytes: of their results, by the compiler.
     """
 
     kind: str
     count: int
-    bytes: float
+    moved: float
     synchronous: float
     over_dcn: bool = False
+    bytes: int = 0
+
+    def repeated(self, times: int) -> Collective:
+        """The same in as many runs of their program."""
+        return replace(
+            self, count=times * self.count, moved=times * self.moved, synchronous=times * self.synchronous,
+            bytes=times * self.bytes,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Work:
     """The work of a step on one device: FLOPs, bytes moved in HBM, bytes of the all-reduce's result.
 
-    On a mesh, `transfers` are the collectives, and there is no other all-reduce.
+    On a mesh, `collectives` are all of them, and there is no other all-reduce.
     """
 
     flops: float
     traffic: float
     reduced: float
-    transfers: tuple[Transfer, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,8 +149,31 @@ class StepTime:
         return max(self.compute, self.memory) + self.all_reduce + self.host + self.rollout
 
 
-def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
-    """The work of one update on one device.
+def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None = None, slices: int = 1) -> Work:
+    """The work of one update on one device; on a mesh its part of the products and of the update, and the collectives.
+
+    Args:
+        config: the run.
+        shape: of the whole model.
+        plan: the batch of one of the replicas, or of the mesh's batch shards.
+        mesh: the devices over which the model is sharded; None for replicas.
+        slices: over which the mesh's data axis spreads.
+    """
+    if mesh is None:
+        return _work(config, shape, plan)
+    own = per_device(shape, mesh)
+    done, moved = _work(config, own, plan), predicted_collectives(config, shape, plan, mesh, slices)
+    gathered = sum(one.moved for one in moved if one.kind.startswith("all-gather"))
+    elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config) * (1 - 1 / mesh.fsdp)
+    flops = done.flops
+    if config.model.base_dtype == "int4":  # steps and offsets are spread by products, for forward and backward pass
+        spread = sum(count * one.inputs**2 * one.outputs for kind, count in own.counted for one in kind.linears)
+        flops += plan.gradient_accumulation * 4 * spread / config.model.quant_group
+    return Work(flops, done.traffic - elsewhere + GATHERED_TRAFFIC * gathered, 0.0, tuple(moved))
+
+
+def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
+    """The work of one update on a device that computes all of the products of `shape`.
 
     A matrix product of N weights takes 2 N FLOPs a token, its gradient to the input as many, to the weight as many
     where that is trained. remat=full adds the forward pass of the layers, without the last product of the MLP, whose
@@ -194,29 +232,10 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     return Work(passes * flops, passes * traffic + UPDATE_TRAFFIC * 4.0 * trained, 4.0 * trained)
 
 
-def sharded_work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh, slices: int = 1) -> Work:
-    """The work of one update on one device of a mesh: its part of the products, of the update and the collectives.
-
-    Args:
-        config: the run.
-        shape: of the whole model.
-        plan: the batch of one of the mesh's batch shards.
-        mesh: the devices.
-        slices: over which the data axis spreads.
-    """
-    own = per_device(shape, mesh)
-    done, moved = work(config, own, plan), transfers(config, shape, plan, mesh, slices)
-    gathered = sum(one.bytes for one in moved if one.kind.startswith("all-gather"))
-    elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config) * (1 - 1 / mesh.fsdp)
-    flops = done.flops
-    if config.model.base_dtype == "int4":  # steps and offsets are spread by products, for forward and backward pass
-        spread = sum(count * one.inputs**2 * one.outputs for kind, count in own.counted for one in kind.linears)
-        flops += plan.gradient_accumulation * 4 * spread / config.model.quant_group
-    return Work(flops, done.traffic - elsewhere + GATHERED_TRAFFIC * gathered, 0.0, tuple(moved))
-
-
-def transfers(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh, slices: int = 1) -> list[Transfer]:
-    """The collectives of an update on a mesh: those of `weight_transfers`, and those of activations.
+def predicted_collectives(
+    config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh, slices: int = 1
+) -> list[Collective]:
+    """The collectives of an update on a mesh: those of `weight_collectives`, and those of activations.
 
     The rows of the embedding are exchanged. For the loss, the hidden states of a chunk are gathered over fsdp, and
     their gradient is reduce-scattered. Over model, activations of (T, H) are all-reduced.
@@ -224,24 +243,26 @@ def transfers(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh, sl
     passes, tokens = plan.gradient_accumulation, plan.batch_size * config.data.max_length
     states = float(tokens * shape.hidden * (4 if config.model.base_dtype == "fp32" else 2))
     tiles = -(-tokens // min(config.optim.mlp_tile or tokens, tokens))
-    found, columns = list(weight_transfers(config, shape, passes, mesh, tiles, slices)), mesh.fsdp * mesh.model
+    found, columns = list(weight_collectives(config, shape, passes, mesh, tiles, slices)), mesh.fsdp * mesh.model
     if columns > 1:
-        found.append(Transfer("all-to-all of embeddings", passes, passes * states * (columns - 1) / columns, 1.0))
+        found.append(_exposed("all-to-all of embeddings", passes, passes * states * (columns - 1) / columns))
     if mesh.fsdp > 1:
         chunks = passes * -(-tokens // config.optim.loss_chunk)
-        moved = passes * states * (mesh.fsdp - 1)
         kinds = ("all-gather of hidden states", "reduce-scatter of hidden states")
-        found += [Transfer(kind, chunks, moved, 1.0) for kind in kinds]
+        found += [_exposed(kind, chunks, passes * states * (mesh.fsdp - 1)) for kind in kinds]
     if mesh.model > 1:
         count = passes * shape.layers * MODEL_REDUCES
-        moved = count * 2 * states * (mesh.model - 1) / mesh.model
-        found.append(Transfer("all-reduce of activations", count, moved, 1.0))
+        found.append(_exposed("all-reduce of activations", count, count * 2 * states * (mesh.model - 1) / mesh.model))
     return found
 
 
-def weight_transfers(
+def _exposed(kind: str, count: int, moved: float, *, over_dcn: bool = False) -> Collective:
+    return Collective(kind, count, moved, moved, over_dcn)
+
+
+def weight_collectives(
     config: TrainConfig, shape: Shape, passes: int, mesh: Mesh, tiles: int = 1, slices: int = 1
-) -> Iterator[Transfer]:
+) -> Iterator[Collective]:
     """The collectives of weights and gradients, whose bytes do not depend on the number of tokens.
 
     A layer's tensors are gathered over fsdp in the forward and in the backward pass, as they are stored; trained ones
@@ -261,24 +282,23 @@ def weight_transfers(
             times = ("fsdp" in axes) * (tiles if ".mlp." in tensor.name else 1)
             matrices, scattered = matrices + layers * times, scattered + size * times
             summed += size / (mesh.fsdp if "fsdp" in axes else 1)
-    ring = (mesh.fsdp - 1) / mesh.fsdp
     if mesh.fsdp > 1:
-        yield Transfer("all-gather of weights", passes * gathers, passes * gathered * ring, SYNCHRONOUS_GATHERS)
-        yield Transfer("reduce-scatter of gradients", passes * matrices, passes * scattered * ring, 1.0)
+        moved, ring = passes * gathered * (mesh.fsdp - 1) / mesh.fsdp, passes * scattered * (mesh.fsdp - 1) / mesh.fsdp
+        yield Collective("all-gather of weights", passes * gathers, moved, SYNCHRONOUS_GATHERS * moved)
+        yield _exposed("reduce-scatter of gradients", passes * matrices, ring)
     data = mesh.data // slices
     if data > 1:
-        yield Transfer("all-reduce of gradients", passes, passes * 2 * summed * (data - 1) / data, 1.0)
+        yield _exposed("all-reduce of gradients", passes, passes * 2 * summed * (data - 1) / data)
     if slices > 1:  # each device of a slice sends an equal part
         sent = passes * 2 * summed / data * (slices - 1) / slices
-        yield Transfer("all-reduce between slices", passes, sent, 1.0, over_dcn=True)
+        yield _exposed("all-reduce between slices", passes, sent, over_dcn=True)
 
 
-def link_seconds(transfers: Iterable[Transfer], chip: Chip, *, synchronous: bool = False) -> float:
-    """Seconds that collectives take on a device's links in one direction; of all, or of the synchronous share."""
+def link_seconds(collectives: Iterable[Collective], chip: Chip, *, synchronous: bool = False) -> float:
+    """Seconds that collectives take on a device's links in one direction; of all, or of the synchronous part."""
     links, network = (chip.ici_bandwidth or 100e9) / 2 * ICI_EFFICIENCY, (chip.dcn_bandwidth or 3e9) * DCN_EFFICIENCY
     return chip.devices_per_chip * sum(
-        one.bytes * (one.synchronous if synchronous else 1.0) / (network if one.over_dcn else links)
-        for one in transfers
+        (one.synchronous if synchronous else one.moved) / (network if one.over_dcn else links) for one in collectives
     )
 
 
@@ -323,9 +343,9 @@ def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None 
     peak = chip.bf16_flops / chip.devices_per_chip
     bandwidth = chip.hbm_bandwidth / chip.devices_per_chip
     compute, memory = done.flops / (peak * MXU_EFFICIENCY), done.traffic / (bandwidth * HBM_EFFICIENCY)
-    if done.transfers:
-        exposed = link_seconds(done.transfers, chip, synchronous=True)
-        exposed += max(0.0, link_seconds(done.transfers, chip) - exposed - max(compute, memory))
+    if done.collectives:
+        exposed = link_seconds(done.collectives, chip, synchronous=True)
+        exposed += max(0.0, link_seconds(done.collectives, chip) - exposed - max(compute, memory))
     else:
         ring = 2 * (num_replicas - 1) / num_replicas * done.reduced
         exposed = ring / ((chip.ici_bandwidth or 100e9) / 2 * ICI_EFFICIENCY)
@@ -334,24 +354,59 @@ def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None 
 
 def predict_time(config: TrainConfig, shape: Shape, where: TargetSlice) -> StepTime:
     """Estimates the seconds of a step on a slice, by the formula's counts; of completions at their longest."""
-    plan = update_plan(config, where.replicas)
-    done = sharded_work(config, shape, plan, where.mesh, where.slices) if where.mesh else work(config, shape, plan)
-    time = step_time(done, where.chip, where.replicas, where.calibration.time)
+    return _time(config, where, predicted_work(config, shape, where))
+
+
+def compiled_time(config: TrainConfig, shape: Shape, where: TargetSlice, compiled: Mapping[str, Compiled]) -> StepTime:
+    """As `predict_time`, by the compiler's counts of the programs of `compile_check.compile_programs`.
+
+    Splash attention reports no FLOPs, so the formula's count of a program may be larger.
+    """
+    works, update = predicted_work(config, shape, where), Work(0.0, 0.0, 0.0)
+    if any(one.flops is None for one in compiled.values()):  # it does not fit
+        return _time(config, where, works)
+    passes = update_plan(config, where.replicas).gradient_accumulation
+    for name, one in compiled.items():
+        if name in works:
+            done = one.generation_work()
+            works[name] = replace(done, flops=max(done.flops, works[name].flops))
+            continue
+        times = passes if name == "accumulate" else 1
+        flops, traffic = update.flops + times * (one.flops or 0.0), update.traffic + times * (one.bytes_accessed or 0.0)
+        moved = [each.repeated(times) for each in one.collectives if where.mesh]
+        update = Work(flops, traffic, 0.0, (*update.collectives, *moved))
+    own = works[UPDATE]
+    works[UPDATE] = replace(update, flops=max(update.flops, own.flops), reduced=own.reduced)
+    return _time(config, where, works)
+
+
+def _time(config: TrainConfig, where: TargetSlice, works: Mapping[str, Work]) -> StepTime:
+    """The seconds of an update, and of its part of a rollout whose completions are all at their longest."""
+    time = step_time(works[UPDATE], where.chip, where.replicas, where.calibration.time)
     if not config.on_policy:
         return time
-    seconds = rollout_seconds(config, shape, where, rollout_work(config, shape, where))
-    return replace(time, host=HOST_SECONDS * (plan.gradient_accumulation + 1), rollout=seconds)
+    rollout = rollout_of(config, 1 if where.mesh else where.replicas)
+    runs = {"decode": -(-rollout.tokens // rollout.block)}
+    seconds = sum(
+        runs.get(name, 1) * step_time(done, where.chip, 1).predicted for name, done in works.items() if name != UPDATE
+    )
+    passes = update_plan(config, where.replicas).gradient_accumulation
+    return replace(time, host=HOST_SECONDS * (passes + 1), rollout=seconds / config.rl.updates_per_rollout)
 
 
-def rollout_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dict[str, Work]:
-    """The work on one device of each program of a rollout, with its prompts at their widest.
+def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dict[str, Work]:
+    """The work on one device of an update, and of each program of a rollout, with its prompts at their widest.
 
     A decode step reads the weights, all slots of the cache, and the logits several times. On a mesh each device
     multiplies with its part of the weights; the inputs of attention, of its output, of the MLP and of its output are
     gathered, and the logits. A TPU computes whole multiples of `rollouts.WHOLE_ROWS` rows.
     """
+    plan = update_plan(config, where.replicas)
+    update = {UPDATE: work(config, shape, plan, where.mesh, where.slices)}
+    if not config.on_policy:
+        return update
     mesh = where.mesh or Mesh()
-    rollout, length = rollout_of(config, 1 if where.mesh else where.replicas), config.data.max_length
+    rollout = rollout_of(config, 1 if where.mesh else where.replicas)
     parts, size = mesh.fsdp * mesh.model, 4 if config.model.base_dtype == "fp32" else 2
     seen = 1.0 if config.model.attention == "sdpa" else 0.5
     rows, width = -(-rollout.prompts // mesh.data), rollout.widths[-1]
@@ -364,58 +419,25 @@ def rollout_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dict[
     weights = sum(kind.weights(whole) * number for kind, number in shape.counted)
     traffic = (weights * WEIGHT_BYTES[config.model.base_dtype] + head * size + 4 * trained) / parts
     traffic += cache + LOGITS_TRAFFIC * 4 * rows * shape.vocabulary
-    block, moved = rollout.block, list[Transfer]()
+    block, moved = rollout.block, list[Collective]()
     if parts > 1:
         each = sum(
             number * (2 * shape.hidden + kind.heads * kind.head_dim + kind.intermediate)
             for kind, number in shape.counted
         )
         sent = block * rows * size * (each + shape.vocabulary) * (parts - 1) / parts
-        moved.append(Transfer("all-gather of activations", block * (4 * shape.layers + 1), sent, 1.0))
-    found = {
+        moved.append(_exposed("all-gather of activations", block * (4 * shape.layers + 1), sent))
+    found = update | {
         "prefill": Work(read.flops / parts, read.traffic / parts, 0.0),
         "samples": Work(0.0, COPY_TRAFFIC * cache * rollout.copies, 0.0),
         "decode": Work(block * flops, block * traffic, 0.0, tuple(moved)),
     }  # fmt: skip
     if config.optim.objective == "policy" and config.rl.updates_per_rollout > 1:
-        plan = update_plan(config, where.replicas)
-        tokens = plan.batch_size * length
-        before = _forward(shape, config.model.base_dtype, tokens, length, -(-tokens // config.optim.loss_chunk), seen)
-        passes = plan.gradient_accumulation
+        tokens, passes = plan.batch_size * config.data.max_length, plan.gradient_accumulation
+        chunks = -(-tokens // config.optim.loss_chunk)
+        before = _forward(shape, config.model.base_dtype, tokens, config.data.max_length, chunks, seen)
         found["before"] = Work(passes * before.flops / mesh.model, passes * before.traffic / mesh.model, 0.0)
     return found
-
-
-def compiled_time(config: TrainConfig, shape: Shape, where: TargetSlice, made: Mapping[str, Work]) -> StepTime:
-    """As `predict_time` of a run that samples, by the compiler's counts of its programs.
-
-    Splash attention reports no FLOPs, so the formula's count of a program may be larger.
-    """
-    plan, one = update_plan(config, where.replicas), batch_arithmetic(config, where.replicas)
-    passes = plan.gradient_accumulation
-    own = sharded_work(config, shape, one, where.mesh, where.slices) if where.mesh else work(config, shape, one)
-    step, last = made["accumulate"], made["apply"]
-    moved = tuple(replace(each, count=passes * each.count, bytes=passes * each.bytes) for each in step.transfers)
-    done = Work(
-        passes * max(step.flops, own.flops) + last.flops, passes * step.traffic + last.traffic, own.reduced,
-        (*moved, *last.transfers) if where.mesh else (),
-    )  # fmt: skip
-    time = step_time(done, where.chip, where.replicas, where.calibration.time)
-    works = rollout_work(config, shape, where)
-    works |= {
-        name: replace(made[name], flops=max(made[name].flops, works[name].flops))
-        for name in rollout_of(config, 1 if where.mesh else where.replicas).programs
-    }
-    seconds = rollout_seconds(config, shape, where, works)
-    return replace(time, host=HOST_SECONDS * (passes + 1), rollout=seconds)
-
-
-def rollout_seconds(config: TrainConfig, shape: Shape, where: TargetSlice, works: Mapping[str, Work]) -> float:
-    """Seconds of a rollout whose completions are all at their longest, for each of the updates that share it."""
-    rollout = rollout_of(config, 1 if where.mesh else where.replicas)
-    runs = {"decode": -(-rollout.tokens // rollout.block)}
-    seconds = sum(runs.get(name, 1) * step_time(done, where.chip, 1).predicted for name, done in works.items())
-    return seconds / config.rl.updates_per_rollout
 
 
 def host_rate() -> float:

@@ -1,4 +1,4 @@
-"""Estimates the memory of a training step from the model's config.json, and advises what to change if it is too much.
+"""Estimates the memory of a training step from the model's config.json.
 
 It needs no weights, no compiler and no torch, and takes less than a second.
 
@@ -13,15 +13,13 @@ the "update"; `activation_memory` derives them. This module derives the argument
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tpu_kit.config.fields import ConfigError
-from tpu_kit.config.loader import ANEW, LoraConfig, TrainConfig, batch_arithmetic, is_another
+from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.config.schema import MOST_ROWS
-from tpu_kit.hardware.chips import CHIPS, GIB, Chip
+from tpu_kit.hardware.chips import GIB, Chip
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import FEW_TILES, Shape
 from tpu_kit.models.shape_cache import read_shape
@@ -35,7 +33,6 @@ from tpu_kit.planning.rollouts import (
     generation_code,
     rollout_of,
     update_plan,
-    whole_prompts,
 )
 
 LOOP_CODE = 26 * 2**20
@@ -53,7 +50,12 @@ RESERVE = 0.08
 steps that were compiled (tests/recorded_memory.json)."""
 PASSES_RESERVE = 0.10
 """The same with gradient accumulation, with which few steps were compiled."""
-_RANKS = 4096
+
+
+def reserve(config: TrainConfig) -> float:
+    """The share of a device's memory that a pick by formula leaves free."""
+    passes = config.optim.gradient_accumulation > 1 or config.optim.global_batch_size is not None
+    return PASSES_RESERVE if passes else RESERVE
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Memory:
         moment: the moment of the peak: "start", "loss", "backward" or "update".
         trained: number of trained parameters.
         scanned: whether layers run as a loop.
-        programs: of reinforcement learning, whose largest peak this is; else none.
+        programs: the "step", or those of a run that samples, whose largest peak this is.
     """
 
     parts: Mapping[str, int]
@@ -80,7 +82,7 @@ class Memory:
     moment: str
     trained: int
     scanned: bool
-    programs: tuple[ProgramPeak, ...] = ()
+    programs: tuple[ProgramPeak, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -198,32 +200,27 @@ class _Step:
         return layer * sum(period for period, _ in self.shape.runs) * passes + collectives
 
     def memory(self) -> Memory:
-        """The estimate."""
-        arguments = self.arguments()
-        moment, beyond = self.alive.reported()
-        temporaries = {name: math.ceil(size) for name, size in {**moment.parts, "heap": beyond}.items()}
-        parts = {**arguments, **temporaries, "code": self.code()}
-        total = sum(temporaries.values())
-        return Memory(
-            parts, sum(arguments.values()), total, self.code(), moment.name, self.alive.trained, self.alive.scanned
-        )
-
-
-class _Rounds(_Step):
-    """The programs of a rollout and of an update that is two programs, and what lies beside each of them."""
-
-    def memory(self) -> Memory:
         """The estimate, of the program with the largest peak."""
         programs = tuple(self.programs())
         codes = sum(one.code for one in programs)
         most = max(programs, key=lambda one: one.total - one.code)
         held = {**most.beside, **most.arguments, **({"sample_cache": most.results} if most.results else {})}
-        parts = {"optimizer": 0, "ema": 0, **held, **most.temporaries, "code": codes}
-        size = sum(most.temporaries.values())
+        parts = {**held, **most.temporaries, "code": codes}
+        moment = ", ".join(filter(None, [most.name if self.config.on_policy else "", most.moment]))
         return Memory(
-            parts, sum(held.values()), size, codes, f"{most.name}{most.moment and f', {most.moment}'}",
-            self.alive.trained, self.alive.scanned, programs,
+            parts, sum(held.values()), sum(most.temporaries.values()), codes, moment, self.alive.trained,
+            self.alive.scanned, programs,
         )  # fmt: skip
+
+    def programs(self) -> Iterator[ProgramPeak]:
+        """The only program."""
+        moment, beyond = self.alive.reported()
+        temporaries = {name: math.ceil(size) for name, size in {**moment.parts, "heap": beyond}.items()}
+        yield ProgramPeak("step", self.arguments(), 0, temporaries, self.code(), {}, moment.name)
+
+
+class _Rounds(_Step):
+    """The programs of a rollout and of an update that is two programs, and what lies beside each of them."""
 
     def programs(self) -> Iterator[ProgramPeak]:
         """The programs. The cache of the samples is there from "samples" to the last "decode"; an update follows."""
@@ -269,239 +266,3 @@ class _Rounds(_Step):
         """The buffer of the gradients, fp32, in the parameters' own shapes."""
         pairs = zip(self.alive.tensors, self.alive.parts, strict=True)
         return sum(padded(part, 4, free=True) for one, part in pairs if one.trained)
-
-
-@dataclass(frozen=True)
-class MemoryOption:
-    """A change that takes less memory.
-
-    Attributes:
-        change: as on the command line, such as "optim.loss_chunk=128".
-        harm: its cost.
-        anew: whether a run that has begun cannot continue with it.
-        peak_bytes: the peak with this change and all before it.
-        fits: whether that peak fits.
-    """
-
-    change: str
-    harm: str
-    anew: bool
-    peak_bytes: int
-    fits: bool
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What to change if a run does not fit, and the largest settings that fit.
-
-    Attributes:
-        knobs: if nothing fits, changes in the order of least harm, each added to those before; empty if it fits.
-        smallest_slice: if nothing fits, the cheapest slice on which the unchanged run fits.
-        largest_batch: rows of a replica in a pass that fit, 0 for none.
-        longest_sequence: tokens of a row that fit with these rows, a multiple of 128; 0 for none.
-        largest_rank: the largest rank that fits, None without adapters.
-    """
-
-    knobs: tuple[MemoryOption, ...]
-    smallest_slice: str | None
-    largest_batch: int
-    longest_sequence: int
-    largest_rank: int | None
-
-    def __str__(self) -> str:
-        lines = [
-            f"{knob.change} ({knob.harm}): {knob.peak_bytes / GIB:.2f} GiB{', fits' if knob.fits else ''}"
-            for knob in self.knobs
-        ]
-        if any(knob.anew for knob in self.knobs):
-            lines.append(f"another training cannot go on from a checkpoint of this run: give it {ANEW}")
-        return "; ".join([*lines, f"unchanged it fits {self.smallest_slice or 'no known slice'}"])
-
-
-@dataclass(frozen=True)
-class Inference:
-    """The memory of generation on one device.
-
-    Attributes:
-        weight_bytes: base weights and adapters.
-        cache_bytes_per_token: keys and values of a token of one row, over all layers.
-        longest_context: tokens of one row, prompt and reply together, whose cache fits beside the weights; at most the
-            model's positions. While a prompt is read, its scores come on top.
-    """
-
-    weight_bytes: int
-    cache_bytes_per_token: int
-    longest_context: int
-
-
-def inference(config: TrainConfig, shape: Shape, limit: float) -> Inference:
-    """Estimates generation in `limit` bytes: weights in the dtype of frozen ones, a cache in the compute dtype."""
-    frozen = config if config.lora.r else replace(config, lora=LoraConfig(), data=replace(config.data, max_length=128))
-    parts = estimate(
-        replace(frozen, optim=replace(frozen.optim, batch_size=1, global_batch_size=None)), shape=shape
-    ).parts
-    weights = parts["base_weights"] + (parts["adapters"] if config.lora.r else 0)
-    element = 4 if config.model.base_dtype == "fp32" else 2
-    each = 2 * element * sum(count * kind.cached_heads * kind.head_dim for kind, count in shape.counted)
-    return Inference(weights, each, max(0, min(shape.positions, int((limit - weights) // each))))
-
-
-def reserve(config: TrainConfig) -> float:
-    """The share of a device's memory that a pick by formula leaves free."""
-    passes = config.optim.gradient_accumulation > 1 or config.optim.global_batch_size is not None
-    return PASSES_RESERVE if passes else RESERVE
-
-
-def advise(config: TrainConfig, shape: Shape, where: TargetSlice, limit: float, fits: bool) -> Advice:
-    """Finds the largest settings that fit, and what to change if the run does not.
-
-    Args:
-        config: the run, its batch size a number.
-        shape: of its model.
-        where: its chip and its data-parallel replicas.
-        limit: bytes of a device that it may take.
-        fits: whether the run fits.
-    """
-
-    def peak(changed: TrainConfig) -> int:
-        return estimate_on(changed, shape, where).total_bytes
-
-    def within(section: str, name: str, value: Any) -> bool:
-        try:
-            return peak(_with(config, f"{section}.{name}", value)) <= limit
-        except ConfigError:  # rows shorter than a completion
-            return True
-
-    most = min(MOST_ROWS, 2**31 // config.data.max_length)
-    rank = largest(lambda r: within("lora", "r", r), _RANKS) if config.lora.r else None
-    length = largest(lambda blocks: within("data", "max_length", 128 * blocks), shape.positions // 128)
-    return Advice(
-        knobs=() if fits else tuple(_knobs(config, shape, where.replicas, peak, limit)),
-        smallest_slice=None if fits else _smallest_slice(config, shape, where, peak(config)),
-        largest_batch=largest(lambda rows: within("optim", "batch_size", rows), most),
-        longest_sequence=128 * length,
-        largest_rank=rank,
-    )
-
-
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """Bisects for the largest number from 1 to `most` that fits; all below it must fit. 0 if 1 does not."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, high * 2
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _with(config: TrainConfig, name: str, value: Any) -> TrainConfig:
-    section, _, leaf = name.partition(".")
-    changes = {leaf: value}
-    if leaf == "batch_size":  # it determines the rows of an update
-        changes["global_batch_size"] = None
-    return replace(config, **{section: replace(getattr(config, section), **changes)})
-
-
-def _knobs(
-    config: TrainConfig, shape: Shape, replicas: int, peak: Callable[[TrainConfig], int], limit: float
-) -> Iterator[MemoryOption]:
-    """The changes that help, each added to those before, until the run fits."""
-    now, before = config, peak(config)
-    for name, value, harm in _changes(config, shape):
-        rows = now.optim.batch_size
-        if name in ("optim.batch_size", "rl.prompts_per_update"):
-            rows = rows if name == "optim.batch_size" else now.rl.prompts_per_update
-            assert isinstance(rows, int)
-            value = largest(lambda n: peak(_with(now, name, n)) <= limit, rows - 1) or 1  # noqa: B023  called at once
-            each = whole_prompts(now, replicas) if name == "rl.prompts_per_update" else 1
-            value = value // each * each or value
-        try:
-            changed = _with(now, name, value)
-        except ConfigError:  # not on a mesh
-            continue
-        size = peak(changed)
-        if size >= before:
-            continue
-        anew = is_another(now, changed, replicas)
-        now, before = changed, size
-        harm = f"{harm}, another training" if anew else f"the same training, {harm}"
-        yield MemoryOption(f"{name}={value}", harm, anew, size, size <= limit)
-        if size <= limit:
-            return
-
-
-def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]]:
-    optim, model, lora = config.optim, config.model, config.lora
-    free, slower = "no slower", "slower"
-    if model.attention != "auto":
-        yield "model.attention", "auto", free
-    if optim.loss_chunk > 256:
-        yield "optim.loss_chunk", 256, free
-    if optim.remat != "full":
-        yield "optim.remat", "full", "a third more FLOPs"
-    if optim.mlp_tile is None or optim.mlp_tile > 512:
-        yield "optim.mlp_tile", 512, slower
-    if optim.loss_chunk > 64:
-        yield "optim.loss_chunk", 64, slower
-    learns = config.on_policy
-    yield "optim.batch_size", 1, "more passes" if learns else "fewer rows an update"
-    if learns and config.rl.steps_per_generation > 1:
-        yield "rl.steps_per_generation", 1, "fewer prompts a rollout"
-    if learns:
-        yield "rl.prompts_per_update", 1, "fewer prompts an update"
-    if model.base_dtype == "fp32":
-        yield "model.base_dtype", "bf16", "base weights and products in bf16"
-    if optim.optimizer == "adamw":
-        yield "optim.optimizer", "adafactor", "hardly any moments"
-    if optim.ema_decay:
-        yield "optim.ema_decay", 0.0, "no average of the weights"
-    if not lora.r:
-        yield "lora.r", 16, "adapters in place of all weights"
-    if lora.r > 8:
-        yield "lora.r", 8, "smaller adapters"
-    for length in (2048, 1024):
-        if length < config.data.max_length:
-            yield "data.max_length", length, "shorter rows"
-    if lora.r and model.base_dtype in ("bf16", "fp32"):  # without adapters all weights are trained
-        yield "model.base_dtype", "int8", "base weights in int8, products in bf16"
-    if lora.r and model.base_dtype != "int4" and all(one.inputs // 2 % model.quant_group == 0 for one in shape.linears):
-        yield "model.base_dtype", "int4", "base weights in int4, products in bf16"
-    for length in (512, 256):
-        if length < config.data.max_length:
-            yield "data.max_length", length, "shorter rows"
-
-
-def _smallest_slice(config: TrainConfig, shape: Shape, where: TargetSlice, peak: int) -> str | None:
-    """The cheapest slice on which the run fits: with `peak` bytes a device, or sharded over all of its devices."""
-    found, free = [], reserve(config)
-    passes = batch_arithmetic(config, where.replicas).gradient_accumulation
-    each = replace(config, optim=replace(config.optim, global_batch_size=None, gradient_accumulation=passes))
-    for chip in CHIPS.values():
-        if chip.accelerator_prefix is None or chip.usable_hbm_bytes is None:
-            continue
-        limit = chip.usable_hbm_bytes * (1 - free)
-        for count in chip.slice_sizes:
-            devices = count * chip.devices_per_chip
-            alone = where.mesh is None and peak <= limit
-            if not alone:
-                mesh = Mesh(fsdp=devices)
-                if devices == 1 or not can_shard(config):
-                    continue
-                if estimate(each, shape=shape, chip=chip, mesh=mesh).total_bytes > limit:
-                    continue
-            price = chip.price.on_demand * count if chip.price else float("inf")
-            name = chip.slice_name(count) + ("" if alone else f" with mesh=fsdp={devices}")
-            found.append((price, count, name))
-            break
-    return min(found)[2] if found else None
-
-
-def can_shard(config: TrainConfig) -> bool:
-    """Whether the run can be sharded over a mesh: its layers run as a loop, and its settings allow it."""
-    try:
-        replace(config, launch=replace(config.launch, mesh="fsdp=-1", num_replicas=None))
-    except ConfigError:
-        return False
-    return True

@@ -11,9 +11,10 @@ from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape, shipped_shapes
 from tpu_kit.models.shape_cache import read_shapes
+from tpu_kit.planning.advice import can_shard, largest
 from tpu_kit.planning.argument_memory import table
 from tpu_kit.planning.cost import StepTime, predict_time, step_time
-from tpu_kit.planning.memory_estimate import can_shard, estimate_on, largest, reserve
+from tpu_kit.planning.memory_estimate import estimate_on, reserve
 
 _UNSET = (None, "auto")
 
@@ -194,6 +195,6 @@ def compile_answering(
     )
     seconds = None
     if decode.flops is not None and decode.hbm_bytes is not None:
-        seconds = step_time(decode.work(generates=True), where.chip, 1).predicted / BLOCK
+        seconds = step_time(decode.generation_work(), where.chip, 1).predicted / BLOCK
     peak = max(fill.total_bytes, decode.total_bytes)
     return Answering(rows, width, slots, peak, fill.fits and decode.fits, seconds)

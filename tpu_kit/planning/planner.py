@@ -24,31 +24,19 @@ from tpu_kit.hardware.slices import TargetSlice, find_slice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.models.sharding_rules import Placed
+from tpu_kit.planning.advice import Advice, Inference, advise, inference, largest
 from tpu_kit.planning.argument_memory import table
-from tpu_kit.planning.compile_check import Compiled
+from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable, compile_programs
 from tpu_kit.planning.cost import (
+    Collective,
     StepTime,
     TimePlan,
-    Transfer,
-    Work,
     compiled_time,
     predict_time,
-    sharded_work,
-    step_time,
+    predicted_collectives,
     time_plan,
-    transfers,
-    work,
 )
-from tpu_kit.planning.memory_estimate import (
-    RESERVE,
-    Advice,
-    Inference,
-    advise,
-    estimate_on,
-    inference,
-    largest,
-    reserve,
-)
+from tpu_kit.planning.memory_estimate import RESERVE, Memory, estimate_on, reserve
 from tpu_kit.planning.mesh_choice import Answering, compile_answering, placed
 from tpu_kit.planning.rollouts import ProgramPeak, program_rows, update_plan, warnings_of
 
@@ -67,7 +55,7 @@ EXACT_RESERVE = 0.01
 batch."""
 _COMPILED = (
     "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
-    "compile_seconds", "collectives", "program",
+    "compile_seconds", "program",
 )  # fmt: skip
 
 
@@ -190,14 +178,13 @@ class Plan:
         inference: the longest context for generation.
         updates: number of updates; None where it is not known.
         unknown: why it is not known; empty otherwise.
-        compiled: the compiler's figures, with `exact`.
+        compiled: the compiler's figures of each program, with `exact`.
         answering: the compiler's figures of generation, with `exact` on a mesh.
         note: changes that the user did not ask for: another attention, or the formula instead of the compiler; and why
             there is a mesh or none.
         tensors: where each of the model's tensors lies on the mesh; empty without one.
-        transfers: the collectives of a step on the mesh.
-        programs: of a run that samples, by formula; else none.
-        compiled_programs: the compiler's figures of each, with `exact`.
+        collectives: those of a step on the mesh.
+        programs: the "step", or those of a run that samples, by formula.
     """
 
     where: TargetSlice
@@ -214,13 +201,12 @@ class Plan:
     inference: Inference | None = None
     updates: int | None = None
     unknown: str = ""
-    compiled: Compiled | None = None
+    compiled: Mapping[str, Compiled] = field(default_factory=dict)
     answering: Answering | None = None
     note: str = ""
     tensors: tuple[Placed, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
+    collectives: tuple[Collective, ...] = ()
     programs: tuple[ProgramPeak, ...] = ()
-    compiled_programs: Mapping[str, Compiled] = field(default_factory=dict)
 
     @property
     def free(self) -> float:
@@ -232,10 +218,10 @@ class Plan:
         batch = update_plan(self.config, self.where.replicas)
         seconds = self.time.seconds if self.time else None
         run = self.run
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "chip": self.where.chip.name, "chips": self.where.chips, "replicas": self.where.replicas,
             "slice": self.where.name, "mesh": str(self.where.mesh) if self.where.mesh else None,
-            "transfers": [asdict(one) for one in self.transfers],
+            "collectives": [asdict(one) for one in self.collectives],
             "global_batch_size": batch.global_batch_size, "fits": self.fits,
             "peak_bytes": self.peak_bytes, "limit_bytes": self.where.limit, "parts": self.parts, "source": self.source,
             "batch_size": batch.batch_size, "gradient_accumulation": batch.gradient_accumulation,
@@ -248,13 +234,12 @@ class Plan:
             "sessions": run.sessions if run else {}, "advice": asdict(self.advice) if self.advice else None,
             "inference": asdict(self.inference) if self.inference else None,
         }  # fmt: skip
-        if self.compiled is not None:
-            values = self.compiled.to_dict()
-            found |= {name: values[name] for name in _COMPILED}
-        if self.programs:
-            rows = program_rows(self.programs, self.compiled_programs)
-            found |= {"rollout_seconds": self.time.rollout if self.time else None, "programs": rows}
-        return found | ({"answering": asdict(self.answering)} if self.answering else {})
+        if step := self.compiled.get("step"):
+            values |= {name: getattr(step, name) for name in _COMPILED}
+        if self.config.on_policy:
+            rows = program_rows(self.programs, self.compiled)
+            values |= {"rollout_seconds": self.time.rollout if self.time else None, "programs": rows}
+        return values | ({"answering": asdict(self.answering)} if self.answering else {})
 
 
 def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = False) -> list[Plan]:
@@ -284,10 +269,15 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
     for where in places:
         chosen, on, note = placed(config, shape, where, one_row="optim.batch_size" not in config.sources)
         one = by_formula(chosen, shape, on, rows)
-        one = _with_answering(with_largest_batch(verified(one, shape, rows))) if exact else one
-        notes = filter(None, [note, *warnings_of(one.config, 1 if on.mesh else on.replicas), one.note])
-        found.append(replace(one, note="; ".join(notes)))
+        if exact:
+            one = _with_answering(with_largest_batch(verified(one, shape, rows)))
+        notes = (note, *warnings_of(one.config, 1 if on.mesh else on.replicas), one.note)
+        found.append(replace(one, note=_joined(*notes)))
     return found
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
 
 
 def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, rows: Rows | None = None) -> Plan:
@@ -318,10 +308,20 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
 # ------------------------------------------------------------------------------------------------------ by the formula
 
 
-def _batches(
+def batches(
     config: TrainConfig, replicas: int, rows: Rows, most: Callable[[], int]
 ) -> Iterator[tuple[int, int | None]]:
-    """Candidates (rows per replica in a pass, rows per update); `most` returns the number of rows that fit."""
+    """Candidates (rows per replica in a pass, rows per update).
+
+    Args:
+        config: the run.
+        replicas: number of replicas.
+        rows: of the data, where they were counted; see `LEAST_UPDATES`.
+        most: returns the number of rows that fit.
+
+    Raises:
+        ValueError: the rows of an update cannot be split over the replicas.
+    """
     optim = config.optim
     whole = optim.global_batch_size
     if isinstance(optim.batch_size, int) and "optim.batch_size" in config.sources:
@@ -333,15 +333,10 @@ def _batches(
         limit = most()
         if rows.count is not None and not config.on_policy:
             limit = min(limit, rows.count // (LEAST_UPDATES * replicas * optim.gradient_accumulation))
-        limit = max(1, limit)
-        yield from ((1 << i, None) for i in range(limit.bit_length()))
+        yield from ((1 << i, None) for i in range(max(1, limit).bit_length()))
         return
-    if whole % replicas:
-        raise ValueError(
-            f"optim.global_batch_size={whole} cannot be split over {replicas} replicas; use "
-            f"{whole // replicas * replicas or replicas} or {(whole // replicas + 1) * replicas}"
-        )
-    each = whole // replicas
+    one = replace(optim, batch_size=1, global_batch_size=whole, gradient_accumulation=1)
+    each = batch_arithmetic(replace(config, optim=one), replicas).gradient_accumulation
     yield from ((n, whole) for n in range(1, min(each, max(1, most())) + 1) if each % n == 0)
 
 
@@ -355,7 +350,7 @@ def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Rows
     for remat in remats:
         base = replace(config, optim=replace(config.optim, remat=remat))
         most = partial(_most, base, shape, where)
-        for rows, whole in _batches(base, where.replicas, known, most):
+        for rows, whole in batches(base, where.replicas, known, most):
             if rows * config.data.max_length >= MOST_TOKENS:
                 raise ValueError(
                     f"optim.batch_size={rows} x data.max_length={config.data.max_length}: a pass of 2**31 tokens or "
@@ -399,18 +394,18 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows
     near = [one for one in fitting if _speed(one) > (1 - TIE) * _speed(fitting[0])]
     picked = min(near, key=_ease) if near else min(settings, key=lambda one: one.peak)
     memory = estimate_on(picked.config, shape, where)
-    state = memory.parts["optimizer"] + memory.parts["ema"]
+    state = memory.parts.get("optimizer", 0) + memory.parts.get("ema", 0)
     held = state * (where.mesh.fsdp * where.mesh.model if where.mesh else 1) + 4 * memory.trained
     updates, unknown = count_updates(picked.config, where.replicas, rows)
     mesh, batch = where.mesh, update_plan(picked.config, where.replicas)
     return Plan(
         tensors=tuple(table(shape, picked.config, mesh)) if mesh else (),
-        transfers=tuple(transfers(picked.config, shape, batch, mesh, where.slices)) if mesh else (),
+        collectives=tuple(predicted_collectives(picked.config, shape, batch, mesh, where.slices)) if mesh else (),
         where=where, config=picked.config, settings=tuple(settings), fits=bool(fitting), peak_bytes=memory.total_bytes,
         parts=dict(memory.parts), source="formula", time=picked.time, checkpoint_bytes=held,
         run=time_plan(where.chip, where.chips, where.name, picked.time.seconds, updates, held),
         advice=advise(picked.config, shape, where, limit, bool(fitting)),
-        note="; ".join([*notes, *where.calibration.notes]),
+        note=_joined(*notes, *where.calibration.notes),
         inference=None if where.mesh else inference(config, shape, where.limit * (1 - RESERVE)),
         updates=updates, unknown=unknown, programs=memory.programs,
     )  # fmt: skip
@@ -419,56 +414,60 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows
 def verified(found: Plan, shape: Shape, rows: Rows) -> Plan:
     """Compiles the pick; if it does not fit, finds the next smaller setting that does.
 
-    Mostly this is one compile, as the formula is near the compiler.
+    Mostly this is one compile, as the formula is near the compiler. Of a run that samples, a smaller batch changes only
+    "accumulate".
     """
-    from tpu_kit.planning.compile_check import CompilerUnavailable
-
-    if found.config.on_policy:
-        return _verified_programs(found, shape)
-    limit = found.where.limit * (1 - EXACT_RESERVE)
-    try:
-        compiled = _compile(found.config, found.where)
-        below = sorted((one for one in found.settings if one.peak < found.peak_bytes), key=lambda one: -one.peak)
-        for one in below if compiled.total_bytes > limit else []:
-            again = _compile(one.config, found.where)
-            if again.total_bytes <= limit:
-                found, compiled = replace(found, config=one.config), again
-                break
-    except CompilerUnavailable as error:
-        note = f"by formula, as the compiler cannot run: {error}"
-        return replace(found, note="; ".join(filter(None, [found.note, note])))
-    return _with(found, compiled, shape, rows)
-
-
-def _verified_programs(found: Plan, shape: Shape) -> Plan:
-    """As `verified`, of a run that samples; a smaller batch changes only "accumulate"."""
-    from tpu_kit.planning.compile_check import CompilerUnavailable, compile_programs
-
-    where, limit = found.where, found.where.limit * (1 - EXACT_RESERVE)
     below = sorted((one for one in found.settings if one.peak < found.peak_bytes), key=lambda one: -one.peak)
+    answers = list[_Answer]()
     try:
         for config in [found.config, *(one.config for one in below)]:
-            made = compile_programs(config, where.topology, where.devices)
-            programs = estimate_on(config, shape, where).programs
-            tried = replace(found, config=config, programs=programs, compiled_programs=made, source="compiler")
-            peaks = {row["program"]: row["compiler_bytes"] for row in program_rows(programs, made)}
-            worst = max(peaks, key=peaks.__getitem__)
-            fits = all(one.fits for one in made.values()) and peaks[worst] <= limit
-            if fits or worst != "accumulate":
+            answers.append(_Answer.of(config, shape, found.where))
+            if answers[-1].fits or answers[-1].largest not in ("step", "accumulate"):
                 break
+        else:
+            answers = answers[:1]
     except CompilerUnavailable as error:
-        note = f"by formula, as the compiler cannot run: {error}"
-        return replace(found, note="; ".join(filter(None, [found.note, note])))
-    beside = next(dict(one.beside) for one in programs if one.name == worst)
-    parts = {**beside, **_parts(made[worst]), "code": sum(one.code_bytes or 0 for one in made.values())}
-    time = predict_time(config, shape, where)
-    if all(one.flops is not None for one in made.values()):
-        works = {name: one.work(generates=name not in ("accumulate", "apply")) for name, one in made.items()}
-        time = compiled_time(config, shape, where, works)
+        return replace(found, note=_joined(found.note, f"by formula, as the compiler cannot run: {error}"))
+    return _with(found, answers[-1], shape, rows)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The compiler's answer for a setting: its programs, bytes of a device in each, and the one that takes most."""
+
+    config: TrainConfig
+    memory: Memory
+    compiled: Mapping[str, Compiled]
+    peaks: Mapping[str, int]
+    largest: str
+    fits: bool
+
+    @staticmethod
+    def of(config: TrainConfig, shape: Shape, where: TargetSlice) -> _Answer:
+        compiled, memory = compile_programs(config, where.topology, where.devices), estimate_on(config, shape, where)
+        peaks = {row["program"]: row["compiler_bytes"] for row in program_rows(memory.programs, compiled)}
+        most = max(peaks, key=peaks.__getitem__)
+        fits = all(one.fits for one in compiled.values()) and peaks[most] <= where.limit * (1 - EXACT_RESERVE)
+        return _Answer(config, memory, compiled, peaks, most, fits)
+
+
+def _with(found: Plan, answer: _Answer, shape: Shape, rows: Rows) -> Plan:
+    """The plan with the compiler's figures; the setting may differ from the formula's pick."""
+    where, config, compiled, memory = found.where, answer.config, answer.compiled, answer.memory
+    time, peak = compiled_time(config, shape, where, compiled), answer.peaks[answer.largest]
+    updates, unknown = count_updates(config, where.replicas, rows)
+    # The formula tells what else would fit, corrected by the compiler's figure for the pick.
+    held, limit = memory.argument_bytes, where.limit * (1 - EXACT_RESERVE)
+    room = held + (limit - held) * (memory.total_bytes - held) / max(1, peak - held)
+    beside = next(one.beside for one in memory.programs if one.name == answer.largest)
+    codes = sum(one.code_bytes or 0 for one in compiled.values())
+    step = compiled.get("step")
     return replace(
-        tried, fits=fits, peak_bytes=peaks[worst], parts=parts, time=time,
-        advice=advise(config, shape, where, limit, fits),
-        run=time_plan(where.chip, where.chips, where.name, time.seconds, found.updates, found.checkpoint_bytes or 0.0),
+        found, config=config, programs=memory.programs, compiled=compiled, source="compiler", fits=answer.fits,
+        peak_bytes=peak, parts={**beside, **_parts(compiled[answer.largest]), "code": codes}, time=time,
+        collectives=step.collectives if step and step.fits and where.mesh else found.collectives,
+        updates=updates, unknown=unknown, advice=advise(config, shape, where, room, answer.fits),
+        run=time_plan(where.chip, where.chips, where.name, time.seconds, updates, found.checkpoint_bytes or 0.0),
     )  # fmt: skip
 
 
@@ -479,16 +478,16 @@ def with_largest_batch(found: Plan) -> Plan:
     as near the limit a few per cent decide.
     """
     picked, where, config = found.config.optim.batch_size, found.where, found.config
-    if found.compiled is None or found.advice is None:
+    if "step" not in found.compiled or found.advice is None:
         return found
     assert isinstance(picked, int)
     limit, guess = where.limit * (1 - EXACT_RESERVE), found.advice.largest_batch
-    totals = {picked: found.compiled.total_bytes}
+    totals = {picked: found.compiled["step"].total_bytes}
     for _ in range(2):
         if guess < 1 or guess in totals:
             break
-        optim = replace(config.optim, batch_size=guess, global_batch_size=None)
-        totals[guess] = _compile(replace(config, optim=optim), where).total_bytes
+        larger = replace(config, optim=replace(config.optim, batch_size=guess, global_batch_size=None))
+        totals[guess] = compile_programs(larger, where.topology, where.devices)["step"].total_bytes
         each = max(1.0, (totals[guess] - totals[picked]) / (guess - picked))
         guess = min(picked + int((limit - totals[picked]) // each), MOST_TOKENS // config.data.max_length)
     most = max((rows for rows, total in totals.items() if total <= limit), default=0)
@@ -497,50 +496,12 @@ def with_largest_batch(found: Plan) -> Plan:
 
 def _with_answering(found: Plan) -> Plan:
     """Compiles generation, too, if the plan is compiled for a mesh; a run may train a model that cannot generate."""
-    if found.compiled is None or found.where.mesh is None:  # runs that sample compile it anyway
+    if "step" not in found.compiled or found.where.mesh is None:  # runs that sample compile it anyway
         return found
     try:
         return replace(found, answering=compile_answering(found.config, found.where))
     except ValueError as error:
-        note = f"generation was not compiled: {error}"
-        return replace(found, note="; ".join(filter(None, [found.note, note])))
-
-
-def _compile(config: TrainConfig, where: TargetSlice) -> Compiled:
-    from tpu_kit.planning.compile_check import CompilerUnavailable, compile_step
-
-    if where.topology is None:
-        raise CompilerUnavailable(f"the compiler has no topology for {where.name}")
-    return compile_step(config, where.topology, num_replicas=where.devices)
-
-
-def _with(found: Plan, compiled: Compiled, shape: Shape, rows: Rows) -> Plan:
-    where, config, time = found.where, found.config, found.time
-    if compiled.flops is not None and compiled.bytes_accessed is not None:
-        batch = batch_arithmetic(config, where.replicas)
-        mesh = where.mesh
-        own = sharded_work(config, shape, batch, mesh, where.slices) if mesh else work(config, shape, batch)
-        # Splash attention reports no FLOPs, so the formula's count may be larger.
-        moved = tuple(one.transfer for one in compiled.collectives) if where.mesh else ()
-        done = Work(max(compiled.flops, own.flops), compiled.bytes_accessed, own.reduced, moved)
-        time = step_time(done, where.chip, where.replicas, where.calibration.time)
-    # The pick may differ from the formula's, and have other rows in an update.
-    updates, unknown = count_updates(config, where.replicas, rows)
-    saved = found.checkpoint_bytes or 0.0
-    limit = where.limit * (1 - EXACT_RESERVE)
-    fits = compiled.fits and compiled.total_bytes <= limit
-    # The formula tells what else would fit, corrected by the compiler's figure for the pick.
-    formula = estimate_on(config, shape, where)
-    held = compiled.argument_bytes or 0
-    scale = (formula.total_bytes - formula.argument_bytes) / max(1, compiled.total_bytes - held)
-    room = formula.argument_bytes + (limit - held) * scale
-    moved = tuple(one.transfer for one in compiled.collectives) if where.mesh and compiled.fits else found.transfers
-    return replace(
-        found, transfers=moved, updates=updates, unknown=unknown, fits=fits, time=time, peak_bytes=compiled.total_bytes,
-        run=time_plan(where.chip, where.chips, where.name, time.seconds, updates, saved) if time else None,
-        parts=_parts(compiled), source="compiler", compiled=compiled, advice=advise(config, shape, where, room, fits),
-        inference=None if where.mesh else inference(config, shape, where.limit * (1 - RESERVE)),
-    )  # fmt: skip
+        return replace(found, note=_joined(found.note, f"generation was not compiled: {error}"))
 
 
 def _parts(compiled: Compiled) -> dict[str, int]:

@@ -18,10 +18,11 @@ from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.shape_cache import read_shape
+from tpu_kit.planning.compile_check import CompilerUnavailable, compile_programs
 from tpu_kit.planning.cost import StepTime, host_rate, predict_time, work
 from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
 from tpu_kit.planning.mesh_choice import check_mesh, placed
-from tpu_kit.planning.planner import LEAST_UPDATES, Rows, best_batch
+from tpu_kit.planning.planner import Rows, batches, best_batch
 from tpu_kit.planning.rollouts import program_rows, update_plan, warnings_of
 
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
@@ -204,16 +205,13 @@ def _rounding(config: TrainConfig, shape: Shape | None) -> list[str]:
 
 def _compiled(config: TrainConfig, room: MemoryBudget | None) -> str:
     """Describes the TPU compiler's result for a batch size that the user gave."""
-    from tpu_kit.planning.compile_check import CompilerUnavailable, compile_programs, compile_step
-
     if room is None or room.device_type != "tpu" or room.where is None or room.where.topology is None:
         return "not by the TPU compiler: it compiles only for TPUs, and not for all of them"
-    topology, devices = room.where.topology, room.where.devices
     try:
-        if not config.on_policy:
-            return f"by the compiler, it {compile_step(config, topology, num_replicas=devices)}"
-        made, shape = compile_programs(config, topology, devices), read_shape(config.model)
-        rows = program_rows(estimate_in(config, shape, room).programs, made)
+        made = compile_programs(config, room.where.topology, room.where.devices)
+        if "step" in made:
+            return f"by the compiler, it {made['step']}"
+        rows = program_rows(estimate_in(config, read_shape(config.model), room).programs, made)
         sizes = ", ".join(f"{row['program']} {row['compiler_bytes'] / GIB:.2f}" for row in rows)
         fits = all(row["compiler_bytes"] <= room.limit for row in rows) and all(one.fits for one in made.values())
         return f"by the compiler, it {'fits' if fits else 'does not fit'}: of {room.limit / GIB:.2f} GiB {sizes}"
@@ -291,19 +289,10 @@ def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Row
     Raises:
         ValueError: not one row fits.
     """
-    optim, limit = config.optim, room.limit * (1 - room.free)
-    most = MOST_ROWS
-    if optim.global_batch_size is not None:
-        if optim.global_batch_size % room.replicas:
-            batch_arithmetic(replace(config, optim=replace(optim, batch_size=1)), room.replicas)  # raises the error
-        each = optim.global_batch_size // room.replicas
-        choices = [n for n in range(1, min(each, most) + 1) if each % n == 0]
-    else:
-        if known.count is not None:
-            most = min(most, known.count // (LEAST_UPDATES * room.replicas * optim.gradient_accumulation))
-        choices = [n for n in (1, 2, 4, 8) if n <= max(1, most)]
-
-    runs = {rows: replace(config, optim=replace(optim, batch_size=rows)) for rows in choices}
+    auto = replace(config, optim=replace(config.optim, batch_size="auto"))
+    choices = [rows for rows, _ in batches(auto, room.replicas, known, lambda: MOST_ROWS)]
+    runs = {rows: replace(config, optim=replace(config.optim, batch_size=rows)) for rows in choices}
+    limit = room.limit * (1 - room.free)
     fitting = [rows for rows, one in runs.items() if estimate_in(one, shape, room).total_bytes <= limit]
     if not fitting:
         passes = batch_arithmetic(runs[1], room.replicas).gradient_accumulation

@@ -51,11 +51,11 @@ def _details(one: Plan) -> list[str]:
     spread = f"a mesh of {one.where.devices} devices" if one.where.mesh else f"{one.where.replicas} replicas"
     lines = [f"{one.where.name}: {spread}, by the {one.source}, {one.free:.0%} kept free"]
     if one.where.mesh:
-        tables_of = [tensor_rows(one, least=MIB), transfer_rows(one)]
+        tables_of = [tensor_rows(one, least=MIB), collective_rows(one)]
         blocks = [mesh_lines(one), *(tables.to_text(rows).splitlines() for rows in tables_of if rows)]
         lines += [f"  {line}" for block in blocks for line in block]
     lines += [f"  {name:<18} {size / GIB:8.3f} GiB" for name, size in one.parts.items() if size >= 2**19]
-    if one.programs:
+    if one.config.on_policy:
         lines += [f"  {line}" for line in rollout_lines(one)]
     known = one.where.calibration
     if known.memory is not None:
@@ -79,9 +79,9 @@ def _details(one: Plan) -> list[str]:
         )
         lines += [f"  {sentence}" for sentence in run.sessions.values()]
     took = f"{RESTART_SECONDS / 60:g} min until the first new step are an assumption"
-    if made := [*one.compiled_programs.values(), *([one.compiled] if one.compiled else [])]:
+    if made := one.compiled.values():
         took = f"{sum(each.trace_seconds + each.compile_seconds for each in made) / 60:.1f} min on this machine"
-    lines.append(f"  each start compiles the {'programs' if one.programs else 'step'}: {took}")
+    lines.append(f"  each start compiles the {'programs' if one.config.on_policy else 'step'}: {took}")
     if one.updates is not None:
         lines.append(f"  {one.updates:,} updates")
     if one.checkpoint_bytes is not None:
@@ -98,10 +98,10 @@ def rollout_lines(one: Plan) -> list[str]:
         rollout_of(one.config, replicas),
         update_plan(one.config, one.where.replicas).gradient_accumulation,
     )
-    made, names = program_rows(one.programs, one.compiled_programs), ("formula_bytes", "compiler_bytes")
+    made, names = program_rows(one.programs, one.compiled), ("formula_bytes", "compiler_bytes")
     rows: list[dict[str, object]] = [
         {"program": row["program"], **{f"GiB by {name[:-6]}": _number(row[name] and row[name] / GIB) for name in names},
-         "fits": "yes" if row[names[bool(one.compiled_programs)]] <= one.where.limit * (1 - one.free) else "no"}
+         "fits": "yes" if row[names[bool(one.compiled)]] <= one.where.limit * (1 - one.free) else "no"}
         for row in made
     ]  # fmt: skip
     count = program_count(one.config, replicas)
@@ -136,12 +136,13 @@ def tensor_rows(one: Plan, least: int = 0) -> list[dict[str, object]]:
     return rows
 
 
-def transfer_rows(one: Plan) -> list[dict[str, object]]:
+def collective_rows(one: Plan) -> list[dict[str, object]]:
     """The table of a step's collectives on the mesh."""
     return [
-        {"collective": moved.kind, "count": moved.count, "GiB sent a device": f"{moved.bytes / GIB:.3f}",
-         "synchronous": f"{moved.synchronous:.0%}", "s predicted": f"{link_seconds([moved], one.where.chip):.4f}"}
-        for moved in one.transfers
+        {"collective": each.kind, "count": each.count, "GiB sent a device": f"{each.moved / GIB:.3f}",
+         "synchronous": f"{each.synchronous / max(1.0, each.moved):.0%}",
+         "s predicted": f"{link_seconds([each], one.where.chip):.4f}"}
+        for each in one.collectives
     ]  # fmt: skip
 
 
@@ -151,7 +152,7 @@ def mesh_lines(one: Plan) -> list[str]:
         return []
     lines = [f"mesh {one.where.mesh}: devices {one.where.mesh.layout()}; rows divided by {one.where.replicas}"]
     if one.time is not None:
-        links, busy = link_seconds(one.transfers, one.where.chip), max(one.time.compute, one.time.memory)
+        links, busy = link_seconds(one.collectives, one.where.chip), max(one.time.compute, one.time.memory)
         share = one.time.all_reduce / one.time.predicted
         lines.append(
             f"collectives take {links:.2f} s of the links and computation {busy:.2f} s; {one.time.all_reduce:.2f} s of "
@@ -232,7 +233,7 @@ def next_parameters(plan: Plan) -> str:
     optim, run, batch = plan.config.optim, plan.run, batch_arithmetic(plan.config, plan.where.replicas)
     values: dict[str, object] = {
         "name": plan.config.model.name, "max_length": plan.config.data.max_length, "batch_size": optim.batch_size,
-        "global_batch_size": None if plan.programs else batch.global_batch_size,  # its passes are free
+        "global_batch_size": None if plan.config.on_policy else batch.global_batch_size,  # its passes are free
         "mesh": str(plan.where.mesh) if plan.where.mesh else None, "remat": optim.remat, "max_steps": optim.max_steps,
         "save_minutes": max(1, round(run.save_interval_seconds / 60)) if run else None,
     }  # fmt: skip

@@ -101,8 +101,7 @@ def _predicted(config: TrainConfig, chip: str) -> Profile:
     if not compiled.fits or compiled.flops is None or compiled.hbm_bytes is None:
         raise ValueError(f"there is no step to profile: {compiled}. `plan {chip}` tells what to change")
     reduced = work(config, read_shape(config.model), batch_arithmetic(config, where.replicas)).reduced
-    moved = tuple(one.transfer for one in compiled.collectives) if where.mesh else ()
-    done = Work(compiled.flops, compiled.hbm_bytes, reduced, moved)
+    done = Work(compiled.flops, compiled.hbm_bytes, reduced, compiled.collectives if where.mesh else ())
     time = step_time(done, where.chip, where.replicas, where.calibration.time)
     split = dict.fromkeys(BUCKETS, 0.0) | {
         "device compute": max(time.compute, time.memory), "exposed collectives": time.all_reduce,
