@@ -108,13 +108,13 @@ def test_loading_a_folder_is_counted_by_its_tensors(tmp_path: Path) -> None:
     assert loading(base_dtype="int4", quant_group=16) == 0.75 * (matrices + stack) + 2 * others
 
 
-def test_weights_saved_in_fp32_are_held_in_bf16_before_they_are_quantised(tmp_path: Path) -> None:
-    import numpy as np
-    from safetensors.numpy import save_file
+def test_weights_saved_in_fp8_are_held_in_bf16_before_they_are_quantised(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
 
     model, kept = tmp_path / "some", tmp_path / "kept"
     model.mkdir()
-    save_file({"layers.0.q.weight": np.zeros((4096, 4096), np.float32)}, model / "model.safetensors")
+    save_file({"layers.0.q.weight": torch.zeros(4096, 4096, dtype=torch.float8_e4m3fn)}, model / "model.safetensors")
 
     def found(**settings: Any) -> str:
         config = load_config(

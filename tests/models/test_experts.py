@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support.child_processes import run_python
-from tests.support.expert_functions import SIZES
+from tests.support.expert_functions import LOADING_MEMORY, SIZES, write_mixture
 from tpu_kit.config.loader import load_config
-from tpu_kit.config.schema import LoraConfig
+from tpu_kit.config.schema import LoraConfig, ModelConfig
+from tpu_kit.hardware import host
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.loading import load_base, load_frozen
 from tpu_kit.models.meta_model import shape_of
-from tpu_kit.models.quantization import Scheme, replace_layers
+from tpu_kit.models.quantization import Scheme, quantize_model, replace_layers
 from tpu_kit.planning.argument_memory import model_tensors
 
 needs_xla = pytest.mark.skipif(
@@ -106,3 +112,52 @@ def test_a_plan_has_the_tensors_of_the_model(dtype: str) -> None:
     ours = {**dict(adapted.named_parameters()), **dict(adapted.named_buffers())}
     planned = {one.name: one.shape for one in model_tensors(shape, config, scanned=False)}
     assert planned == {name: tuple(tensor.shape) for name, tensor in ours.items() if "rotary" not in name}
+
+
+# -------------------------------------------------------------------------------------------------------------- loading
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_mxfp4_is_rounded_from_what_transformers_makes_of_it(dtype: Any, tmp_path: Path, capfd: Any) -> None:
+    folder = write_mixture("gpt_oss", tmp_path / "model", hidden_size=64, intermediate_size=96)
+    config = ModelConfig(name=str(folder), base_dtype=dtype, quant_group=16, quant_cache=str(tmp_path / "kept"))
+    plain = load_base(config, torch.bfloat16)
+    blocks = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    expected = convert_moe_packed_tensors(blocks[f"{name}_blocks"], blocks[f"{name}_scales"])
+    assert torch.equal(plain.get_parameter(name), expected)
+    scheme = Scheme.of(config)
+    assert scheme is not None
+    quantize_model(plain, scheme)
+    loaded = load_frozen(config)
+    told = f"mxfp4 is rounded again to {scheme}: relative error {'0.7' if dtype == 'int8' else '6.7'}% at most, of the"
+    assert told in capfd.readouterr().out
+    for ours in (loaded, load_frozen(config)):  # the second time from the cache
+        assert not capfd.readouterr().out
+        assert ours.state_dict().keys() == plain.state_dict().keys()
+        for name, tensor in ours.state_dict().items():
+            assert torch.equal(tensor, plain.state_dict()[name]), name
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = write_mixture("gpt_oss", tmp_path, hidden_size=64, intermediate_size=96)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"intermediate_size": 64}))
+    with pytest.raises(ValueError, match="transformers cannot load it"):
+        load_frozen(ModelConfig(name=str(folder), base_dtype="int8", quant_cache=None))
+
+
+@pytest.mark.slow  # quick sibling: the first test of loading
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_loading_takes_the_memory_of_the_integers_and_two_layers(kind: str, tmp_path: Path) -> None:
+    """Files of Qwen3-MoE have each expert's matrices, those of gpt-oss MXFP4."""
+    folder = write_mixture(kind, tmp_path / "model", hidden_size=512, intermediate_size=512, num_hidden_layers=8)
+    env = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    printed = run_python(["-c", LOADING_MEMORY, str(folder)], env=env).stdout
+    size, most = map(int, next(line for line in printed.splitlines() if line.startswith("figures")).split()[1:])
+    layer = 8 * 3 * 512 * 512 * 2
+    print(printed)
+    assert size < most < size + 2 * layer < 8 * layer
+    config = load_config(None, {"model.name": str(folder), "base_dtype": "int8", "quant_cache": None})
+    expected = host.loading_bytes(config)
+    assert expected is not None and most < expected and host.cast_bytes(config) == 0

@@ -504,6 +504,7 @@ PUBLISHED = {
     "meta-llama/Llama-3.3-70B-Instruct": 70553706496, "microsoft/phi-1_5": 1418270720, "microsoft/phi-2": 2779683840,
     "microsoft/Phi-3-medium-4k-instruct": 13960238080, "microsoft/Phi-3.5-mini-instruct": 3821079552,
     "microsoft/phi-4": 14659507200, "microsoft/Phi-4-mini-instruct": 3836021760,
+    "openai/gpt-oss-20b": 21773688384, "openai/gpt-oss-120b": 121982743872,  # padded: 20914757184 and 116829156672
     "mistralai/Mistral-7B-v0.1": 7241732096, "mistralai/Mistral-7B-v0.3": 7248023552,
     "mistralai/Mistral-Small-24B-Base-2501": 23572403200, "openlm-research/open_llama_3b": 3426473600,
     "Qwen/Qwen2.5-0.5B": 494032768, "Qwen/Qwen2.5-1.5B": 1543714304, "Qwen/Qwen2.5-14B": 14770033664,

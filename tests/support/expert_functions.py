@@ -10,6 +10,7 @@ import copy
 import importlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,3 +104,45 @@ def main(kinds: Sequence[str], interpret: bool, group: int, cases: tuple[str, ..
             expected = computed(reference, "cpu", given)
             found[f"{kind} {case}"] = max(map(error, computed(ours, device, given), expected))
     print(json.dumps(found))
+
+
+def write_mixture(kind: str, folder: Path, **sizes: Any) -> Path:
+    """A random model in bf16, of two layers; the experts of gpt-oss in MXFP4 as its published files have them."""
+    from safetensors.torch import save_file
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
+    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": sizes["intermediate_size"]} | heads | sizes
+    config = CONFIG_MAPPING[kind](**SIZES | sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    if kind != "gpt_oss":
+        return folder
+    tensors = {}
+    for name, weight in model.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = weight.shape
+            size = (experts, outputs, inputs // 32)
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*size, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(118, 124, size, dtype=torch.uint8)
+        else:
+            tensors[name] = weight
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+LOADING_MEMORY = """
+import sys
+from tests.support.peak_memory import PeakMemory
+from tpu_kit.config.loader import ModelConfig
+from tpu_kit.models.loading import load_frozen
+
+load_frozen(ModelConfig(name="embedded", base_dtype="int8", quant_cache=None))  # the libraries
+with PeakMemory() as peak:
+    model = load_frozen(ModelConfig(name=sys.argv[1], base_dtype="int8", quant_cache=None))
+print("figures", sum(one.nbytes for one in [*model.parameters(), *model.buffers()]), peak.most - peak.before)
+"""
+"""Prints the bytes of a quantised model, and the most memory that loading took."""

@@ -86,9 +86,9 @@ def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
 
 
 def cast_bytes(config: TrainConfig) -> float:
-    """Bytes of bf16 that the host holds before it quantises a base whose files have another type; 0 if not known.
+    """Bytes of bf16 that the host holds before it quantises a base whose files have fp8; 0 if not known.
 
-    Weights in bf16 stay mapped from their files. Nothing is cast where `model.quant_cache` has the integers already.
+    Other weights are rounded one by one. Nothing is cast where `model.quant_cache` has the integers already.
     """
     model, folder = config.model, _folder(config)
     if not config.lora.r or model.base_dtype not in ("int8", "int4") or model.gguf_file or not folder.is_dir():
@@ -102,7 +102,7 @@ def cast_bytes(config: TrainConfig) -> float:
 
 
 def _count(folder: Path) -> tuple[float, float, float, float] | None:
-    """Counts the weights: of the layers' matrices, of other tensors, of the largest stack, and those not in bf16.
+    """Counts the weights: of the layers' matrices, of other tensors, of the largest stack, and those in fp8.
 
     None if the folder's files are not readable safetensors; loading them raises the error.
     """
@@ -113,13 +113,14 @@ def _count(folder: Path) -> tuple[float, float, float, float] | None:
         for path in folder.glob("*.safetensors"):
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118  the file is not a mapping
-                    shape = file.get_slice(name).get_shape()
-                    cast += math.prod(shape) if file.get_slice(name).get_dtype() != "BF16" else 0
+                    shape, dtype = file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()
+                    count = math.prod(shape) * (2 if name.endswith("_blocks") and dtype == "U8" else 1)  # MXFP4
+                    cast += count if dtype.startswith("F8") else 0
                     stack, layers = re.subn(r"\.\d+\.", ".", name)
-                    if layers and len(shape) == 2 and "vision" not in name:
-                        stacks[stack] += math.prod(shape)
+                    if layers and len(shape) > 1 and "vision" not in name:
+                        stacks[stack] += count
                     else:
-                        others += math.prod(shape)
+                        others += count
     except (OSError, SafetensorError):
         return None
     return (stacks.total(), others, max(stacks.values()), cast) if stacks else None

@@ -14,7 +14,7 @@ import contextlib
 import copy
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -270,6 +270,22 @@ def _plain(self: Any, hidden_states: torch.Tensor) -> Any:
     return alike
 
 
+class _Form(NamedTuple):
+    """What `shaped` does to the weights of a module as its files have them.
+
+    Attributes:
+        turned: from (E, I, O).
+        parted: from interleaved gates and ups.
+        halves: of the first product: gates and ups.
+        pads: zeros that the hidden size and the inner size get.
+    """
+
+    turned: bool
+    parted: bool
+    halves: int
+    pads: tuple[int, int]
+
+
 def prepare(experts: Any) -> None:
     """Brings frozen weights of an experts module to the form of the module's docstring, in place.
 
@@ -278,26 +294,34 @@ def prepare(experts: Any) -> None:
     """
     if hasattr(experts, "padding"):
         return
-    first, last = names_of(experts)
+    last = names_of(experts)[1]
     turned, parted = experts.is_transposed, not experts.is_concatenated
-    hidden, inner = getattr(experts, last).shape[1:][:: -1 if turned else 1]
-    pads = [-size % _LANES if size > _LANES else 0 for size in (hidden, inner)]
-    experts.padding, experts.interleaves = pads[0], parted
-    if not any(pads) and not turned and not parted:
+    sizes = getattr(experts, last).shape[1:][:: -1 if turned else 1]
+    hidden, inner = (-size % _LANES if size > _LANES else 0 for size in sizes)
+    experts.form = _Form(turned, parted, 2 if experts.has_gate else 1, (hidden, inner))
+    experts.padding, experts.interleaves = hidden, parted
+    if not any((hidden, inner, turned, parted)):
         return
-    halves = 2 if experts.has_gate else 1
-
-    def shaped(tensor: torch.Tensor, rows: int, columns: int, halves: int = 1) -> torch.nn.Parameter:
-        parts = [tensor[:, half::halves] if parted else each for half, each in enumerate(tensor.chunk(halves, 1))]
-        lined = [torch.nn.functional.pad(part, (*[0, columns] * (part.ndim - 2), 0, rows)) for part in parts]
-        return torch.nn.Parameter(torch.cat(lined, 1), requires_grad=False)
-
-    for name, sizes in ((first, (pads[1], pads[0], halves)), (last, (pads[0], pads[1]))):
-        weight = getattr(experts, name).detach()
-        setattr(experts, name, shaped(weight.mT if turned else weight, *sizes))
-        if experts.has_bias:
-            setattr(experts, f"{name}_bias", shaped(getattr(experts, f"{name}_bias").detach(), *sizes))
+    for name in shaped_names(experts):
+        weight = shaped(experts, name, getattr(experts, name).detach())
+        setattr(experts, name, torch.nn.Parameter(weight, requires_grad=False))
     experts.is_transposed, experts.is_concatenated = False, True
+
+
+def shaped_names(experts: Any) -> list[str]:
+    """Returns the names of its weights and biases."""
+    return [name + end for name in names_of(experts) for end in ("", *["_bias"] * experts.has_bias)]
+
+
+def shaped(experts: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Brings a weight or bias of this name, of any number of experts, from the form of files to the prepared one."""
+    turned, parted, halves, (hidden, inner) = experts.form
+    is_last = name.removesuffix("_bias") == names_of(experts)[1]
+    rows, columns, halves = (hidden, inner, 1) if is_last else (inner, hidden, halves)
+    tensor = tensor.mT if turned and tensor.ndim == 3 else tensor
+    parts = [tensor[:, half::halves] if parted else each for half, each in enumerate(tensor.chunk(halves, 1))]
+    lined = [torch.nn.functional.pad(part, (*[0, columns] * (part.ndim - 2), 0, rows)) for part in parts]
+    return lined[0] if halves == 1 else torch.cat(lined, 1)
 
 
 def replace(experts: Any, scheme: Any) -> None:

@@ -1,20 +1,22 @@
 """Loads a base model and its tokenizer from a folder, the hub, a GGUF file or the embedded model.
 
-With base_dtype int8 or int4, transformers maps weights in bf16 from their files, and each is quantized from there. So
-the host needs memory for the quantized model and one tensor, not for the original model. (Mapped files are in the page
-cache, which the system frees when it needs memory.) The quantized weights are cached on disk.
+With base_dtype int8 or int4, transformers maps weights from their files, and each is quantized from there: a layer's
+experts when they are merged. So the host needs memory for the quantized model and two layers, not for the original
+model. (Mapped files are in the page cache, which the system frees when it needs memory.) The quantized weights are
+cached on disk.
 
 Every error becomes a `ValueError` that says what to do next, because transformers' own messages are long.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import shutil
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +27,7 @@ from tpu_kit.models import experts
 from tpu_kit.models.architecture import brief as brief  # re-exported beside load_base
 from tpu_kit.models.architecture import locate as locate
 from tpu_kit.models.architecture import unreachable
-from tpu_kit.models.quantization import Scheme, layers_of, quantize_model, replace_layers
+from tpu_kit.models.quantization import Scheme, places, quantize_model, replace_layers, rounded, stacked
 from tpu_kit.storage import atomic
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    name, settings = locate(config), read_config(config)
+    name, settings = locate(config), options.get("config") or read_config(config)
     if settings is not None and leave_out_towers(settings):
         options["config"] = settings
     try:
@@ -239,15 +241,96 @@ def load_frozen(config: ModelConfig) -> PreTrainedModel:
     if scheme is None:
         return load_base(config, _DTYPES[config.base_dtype])
     cache, embedded = config.quant_cache, config.name == "embedded"
-    if cache is None or embedded or config.trust_remote_code or config.gguf_file or quantized_by(config):
+    if cache is None or embedded or config.trust_remote_code or config.gguf_file:
+        return _quantized(config, scheme)
+    if quantized_by(config) not in (None, "mxfp4"):
         return _quantized(config, scheme)
     return _through_cache(config, scheme, Path(cache).expanduser())
 
 
-def _quantized(config: ModelConfig, scheme: Scheme, folder: Path | None = None) -> PreTrainedModel:
-    model = load_base(config, torch.bfloat16)
-    quantize_model(model, scheme, folder)
+def _quantized(config: ModelConfig, scheme: Scheme, reading: _Reading | None = None) -> PreTrainedModel:
+    """Rounds each weight as it is read, and merges a layer's experts just before; but what `load_base` undoes after."""
+    method = None if config.gguf_file else quantized_by(config)
+    if config.gguf_file or method not in (None, "mxfp4"):
+        model = load_base(config, torch.bfloat16)
+        quantize_model(model, scheme)
+        return model
+    settings, options = _settings()(scheme.bits, scheme.group), {}
+    settings.reading = reading = reading or _Reading(scheme)
+    if method and (given := read_config(config)) is not None:
+        del given.quantization_config  # or transformers would take its own method
+        options["config"], reading.errors = given, []
+    model = read_model(config, torch.bfloat16, quantization_config=settings, **options)
+    forget_quantizer(model)
+    if reading.errors:
+        about = f"{max(reading.errors):.1%} at most, of the first expert of each of {len(reading.errors)} stacks"
+        print(f"quantised        {method} is rounded again to {scheme}: relative error {about}", flush=True)
     return model
+
+
+@dataclass
+class _Reading:
+    """Rounds the weights of a model one by one, as transformers reads them.
+
+    Attributes:
+        scheme: how they are stored.
+        folder: where they are written and mapped from, so that they take no memory; None keeps them in memory.
+        problem: why the folder does not have all of them.
+        errors: relative errors of experts whose files have MXFP4; None where they have not.
+    """
+
+    scheme: Scheme
+    folder: Path | None = None
+    problem: OSError | None = None
+    errors: list[float] | None = None
+
+    def start(self, model: PreTrainedModel) -> None:
+        """Makes room for the integers of a model on "meta"; notes if the folder lacks it."""
+        replace_layers(model, self.scheme)
+        self.places, self.mixtures = places(model), dict(experts.modules_of(model))
+        size = sum(tensor.nbytes for tensor in model.state_dict().values())
+        if self.folder is not None and (free := shutil.disk_usage(self.folder).free) < 1.05 * size:
+            about = f"it takes {size / GIB:.1f} GiB, and {free / GIB:.1f} are free in {self.folder.parent}"
+            self.problem = OSError(errno.ENOSPC, about)
+        for owner, (leaf, _) in self.places.values():  # transformers 5.15 casts what it reads to this dtype
+            setattr(owner, leaf, getattr(owner, leaf).to(torch.bfloat16))
+
+    def changes(self, name: str) -> bool:
+        """Whether `stored` is for this weight."""
+        path, _, leaf = name.rpartition(".")
+        return name in self.places or (path in self.mixtures and leaf in experts.shaped_names(self.mixtures[path]))
+
+    def stored(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the tensors that the model has for a weight of the files, or for a bias of experts."""
+        path, _, leaf = name.rpartition(".")
+        shaped = partial(experts.shaped, self.mixtures[path], leaf) if path in self.mixtures else None
+        if name not in self.places:
+            return {name: shaped(tensor) if shaped else tensor}
+        owner, leaves = self.places[name]
+        found = rounded(self.scheme, tensor, shaped)
+        if [one.shape for one in found] != [getattr(owner, one).shape for one in leaves]:
+            raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, which does not fit config.json")
+        if self.errors is not None and shaped:
+            weight = shaped(tensor[:1])[0].float()
+            difference = torch.cat(self.scheme.parts(found[0][0], found[1][0], torch.float32), 1) - weight
+            self.errors.append(float(difference.norm() / weight.norm()))
+        return self._kept(name, {f"{path}.{leaf}": one for leaf, one in zip(leaves, found, strict=True)})
+
+    def _kept(self, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Writes the tensors of a weight to a file, and returns them as it maps them into memory."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file, save_file
+
+        if self.folder is None or self.problem:
+            return tensors
+        file = self.folder / f"{name}.safetensors"
+        try:
+            save_file(tensors, file, metadata={"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            self.problem = OSError(errno.EIO, str(error))
+            return tensors
+        mapped: dict[str, torch.Tensor] = load_file(file)
+        return mapped
 
 
 # ------------------------------------------------------------------------------------------------------------ the cache
@@ -257,6 +340,7 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
     """Loads what an earlier run has kept, or quantises and keeps it; one process of a machine does, the others wait."""
     if (key := _key(config, scheme)) is None:
         return _quantized(config, scheme)
+    model: PreTrainedModel | None = None
     place = folder / f"{Path(config.name).name}-{'int8' if scheme.bits == 8 else f'int4-{scheme.group}'}-{key}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -265,13 +349,16 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
             if not (place / "config.json").is_file():
                 with atomic.replacing(place) as part:
                     part.mkdir()
-                    model = _quantized(config, scheme, part)
+                    reading = _Reading(scheme, part)
+                    model = _quantized(config, scheme, reading)
+                    if reading.problem:
+                        raise reading.problem
                     size = _write(model, scheme, part)
                 print(f"quantised        kept for the next run: {place}, {size / GIB:.2f} GiB", flush=True)
                 return model
     except OSError as error:
         print(f"quantised        not kept: {folder} ({error.strerror})", flush=True)
-        return _quantized(config, scheme)
+        return model or _quantized(config, scheme)
     _settings()
     try:
         model = read_model(replace(config, name=str(place), revision=None), torch.bfloat16)
@@ -299,9 +386,7 @@ def _write(model: PreTrainedModel, scheme: Scheme, folder: Path) -> int:
     """Adds to a folder of integers and scales all else that `from_pretrained` needs; returns the bytes of all."""
     from safetensors import safe_open
 
-    stored = {f"{name}.{kind}" for name in layers_of(model) for kind in ("weight", "scale")}
-    for name, part in experts.modules_of(model):
-        stored |= {f"{name}.{one}{end}" for one in experts.names_of(part) for end in ("", "_scale")}
+    stored = {f"{name.rpartition('.')[0]}.{leaf}" for name, (_, leaves) in places(model).items() for leaf in leaves}
     rest = {name: tensor for name, tensor in model.state_dict().items() if name not in stored}
     # Without a variant a single file would be model.safetensors, which transformers prefers to an index.
     model.save_pretrained(
@@ -324,6 +409,8 @@ def _write(model: PreTrainedModel, scheme: Scheme, folder: Path) -> int:
 @cache
 def _settings() -> Any:
     """Makes our method known to transformers; returns the class of its settings."""
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
     from transformers.quantizers import HfQuantizer
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -333,10 +420,44 @@ def _settings() -> Any:
         def __init__(self, bits: int, group: int = 0, **_: Any) -> None:
             self.quant_method, self.bits, self.group = _METHOD, bits, group
 
+    class Dequantize(ConversionOps):
+        """Makes bf16 (E, I, O) of blocks and scales of MXFP4, which loading has cast: bf16 holds any byte."""
+
+        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **_: Any) -> Any:
+            given = [input_dict[name][0] for name in source_patterns]
+            each = zip(*(tensor.split(1) for tensor in given), strict=True)
+            floats = (convert_moe_packed_tensors(*(one.to(torch.uint8) for one in pair)) for pair in each)
+            return {target_patterns[0]: stacked(len(given[0]), floats)[0]}
+
+    class Rounding(ConversionOps):
+        def __init__(self, reading: _Reading) -> None:
+            self.reading = reading
+
+        def convert(self, input_dict: Any, **_: Any) -> Any:
+            found: dict[str, torch.Tensor] = {}
+            for name, tensor in input_dict.items():
+                found |= self.reading.stored(name, tensor[0] if isinstance(tensor, list) else tensor)
+            return found
+
     @register_quantizer(_METHOD)
     class Quantizer(HfQuantizer):
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-            replace_layers(model, Scheme(self.quantization_config.bits, self.quantization_config.group))
+            if self.pre_quantized:
+                replace_layers(model, Scheme(self.quantization_config.bits, self.quantization_config.group))
+            else:
+                self.quantization_config.reading.start(model)
+
+        def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+            return not self.pre_quantized and self.quantization_config.reading.changes(param_name)
+
+        def get_quantize_ops(self) -> Any:
+            return Rounding(self.quantization_config.reading)
+
+        def get_weight_conversions(self) -> Any:
+            if self.pre_quantized or self.quantization_config.reading.errors is None:
+                return []
+            names = ("gate_up_proj", "down_proj")
+            return [WeightConverter([f"{name}_blocks", f"{name}_scales"], name, [Dequantize()]) for name in names]
 
         def is_serializable(self) -> bool:
             return True

@@ -24,16 +24,13 @@ the output head are not quantized.
 
 from __future__ import annotations
 
-import errno
-import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import experts
 from tpu_kit.xla.scan import after
 
@@ -255,51 +252,49 @@ def _check_groups(widths: dict[str, int], group: int) -> None:
         )
 
 
-def quantize_model(model: PreTrainedModel, scheme: Scheme, folder: Path | None = None) -> None:
-    """Quantises a loaded model, in place, one layer after the other.
+def places(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, list[str]]]:
+    """The quantised weights of a model by name: whose they are, and the names of their integers and scales there."""
+    found: dict[str, tuple[torch.nn.Module, list[str]]] = {
+        f"{name}.weight": (layer, ["weight", "scale"]) for name, layer in layers_of(model).items()
+    }
+    for path, part in experts.modules_of(model):
+        found |= {f"{path}.{name}": (part, [name, f"{name}_scale"]) for name in experts.names_of(part)}
+    return found
 
-    Args:
-        model: on the CPU.
-        scheme: how weights are stored.
-        folder: where they are written and mapped from, so that they take no memory; None keeps them in memory.
+
+def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
+    """Quantises a loaded model on the CPU, in place, one layer after the other.
 
     Raises:
         ValueError: as `replace_layers`.
-        OSError: the folder has too little room.
     """
-    weights = {name: layer.weight.data for name, layer in layers_of(model).items()}
-    for name, part in experts.modules_of(model):
+    for _, part in experts.modules_of(model):
         experts.prepare(part)
-        weights |= {f"{name}.{one}": getattr(part, one).data for one in experts.names_of(part)}
+    weights = {name: getattr(owner, leaves[0]).data for name, (owner, leaves) in places(model).items()}
     replace_layers(model, scheme)
-    size = sum(tensor.nbytes for tensor in model.state_dict().values())
-    if folder is not None and (free := shutil.disk_usage(folder).free) < 1.05 * size:
-        about = f"it takes {size / GIB:.1f} GiB, and {free / GIB:.1f} are free in {folder.parent}"
-        raise OSError(errno.ENOSPC, about)
-    places = [(name, layer, ("weight", "scale")) for name, layer in layers_of(model).items()]
-    for name, part in experts.modules_of(model):
-        places += [(f"{name}.{one}", part, (one, f"{one}_scale")) for one in experts.names_of(part)]
-    for name, owner, leaves in places:
-        weight = weights.pop(name)
-        if weight.ndim == 3:
-            found = [torch.stack(parts) for parts in zip(*map(scheme.quantize, weight), strict=True)]
-        else:
-            found = [*scheme.quantize(weight)]
-        if folder is not None:
-            path = name.removesuffix(f".{leaves[0]}")
-            found = _mapped([f"{path}.{leaf}" for leaf in leaves], found, folder / f"{name}.safetensors")
-        for leaf, tensor in zip(leaves, found, strict=True):
+    for name, (owner, leaves) in places(model).items():
+        for leaf, tensor in zip(leaves, rounded(scheme, weights.pop(name)), strict=True):
             setattr(owner, leaf, tensor)
 
 
-def _mapped(names: list[str], tensors: list[torch.Tensor], file: Path) -> list[torch.Tensor]:
-    """Writes the tensors of a layer to a file, and returns them as it maps them into memory."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file, save_file
+def rounded(scheme: Scheme, weight: torch.Tensor, shaped: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+    """Rounds a weight (O, I), or those of experts (E, O, I) one by one, to a list of its integers and scales.
 
-    try:
-        save_file(dict(zip(names, tensors, strict=True)), file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(errno.EIO, str(error)) from error
-    mapped = load_file(file)
-    return [mapped[name] for name in names]
+    Args:
+        scheme: how they are stored.
+        weight: floats.
+        shaped: brings one expert, (1, ...), to (1, O, I); None if it has this form.
+    """
+    if weight.ndim == 2:
+        return [*scheme.quantize(weight)]
+    return stacked(len(weight), (scheme.quantize((shaped(part) if shaped else part)[0]) for part in weight.split(1)))
+
+
+def stacked(count: int, parts: Iterable[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """Stacks the tensors of `count` experts, which are made one after the other."""
+    found: list[torch.Tensor] = []
+    for place, part in enumerate(parts):
+        found = found or [tensor.new_empty((count, *tensor.shape)) for tensor in part]
+        for stack, tensor in zip(found, part, strict=True):
+            stack[place] = tensor
+    return found
