@@ -40,7 +40,7 @@ def test_the_memory_benchmark_runs_and_the_levers_together_need_least():
 
 def _compiled(total: float, flops: float, seconds: float) -> Compiled:
     return Compiled(
-        chip="v5e", topology="v5e:1x1", num_replicas=1, batch_size=4, gradient_accumulation=1, effort="full", fits=True,
+        topology="v5e:1x1", fits=True,
         limit_bytes=2**34, argument_bytes=2**30, temporary_bytes=2**29, total_bytes=int(total * 2**30), flops=flops,
         bytes_accessed=110e9, hbm_bytes=21.5e9, trace_seconds=1.0,
         compile_seconds=seconds, libtpu="0.0.21", program="",

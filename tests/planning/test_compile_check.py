@@ -64,8 +64,7 @@ def eight(tiny: Path, cache: Path) -> Iterator[Compiled]:
 
 @needs_libtpu
 def test_the_step_of_eight_replicas_is_one_program_that_writes_over_its_state(eight: Compiled) -> None:
-    assert (eight.chip, eight.topology, eight.num_replicas) == ("v5e", "v5e:2x4", 8)
-    assert (eight.batch_size, eight.gradient_accumulation, eight.effort) == (4, 1, "full")
+    assert eight.topology == "v5e:2x4"
     # All gradients, the loss and the number of tokens go over the wires at once.
     trained = 2 * 16 * (2 * 512 + 2 * 384 + 3 * 768)  # layers x rank x (inputs + outputs)
     assert [(one.kind, one.count) for one in eight.collectives] == [("all-reduce", 1)]

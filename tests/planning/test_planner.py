@@ -242,8 +242,7 @@ def test_more_chips_and_faster_ones_take_less_time(small: Path) -> None:
 
 def compiled(total: int, **changes: Any) -> Compiled:
     values: dict[str, Any] = {
-        "chip": "v5e", "topology": "v5e:1x1", "num_replicas": 1, "batch_size": 4, "gradient_accumulation": 1,
-        "effort": "full", "fits": total <= 16909238272, "limit_bytes": 16909238272, "argument_bytes": total - 3,
+        "topology": "v5e:1x1", "fits": total <= 16909238272, "limit_bytes": 16909238272, "argument_bytes": total - 3,
         "output_bytes": 2, "aliased_bytes": 1, "temporary_bytes": 1, "code_bytes": 1, "total_bytes": total,
         "flops": 1e13, "bytes_accessed": 1e11, "trace_seconds": 1.0,
         "compile_seconds": 1.0, "libtpu": "0.0.21", "program": "x",

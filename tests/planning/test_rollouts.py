@@ -29,6 +29,7 @@ from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.preflight import check_before_launch
 from tpu_kit.planning.report import report
 from tpu_kit.planning.rollouts import cache_bytes, program_rows, rollout_of, update_plan
+from tpu_kit.training.rollout import Sampled, pack
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 SIZES = ["max_length=1024", "max_prompt_length=256", "max_completion_length=512", "max_steps=100"]
@@ -114,6 +115,18 @@ def test_shapes_on_replicas_and_on_a_mesh(small: Path) -> None:
     whole = cache_bytes(config, shape, 128, 768, None)
     assert cache_bytes(config, shape, 128, 768, Mesh(fsdp=2)) == whole // 2  # by its two key-value heads
     assert cache_bytes(config, shape, 128, 768, Mesh(fsdp=8)) == whole // 8  # by rows
+
+
+@pytest.mark.parametrize(("length", "shares"), [(1024, True), (2048, True), (4096, True), (4096, False)])
+def test_the_rows_of_an_update_are_those_that_are_packed(length: int, shares: bool, small: Path) -> None:
+    """Completions of a prompt share it, where each token sees all earlier ones: of Gemma 3 it does not."""
+    model = small if shares else "google/gemma-3-1b-it"
+    config = run(model, "batch_size=1", f"max_length={length}", "num_generations=6")
+    assert read_shape(config.model).sees_all == shares
+    prompts, tokens = config.rl.prompts_per_update, config.rl.max_completion_length
+    sampled = [Sampled(n // 6, (1 + n // 6,) * 256, (2,) * tokens, (0.0,) * tokens, 1.0) for n in range(6 * prompts)]
+    rows = pack(sampled, config, share_prompts=shares)
+    assert rows is not None and update_plan(config, 1).gradient_accumulation == len(rows)
 
 
 def test_a_rollout_that_does_not_fit_is_told_before_the_launch(small: Path, tmp_path: Path) -> None:

@@ -306,6 +306,7 @@ class Shape:
         kinds: the kinds of layers.
         order: the kind of each layer.
         equal: a number for each layer; layers with the same number can be turns of one loop.
+        sees_all: whether each token sees all earlier ones, so that documents may share a prefix.
     """
 
     family: str
@@ -319,6 +320,7 @@ class Shape:
     kinds: tuple[Layer, ...]
     order: tuple[int, ...]
     equal: tuple[int, ...]
+    sees_all: bool
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Shape:

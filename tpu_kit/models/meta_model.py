@@ -132,7 +132,7 @@ def shape_of(model: PreTrainedModel, name: str) -> Shape:
             linear for path, part in model.named_modules()
             if part in text_modules and part not in in_layers and part is not head and (linear := _linear(path, part))
         ),
-        kinds=tuple(kinds), order=tuple(order), equal=tuple(equal),
+        kinds=tuple(kinds), order=tuple(order), equal=tuple(equal), sees_all=attention.sees_all(model),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from itertools import permutations
 from typing import NamedTuple
 
-from tpu_kit.config.loader import LoraConfig, TrainConfig
+from tpu_kit.config.loader import LoraConfig, ModelConfig, TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.models.architecture import Linear, Shape
 from tpu_kit.models.shape_cache import read_shape
@@ -154,12 +154,15 @@ def trained_count(shape: Shape, config: TrainConfig) -> int:
     return sum(math.prod(one.shape) for one in model_tensors(shape, config) if one.trained)
 
 
-_shape_of = cache(read_shape)
+@cache
+def shape_of(model: ModelConfig) -> Shape:
+    """As `read_shape`, once in a process."""
+    return read_shape(model)
 
 
 def teacher_shape(config: TrainConfig) -> Shape | None:
     """Returns the shape of a teacher in memory; None without one."""
-    return None if config.teacher is None or config.distill.files else _shape_of(config.teacher)
+    return None if config.teacher is None or config.distill.files else shape_of(config.teacher)
 
 
 def teacher_tensors(config: TrainConfig) -> list[Tensor]:

@@ -25,8 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_kit.config.loader import BatchPlan, ModelConfig, TrainConfig, batch_arithmetic
-from tpu_kit.config.mesh import resolve_mesh
+from tpu_kit.config.loader import ModelConfig, TrainConfig
 from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
 from tpu_kit.hardware.chips import GIB, Chip, Topology
 from tpu_kit.hardware.compatibility import PAIRINGS
@@ -63,12 +62,7 @@ class Compiled:
     """The TPU compiler's figures of a step. Bytes are of one device; a figure is None where the step does not fit.
 
     Attributes:
-        chip: the chip's short name in `chips`.
         topology: the slice it was compiled for, such as "v5e:2x4".
-        num_replicas: devices that share the update.
-        batch_size: rows of a replica in a pass.
-        gradient_accumulation: passes.
-        effort: of the compiler; "low" is some 6 times quicker, and its temporaries differ by 1.5 to 8 %, mostly down.
         fits: whether the step runs: it compiled, and its total is within the limit.
         limit_bytes: the most that a program can have of a device's memory.
         argument_bytes: weights, state and batch.
@@ -93,12 +87,7 @@ class Compiled:
         cached: whether nothing was compiled, because the answer was on disk.
     """
 
-    chip: str
     topology: str
-    num_replicas: int
-    batch_size: int
-    gradient_accumulation: int
-    effort: Effort
     fits: bool
     limit_bytes: int
     argument_bytes: int | None = None
@@ -185,7 +174,8 @@ def compile_step(
         chip: a chip's name ("v5e"), which takes the smallest slice with room for the replicas, or a topology
             ("v5e:2x4").
         num_replicas: data-parallel replicas, one per device; their all-reduce is in the program.
-        effort: "low" for a search, "full" for the exact figures.
+        effort: "full" for the exact figures; "low" is some 6 times quicker, and its temporaries differ by 1.5 to 8 %,
+            mostly down.
         progress: whether to print each phase with its time to stderr.
         cache_dir: folder of the answers; ~/.cache/tpu_kit/compiled by default.
         time_limit: seconds after which the compile is ended.
@@ -203,11 +193,6 @@ def compile_step(
     """
     kind, topology = find_topology(chip, num_replicas)
     config = with_shipped_shape(config, cache_dir)
-    launch = config.launch
-    mesh = resolve_mesh(launch.mesh, num_replicas, launch.mesh_rules) if launch.mesh else None
-    plan = batch_arithmetic(config, mesh.batch_shards if mesh else num_replicas)
-    if generation:
-        plan = replace(plan, batch_size=generation["rows"], gradient_accumulation=1)
     libtpu = check_available()
     folder = cache_dir or CACHE.expanduser()
     compiler = repr((topology, num_replicas, effort, libtpu, _source(*_READERS)))
@@ -224,7 +209,7 @@ def compile_step(
     if "known" in answer and (known := _read(Path(answer["known"]))) is not None:
         compiled = known
     else:
-        compiled = _compiled(answer, kind, topology, plan, effort, libtpu)
+        compiled = _compiled(answer, kind, topology, libtpu)
         _write(folder / f"{compiled.program}-{suffix}.json", compiled)
     _write(asked, compiled)
     return compiled
@@ -268,32 +253,24 @@ def with_shipped_shape(config: TrainConfig, folder: Path | None = None) -> Train
     return replace(config, model=model, distill=replace(distill, teacher=names[1]) if names[1:] else distill)
 
 
-def _compiled(
-    answer: Mapping[str, Any], kind: Chip, topology: Topology, plan: BatchPlan, effort: Effort, libtpu: str
-) -> Compiled:
+def _compiled(answer: Mapping[str, Any], kind: Chip, topology: Topology, libtpu: str) -> Compiled:
     assert kind.usable_hbm_bytes is not None
-    values: dict[str, Any] = {
-        "chip": kind.name, "topology": str(topology), "num_replicas": plan.num_replicas, "effort": effort,
-        "batch_size": plan.batch_size, "gradient_accumulation": plan.gradient_accumulation, "libtpu": libtpu,
-        "limit_bytes": kind.usable_hbm_bytes,
-        **{name: answer[name] for name in ("program", "trace_seconds", "compile_seconds")},
-    }  # fmt: skip
+    names = ["program", "trace_seconds", "compile_seconds", "argument_bytes"]
     if (memory := answer.get("out_of_memory")) is not None:
         # Some errors leave the arguments out.
         argument = memory["argument_bytes"] or answer["argument_bytes"]
         total = memory["used_bytes"] + (0 if memory["argument_bytes"] else argument)
-        values |= {
-            "fits": False, "total_bytes": total, "argument_bytes": argument,
-            "out_of_memory": memory["text"],
-        }  # fmt: skip
+        more = {"fits": False, "argument_bytes": argument, "out_of_memory": memory["text"]}
     else:
-        parts = [f"{name}_bytes" for name in ("argument", "output", "aliased", "temporary", "code")]
-        argument, output, aliased, temporary, code = (answer[name] for name in parts)
-        total = argument + output - aliased + temporary + code
-        names = (*parts, "flops", "bytes_accessed", "hbm_bytes", "collectives", "operations")
-        values |= {"fits": total <= kind.usable_hbm_bytes, "total_bytes": total}
-        values |= {name: answer[name] for name in names}
-    return Compiled.from_dict(values)
+        sizes = [f"{name}_bytes" for name in ("argument", "output", "aliased", "temporary", "code")]
+        names += [*sizes, "flops", "bytes_accessed", "hbm_bytes", "collectives", "operations"]
+        total = sum(answer[name] for name in sizes) - 2 * answer["aliased_bytes"]
+        more = {"fits": total <= kind.usable_hbm_bytes}
+    values = {name: answer[name] for name in names} | more
+    limit = kind.usable_hbm_bytes
+    return Compiled.from_dict(
+        values | {"topology": str(topology), "libtpu": libtpu, "limit_bytes": limit, "total_bytes": total}
+    )
 
 
 def check_available() -> str:

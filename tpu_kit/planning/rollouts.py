@@ -18,7 +18,7 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import cache_spec
 from tpu_kit.planning.activation_memory import PeakActivationModel
-from tpu_kit.planning.argument_memory import padded
+from tpu_kit.planning.argument_memory import padded, shape_of
 
 if TYPE_CHECKING:
     from tpu_kit.planning.compile_check import Compiled
@@ -79,20 +79,25 @@ def rollout_of(config: TrainConfig, replicas: int) -> Rollout:
 
 
 def update_plan(config: TrainConfig, replicas: int) -> BatchPlan:
-    """As `batch_arithmetic`; of completions the passes of the longest update: each one and its prompt at its longest.
+    """As `batch_arithmetic`; of completions the passes of the longest update: all of them and prompts at their longest.
 
-    Its tokens are those of the completions.
+    Its tokens are those of the completions. Those of a prompt in a row share it where `rollout.pack` lets them.
     """
     plan = batch_arithmetic(config, replicas)
     if not config.on_policy:
         return plan
-    rl, length = config.rl, config.data.max_length
-    completions = rl.prompts_per_update * config.num_generations
-    rows = -(-completions // (length // (rl.longest_prompt(length) + rl.max_completion_length)))
+    rl, length, count = config.rl, config.data.max_length, config.num_generations
+    prompt, completion = rl.longest_prompt(length) - 1, 1 + rl.max_completion_length
+    shares = config.optim.objective == "policy" and shape_of(config.model).sees_all
+    most = max(1, min(count, (length - prompt) // completion)) if shares else 1
+    rows = 0
+    for size, groups in ((most, count // most), (count % most, 1)):
+        if size:
+            rows += -(-rl.prompts_per_update * groups // (length // (prompt + size * completion)))
     passes = -(-rows // plan.global_batch_size)
     return replace(
         plan, gradient_accumulation=passes, global_batch_size=passes * plan.global_batch_size,
-        tokens_per_update=completions * rl.max_completion_length,
+        tokens_per_update=rl.prompts_per_update * count * rl.max_completion_length,
     )  # fmt: skip
 
 
