@@ -147,10 +147,11 @@ class _Inverse(torch.autograd.Function):
     def forward(ctx: Any, strict: torch.Tensor) -> torch.Tensor:
         size = strict.shape[-1]
         place = torch.arange(size, device=strict.device)
+        # The highest bit in which row and column differ tells in which size of blocks they are neighbours.
+        differ = place[:, None] ^ place[None, :]
         found, block = torch.eye(size, dtype=strict.dtype, device=strict.device), 1
         while block < size:
-            row, column = place[:, None] // block, place[None, :] // block
-            between = torch.where((row % 2 == 1) & (column == row - 1), strict, 0.0)
+            between = torch.where((differ >= block) & (differ < 2 * block), strict, 0.0)
             found = found - (between if block == 1 else found @ between @ found)
             block *= 2
         ctx.save_for_backward(found)
