@@ -23,7 +23,8 @@ from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.models.architecture import ALONE, FEW_TILES, Layer, Linear, Shape
-from tpu_kit.planning.argument_memory import LANES, is_matrix, model_tensors, padded, shards, teacher_shape
+from tpu_kit.models.sharding_rules import Tensor
+from tpu_kit.planning.argument_memory import LANES, model_tensors, padded, shards, teacher_shape
 
 if TYPE_CHECKING:
     from tpu_kit.training.objectives import Objective
@@ -32,14 +33,12 @@ VECTOR_MEMORY = 112 * 2**20
 """Bytes of the tiles of the MLP, and of the inputs and outputs of the attention kernels, that are in the chip's vector
 memory instead of HBM, if the chip is not given: v5e and v6e have 128 MiB."""
 SPLASH_BLOCK = 1024  # tokens; half as many for heads of more than 128
-HOLES, HOLES_SHARE = 10 * 2**20, 0.012
-"""Unused bytes of a heap, between the small stacks of a layer, for each layer of a block; at most this share."""
-FLAT_HEAP = 1.075
-"""The report for an unrolled program over the buffers alive at its peak."""
-STATES, WHOLE_STATES = 5, 7
+HOLES = 0.012
+"""Share of a heap that is unused, between the small stacks of a layer, for each layer of a block."""
+STATES, WHOLE_STATES = 6, 10
 """Arrays of (T, H) of a layer in HBM during its backward pass: its input, the output of attention, the states between
-its halves, the incoming gradient, and about one more that is normed or cut into tiles. In full fine-tuning three are in
-fp32. Each layer of a block beyond the first adds one: its input, cut out of the stack."""
+its halves, the incoming gradient, and what is normed, rotated or cut into tiles. In full fine-tuning most are in fp32.
+Each layer of a block beyond the first adds one: its input, cut out of the stack."""
 STATES_OF_CHUNKS, TOKENS_OF_CHUNK = 6, 64
 """Arrays in HBM during the backward pass of a layer with a state, of the size of the states between its chunks: these
 states, and in fp32 what the layer's convolution and its rule read. Fitted to a step of Qwen3.5-4B."""
@@ -87,11 +86,21 @@ class Moment:
 
 
 class PeakActivationModel:
-    """The terms of the peak, one method each."""
+    """The terms of the peak, one method each.
+
+    Args:
+        config: the run.
+        shape: of the model as one device's products see it.
+        num_replicas: number of shards of the batch.
+        chip: the TPU; without it the vector memory of v5e is assumed.
+        mesh: the devices over which the model is sharded; None for replicas.
+        whole_shape: of the whole model, on a mesh.
+    """
 
     def __init__(
-        self, config: TrainConfig, shape: Shape, num_replicas: int, chip: Chip | None = None, mesh: Mesh | None = None
-    ) -> None:
+        self, config: TrainConfig, shape: Shape, num_replicas: int, chip: Chip | None = None, mesh: Mesh | None = None,
+        whole_shape: Shape | None = None,
+    ) -> None:  # fmt: skip
         plan = batch_arithmetic(config, num_replicas)
         self.config, self.shape = config, shape
         self.batches = num_replicas
@@ -113,18 +122,21 @@ class PeakActivationModel:
         self.tiles = -(-self.tokens // self.tile)
         self.tiled = self.tiles > 1
         self.block = max(period for period, _ in shape.runs) if self.scanned else 1
-        self.tensors = model_tensors(shape, config, scanned=self.scanned)
-        self.parts = shards(self.tensors, mesh, shape.embedding)
+        self.tensors = model_tensors(whole_shape or shape, config, scanned=self.scanned)
+        self.parts = shards(self.tensors, mesh, (whole_shape or shape).embedding)
         self.trained = sum(math.prod(one.shape) for one in self.tensors if one.trained)
         self.groups = self.update_groups()
         self.objective = objective_beside(config)
         self.added = self.objective.cost(self.tokens, shape.hidden) if self.objective else None
 
+    def of_trained(self) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """The trained tensors, and the parts of them that a device has."""
+        return [pair for pair in zip(self.tensors, self.parts, strict=True) if pair[0].trained]
+
     def update_groups(self) -> list[list[tuple[int, ...]]]:
         """Groups the trained tensors as they are updated: the small ones together, each large one alone."""
-        parts = [one.shape for one in self.tensors if one.trained]
-        small = [part for part in parts if math.prod(part) < ALONE]
-        large = [[part] for part in parts if math.prod(part) >= ALONE]
+        small = [part for _, part in self.of_trained() if math.prod(part) < ALONE]
+        large = [[part] for _, part in self.of_trained() if math.prod(part) >= ALONE]
         return [small, *large] if small else large
 
     def reported(self, *, update: bool | None = None) -> tuple[Moment, float]:
@@ -136,14 +148,14 @@ class PeakActivationModel:
         moments = [one for one in self.moments() if update is None or update == (one.name == "update")]
         most = max(moments, key=lambda moment: moment.heap)
         if not self.scanned and most.name != "update":
-            return most, (FLAT_HEAP - 1) * most.heap
-        holes = self.block * min(HOLES, HOLES_SHARE * most.heap)
-        return most, most.heap + 2 * holes - max(moment.heap - moment.carried for moment in moments)
+            return most, 0.0
+        seen = max(moment.heap - moment.carried for moment in moments)
+        return most, (1 + HOLES * self.block) * most.heap - seen
 
     def moments(self) -> Iterator[Moment]:
         """The moments that can be the peak."""
         saved, gradients, head = self.saved(), self.gradients(), self.head_gradient()
-        lasting = {"weight_copies": self.copies(), "rotary": self.rotary(), "objective_saved": self.objective_saved()}
+        lasting = {"weight_copies": self.copies(), "objective_saved": self.objective_saved()}
         if self.objective and not self.objective.trains_model:
             return (yield from self.forward_moments(lasting))
         lasting["saved_activations"] = saved
@@ -165,11 +177,8 @@ class PeakActivationModel:
         for layer, attention in [term(kind) for kind in kinds for term in (self.at_mlp, self.at_attention)]:
             parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled + before}
             yield Moment("backward", parts, saved + self.hidden(1 + self.tiled) + filled + before)
-        if self.scanned and self.kernel != "sdpa":
-            parts |= {"layer": self.states(3), "attention": max(map(self.turned_back, kinds))}
-            yield Moment("backward", parts, saved + self.layer_gradients(attention=True) + head + before)
         yield Moment("backward", parts | {"layer": self.hidden(), "attention": 0.0}, saved + head + before)
-        flat = sum(self.group_bytes(group) for group in self.groups if len(group) > 1) * self.flat_vectors()
+        flat = sum(self.group_bytes(group) for group in self.groups if len(group) > 1)
         unseen = self.scanned * (self.layer_gradients() + (0.0 if self.shape.tied else head))
         for left, given in self.updates():
             parts = {"weight_copies": self.tables(), "gradients": left, "all_reduce": flat, "update": given}
@@ -179,16 +188,14 @@ class PeakActivationModel:
         """The moments of a model that is not trained: attention's, with its inputs in two layouts, and the loss."""
         saved, chunk = lasting.pop("objective_saved"), sum(self.loss())
         for kind in self.shape.kinds:
-            attention = self.heads(2, kind) + self.pairs(2, kind) + self.positions(1, kind)
+            attention = self.heads(2, kind) + self.pairs(2, kind)
             layer = self.states(3) + self.slices(kind)
             yield Moment("forward", {**lasting, "layer": layer, "attention": attention}, 0)
         yield Moment("loss", {**lasting, "objective_saved": saved / 2, "loss_chunk": chunk}, self.hidden())
 
     def group_bytes(self, group: Sequence[tuple[int, ...]]) -> int:
         """Bytes of the fp32 tensor in which a group is updated: a large one in its own shape, or a vector of all."""
-        if len(group) == 1 and math.prod(group[0]) >= ALONE:
-            return padded(group[0], 4, free=True)
-        return padded((sum(map(math.prod, group)),), 4)
+        return padded(group[0], 4, free=True) if len(group) == 1 else padded((sum(map(math.prod, group)),), 4)
 
     # -------------------------------------------------------------------------------------------------------- arrays
 
@@ -232,22 +239,16 @@ class PeakActivationModel:
 
         They are counted for one pass of gradient accumulation: `scan.after` delays the next pass until it has ended.
 
-        With remat=none they are all that the backward pass of a layer reads: the MLP's `Layer.gates`; `kept`; the
-        inputs of its two halves, 2 T H c; and these normed, and attention's output, as far as adapters read them. The
-        compiler computes again what no adapter reads (the input of a product without one; all in full fine-tuning).
+        With remat=none they are all that the backward pass of a layer reads: the MLP's `Layer.gates`, `kept`, the
+        output of attention, and the inputs of both halves, also normed.
         """
         return sum(count * self._saved_by(kind) for kind, count in self.shape.counted)
 
     def _saved_by(self, kind: Layer) -> float:
         if self.again:
             return self.hidden() + (self.results(kind) if self.keeps else 0.0)
-        adapted = self.shape.adapted(self.config.lora, kind)
-        attends = any(one in kind.attention_linears for one in adapted)
-        ends = any(kind.in_mlp(one) for one in adapted)
-        wide = (kind.gates - (kind.mlp_linears[-1:] != tuple(adapted[-1:]))) * self.wide(self.tokens, kind)
-        last = kind.attention_linears[-1:]
-        output = self.output(kind) if self.kernel != "sdpa" and last and last[0] in adapted else 0.0
-        return wide + self.kept(kind) + output + self.hidden(2 + attends + ends)
+        wide = kind.gates * self.wide(self.tokens, kind)
+        return wide + self.kept(kind) + self.hidden(4) + (self.output(kind) if self.kernel != "sdpa" else 0.0)
 
     def results(self, kind: Layer) -> float:
         """The results of a layer that remat=outputs keeps: of its linear layers, T times their outputs, and attention.
@@ -275,10 +276,6 @@ class PeakActivationModel:
             return self.heads(4, kind) + self.scores(kind)
         return self.heads(2, kind) + self.pairs(2, kind)
 
-    def rotary(self) -> float:
-        """Cosines and sines of the positions, (T, D) each in the compute dtype."""
-        return 2 * padded((self.tokens, max(kind.head_dim for kind in self.shape.kinds)), self.compute)
-
     def copies(self) -> float:
         """Copies of stacks that are made before the loop.
 
@@ -288,9 +285,16 @@ class PeakActivationModel:
         in full fine-tuning until it is updated.
         """
         table = self.table() if self.passes > 1 or self.whole else 0.0
-        if self.whole or self.compute == 4:
-            return 2.0 * self.shape.layer_parameters * self.scanned + table
-        return 2.0 * self.trained + self.relaid() + table
+        every = self.whole or self.compute == 4
+        stacks = 2.0 * sum(
+            math.prod(part) for one, part in zip(self.tensors, self.parts, strict=True)
+            if (every and self.in_layers(one)) or (one.trained and not self.whole)
+        )  # fmt: skip
+        return stacks * (self.scanned or not every) + table + (0.0 if every else self.relaid())
+
+    def in_layers(self, tensor: Tensor) -> bool:
+        """Whether a tensor belongs to the list of layers."""
+        return f"{self.shape.layers_path}." in tensor.name
 
     def relaid(self) -> float:
         """Stacks of a frozen model that a loop over tiles needs in a layout with padding, unlike arguments, in bf16."""
@@ -326,18 +330,12 @@ class PeakActivationModel:
         yield self.gradients(), largest * (3.0 if optimizer == "adamw" else 1.0)
 
     def gradients(self) -> float:
-        """Gradients in fp32, 4 P."""
-        return 4.0 * self.trained
+        """Gradients in fp32, 4 P, or their shards."""
+        return 4.0 * sum(math.prod(part) for _, part in self.of_trained())
 
-    def layer_gradients(self, *, attention: bool = False) -> float:
-        """The stacks of gradients that the backward loop fills, or those of attention: without embedding and output."""
-        mlps = tuple(f".{kind.mlp}." for kind in self.shape.kinds if kind.mlp)
-        return 4.0 * sum(
-            math.prod(part)
-            for one, part in zip(self.tensors, self.parts, strict=True)
-            if one.trained and f"{self.shape.layers_path}." in one.name
-            and (not attention or (is_matrix(one) and not any(mlp in one.name for mlp in mlps)))
-        )  # fmt: skip
+    def layer_gradients(self) -> float:
+        """The stacks of gradients that the backward loop fills: without embedding and output."""
+        return 4.0 * sum(math.prod(part) for one, part in self.of_trained() if self.in_layers(one))
 
     def head_gradient(self) -> float:
         """The output layer's gradient in fp32, alive from the loss on, in full fine-tuning.
@@ -384,14 +382,9 @@ class PeakActivationModel:
 
         For the arrays of (T, H) see `STATES`. The MLP has gate, up, product and two gradients, 5 T I c (ungated 3), one
         of them in the vector memory; in a loop over tiles of t tokens, the part of 5 t I c that does not fit there, and
-        the loop's weights. Attention has what it keeps, and its positions, documents and log sums over 128 lanes,
-        unless they were saved. Full fine-tuning adds the MLP's gradients in fp32, before they go into their stacks.
+        the loop's weights. Attention has what it keeps, and its log sums over 128 lanes, unless they were saved. Full
+        fine-tuning adds the MLP's gradients in fp32, before they go into their stacks.
         """
-        if not self.scanned:
-            if not self.again:
-                return self.spilt(self.hidden(5) + (kind.gates - 1) * self.wide(self.tokens, kind)), 0.0
-            layer = self.hidden(5) + (2 * kind.gates - 1) * self.wide(self.tokens, kind)
-            return layer + self.experts(kind), self.kept(kind)
         arrays = 2 * kind.gates - 1
         wide = (
             self.spilt(arrays * self.wide(self.tile, kind))
@@ -403,7 +396,7 @@ class PeakActivationModel:
         layer = self.states(self.at_hand + self.block - 1) + self.slices(kind) + wide + self.experts(kind)
         layer += self.whole * 4.0 * elements(kind.mlp_linears)
         sums = self.lanes(kind) if self.kernel == "splash" and not self.keeps else 0.0
-        return layer, self.kept(kind) + sums + self.positions(1, kind) + self.read_back(kind)
+        return layer, self.kept(kind) + sums + self.normed(kind)
 
     def experts(self, kind: Layer) -> float:
         """The rows of a mixture of experts in its backward pass, and its weights as stored, cut out of their stacks.
@@ -421,54 +414,22 @@ class PeakActivationModel:
     def at_attention(self, kind: Layer) -> tuple[float, float]:
         """The recomputed layer during the backward pass of its attention: (layer, attention).
 
-        Unrolled, the peak is the forward kernel with queries and output; splash writes the log of sums for each lane,
-        sdpa has another array of scores beside what it keeps. In a loop, the peak is the
-        backward kernel, with queries, output and its gradient, keys and values and theirs, and the gradient of queries,
-        of which splash makes one for each block of keys, S / 1024 T n D c, and adds them.
+        A kernel has queries, output and its gradient, keys and values and theirs, and the gradient of queries, of which
+        splash makes one for each block of keys, S / 1024 T n D c, and adds them. sdpa has another array of scores
+        beside what it keeps.
         """
         extra = self.hidden(self.block - 1) + self.slices(kind)
         if self.kernel == "sdpa":
-            found = self.kept(kind) + self.scores(kind)
-        elif not self.scanned:
-            found = self.lanes(kind) + self.heads(2, kind)
-        else:
-            block = SPLASH_BLOCK >> (-(-kind.head_dim // LANES) - 1).bit_length()
-            blocks = max(1, self.length // block)
-            read = self.heads(3, kind) + self.pairs(4, kind)
-            given = self.spilt(read) + self.heads(blocks, kind)
-            given += STATES_OF_CHUNKS * 4 * kind.state * self.tokens / TOKENS_OF_CHUNK
-            return self.states(self.at_hand) + extra, given + self.positions(3, kind) + self.read_back(kind)
-        if self.again:
-            return extra, found
-        # The saved activations include attention's; those of the MLP are freed.
-        return -kind.gates * self.wide(self.tokens, kind), found - self.kept(kind)
+            return extra, self.kept(kind) + self.scores(kind)
+        block = SPLASH_BLOCK >> (-(-kind.head_dim // LANES) - 1).bit_length()
+        blocks = max(1, self.length // block)
+        given = self.spilt(self.heads(3, kind) + self.pairs(4, kind)) + self.heads(blocks, kind)
+        given += STATES_OF_CHUNKS * 4 * kind.state * self.tokens / TOKENS_OF_CHUNK
+        return self.states(self.at_hand) + extra, given + self.normed(kind)
 
-    def read_back(self, kind: Layer) -> float:
-        """Other inputs of attention's backward pass: the results of the adapters' first halves, T r c each.
-
-        Norms of heads add their inputs, queries and keys in fp32; with remat=outputs no product comes before them, so
-        they start early: 3 T n D.
-        """
-        adapted = [one for one in self.shape.adapted(self.config.lora, kind) if not kind.in_mlp(one)]
-        found = float(len(adapted) * padded((self.tokens, self.config.lora.r or 1), self.compute, free=True))
-        if not kind.norms_heads:
-            return found
-        if self.keeps:
-            return found + self.heads(3, kind) * 4 / self.compute
-        return found + 4.0 * self.tokens * (kind.heads + kind.kv_heads) * kind.head_dim
-
-    def turned_back(self, kind: Layer) -> float:
-        """The tensors while rotary positions are undone, after a kernel's backward pass: (4 n + 6 m) T D c.
-
-        These are the gradients of queries, keys and values; both halves of the first two, each padded to 128 lanes; and
-        all three with the heads behind the tokens.
-        """
-        return self.heads(4, kind) + self.pairs(6, kind) + self.read_back(kind)
-
-    def positions(self, numbers: int, kind: Layer) -> float:
-        """Tensors of a loop: cosines and sines in fp32; per lane documents and, in a kernel, two scratch numbers."""
-        lanes = numbers * padded((self.tokens, LANES), 4)
-        return 2 * padded((self.tokens, kind.head_dim), 4) + lanes if self.kernel != "sdpa" else 0.0
+    def normed(self, kind: Layer) -> float:
+        """Queries and keys in fp32, which norms of heads read."""
+        return 4.0 * self.tokens * (kind.heads + kind.kv_heads) * kind.head_dim if kind.norms_heads else 0.0
 
     def slices(self, kind: Layer) -> float:
         """Weights cut out of their stacks: the MLP's, as stored, for a loop over tiles.
@@ -485,15 +446,6 @@ class PeakActivationModel:
         if dtype == "int4":
             return found + 4.0 * (largest(mlp) + largest(others)) + largest(mlp)
         return found + (elements(others) if dtype == "int8" else 0.0)
-
-    def flat_vectors(self) -> int:
-        """Number of vectors at the update for the small tensors, beside the gradients in their own shapes.
-
-        One is reduced and clipped. AdamW's direction is computed where it is used; Adafactor's is made matrix by matrix
-        and then flattened, two more; the average needs the new parameters flattened, one more.
-        """
-        optim = self.config.optim
-        return 1 + (2 if optim.optimizer == "adafactor" else 0) + (1 if optim.ema_decay else 0)
 
     def spilt(self, size: float) -> float:
         """The part of several arrays that does not fit into the vector memory."""

@@ -7,7 +7,6 @@ assumed efficiencies. The counts were fitted to the compiler's, nothing was time
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -178,14 +177,13 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     A matrix product of N weights takes 2 N FLOPs a token, its gradient to the input as many, to the weight as many
     where that is trained. remat=full adds the forward pass of the layers, without the last product of the MLP, whose
     result is needed only if a norm follows (then a tiled MLP is computed twice: for that norm, and tile by tile for its
-    own gradient). remat=outputs adds the first product of each adapter, and the scores of sdpa. Attention takes
-    4 S n d a token forward, and 2.5 times that backward (five products for two); a kernel leaves out the half that the
-    causal mask hides.
+    own gradient). Attention takes 4 S n d a token forward, and 2.5 times that backward (five products for two); a
+    kernel leaves out the half that the causal mask hides.
     """
     tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
     compute = 4 if config.model.base_dtype == "fp32" else 2
-    weights, remat, attention = shape.linear_weights, config.optim.remat, config.model.attention
-    again = 1 if remat == "full" else 0
+    weights, attention = shape.linear_weights, config.model.attention
+    again = 1 if config.optim.remat == "full" else 0
     linear = shape.active_weights * (2 + again + (0 if lora.r else 1))
     tiled = (config.optim.mlp_tile or tokens) < tokens and config.optim.scan_layers != "off"
     for kind, count in shape.counted:
@@ -197,13 +195,8 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
             linear += again * count * sum(one.inputs * one.outputs for one in kind.mlp_linears)
     trained = trained_count(shape, config)
     adapters = trained * (3 + again) if lora.r else 0.0
-    if remat == "outputs":
-        adapters += sum(
-            count * one.inputs * lora.r for kind, count in shape.counted for one in shape.adapted(lora, kind)
-        )
     seen = 1.0 if attention == "sdpa" else 0.5
-    repeated = (0.5 if attention == "sdpa" else 0.0) if remat == "outputs" else again
-    scores = _scores(shape, length) * (3.5 + repeated) * seen
+    scores = _scores(shape, length) * (3.5 + again) * seen
     head, states = shape.vocabulary * shape.hidden, sum(count * kind.state for kind, count in shape.counted)
     scores += STATE_PRODUCTS * states * (3 + again)
     flops = 2 * tokens * (linear + adapters + scores + head * (2 if lora.r else 3))
@@ -438,19 +431,6 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dic
         before = _forward(shape, config.model.base_dtype, tokens, config.data.max_length, chunks, seen)
         found["before"] = Work(passes * before.flops / mesh.model, passes * before.traffic / mesh.model, 0.0)
     return found
-
-
-def host_rate() -> float:
-    """Measures the FLOP/s of an fp32 matrix product on this CPU, in a tenth of a second; training reaches less."""
-    import torch
-
-    factor = torch.ones(512, 512)
-    factor @ factor
-    count, start = 0, time.perf_counter()
-    while (seconds := time.perf_counter() - start) < 0.1:
-        factor @ factor
-        count += 1
-    return count * 2 * 512**3 / seconds
 
 
 def factors() -> Mapping[str, float]:

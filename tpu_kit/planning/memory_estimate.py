@@ -12,6 +12,7 @@ the "update"; `activation_memory` derives them. This module derives the argument
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,17 +26,15 @@ from tpu_kit.models.architecture import FEW_TILES, Shape
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.activation_memory import PeakActivationModel
 from tpu_kit.planning.argument_memory import is_matrix, padded, shards, teacher_shape, teacher_tensors
-from tpu_kit.planning.mesh_memory import MESH_CODE, MeshActivationModel
+from tpu_kit.planning.mesh_memory import MeshActivationModel
 from tpu_kit.planning.rollouts import (
     ProgramPeak,
-    RolloutTemporaries,
     cache_bytes,
-    generation_code,
     rollout_of,
     update_plan,
 )
 
-LOOP_CODE = 26 * 2**20
+LOOP_CODE = 24 * 2**20
 """Code of a program of loops for each layer in it (one, or those of a block) and each pass: 20 to 31 MiB."""
 TILE_CODE = 10 * 2**20
 """Code of each tile of an MLP beyond two, where tiles are no loop; where a norm follows, some is computed twice."""
@@ -45,6 +44,10 @@ SMALLEST_CODE = 7 * 2**20
 """Code beside the layers' of an unrolled program; and of a program of loops of next to nothing."""
 FLAT_CODE = 22 * 2**20
 """Code of each unrolled layer."""
+LEAST_CODE, LAYER_CODE = 4 * 2**20, 5 * 2**19
+"""Code of a prefill or of decode steps, and of each layer in its loops."""
+LOGITS = 3
+"""Arrays of (B, V) in fp32 while tokens are drawn."""
 RESERVE = 0.08
 """Share of a device's usable memory that a pick by formula leaves free: more than the largest underestimate for the
 steps that were compiled (tests/recorded_memory.json)."""
@@ -196,8 +199,7 @@ class _Step:
         tiles = self.alive.tiles + twice  # the first products twice
         more = max(0, tiles - 2) if self.alive.tiles <= FEW_TILES else 0
         layer = LOOP_CODE + TILE_CODE * more + INT4_CODE * (self.config.model.base_dtype == "int4")
-        collectives = MESH_CODE if isinstance(self.alive, MeshActivationModel) else 0
-        return layer * sum(period for period, _ in self.shape.runs) * passes + collectives
+        return layer * sum(period for period, _ in self.shape.runs) * passes
 
     def memory(self) -> Memory:
         """The estimate, of the program with the largest peak."""
@@ -244,12 +246,11 @@ class _Rounds(_Step):
             sizes = {part: math.ceil(size) for part, size in temporaries.items() if size}
             return ProgramPeak(name, arguments, more.pop("results", 0), sizes, code, beside, **more)
 
-        lives, widest = RolloutTemporaries(self.alive, config, self.shape, mesh), rollout.widths[-1]
-        cached, code = {cache: samples}, generation_code(self.shape)
-        yield made("prefill", (*model, "prompt_cache"), lives.prefill(rollout.prompts, widest), code)
+        cached, code = {cache: samples}, LEAST_CODE + LAYER_CODE * sum(period for period, _ in self.shape.runs)
+        yield made("prefill", (*model, "prompt_cache"), self.prefill(rollout.prompts, rollout.widths[-1]), code)
         if rollout.copies:
             yield made("samples", ("prompt_cache",), {"cache_copy": prompts}, 0, results=samples)
-        yield made("decode", (*model, cache), lives.decode(rollout.samples, samples), code, also=cached)
+        yield made("decode", (*model, cache), self.decode(rollout.samples, samples), code, also=cached)
         moment, beyond = self.alive.reported(update=False)
         passes = update_plan(config, self.alive.batches).gradient_accumulation
         reads, sent = (*model, "teacher_weights", "gradient_buffer", "batch"), {"batch": batch * passes}
@@ -261,6 +262,31 @@ class _Rounds(_Step):
             pairs = zip(self.alive.tensors, self.alive.parts, strict=True)
             parts["all_reduce"] += 2.0 * sum(padded(part, 4) for one, part in pairs if one.trained)
         yield made("apply", (*trained, *state), parts, SMALLEST_CODE, also=sent)
+
+    def prefill(self, rows: int, width: int) -> dict[str, float]:
+        """Temporaries of a prefill: attention, its inputs in two layouts; on a mesh weights stay where they lie."""
+        mesh, step, optim = self.mesh or Mesh(), copy.copy(self.alive), self.config.optim
+        step.rows, step.length = -(-rows // mesh.data), width
+        step.tokens = step.rows * width
+        step.tiles = -(-step.tokens // min(optim.mlp_tile or step.tokens, step.tokens))
+        kinds = step.shape.kinds
+        return {
+            "weight_copies": step.copies(),
+            "layer": step.states(3) + (max(map(step.slices, kinds)) if mesh.size == 1 else 0.0),
+            "attention": max((step.heads(2, one) + step.pairs(2, one)) / mesh.fsdp for one in kinds),
+        }  # fmt: skip
+
+    def decode(self, rows: int, cache: int) -> dict[str, float]:
+        """Temporaries of decode steps: the cache in the layout in which slots are written, two layers of it, logits.
+
+        Of the cache, keys or values are copied, on a mesh both; of layers that run one by one, nothing.
+        """
+        mesh, shape = self.mesh or Mesh(), self.shape
+        looped = sum(period * turns for period, turns in shape.runs if turns > 1) / shape.layers
+        return {
+            "weight_copies": self.alive.copies(), "cache_copy": looped * cache / (2 if mesh.size == 1 else 1),
+            "layer": cache / shape.layers, "logits": LOGITS * 4.0 * -(-rows // mesh.data) * shape.vocabulary,
+        }  # fmt: skip
 
     def gradient_buffer(self) -> int:
         """The buffer of the gradients, fp32, in the parameters' own shapes."""

@@ -8,7 +8,6 @@ the weights of a layer gathered over fsdp, and gradients in shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tpu_kit.config.loader import TrainConfig
@@ -17,14 +16,12 @@ from tpu_kit.hardware.chips import Chip
 from tpu_kit.models.architecture import Layer, Shape
 from tpu_kit.models.sharding_rules import FIRST, is_column
 from tpu_kit.planning.activation_memory import PeakActivationModel, elements, largest
-from tpu_kit.planning.argument_memory import is_matrix, model_tensors, padded, shards, teacher_shape
+from tpu_kit.planning.argument_memory import is_matrix, padded, teacher_shape
 
-WIDE = 5
+WIDE = 4
 """Arrays of (tokens, I) of an MLP's backward pass in HBM."""
 INT4_MATRICES = (9, 3)
 """Bytes for each weight of the largest matrix of the MLP and of attention, where a layer is gathered in int4."""
-MESH_CODE = 10 * 2**20
-"""Code of the collectives of a step, beside that of its layers."""
 
 
 def per_device(shape: Shape, mesh: Mesh) -> Shape:
@@ -49,65 +46,45 @@ class MeshActivationModel(PeakActivationModel):
     """The terms of the peak of one device of a mesh."""
 
     def __init__(self, config: TrainConfig, shape: Shape, mesh: Mesh, chip: Chip | None = None) -> None:
-        optim = replace(config.optim, scan_layers="on")
-        self.whole_shape, self.mesh = shape, mesh
-        super().__init__(replace(config, optim=optim), per_device(shape, mesh), mesh.batch_shards, chip)
+        looped = replace(config, optim=replace(config.optim, scan_layers="on"))
+        super().__init__(looped, per_device(shape, mesh), mesh.batch_shards, chip, mesh, shape)
+        self.mesh = mesh
 
     def update_groups(self) -> list[list[tuple[int, ...]]]:
         """Each matrix's shard alone, and all vectors together."""
-        self.tensors = model_tensors(self.whole_shape, self.config)
-        self.parts = shards(self.tensors, self.mesh, self.whole_shape.embedding)
-        self.trained = sum(math.prod(one.shape) for one in self.tensors if one.trained)
-        pairs = [pair for pair in zip(self.tensors, self.parts, strict=True) if pair[0].trained]
-        self.matrices = {one.name: part for one, part in pairs if is_matrix(one)}
-        self.vectors = [part for one, part in pairs if one.name not in self.matrices]
-        return [*([self.vectors] if self.vectors else []), *([part] for part in self.matrices.values())]
-
-    def group_bytes(self, group: Sequence[tuple[int, ...]]) -> int:
-        """Bytes of the fp32 tensor in which a group is updated: a matrix's shard, or the vector of all vectors."""
-        return padded(group[0], 4, free=True) if len(group) == 1 else padded((sum(map(math.prod, group)),), 4)
+        vectors = [part for one, part in self.of_trained() if not is_matrix(one)]
+        return [*([vectors] if vectors else []), *([part] for one, part in self.of_trained() if is_matrix(one))]
 
     # ------------------------------------------------------------------------------------------ terms in shards
 
-    def gradients(self) -> float:
-        """Gradients in fp32, in shards."""
-        return 4.0 * (sum(map(math.prod, self.matrices.values())) + sum(map(math.prod, self.vectors)))
-
     def head_gradient(self) -> float:
-        """The output layer's gradient, in shards, in full fine-tuning."""
-        return 4.0 * sum(
-            math.prod(part)
-            for name, part in self.matrices.items()
-            if "lm_head" in name or (self.shape.tied and "embed_tokens" in name)
-        )
+        """None: the output layer's gradient is in shards, and small."""
+        return 0.0
 
     def copies(self) -> float:
-        """Copies of the trained stacks in bf16, in shards: the compiler casts them before the loop.
+        """As without a mesh, in shards.
 
         AdamW's update of an embedding that is not tied is computed in shards of rows instead of columns: parameter,
         gradient and both moments exist in both.
         """
-        stacks = 2.0 * sum(
-            math.prod(part) for name, part in self.matrices.items() if f"{self.shape.layers_path}." in name
-        )
         if self.shape.tied or self.config.optim.optimizer != "adamw":
-            return stacks
-        return stacks + 16.0 * sum(math.prod(part) for name, part in self.matrices.items() if "embed_tokens" in name)
+            return super().copies()
+        embedding = sum(math.prod(part) for one, part in self.of_trained() if "embed_tokens" in one.name)
+        return super().copies() + 16.0 * embedding
+
+    def relaid(self) -> float:
+        """None: the weights are gathered in the layout of the products."""
+        return 0.0
 
     def table(self) -> float:
         """None: each device looks up its columns of the embedding."""
         return 0.0
 
-    def updates(self) -> Iterator[tuple[float, float]]:
-        """The moments of the update: bytes of the gradients, and of its results before they are copied."""
-        largest = 4.0 * max(map(math.prod, self.matrices.values()), default=0)
-        yield self.gradients(), largest * (1.0 if self.config.optim.optimizer == "adafactor" else 3.0)
-
     def loss(self) -> tuple[float, float]:
         """The loss: logits of one chunk, in parts of the vocabulary, and the hidden states of all tokens of a chunk."""
         chunk, shape, shards = min(self.config.optim.loss_chunk, self.tokens), self.shape, self.mesh.fsdp
         copied = padded((-(-shape.vocabulary // shards), shape.hidden), 2) if self.whole or self.compute == 4 else 0
-        gathered = padded((chunk * shards, shape.hidden), self.compute)
+        gathered = padded((chunk * shards, shape.hidden), self.stream)
         return self.in_hbm(padded((chunk, shape.vocabulary), self.compute)), self.hidden(3) + copied + gathered
 
     def teacher(self) -> tuple[float, float]:

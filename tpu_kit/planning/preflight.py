@@ -19,7 +19,7 @@ from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.compile_check import CompilerUnavailable, compile_programs
-from tpu_kit.planning.cost import StepTime, host_rate, predict_time, work
+from tpu_kit.planning.cost import StepTime, predict_time
 from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
 from tpu_kit.planning.mesh_choice import check_mesh, placed
 from tpu_kit.planning.planner import Rows, batches, best_batch
@@ -63,17 +63,11 @@ class Preflight:
 
     def duration(self, updates: int) -> str:
         """Describes how many minutes so many updates take, and how that is known."""
-        besides = "compiling, which each start does, evaluation and checkpoints come on top"
-        if self.time is not None:
-            how = "by roofline, not measured" if self.time.measured is None else "as measured on this machine"
-            return f"about {updates * self.time.seconds / 60:,.1f} minutes {how}; {besides}"
-        room = self.room
-        learns = self.config.on_policy  # from as many tokens as the model writes
-        if room is None or self.shape is None or learns or room.device_type not in ("cpu", "xla-cpu"):
+        if self.time is None:
             return "not known before the first updates"
-        done = work(room.seen(self.config), self.shape, batch_arithmetic(self.config, room.replicas))
-        seconds = updates * room.replicas * done.flops / host_rate()
-        return f"at least {seconds / 60:,.1f} minutes by the present speed of this CPU's matrix products; {besides}"
+        how = "by roofline, not measured" if self.time.measured is None else "as measured on this machine"
+        minutes = updates * self.time.seconds / 60
+        return f"about {minutes:,.1f} minutes {how}; compiling, evaluation and checkpoints come on top"
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *(f"plan             {note}" for note in self.notes)])

@@ -7,7 +7,6 @@ time, and so is the cache of the prompts; that of the samples ends with the roll
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,16 +16,11 @@ from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import cache_spec
-from tpu_kit.planning.activation_memory import PeakActivationModel
 from tpu_kit.planning.argument_memory import padded, shape_of
 
 if TYPE_CHECKING:
     from tpu_kit.planning.compile_check import Compiled
 
-LEAST_CODE, LAYER_CODE = 4 * 2**20, 5 * 2**19
-"""Code of a prefill or of decode steps, and of each layer in its loops."""
-LOGITS = 3
-"""Arrays of (B, V) in fp32 while tokens are drawn."""
 WHOLE_ROWS = 64
 """A number of rows of which a TPU computes multiples: others cost the time of the next multiple."""
 
@@ -160,53 +154,6 @@ def program_rows(programs: Sequence[ProgramPeak], made: Mapping[str, Compiled]) 
             row["compiler_bytes"] = found.total_bytes + beside
         rows.append(row)
     return rows
-
-
-class RolloutTemporaries:
-    """The buffers that live only within a program of a rollout, on one device, by name.
-
-    Args:
-        step: the terms of a training step.
-        config: the run.
-        shape: of the whole model.
-        mesh: the devices; None for a replica.
-    """
-
-    def __init__(self, step: PeakActivationModel, config: TrainConfig, shape: Shape, mesh: Mesh | None) -> None:
-        self.step, self.shape, self.mesh = step, shape, mesh or Mesh()
-        self.config = config
-
-    def prefill(self, rows: int, width: int) -> dict[str, float]:
-        """Bytes of a prefill: attention, with its inputs in two layouts; on a mesh weights stay where they lie."""
-        step = copy.copy(self.step)
-        step.rows, step.length = -(-rows // self.mesh.data), width
-        step.tokens = step.rows * width
-        step.tiles = -(-step.tokens // min(self.config.optim.mlp_tile or step.tokens, step.tokens))
-        kinds, parts = step.shape.kinds, self.mesh.fsdp
-        sizes = ((step.heads(2, one) + step.pairs(2, one)) / parts + step.positions(1, one) for one in kinds)
-        return {
-            "weight_copies": step.copies(), "rotary": step.rotary(),
-            "layer": step.states(3) + (max(map(step.slices, kinds)) if self.mesh.size == 1 else 0.0),
-            "attention": max(sizes),
-        }  # fmt: skip
-
-    def decode(self, rows: int, cache: int) -> dict[str, float]:
-        """Bytes of decode steps: keys or values in the layout in which slots are written, two layers' of them, logits.
-
-        On a mesh there are keys and values. Those of layers that run one by one are not copied.
-        """
-        copied = cache / (2 if self.mesh.size == 1 else 1)
-        looped = sum(period * turns for period, turns in self.shape.runs if turns > 1) / self.shape.layers
-        logits = 4 * -(-rows // self.mesh.data) * self.shape.vocabulary
-        return {
-            "weight_copies": self.step.copies(), "cache_copy": looped * copied,
-            "layer": cache / self.shape.layers, "logits": LOGITS * logits,
-        }  # fmt: skip
-
-
-def generation_code(shape: Shape) -> int:
-    """The size of a program of generation."""
-    return LEAST_CODE + LAYER_CODE * sum(period for period, _ in shape.runs)
 
 
 def program_count(config: TrainConfig, replicas: int) -> dict[str, int]:
