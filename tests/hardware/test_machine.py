@@ -17,7 +17,7 @@ import pytest
 from tests.support.child_processes import REPOSITORY, run_python
 from tpu_kit.distributed import launch
 from tpu_kit.distributed.runtime import Backend
-from tpu_kit.hardware import machine
+from tpu_kit.hardware import compatibility, machine
 from tpu_kit.hardware.compatibility import PAIRINGS
 from tpu_kit.hardware.machine import Check, Machine
 
@@ -179,6 +179,13 @@ def test_packages(changes: dict[str, str | None], on_tpu: bool, status: str, tex
     assert text in check.found
     assert check.fix.startswith(fix) or fix in check.fix
     assert bool(check.fix) == bool(fix)
+
+
+def test_a_model_that_fails_is_told_of_a_newer_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compatibility.newer_transformers() == ""
+    monkeypatch.setattr(compatibility, "installed_version", {"transformers": "5.15.0"}.get)
+    text = ". This is transformers 5.15.0; 5.23 may do it: pip install -U 'transformers~=5.23.0', then start anew"
+    assert compatibility.newer_transformers() == text
 
 
 def test_versions_are_read_without_an_import() -> None:
