@@ -347,6 +347,20 @@ def test_replies_are_trained_apart_where_earlier_turns_end_otherwise() -> None:
     assert "A number.<|end|>" in second[0][0]
 
 
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_v5"])
+def test_the_reasoning_of_gemma_4_has_its_own_tags(name: str) -> None:
+    """Its template takes them out of earlier turns, and out of the content of the last one in some versions."""
+    tags = {"think_open": "<|channel>thought", "think_close": "<channel|>"}
+    special = ("<turn|>", "<|turn>", "<|channel>", "<channel|>", "<|think|>", "<bos>")
+    tokenizer = tiny_tokenizer((TRL / f"{name}.jinja").read_text(), special=special, eos=special[0])
+    tokenizer.bos_token = special[-1]
+    for row in (COT, {"question": COT["question"], "answer": REPLY}):
+        found = spans(row, tokenizer, **tags)
+        assert found[0] == ("<bos><|turn>user\nWhat is 2 + 3?<turn|>\n<|turn>model\n", False)
+        thought, answer = found[1][0].split("<channel|>")
+        assert thought == "<|channel>thought\nTwo and three\nmake five.\n" and answer.strip() == "5<turn|>"
+
+
 def test_embedded_tokenizer() -> None:
     from transformers import AutoTokenizer
 

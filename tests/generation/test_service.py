@@ -51,7 +51,7 @@ from tpu_kit.distributed.launch import launch
 from tpu_kit.generation import service
 from tpu_kit.generation.decoder import BLOCK, choose, widths_to
 from tpu_kit.generation.generator import Generator
-from tpu_kit.generation.prompts import split_reasoning
+from tpu_kit.generation.prompts import PromptCodec, Row, split_reasoning
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import arrange_for_few_rows, generate, load_for_generation
 from tpu_kit.hardware.chips import GIB
@@ -153,6 +153,16 @@ def test_a_sample_s_random_numbers_are_its_own() -> None:
 )
 def test_reasoning_and_answer_apart(text: str, opened: bool, reasoning: str | None, answer: str) -> None:
     assert split_reasoning(text, DataConfig(), opened) == (reasoning, answer)
+
+
+def test_special_tokens_of_the_tags_stay_in_a_reply() -> None:
+    """Gemma 4 opens its reasoning by a special token and a word; other special tokens are left out."""
+    tokenizer = tiny_tokenizer(special=("<|im_start|>", "<|im_end|>", "<|channel>", "<channel|>"))
+    causal = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
+    codec = PromptCodec(tokenizer, causal, DataConfig(think_open="<|channel>thought", think_close="<channel|>"))
+    tokens = codec.plain("<|im_start|><|channel>thought\nfive\n<channel|>5<|im_end|>")
+    found = codec.completion(Row(False, tokens, [0.0] * len(tokens), ended=True), Sampling())
+    assert (found.text, found.reasoning, found.answer) == ("<|channel>thought\nfive\n<channel|>5", "five", "5")
 
 
 # ------------------------------------------------------------------------------------------------------ on this CPU

@@ -91,8 +91,8 @@ class DataConfig:
     columns: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
         None, "Role -> column, as in {question: problem, reasoning: rationale, answer: target}; an empty name: none."
     )
-    think_open: str = knob("<think>", "Text before the reasoning.")
-    think_close: str = knob("</think>", "Text between the reasoning and the answer.")
+    think_open: str = knob("<think>", "Text before the reasoning; Gemma 4's is <|channel>thought.")
+    think_close: str = knob("</think>", "Text between the reasoning and the answer; Gemma 4's is <channel|>.")
     system_prompt: str | None = knob(None, "The system prompt of conversations without one.")
     date: str | None = knob(
         None, "The day that chat templates take for today, such as 2025-12-31; null = the day on which the run starts."

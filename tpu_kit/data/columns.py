@@ -18,7 +18,8 @@ from tpu_kit.config.loader import DataConfig
 MESSAGE_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold reasoning beside its content; the first with text counts."""
 
-_TAGS = (("<think>", "</think>"), ("<|begin_of_thought|>", "<|end_of_thought|>"))
+_TAGS = (("<think>", "</think>"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
+         ("<|channel>thought", "<channel|>"))  # fmt: skip
 _ANSWER_TAGS = ("<|begin_of_solution|>", "<|end_of_solution|>")
 _STATED = re.compile(r"\n[ \t]*The answer is:[ \t]*(\S.*?)\s*\Z", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\s*\{")

@@ -70,7 +70,9 @@ class PromptCodec:
         self._tags = (data.think_open, data.think_close)
         self.stops = stop_ids(causal, tokenizer)
         added = tokenizer.added_tokens_decoder
-        special = {id_ for id_, token in added.items() if token.special and token.content not in self._tags}
+        # A tag may be a special token, or have one in it, as `<|channel>thought` of Gemma 4.
+        tags = " ".join(self._tags)
+        special = {id_ for id_, token in added.items() if token.special and token.content not in tags}
         self._dropped = special | self.stops
 
     def extend(self, row: Row, tokens: Iterable[int], logprobs: Iterable[float], sampling: Sampling) -> None:
