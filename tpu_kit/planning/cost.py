@@ -1,4 +1,4 @@
-"""Estimates how long a step and a run take, what the run costs, and how often to save on spot machines.
+"""Estimates the work of a step and how long it takes.
 
 The time of a step is a roofline: its floating point operations and its HBM traffic, against the chip's peaks at
 assumed efficiencies. The counts were fitted to the compiler's, nothing was timed on a TPU.
@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.hardware.chips import (
-    FREE_SLICES,
-    KAGGLE_HOURS_PER_SESSION,
-    KAGGLE_HOURS_PER_WEEK,
-    KAGGLE_OUTPUT_BYTES,
-    Chip,
-)
+from tpu_kit.hardware.chips import Chip
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.sharding_rules import spec_of
@@ -41,6 +35,13 @@ ICI_EFFICIENCY = 0.7
 """Share of the interconnect's bandwidth that an all-reduce reaches: an assumption."""
 DCN_EFFICIENCY = 0.7
 """Share of the data center network's bandwidth that an all-reduce between slices reaches: an assumption."""
+GATHERS = 2
+"""Times that a pass gathers a layer's weights on a mesh: in the forward pass, and in the backward pass, whose
+recomputation uses the same ones."""
+SYNCHRONOUS_GATHERS = 0.1
+"""Share of the gathered weights that the compiler does not overlap with computation: 0.004 to 0.46."""
+MODEL_REDUCES = 10
+"""All-reduces of a layer's activations over the model axis in a pass, forward, recomputation and backward."""
 TRAFFIC = 25.0
 """HBM traffic of a layer's activations in a step, over the bytes of the inputs and outputs of its linear layers; the
 compiler counts 20 to 32."""
@@ -55,28 +56,12 @@ WEIGHT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.
 """Bytes read per base weight: int8 becomes bf16 only at the product."""
 HOST_SECONDS = 0.004
 """Time of a step on the host, in which the device waits: an assumption."""
-GATHERS = 2
-"""Times that a pass gathers a layer's weights on a mesh: in the forward pass, and in the backward pass, whose
-recomputation uses the same ones."""
-SYNCHRONOUS_GATHERS = 0.1
-"""Share of the gathered weights that the compiler does not overlap with computation: 0.004 to 0.46."""
 GATHERED_TRAFFIC = 3.0
 """HBM traffic of gathered weights beside the products' reads, over their bytes: they are written and copied."""
-MODEL_REDUCES = 10
-"""All-reduces of a layer's activations over the model axis in a pass, forward, recomputation and backward."""
 LOGITS_TRAFFIC = 10.0
 """Passes over the fp32 logits (B, V) of a decode step, to draw tokens."""
 COPY_TRAFFIC = 5.0
 """HBM traffic of the copy of the prompts' cache for the samples, over the bytes of the copies."""
-SPOT_HOURS_BETWEEN_INTERRUPTIONS = 6.0
-"""Mean time between interruptions of a spot TPU: an assumption, as Google publishes none. Young's interval is
-proportional to its square root."""
-SAVE_BYTES_PER_SECOND = 200e6
-"""Speed of a checkpoint from the device to a disk or bucket: an assumption."""
-SAVE_SECONDS = 2.0
-"""Time of an empty checkpoint: an assumption."""
-RESTART_SECONDS = 300.0
-"""From an interruption to the first new step, compiling included: an assumption."""
 
 
 @dataclass(frozen=True)
@@ -238,18 +223,19 @@ def predicted_collectives(
     tiles = -(-tokens // min(config.optim.mlp_tile or tokens, tokens))
     found, columns = list(weight_collectives(config, shape, passes, mesh, tiles, slices)), mesh.fsdp * mesh.model
     if columns > 1:
-        found.append(_exposed("all-to-all of embeddings", passes, passes * states * (columns - 1) / columns))
+        found.append(exposed("all-to-all of embeddings", passes, passes * states * (columns - 1) / columns))
     if mesh.fsdp > 1:
         chunks = passes * -(-tokens // config.optim.loss_chunk)
         kinds = ("all-gather of hidden states", "reduce-scatter of hidden states")
-        found += [_exposed(kind, chunks, passes * states * (mesh.fsdp - 1)) for kind in kinds]
+        found += [exposed(kind, chunks, passes * states * (mesh.fsdp - 1)) for kind in kinds]
     if mesh.model > 1:
         count = passes * shape.layers * MODEL_REDUCES
-        found.append(_exposed("all-reduce of activations", count, count * 2 * states * (mesh.model - 1) / mesh.model))
+        found.append(exposed("all-reduce of activations", count, count * 2 * states * (mesh.model - 1) / mesh.model))
     return found
 
 
-def _exposed(kind: str, count: int, moved: float, *, over_dcn: bool = False) -> Collective:
+def exposed(kind: str, count: int, moved: float, *, over_dcn: bool = False) -> Collective:
+    """Returns collectives that no computation hides."""
     return Collective(kind, count, moved, moved, over_dcn)
 
 
@@ -278,13 +264,13 @@ def weight_collectives(
     if mesh.fsdp > 1:
         moved, ring = passes * gathered * (mesh.fsdp - 1) / mesh.fsdp, passes * scattered * (mesh.fsdp - 1) / mesh.fsdp
         yield Collective("all-gather of weights", passes * gathers, moved, SYNCHRONOUS_GATHERS * moved)
-        yield _exposed("reduce-scatter of gradients", passes * matrices, ring)
+        yield exposed("reduce-scatter of gradients", passes * matrices, ring)
     data = mesh.data // slices
     if data > 1:
-        yield _exposed("all-reduce of gradients", passes, passes * 2 * summed * (data - 1) / data)
+        yield exposed("all-reduce of gradients", passes, passes * 2 * summed * (data - 1) / data)
     if slices > 1:  # each device of a slice sends an equal part
         sent = passes * 2 * summed / data * (slices - 1) / slices
-        yield _exposed("all-reduce between slices", passes, sent, over_dcn=True)
+        yield exposed("all-reduce between slices", passes, sent, over_dcn=True)
 
 
 def link_seconds(collectives: Iterable[Collective], chip: Chip, *, synchronous: bool = False) -> float:
@@ -419,7 +405,7 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dic
             for kind, number in shape.counted
         )
         sent = block * rows * size * (each + shape.vocabulary) * (parts - 1) / parts
-        moved.append(_exposed("all-gather of activations", block * (4 * shape.layers + 1), sent))
+        moved.append(exposed("all-gather of activations", block * (4 * shape.layers + 1), sent))
     found = update | {
         "prefill": Work(read.flops / parts, read.traffic / parts, 0.0),
         "samples": Work(0.0, COPY_TRAFFIC * cache * rollout.copies, 0.0),
@@ -439,88 +425,3 @@ def factors() -> Mapping[str, float]:
         "MXU_EFFICIENCY": MXU_EFFICIENCY, "HBM_EFFICIENCY": HBM_EFFICIENCY, "ICI_EFFICIENCY": ICI_EFFICIENCY,
         "DCN_EFFICIENCY": DCN_EFFICIENCY, "HOST_SECONDS": HOST_SECONDS,
     }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TimePlan:
-    """The time of a run.
-
-    Attributes:
-        run_hours: of training alone; None if the number of updates is not known.
-        on_demand: dollars; None without a price or hours.
-        spot: dollars, interruptions and checkpoints included; None likewise.
-        save_seconds: time of one checkpoint.
-        save_interval_seconds: time between checkpoints that loses least on spot.
-        save_steps: the same in updates.
-        sessions: by service that offers this slice free of charge, a sentence on the number of sessions.
-    """
-
-    run_hours: float | None
-    on_demand: float | None
-    spot: float | None
-    save_seconds: float
-    save_interval_seconds: float
-    save_steps: int
-    sessions: dict[str, str]
-
-
-def young_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """The seconds between checkpoints that lose least time: sqrt(2 x checkpoint time x mean time between failures).
-
-    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. Of an interval t
-    the share cost / t is spent saving, and a failure loses half of it, t / (2 M); the sum is least at this t.
-    """
-    return math.sqrt(2 * save_seconds * seconds_between_failures)
-
-
-def time_plan(
-    chip: Chip, chips: int, slice_name: str, step_seconds: float, updates: int | None, checkpoint_bytes: float
-) -> TimePlan:
-    """Plans the time of a run.
-
-    Args:
-        chip: the chip.
-        chips: number of chips that are paid for.
-        slice_name: the slice's name, such as "v5litepod-8".
-        step_seconds: time of an update.
-        updates: number of updates, None if not known.
-        checkpoint_bytes: size of a checkpoint.
-    """
-    save = SAVE_SECONDS + checkpoint_bytes / SAVE_BYTES_PER_SECOND
-    failures = SPOT_HOURS_BETWEEN_INTERRUPTIONS * 3600
-    interval = young_interval(save, failures)
-    hours = None if updates is None else updates * step_seconds / 3600
-    lost = save / interval + interval / (2 * failures) + RESTART_SECONDS / failures
-    spot_hours = None if hours is None else hours * (1 + lost)
-    price = chip.price
-    return TimePlan(
-        run_hours=hours,
-        on_demand=None if hours is None or price is None else hours * chips * price.on_demand,
-        spot=None if spot_hours is None or price is None or price.spot is None else spot_hours * chips * price.spot,
-        save_seconds=save,
-        save_interval_seconds=interval,
-        save_steps=max(1, round(interval / step_seconds)),
-        sessions={
-            service: _sessions(service, hours, checkpoint_bytes)
-            for service, names in FREE_SLICES.items()
-            if slice_name in names and hours is not None
-        },
-    )
-
-
-def _sessions(service: str, hours: float, checkpoint_bytes: float) -> str:
-    if service != "Kaggle":
-        return f"{hours:.1f} h on {service}, which may end a session at any time: save often"
-    count, weeks = math.ceil(hours / KAGGLE_HOURS_PER_SESSION), math.ceil(hours / KAGGLE_HOURS_PER_WEEK)
-    minutes = KAGGLE_HOURS_PER_SESSION * 60 - 20
-    too_large = ""
-    if 2 * checkpoint_bytes > KAGGLE_OUTPUT_BYTES:  # there are two while one takes the other's place
-        too_large = (
-            f"; /kaggle/working keeps {KAGGLE_OUTPUT_BYTES / 1e9:.0f} GB, and two checkpoints take "
-            f"{2 * checkpoint_bytes / 1e9:.1f}: use output_dir=gs://..."
-        )
-    return (
-        f"{count} session{'s' if count > 1 else ''} of {KAGGLE_HOURS_PER_SESSION} h on Kaggle, over {weeks} "
-        f"week{'s' if weeks > 1 else ''} of {KAGGLE_HOURS_PER_WEEK} h; checkpoint.budget_minutes={minutes} ends each"
-        f" in time{too_large}"
-    )

@@ -7,19 +7,16 @@ compiles the selected setting, and a smaller one if that does not fit.
 
 from __future__ import annotations
 
-import glob
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from tpu_kit.config.conflicts import check_remat
-from tpu_kit.config.loader import BatchPlan, TrainConfig, as_trained, batch_arithmetic
+from tpu_kit.config.loader import TrainConfig, as_trained, batch_arithmetic
 from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import MOST_ROWS
-from tpu_kit.hardware.chips import MIB
 from tpu_kit.hardware.slices import TargetSlice, find_slice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.shape_cache import read_shape
@@ -27,21 +24,12 @@ from tpu_kit.models.sharding_rules import Placed
 from tpu_kit.planning.advice import Advice, Inference, advise, inference, largest
 from tpu_kit.planning.argument_memory import table
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable, compile_programs
-from tpu_kit.planning.cost import (
-    Collective,
-    StepTime,
-    TimePlan,
-    compiled_time,
-    predict_time,
-    predicted_collectives,
-    time_plan,
-)
+from tpu_kit.planning.cost import Collective, StepTime, compiled_time, predict_time, predicted_collectives
 from tpu_kit.planning.memory_estimate import RESERVE, Memory, estimate_on, reserve
 from tpu_kit.planning.mesh_choice import Answering, compile_answering, placed
 from tpu_kit.planning.rollouts import ProgramPeak, program_rows, update_plan, warnings_of
+from tpu_kit.planning.run_cost import Rows, TimePlan, count_rows, count_updates, time_plan
 
-MOST_BYTES = 32 * MIB
-"""Size of the data up to which the rows are counted: tokenising more takes longer than about ten seconds."""
 TIE = 0.02
 """Settings whose speeds differ by less count as equally fast: the one with fewest passes is picked, as it compiles
 sooner."""
@@ -57,96 +45,6 @@ _COMPILED = (
     "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
     "compile_seconds", "program",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Number of packed rows of the training data, or of prompts; None where it is not known, with the reason."""
-
-    count: int | None
-    reason: str = ""
-
-
-def count_rows(config: TrainConfig) -> Rows:
-    """Counts the packed rows of a run with `prepare.prepare`, as the run itself does, where that is cheap."""
-    if config.data.source == "synthetic":
-        from tpu_kit.data.sources import synthetic_rows
-
-        return Rows(synthetic_rows(config.data.split))
-    if reason := _costly(config):
-        return Rows(None, reason)
-    # Here, because they load torch, transformers and datasets.
-    from tpu_kit.data.prepare import prepare
-    from tpu_kit.models.causal_lm import load_tokenizer
-
-    data = config.data
-    elsewhere = data.eval_source or data.eval_split or data.source == "embedded"
-    data = replace(data, eval_source=None, eval_split=None, eval_rows=0 if elsewhere else data.eval_rows)
-    most = config.rl.longest_prompt(data.max_length) if config.on_policy else None
-    try:
-        prepared = prepare(data, load_tokenizer(config.model), max_prompt=most)
-        return Rows(len(prepared.tasks.numbers) if prepared.tasks else len(prepared.train))
-    except ValueError as error:  # the run raises it too
-        return Rows(None, str(error))
-
-
-def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> tuple[int | None, str]:
-    """Counts the updates of a run; None with the reason where the number is not known.
-
-    Args:
-        config: the run, its batch size a number.
-        replicas: number of replicas.
-        rows: of `count_rows`; not used with `optim.max_steps`.
-    """
-    if config.optim.max_steps is not None:
-        return config.optim.max_steps, ""
-    if rows.count is None:
-        return None, rows.reason
-    from tpu_kit.data.batching import updates
-
-    each, repeats = batch_arithmetic(config, replicas), 1
-    if config.on_policy:  # as `Rollouts.all`
-        prompts, repeats = config.rl.prompts_per_rollout, config.rl.updates_per_rollout
-        each = BatchPlan(prompts, 1, 1, prompts, 0)
-    try:
-        return repeats * sum(1 for _ in updates(rows.count, each, config.optim)), ""
-    except ValueError as error:
-        return None, str(error)
-
-
-def _costly(config: TrainConfig) -> str:
-    """Says why the rows are not counted; empty where they can be counted."""
-    source, known = config.data.source, "; set optim.max_steps"
-    if source != "embedded":
-        if "://" in source:
-            return f"data.source={source} is in an object store, and is not read for a plan{known}"
-        files = [Path(name) for name in glob.glob(source)]
-        files = [file for path in files for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
-        if not files:
-            return f"data.source={source} is not on this machine{known}"
-        if (size := sum(file.stat().st_size for file in files)) > MOST_BYTES:
-            return f"data.source={source} has {size / MIB:.0f} MiB, too much to tokenise for a plan{known}"
-    if not _has_tokenizer(config):
-        return f"model.name={config.model.name} has no tokenizer here to count the rows with{known}"
-    return ""
-
-
-def _has_tokenizer(config: TrainConfig) -> bool:
-    model = config.model
-    if model.name == "embedded":
-        return True
-    if model.gguf_file:  # its tokenizer is converted at each load, which takes long
-        return False
-    folder = Path(model.name).expanduser()
-    if folder.is_dir():
-        return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(model.name, "tokenizer.json", revision=model.revision), str)
-    except HFValidationError:  # neither a folder nor a valid name on the hub
-        return False
 
 
 @dataclass(frozen=True)

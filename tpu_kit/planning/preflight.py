@@ -22,8 +22,9 @@ from tpu_kit.planning.compile_check import CompilerUnavailable, compile_programs
 from tpu_kit.planning.cost import StepTime, predict_time
 from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
 from tpu_kit.planning.mesh_choice import check_mesh, placed
-from tpu_kit.planning.planner import Rows, batches, best_batch
+from tpu_kit.planning.planner import batches, best_batch
 from tpu_kit.planning.rollouts import program_rows, update_plan, warnings_of
+from tpu_kit.planning.run_cost import Rows
 
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
 """Weights that one core of a server's CPU rounds in a second (measured: 584e6 and 49e6, groups of 128)."""

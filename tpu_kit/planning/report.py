@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from tpu_kit.config import tables
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import GIB, MIB
-from tpu_kit.planning.cost import RESTART_SECONDS, SPOT_HOURS_BETWEEN_INTERRUPTIONS, factors, link_seconds
+from tpu_kit.planning.cost import factors, link_seconds
 from tpu_kit.planning.planner import Plan
 from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of, update_plan
+from tpu_kit.planning.run_cost import RESTART_SECONDS, SPOT_HOURS_BETWEEN_INTERRUPTIONS
 
 MOST_SETTINGS = 8
 _FACTORS = ("batch_size", "replicas", "gradient_accumulation")

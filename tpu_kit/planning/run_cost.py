@@ -1,0 +1,202 @@
+"""The updates, hours and dollars of a run, and how often to save on spot machines.
+
+Rows are counted where the data and a tokenizer are on this machine.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
+from tpu_kit.hardware.chips import (
+    FREE_SLICES,
+    KAGGLE_HOURS_PER_SESSION,
+    KAGGLE_HOURS_PER_WEEK,
+    KAGGLE_OUTPUT_BYTES,
+    MIB,
+    Chip,
+)
+
+MOST_BYTES = 32 * MIB
+"""Size of the data up to which the rows are counted: tokenising more takes longer than about ten seconds."""
+SPOT_HOURS_BETWEEN_INTERRUPTIONS = 6.0
+"""Mean time between interruptions of a spot TPU: an assumption, as Google publishes none. Young's interval is
+proportional to its square root."""
+SAVE_BYTES_PER_SECOND = 200e6
+"""Speed of a checkpoint from the device to a disk or bucket: an assumption."""
+SAVE_SECONDS = 2.0
+"""Time of an empty checkpoint: an assumption."""
+RESTART_SECONDS = 300.0
+"""From an interruption to the first new step, compiling included: an assumption."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Number of packed rows of the training data, or of prompts; None where it is not known, with the reason."""
+
+    count: int | None
+    reason: str = ""
+
+
+def count_rows(config: TrainConfig) -> Rows:
+    """Counts the packed rows of a run with `prepare.prepare`, as the run itself does, where that is cheap."""
+    if config.data.source == "synthetic":
+        from tpu_kit.data.sources import synthetic_rows
+
+        return Rows(synthetic_rows(config.data.split))
+    if reason := _costly(config):
+        return Rows(None, reason)
+    # Here, because they load torch, transformers and datasets.
+    from tpu_kit.data.prepare import prepare
+    from tpu_kit.models.causal_lm import load_tokenizer
+
+    data = config.data
+    elsewhere = data.eval_source or data.eval_split or data.source == "embedded"
+    data = replace(data, eval_source=None, eval_split=None, eval_rows=0 if elsewhere else data.eval_rows)
+    most = config.rl.longest_prompt(data.max_length) if config.on_policy else None
+    try:
+        prepared = prepare(data, load_tokenizer(config.model), max_prompt=most)
+        return Rows(len(prepared.tasks.numbers) if prepared.tasks else len(prepared.train))
+    except ValueError as error:  # the run raises it too
+        return Rows(None, str(error))
+
+
+def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> tuple[int | None, str]:
+    """Counts the updates of a run; None with the reason where the number is not known.
+
+    Args:
+        config: the run, its batch size a number.
+        replicas: number of replicas.
+        rows: of `count_rows`; not used with `optim.max_steps`.
+    """
+    if config.optim.max_steps is not None:
+        return config.optim.max_steps, ""
+    if rows.count is None:
+        return None, rows.reason
+    from tpu_kit.data.batching import updates
+
+    each, repeats = batch_arithmetic(config, replicas), 1
+    if config.on_policy:  # as `Rollouts.all`
+        prompts, repeats = config.rl.prompts_per_rollout, config.rl.updates_per_rollout
+        each = BatchPlan(prompts, 1, 1, prompts, 0)
+    try:
+        return repeats * sum(1 for _ in updates(rows.count, each, config.optim)), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _costly(config: TrainConfig) -> str:
+    """Says why the rows are not counted; empty where they can be counted."""
+    source, known = config.data.source, "; set optim.max_steps"
+    if source != "embedded":
+        if "://" in source:
+            return f"data.source={source} is in an object store, and is not read for a plan{known}"
+        files = [Path(name) for name in glob.glob(source)]
+        files = [file for path in files for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+        if not files:
+            return f"data.source={source} is not on this machine{known}"
+        if (size := sum(file.stat().st_size for file in files)) > MOST_BYTES:
+            return f"data.source={source} has {size / MIB:.0f} MiB, too much to tokenise for a plan{known}"
+    if not _has_tokenizer(config):
+        return f"model.name={config.model.name} has no tokenizer here to count the rows with{known}"
+    return ""
+
+
+def _has_tokenizer(config: TrainConfig) -> bool:
+    model = config.model
+    if model.name == "embedded":
+        return True
+    if model.gguf_file:  # its tokenizer is converted at each load, which takes long
+        return False
+    folder = Path(model.name).expanduser()
+    if folder.is_dir():
+        return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(model.name, "tokenizer.json", revision=model.revision), str)
+    except HFValidationError:  # neither a folder nor a valid name on the hub
+        return False
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """The time of a run.
+
+    Attributes:
+        run_hours: of training alone; None if the number of updates is not known.
+        on_demand: dollars; None without a price or hours.
+        spot: dollars, interruptions and checkpoints included; None likewise.
+        save_seconds: time of one checkpoint.
+        save_interval_seconds: time between checkpoints that loses least on spot.
+        save_steps: the same in updates.
+        sessions: by service that offers this slice free of charge, a sentence on the number of sessions.
+    """
+
+    run_hours: float | None
+    on_demand: float | None
+    spot: float | None
+    save_seconds: float
+    save_interval_seconds: float
+    save_steps: int
+    sessions: dict[str, str]
+
+
+def time_plan(
+    chip: Chip, chips: int, slice_name: str, step_seconds: float, updates: int | None, checkpoint_bytes: float
+) -> TimePlan:
+    """Plans the time of a run.
+
+    The interval between checkpoints, sqrt(2 x checkpoint time x mean time between failures), is that of J. W. Young, "A
+    first order approximation to the optimum checkpoint interval", CACM 17(9), 1974: of an interval t the share cost / t
+    is spent saving, and a failure loses half of it, t / (2 M).
+
+    Args:
+        chip: the chip.
+        chips: number of chips that are paid for.
+        slice_name: the slice's name, such as "v5litepod-8".
+        step_seconds: time of an update.
+        updates: number of updates, None if not known.
+        checkpoint_bytes: size of a checkpoint.
+    """
+    save = SAVE_SECONDS + checkpoint_bytes / SAVE_BYTES_PER_SECOND
+    failures = SPOT_HOURS_BETWEEN_INTERRUPTIONS * 3600
+    interval = math.sqrt(2 * save * failures)
+    lost = save / interval + interval / (2 * failures) + RESTART_SECONDS / failures
+    hours, price = None if updates is None else updates * step_seconds / 3600, chip.price
+    paid = None if hours is None or price is None else hours * chips
+    return TimePlan(
+        run_hours=hours,
+        on_demand=None if paid is None or price is None else paid * price.on_demand,
+        spot=None if paid is None or price is None or price.spot is None else paid * (1 + lost) * price.spot,
+        save_seconds=save,
+        save_interval_seconds=interval,
+        save_steps=max(1, round(interval / step_seconds)),
+        sessions={
+            service: _sessions(service, hours, checkpoint_bytes)
+            for service, names in FREE_SLICES.items()
+            if slice_name in names and hours is not None
+        },
+    )
+
+
+def _sessions(service: str, hours: float, checkpoint_bytes: float) -> str:
+    if service != "Kaggle":
+        return f"{hours:.1f} h on {service}, which may end a session at any time: save often"
+    count, weeks = math.ceil(hours / KAGGLE_HOURS_PER_SESSION), math.ceil(hours / KAGGLE_HOURS_PER_WEEK)
+    minutes = KAGGLE_HOURS_PER_SESSION * 60 - 20
+    too_large = ""
+    if 2 * checkpoint_bytes > KAGGLE_OUTPUT_BYTES:  # there are two while one takes the other's place
+        too_large = (
+            f"; /kaggle/working keeps {KAGGLE_OUTPUT_BYTES / 1e9:.0f} GB, and two checkpoints take "
+            f"{2 * checkpoint_bytes / 1e9:.1f}: use output_dir=gs://..."
+        )
+    return (
+        f"{count} session{'s' if count > 1 else ''} of {KAGGLE_HOURS_PER_SESSION} h on Kaggle, over {weeks} "
+        f"week{'s' if weeks > 1 else ''} of {KAGGLE_HOURS_PER_WEEK} h; checkpoint.budget_minutes={minutes} ends each"
+        f" in time{too_large}"
+    )
