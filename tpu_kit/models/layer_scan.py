@@ -172,7 +172,8 @@ class _Block:
         """
         reverse, kept, turns = kept is not None, list(kept or ()), inputs[0].shape[0]
         slices = {name: tensor[0] for name, tensor in self.named[0].items() if isinstance(name, str)}
-        groups = partition.gathered_early(slices) if inputs[0].device.type == "xla" and turns > 1 else []
+        alone, looped = len(self.layers) == 1, inputs[0].device.type == "xla" and turns > 1
+        groups = partition.gathered_early(slices, alone) if looped else []
         if not groups:
             return scan(body, carry, [*kept, *inputs], reverse=reverse)
         places = [[self.names[0].index(name) for name in names] for names in groups]

@@ -70,11 +70,13 @@ def gather_layer(
     return found
 
 
-def gathered_early(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+def gathered_early(tensors: Mapping[str, torch.Tensor], alone: bool = True) -> list[list[str]]:
     """The frozen weights that are gathered over fsdp before their layer's turn, in groups for `gather_alike`.
 
-    These are the floats of a layer's first products, and experts. Integers of other layers are a half or a quarter of
-    the bytes, which the compiler hides as they are.
+    These are the floats of a layer's first products, and experts of a layer that is `alone` in its turn. Integers of
+    other layers are a half or a quarter of the bytes, which the compiler hides as they are. In a turn of two layers
+    (gpt-oss-20b in int8) it hides fewer bytes of experts, if the first layer's are gathered early: 14.1 of 40.2 GiB
+    instead of 22.1 of 38.6.
     """
     groups: dict[torch.Size | str, list[str]] = {}
     if active_mesh().fsdp == 1 or in_place.get():
@@ -84,7 +86,7 @@ def gathered_early(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
         if tensor.requires_grad:
             continue
         if ".experts." in name and not sharding_rules.is_small(name):
-            groups[name] = [name]
+            groups |= {name: [name]} if alone else {}
         elif first and tensor.is_floating_point():
             groups.setdefault(tensor.shape, []).append(name)
     return list(groups.values())
